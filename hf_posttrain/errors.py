@@ -1,0 +1,8 @@
+"""The one exception for a user's mistake: recipe, data or arguments."""
+
+
+class InputError(ValueError):
+    """A mistake in what the user gave: its message says what, where (file, line, row, key) and what to do.
+
+    The command prints the message alone and exits with 2; in Python it is an ordinary `ValueError`.
+    """
