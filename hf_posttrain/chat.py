@@ -1,0 +1,250 @@
+"""Chat templates and token boundaries: messages -> text -> ids, and which ids the assistant wrote.
+
+    clean_messages   what a data file holds -> messages for a template (ShareGPT's from/value as well)
+    render           messages -> text
+    turn_end_id      the id that ends an assistant turn;  eos_id: the id that ends plain text
+    prompt_text      prompt messages -> the text that generation would start from
+    split_chat       prompt and completion messages -> (prompt text, completion text)
+    encode           texts -> ids, with BOS exactly once
+    encode_pairs     (prompt text, completion text) -> (prompt ids, completion ids), with the end token exactly once
+    assistant_mask   a conversation -> its ids and a 0/1 mask of what assistants wrote
+
+The boundary comes from rendered text: what generation would see must be how the full conversation begins. An
+`InputError` names the problem; the caller adds file and row. `template_kwargs` go to the template.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from .errors import InputError
+
+Messages = list[dict[str, Any]]
+
+_SHAREGPT = {  # ours: theirs
+    "system": ("system",),
+    "user": ("human", "user"),
+    "assistant": ("gpt", "chatgpt", "assistant", "model", "function_call"),
+    "tool": ("tool", "observation", "function_response"),
+}
+_ROLES = {theirs: ours for ours, names in _SHAREGPT.items() for theirs in names}
+_ADVICE = (
+    "the template rewrites earlier turns or thinking. Set chat_template_kwargs (for instance {enable_thinking: false}) "
+    "or a template made for training, with {% generation %} tags around what assistants write"
+)
+
+
+def clean_messages(value: Any) -> Messages:
+    """Messages as templates expect them: roles checked, from/value renamed, absent (None) keys removed.
+
+    Raises:
+        InputError: not a list of `{role, content}` (or `{from, value}`), an unknown `from`, or content that is missing.
+    """
+    if not isinstance(value, list) or not value:
+        raise InputError(f"expected a list of messages {{role, content}}, found {str(value)[:60]!r}")
+    return [_clean_message(message, n) for n, message in enumerate(value)]
+
+
+def _clean_message(message: Any, n: int) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise InputError(f"message {n} is {str(message)[:60]!r}, expected {{role, content}}")
+    message = without_none(message)
+    if "from" in message and "role" not in message:
+        if message["from"] not in _ROLES:
+            raise InputError(f"message {n} is from {message['from']!r}, expected one of {', '.join(_ROLES)}")
+        message = {"role": _ROLES[message.pop("from")], "content": message.pop("value", None), **message}
+    if not isinstance(message.get("role"), str):
+        raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {sorted(message)}")
+    if message.get("tool_calls"):
+        message.setdefault("content", "")
+    if not isinstance(message.get("content"), str | list):
+        raise InputError(f"message {n} ({message['role']}): content is {message.get('content')!r}, expected a string")
+    return message
+
+
+def without_none(value: Any) -> Any:
+    """`value` without the None entries that Arrow adds where dictionaries differ in their keys."""
+    if isinstance(value, dict):
+        return {key: without_none(item) for key, item in value.items() if item is not None}
+    return [without_none(item) for item in value] if isinstance(value, list) else value
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
+           template_kwargs: dict | None = None, **options: bool) -> str:  # fmt: skip
+    """`messages` as text; `options` are `add_generation_prompt` and `continue_final_message`.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or the template refuses these messages.
+    """
+    if not tokenizer.chat_template:
+        raise InputError(
+            "messages need a chat template and this tokenizer has none: set model.chat_template to a template file, "
+            "or give prompt and completion as plain strings"
+        )
+    try:
+        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **(template_kwargs or {}), **options)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise InputError(f"the chat template refuses messages with roles [{roles}]: {error}") from error
+
+
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that ends plain text. Raises InputError if the tokenizer has none."""
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has no eos_token, so a completion cannot be ended: set one in its config")
+    return tokenizer.eos_token_id
+
+
+def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None = None) -> int:
+    """The id that ends an assistant turn: the first special token that the template writes after its content.
+
+    A base model's eos often differs (Qwen: eos <|endoftext|>, turns end with <|im_end|>). Without a template, or if
+    the template writes none, it is the eos. Raises InputError if there is neither.
+    """
+    if not tokenizer.chat_template:
+        return eos_id(tokenizer)
+    probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "sentinel7391"}]
+    tail = render(tokenizer, probe, None, template_kwargs).rpartition("sentinel7391")[2]
+    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    ends = [i for i in _plain_ids(tokenizer, [tail])[0] if i in special]
+    return ends[0] if ends else eos_id(tokenizer)
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: list | None = None,
+                template_kwargs: dict | None = None) -> str:  # fmt: skip
+    """The text that generation starts from; a prompt that ends in an assistant turn (prefill) is left open."""
+    prefill = prompt[-1]["role"] == "assistant"
+    option = {"continue_final_message": True} if prefill else {"add_generation_prompt": True}
+    return render(tokenizer, prompt, tools, template_kwargs, **option)
+
+
+def join_messages(prompt: Messages, completion: Messages) -> Messages:
+    """`prompt + completion`; a completion that continues a prefilled assistant turn is one turn with it."""
+    last, first = prompt[-1], completion[0]
+    if (last["role"], first["role"]) != ("assistant", "assistant"):
+        return prompt + completion
+    return [*prompt[:-1], {**last, **first, "content": last["content"] + first["content"]}, *completion[1:]]
+
+
+def split_chat(tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion: Messages, tools: list | None = None,
+               template_kwargs: dict | None = None) -> tuple[str, str]:  # fmt: skip
+    """(prompt text, completion text): their concatenation is the full render of both.
+
+    Raises:
+        InputError: the full render does not begin with the prompt's (a template that drops or moves thinking).
+    """
+    start = prompt_text(tokenizer, prompt, tools, template_kwargs)
+    full = render(tokenizer, join_messages(prompt, completion), tools, template_kwargs)
+    return start, _after(start, full)
+
+
+def shared_length(first: Sequence, second: Sequence) -> int:
+    """Length of the longest common prefix of two strings or lists."""
+    differ = (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))
+
+
+def _after(start: str, full: str) -> str:
+    if full.startswith(start):
+        return full[len(start) :]
+    n = shared_length(start, full)
+    here, there = (text[max(0, n - 20) : n + 30] for text in (start, full))
+    parting = f"the prompt has {here!r} where the conversation has {there!r}; {_ADVICE}"
+    raise InputError(f"the rendered conversation does not begin with its rendered prompt: {parting}")
+
+
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer itself writes before any text: usually [] or [BOS]."""
+    bare, dressed = _plain_ids(tokenizer, ["x"])[0], tokenizer("x")["input_ids"]
+    return next((dressed[:n] for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), [])
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Ids of each text, plain or rendered: BOS once if the tokenizer writes one, and no EOS that it would append."""
+    prefix = _prefix_ids(tokenizer)
+    return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in _plain_ids(tokenizer, texts)]
+
+
+def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int) -> list[int]:
+    """`ids` ending in exactly one `end_id`: blank text and special tokens after it are dropped; appended if absent."""
+    last = max((n for n, i in enumerate(ids) if i == end_id), default=None)
+    if last is None or tokenizer.decode(ids[last + 1 :], skip_special_tokens=True).strip():
+        return [*ids, end_id]
+    while last and ids[last - 1] == end_id:
+        last -= 1
+    return ids[: last + 1]
+
+
+def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], completions: list[str],
+                 end_id: int) -> list[tuple[list[int], list[int]]]:  # fmt: skip
+    """(prompt ids, completion ids) of each pair, tokenised together in two calls.
+
+    The prompt's ids are those that generation would see, so a token never spans the boundary: where tokenising the
+    whole text merges across it, the completion is tokenised on its own. Completions end with one `end_id`.
+    """
+    heads = encode(tokenizer, prompts)
+    fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
+    pairs = []
+    for head, full, completion in zip(heads, fulls, completions, strict=True):
+        tail = full[len(head) :] if full[: len(head)] == head else _plain_ids(tokenizer, [completion])[0]
+        pairs.append((head, end_once(tokenizer, tail, end_id)))
+    return pairs
+
+
+def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
+                   template_kwargs: dict | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Ids of the conversation and a 0/1 mask of equal length: each assistant's content and its turn end.
+
+    From the template's `{% generation %}` tags, otherwise from the rendered text. Nothing follows the last 1.
+
+    Raises:
+        InputError: no assistant turn, or the text before a turn differs from what generation would see.
+    """
+    end_id = turn_end_id(tokenizer, template_kwargs)
+    template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
+    tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
+    ids, mask = (_tagged_mask if tagged else _rendered_mask)(tokenizer, messages, tools, template_kwargs, end_id)
+    if not any(mask):
+        raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
+    size, prefix = len(mask) - mask[::-1].index(1), _prefix_ids(tokenizer)
+    prefix = [] if ids[: len(prefix)] == prefix else prefix
+    end = [end_id] if messages[-1]["role"] == "assistant" and ids[size - 1] != end_id else []
+    return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
+
+
+def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
+    """From the template's generation tags; a turn end that stands right behind a span is trained as well."""
+    render(tokenizer, messages, tools, template_kwargs)  # its errors are the clear ones
+    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
+    ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    for n in range(1, len(ids)):
+        if ids[n] == end_id and mask[n - 1] and ids[n - 1] != end_id:
+            mask[n] = 1
+    return ids, mask
+
+
+def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
+    """From the text: a turn starts where generation would have started it and ends with its turn end."""
+    full = render(tokenizer, messages, tools, template_kwargs)
+    encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+    mask, limit = [0] * len(ids), len(full)  # limit: the character where the next assistant turn begins
+    for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
+        before = render(tokenizer, messages[:n], tools, template_kwargs, add_generation_prompt=True)
+        begin = len(full) - len(_after(before, full))
+        content = messages[n]["content"].strip() if isinstance(messages[n]["content"], str) else ""
+        found = full.find(content, begin, limit)
+        after = bisect_left(starts, found + len(content) if found >= 0 else begin)
+        ends = (k + 1 for k in range(after, bisect_left(starts, limit)) if ids[k] == end_id)
+        first, stop = bisect_left(starts, begin), next(ends, after if messages[n + 1 :] else len(ids))
+        mask[first:stop], limit = [1] * (stop - first), begin
+    return ids, mask

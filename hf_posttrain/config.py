@@ -1,0 +1,125 @@
+"""PostTrainConfig: TrainingArguments with what all five methods add, and refusals of what none can honour."""
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainingArguments
+
+from .batch import LAYOUTS
+from .errors import InputError
+
+logger = logging.getLogger(__name__)
+
+_REFUSED = {
+    "label_smoothing_factor": (0.0, "it smooths full logits, which never exist here; DPO has label_smoothing"),
+    "use_liger_kernel": (False, "the head is fused already"),
+    "torch_compile": (False, "batches change shape at every step; leave it off"),
+    "batch_eval_metrics": (False, "metrics are exact sums over the whole set; leave it off"),
+}
+_TRL_ADVICE = {
+    "padding_free": "use layout: packed (or auto)",
+    "pad_to_multiple_of": "rows are packed, there is nothing to pad to",
+    "truncation_mode": "the prompt is trimmed from its left first, then the completion from its right",
+    "model_init_kwargs": "use the model section (dtype, attn_implementation, ...) or pass a loaded model",
+    "teacher_model_init_kwargs": "use the teacher section or pass a loaded teacher_model",
+    "teacher_model_name_or_path": "use the teacher section or pass teacher_model",
+    "chat_template_path": "use model.chat_template",
+    "eos_token": "the turn end of the chat template is found and trained",
+    "pad_token": "padding never touches the loss; set it in the tokenizer if you must",
+    "dataset_kwargs": "use the data section",
+    "shuffle_dataset": "every epoch is shuffled; train_sampling_strategy: sequential turns that off",
+    "max_prompt_length": "use max_length: the prompt is trimmed first, the completion kept",
+    "ld_alpha": "it is not supported",
+    "f_divergence_type": "only reverse KL is supported",
+    "f_alpha_divergence_coef": "only reverse KL is supported",
+    "use_weighting": "it is not supported",
+    "discopop_tau": "it is not supported",
+    "sync_ref_model": "the reference never moves",
+    "activation_offloading": "use activation_checkpointing_kwargs: {offload: true}",
+    "max_new_tokens": "use max_completion_length",
+    "seq_kd": "train on the teacher's answers as completions",
+    "top_k": "rollouts come from the distribution that is scored: top_k is 0",
+    "top_p": "rollouts come from the distribution that is scored: top_p is 1",
+    "min_p": "rollouts come from the distribution that is scored: min_p is off",
+    "repetition_penalty": "rollouts come from the distribution that is scored: no penalties",
+    "use_vllm": "vLLM rollouts are not there yet",
+    "eval_packing": "evaluation is exact with any batch; leave it out",
+    "packing_strategy": "packing is best-fit decreasing",
+    "rpo_alpha": "use nll_coef",
+}
+
+
+def trl_advice(name: str) -> str | None:
+    """What to do instead of a TRL config field that we lack, or None where it is no such field."""
+    return _TRL_ADVICE.get(name)
+
+
+@dataclass
+class PostTrainConfig(TrainingArguments):
+    """Every field of TrainingArguments, and these. Defaults that differ are TRL's, except bf16, which is off on CPU.
+
+    Raises InputError for fields that cannot be honoured and for contradictions.
+    """
+
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "chat_template_kwargs"]
+
+    logging_steps: float = 10
+    """Steps between logs; below 1, a share of all steps."""
+    activation_checkpointing: bool | None = True
+    """Recompute activations in the backward: less memory, a third more compute. Off when `gradient_checkpointing` says so."""
+    bf16: bool | None = None
+    """bf16 autocast; None: on where the GPU has it and weights are float32 or bfloat16, off on CPU."""
+    remove_unused_columns: bool = False
+    """Our collators read their own columns; leave it off."""
+    logging_nan_inf_filter: bool = False
+    """Hide non-finite losses from the logged mean, as HF does by default. Here they are shown and their step is named."""
+    max_length: int | None = 1024
+    """Longest prompt + completion in tokens: the prompt is trimmed first, from its left; None for no limit."""
+    layout: str = "auto"
+    """How examples are laid out: auto, shared (a prompt once for all its answers), packed or padded. Same numbers."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenise."""
+    dataset_text_field: str = "text"
+    """Column of plain text, for method sft and kd."""
+    chat_template_kwargs: dict[str, Any] | str | None = None
+    """Passed to the chat template, for instance {enable_thinking: false}."""
+    disable_dropout: bool = False
+    """Set every dropout of the policy to 0, LoRA's included."""
+    router_aux_loss_coef: float | None = None
+    """Weight of a mixture of experts' load-balancing loss; None: the model's own if its config has output_router_logits."""
+    eval_exact_match: bool = False
+    """In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."""
+    eval_max_completion_length: int = 256
+    """Longest answer in that evaluation, in tokens."""
+
+    def __post_init__(self):
+        self._resolve_gradient_checkpointing()
+        if self.bf16 is None:
+            self.bf16 = not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        super().__post_init__()
+        if self.layout not in LAYOUTS:
+            raise InputError(f"layout={self.layout!r} is not one of {', '.join(LAYOUTS)}")
+        if self.max_length is not None and self.max_length < 2:
+            raise InputError(f"max_length={self.max_length}: a prompt and a completion need 2 tokens at least")
+        for name, (off, reason) in _REFUSED.items():
+            if getattr(self, name, off) not in (off, None):
+                raise InputError(f"{name}={getattr(self, name)!r} cannot be honoured: {reason}")
+        if self.eval_exact_match and self.eval_max_completion_length < 1:
+            raise InputError("eval_max_completion_length must be at least 1")
+        if self.n_gpu > 1:
+            logger.warning("%d GPUs are visible and no launcher is used: training on one. Use accelerate launch for all.",
+                           self.n_gpu)
+            self._n_gpu = 1
+
+    def _resolve_gradient_checkpointing(self) -> None:
+        """The deprecated name, given explicitly, wins over our default of the new one."""
+        if self.gradient_checkpointing is not None:
+            self.activation_checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
+
+    @classmethod
+    def own_fields(cls) -> set[str]:
+        """Names of the fields that TrainingArguments does not have."""
+        return {f.name for f in dataclasses.fields(cls)} - {f.name for f in dataclasses.fields(TrainingArguments)}

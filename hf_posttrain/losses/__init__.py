@@ -1,0 +1,13 @@
+"""All the mathematics, as pure functions of tensors: nothing here knows of models, batches or trainers.
+
+preference.py   pairs (DPO and its family) and single labelled answers (KTO, BCO)
+divergence.py   distances between two next-token distributions, and the on-policy policy gradient
+"""
+
+from .divergence import DIVERGENCES, discounted, policy_gradient, top_k_buckets, with_tail
+from .preference import LABEL_SMOOTHED, PAIRED, REFERENCE_FREE, UNPAIRED, PairedOptions, Pairs
+
+__all__ = [
+    "DIVERGENCES", "LABEL_SMOOTHED", "PAIRED", "REFERENCE_FREE", "UNPAIRED", "PairedOptions", "Pairs", "discounted",
+    "policy_gradient", "top_k_buckets", "with_tail",
+]

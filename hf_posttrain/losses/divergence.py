@@ -1,0 +1,103 @@
+"""Distances between two next-token distributions, one value per token.
+
+N: tokens, V: vocabulary, K: teacher's top tokens. q is the student's distribution, p the teacher's; both arrive as
+log-probabilities [N, V] (log_softmax of the logits, in fp32), so logits of any size and -inf padding stay finite.
+DIVERGENCES names them as recipes do.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(p, q) = sum p (ln p - ln q), the distillation loss of Hinton et al. 2015 (arXiv 1503.02531). [N, V] -> [N]."""
+    p, q = _finite(teacher), _finite(student)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(q, p) = sum q (ln q - ln p), the mode-seeking loss of MiniLLM (arXiv 2306.08543). [N, V] -> [N]."""
+    return forward_kl(teacher, student)
+
+
+def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
+    """beta KL(p, m) + (1-beta) KL(q, m), m = beta p + (1-beta) q: generalised JSD, GKD (arXiv 2306.13649) eq. 1. -> [N].
+
+    The formula tends to 0 at both ends; as users of GKD expect, beta 0 gives forward KL and beta 1 reverse KL.
+    """
+    if beta == 0:
+        return forward_kl(student, teacher)
+    if beta == 1:
+        return reverse_kl(student, teacher)
+    mixture = _mix(teacher, student, beta)
+    return beta * forward_kl(mixture, teacher) + (1 - beta) * forward_kl(mixture, student)
+
+
+def skew_forward_kl(student: Tensor, teacher: Tensor, alpha: float = 0.1) -> Tensor:
+    """KL(p, alpha p + (1-alpha) q): skew KL of DistiLLM, eq. 4 (arXiv 2402.03898). [N, V] -> [N]."""
+    return forward_kl(_mix(teacher, student, alpha), teacher)
+
+
+def skew_reverse_kl(student: Tensor, teacher: Tensor, alpha: float = 0.1) -> Tensor:
+    """KL(q, alpha q + (1-alpha) p): skew reverse KL of DistiLLM (arXiv 2402.03898). [N, V] -> [N]."""
+    return skew_forward_kl(teacher, student, alpha)
+
+
+def tvd(student: Tensor, teacher: Tensor) -> Tensor:
+    """sum |p - q| / 2: total variation distance, f-distill (arXiv 2307.15190). [N, V] -> [N]."""
+    return 0.5 * (teacher.exp() - student.exp()).abs().sum(-1)
+
+
+DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    f.__name__: f for f in (forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd)
+}
+
+
+def top_k_buckets(logps: Tensor, ids: Tensor, tail: str = "bucket") -> Tensor:
+    """Shrink [N, V] log-probabilities to the teacher's top K tokens, so that any divergence runs on them.
+
+    ids [N, K]. tail: "bucket" adds one entry for the rest of the mass -> [N, K+1] (exact where K = V-1 or V);
+    "renormalise" makes the K sum to one -> [N, K]; "truncate" leaves them as they are -> [N, K].
+    """
+    return with_tail(logps.gather(-1, ids), tail)
+
+
+def with_tail(top: Tensor, tail: str = "bucket") -> Tensor:
+    """The same for log-probabilities [N, K] that are already the top K: see `top_k_buckets`."""
+    if tail == "truncate":
+        return top
+    total = top.logsumexp(-1, keepdim=True)
+    if tail == "renormalise":
+        return top - total
+    rest = torch.log(-torch.expm1(total.clamp(max=-1e-7)))
+    return torch.cat([top, rest], dim=-1)
+
+
+def policy_gradient(student: Tensor, advantage: Tensor) -> Tensor:
+    """-sg(A) ln q of each sampled token, A = ln p - ln q or its `discounted` sum: on-policy distillation. [N] -> [N].
+
+    student: log-probabilities of the sampled tokens. The expected gradient is that of the reverse KL (the score
+    function identity); back-propagating ln q - ln p itself would have expected gradient 0.
+    """
+    return -advantage.detach() * student
+
+
+def discounted(reward: Tensor, discount: float) -> Tensor:
+    """A_t = sum_{k >= 0} discount^k r_{t+k} along each row of [R, T]; rows are zero after their end."""
+    t = torch.arange(reward.shape[1], device=reward.device)
+    ahead = t[:, None] - t[None, :]  # [T, T]: from column (now) to row (later)
+    weights = torch.where(ahead >= 0, discount ** ahead.clamp(min=0).to(reward.dtype), 0.0)
+    return reward @ weights
+
+
+def _mix(first: Tensor, second: Tensor, weight: float) -> Tensor:
+    """ln(weight first + (1 - weight) second), [N, V]."""
+    w = torch.tensor(weight, dtype=torch.float64)
+    return torch.logaddexp(_finite(first) + w.log().item(), _finite(second) + torch.log1p(-w).item())
+
+
+def _finite(logps: Tensor) -> Tensor:
+    """-inf becomes -1e30: probability 0 all the same, and 0 times a difference is 0 instead of NaN."""
+    return logps.clamp(min=-1e30)

@@ -1,0 +1,241 @@
+"""A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly.
+
+    load_recipe(path, overrides)        -> Recipe; everything that YAML alone shows is checked here, without torch
+    train_config(recipe, config_class)  -> the method's Config from the `train` section
+    Recipe.to_yaml()                    -> the recipe as resolved; load_recipe reads it back
+
+    method: kto
+    model:  {name_or_path, from_scratch, dtype, ...}       ModelSection
+    teacher: same keys, kd and opd only                    ModelSection
+    data:   {train: source or list, eval: ...}             DataSection of Source
+    train:  every TrainingArguments field and the method's own
+
+Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12: " or "command line: ".
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from .errors import InputError
+from .strict import build, nearest_path, typed
+from .yaml_tree import place_of, read_tree, write_tree
+
+Config = TypeVar("Config")
+
+_LORA_LIMITS = {  # name: (type, allowed, what is wrong otherwise); other names are checked against peft by models.py
+    "r": (int, lambda r: r > 0, "must be at least 1"),
+    "alpha": (int, lambda alpha: alpha > 0, "must be at least 1"),
+    "dropout": (float, lambda p: 0 <= p < 1, "must be at least 0 and below 1"),
+    "target_modules": (str | list[str], bool, "must not be empty"),
+}
+_GONE = {  # names of other versions and libraries, and what to say instead
+    "evaluation_strategy": "use eval_strategy",
+    "warmup_ratio": "use warmup_steps, where a value below 1 is a ratio of all steps",
+    "group_by_length": "use train_sampling_strategy: group_by_length",
+    "save_safetensors": "files are always safetensors",
+    "no_cuda": "use use_cpu",
+    "use_mps_device": "MPS is used where it is found",
+    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
+    "overwrite_output_dir": "an existing output_dir is used as it is",
+    "per_gpu_train_batch_size": "use per_device_train_batch_size",
+    "per_gpu_eval_batch_size": "use per_device_eval_batch_size",
+    "include_tokens_per_second": "use include_num_input_tokens_seen",
+    "include_inputs_for_metrics": "use include_for_metrics",
+    "tokenizer": "the tokenizer comes from model.name_or_path",
+    "max_seq_length": "use max_length",
+    "lr": "use learning_rate",
+    "epochs": "use num_train_epochs",
+    "batch_size": "use per_device_train_batch_size",
+}
+
+
+@dataclass
+class ModelSection:
+    """A model: where it comes from and how it is loaded (`model` and `teacher`)."""
+
+    name_or_path: str
+    """Hub name or folder."""
+    from_scratch: bool = False
+    """Random weights from the folder's config.json instead of saved ones; the tokenizer is in the same folder."""
+    dtype: Literal["default", "auto", "float32", "bfloat16", "float16"] = "default"
+    """`default`: float32 if all weights are trained; a LoRA base or frozen model bfloat16 on GPU, float32 on CPU."""
+    attn_implementation: str = "auto"
+    """`auto` leaves the choice to transformers; otherwise eager, sdpa, flex_attention, flash_attention_2, ..."""
+    quantization: Literal["none", "4bit", "8bit"] = "none"
+    """Weights quantised by bitsandbytes: for a LoRA base or a teacher."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, and read weights that are not safetensors."""
+    adapter: str | None = None
+    """Continue from this saved PEFT adapter (folder or hub name)."""
+    lora: dict[str, Any] | None = None
+    """Train a new LoRA adapter: r, alpha, dropout, target_modules (all-linear) and every other LoraConfig field."""
+    chat_template: str | None = None
+    """A file with a Jinja chat template, for a tokenizer that has none or the wrong one."""
+
+
+@dataclass
+class Source:
+    """Rows from one place."""
+
+    path: str
+    """A .jsonl, .json, .csv or .parquet file, a folder (of files or saved to disk) or a hub name."""
+    name: str | None = None
+    """The hub data set's configuration."""
+    split: str = "train"
+    """Split of a hub data set or saved DatasetDict; slices as `train[:90%]` are allowed."""
+    columns: dict[str, str] | None = None
+    """Our column: the data set's column, such as {prompt: question, completion: answer}."""
+    limit: int | None = None
+    """Take the first so many rows."""
+    weight: float = 1.0
+    """How many times its rows count (0.5: half of them, drawn at random); the share of a stream."""
+    streaming: bool = False
+    """Read rows as training goes; never all of them at once."""
+
+
+@dataclass
+class DataSection:
+    """What is trained and evaluated on; the sources of a list are mixed by weight."""
+
+    train: Source | list[Source]
+    """Training rows."""
+    eval: Source | list[Source] | None = None
+    """Evaluation rows."""
+
+
+@dataclass
+class Recipe:
+    """A whole run."""
+
+    method: Literal["sft", "dpo", "kto", "kd", "opd"]
+    """The training method."""
+    model: ModelSection
+    """The policy or student."""
+    data: DataSection
+    """Training and evaluation rows."""
+    teacher: ModelSection | None = None
+    """The teacher of kd and opd."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the method's Config, as given."""
+    path: Path = field(default=Path("recipe"), metadata={"hidden": True})
+    """The file it was read from."""
+    places: dict[str, str] = field(default_factory=dict, repr=False, compare=False, metadata={"hidden": True})
+    """Where each dotted key stands: file:line or "command line"."""
+
+    def where(self, key: str) -> str:
+        """The place of a dotted key, or of the nearest key above it."""
+        return place_of(self.places, key)
+
+    def to_yaml(self) -> str:
+        """The recipe as resolved, as YAML: every key of every section; `train` holds the given ones."""
+        tree = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("path", "places")}
+        order = ("method", "model", "teacher", "data", "train")
+        return f"# resolved from {self.path}\n" + write_tree({name: tree[name] for name in order})
+
+
+def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+    """Read and check a recipe file and its `section.key=value` overrides.
+
+    Relative paths are taken from the current directory or, where nothing is there, from the recipe's folder.
+    Raises InputError for a missing or malformed file, an unknown or missing key (with the nearest valid one), a wrong
+    type, and for options that contradict each other.
+    """
+    path = Path(path)
+    tree, places = read_tree(path, overrides)
+    if isinstance(tree, dict):
+        tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
+    recipe = Recipe(**build(Recipe, tree, "", lambda key: place_of(places, key)), path=path, places=places)
+    _resolve_paths(recipe)
+    for key, problem in _contradictions(recipe):
+        raise InputError(f"{recipe.where(key)}: {problem}")
+    return recipe
+
+
+def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
+    """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float).
+
+    Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a
+    package that an option needs and that is not installed.
+    """
+    from .config import trl_advice  # here, since it brings torch
+
+    values = build(config_class, recipe.train, "train", recipe.where, lambda name: _GONE.get(name) or trl_advice(name))
+    try:
+        return config_class(**values)
+    except (ValueError, ImportError) as error:  # a contradiction, or a package that an option needs
+        named = re.findall(r"\w+", str(error))
+        key = next((f"train.{name}" for name in named if name in recipe.train), "train")
+        raise InputError(f"{recipe.where(key)}: {error}") from error
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, Source]]:
+    for key, given in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+        if isinstance(given, list):
+            yield from ((f"{key}.{i}", source) for i, source in enumerate(given))
+        elif given is not None:
+            yield key, given
+
+
+def _resolve_paths(recipe: Recipe) -> None:
+    def found(name: str | None) -> str | None:
+        beside = recipe.path.parent / name if name else None
+        return str(beside) if name and beside and not Path(name).exists() and beside.exists() else name
+
+    for section in (recipe.model, recipe.teacher):
+        if section:
+            section.name_or_path = found(section.name_or_path) or ""
+            section.adapter, section.chat_template = found(section.adapter), found(section.chat_template)
+    for _, source in _sources(recipe):
+        source.path = found(source.path) or ""
+
+
+def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """(key, problem) for everything that the keys' names and types allow and that still makes no sense."""
+    distils = recipe.method in ("kd", "opd")
+    if distils and recipe.teacher is None:
+        yield "method", f"method {recipe.method} needs a teacher section (teacher.name_or_path: ...)"
+    if recipe.teacher and not distils:
+        yield "teacher", f"method {recipe.method} uses no teacher; that section belongs to kd and opd"
+    yield from _model_contradictions(recipe.model, "model", recipe)
+    if recipe.teacher:
+        yield from _model_contradictions(recipe.teacher, "teacher", recipe)
+        if recipe.teacher.lora is not None:
+            yield "teacher.lora", "teacher.lora makes no sense: the teacher is not trained (teacher.adapter loads one)"
+    if recipe.data.train == [] or recipe.data.eval == []:
+        yield "data.train" if recipe.data.train == [] else "data.eval", "an empty list of sources"
+    for key, source in _sources(recipe):
+        if not source.path.strip():
+            yield f"{key}.path", f"{key}.path is empty"
+        if source.limit is not None and source.limit < 1:
+            yield f"{key}.limit", f"{key}.limit must be at least 1 (or null for all rows), not {source.limit}"
+        if not 0 < source.weight < float("inf"):
+            yield f"{key}.weight", f"{key}.weight must be a number above 0, not {source.weight}"
+
+
+def _model_contradictions(section: ModelSection, key: str, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if not section.name_or_path.strip():
+        yield f"{key}.name_or_path", f"{key}.name_or_path is empty"
+    quantised = section.quantization != "none"
+    if quantised and section.from_scratch:
+        yield f"{key}.quantization", f"{key}.quantization and {key}.from_scratch exclude each other: no weights to load"
+    if section.adapter and section.from_scratch:
+        yield f"{key}.adapter", f"{key}.adapter and {key}.from_scratch exclude each other: it belongs to saved weights"
+    if section.adapter and section.lora is not None:
+        yield f"{key}.lora", f"{key}.adapter and {key}.lora exclude each other: continue an adapter or begin a new one"
+    if quantised and key == "model" and not section.adapter and section.lora is None:
+        yield (
+            f"{key}.quantization",
+            "model.quantization needs model.lora or model.adapter: all weights cannot be trained",
+        )
+    if section.chat_template and not Path(section.chat_template).is_file():
+        hint = nearest_path(Path(section.chat_template))
+        yield f"{key}.chat_template", f"{key}.chat_template: no file {section.chat_template}{hint}"
+    for name, (kind, allowed, problem) in _LORA_LIMITS.items():
+        full, value = f"{key}.lora.{name}", (section.lora or {}).get(name)
+        if value is not None and not allowed(typed(value, kind, full, recipe.where)):
+            yield full, f"{full} {problem}, not {value!r}"

@@ -1,0 +1,236 @@
+"""The command: a recipe -> objects -> train, evaluate, save.
+
+    accelerate launch -m hf_posttrain.run RECIPE.yaml [section.key=value ...]
+
+    main       arguments, exit codes: 0, 2 for a mistake in the input (one line on stderr), 130 for Ctrl-C
+    run        the steps in order; everything that can be wrong is found before weights are loaded
+    find_checkpoint     the newest complete checkpoint, for train.resume_from_checkpoint: auto
+    save       what is left in train.output_dir
+
+Heavy imports come after the recipe has been read, so that its errors and --help are quick.
+"""
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .errors import InputError
+from .recipe import Recipe, load_recipe, train_config
+
+logger = logging.getLogger(__name__)
+
+METHODS = {  # method: (module, Config, Trainer), imported when it is used
+    "sft": ("hf_posttrain.sft", "SFTConfig", "SFTTrainer"),
+    "dpo": ("hf_posttrain.dpo", "DPOConfig", "DPOTrainer"),
+    "kto": ("hf_posttrain.kto", "KTOConfig", "KTOTrainer"),
+    "kd": ("hf_posttrain.kd", "KDConfig", "KDTrainer"),
+    "opd": ("hf_posttrain.opd", "OPDConfig", "OPDTrainer"),
+}
+_EXAMPLES = """examples:
+  hf-posttrain recipes/dpo.yaml
+  hf-posttrain recipes/dpo.yaml train.beta=0.2 train.max_steps=100 model.lora=null
+  hf-posttrain recipes/sft.yaml data.train.path=mine.jsonl 'data.train.columns={prompt: question, completion: answer}'
+  hf-posttrain recipes/sft.yaml train.resume_from_checkpoint=auto
+  accelerate launch -m hf_posttrain.run recipes/kto.yaml
+"""
+_WEIGHTS = ("*.safetensors", "*.bin", "pytorch_model_fsdp_0", "global_step*")
+_TRAINING_STATE = {  # what a checkpoint holds beside weights, under the names of each engine
+    "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
+    "scheduler": ("scheduler.pt", "global_step*"),
+    "random state": ("rng_state*.pth",),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a recipe; returns the exit code. InputError becomes one line on stderr and 2, anything else a traceback."""
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hf_posttrain").setLevel(logging.INFO if first else logging.ERROR)
+    try:
+        arguments = _arguments(argv)
+        run(load_recipe(arguments.recipe, arguments.overrides))
+    except InputError as error:
+        if first:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="hf-posttrain",
+        description="Post-train a causal language model (SFT, DPO, KTO, KD, OPD) as a recipe says.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the recipe file")
+    parser.add_argument(
+        "overrides", metavar="section.key=value", nargs="*", default=[], help="replaces a value of the recipe"
+    )
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        raise InputError(f"command line: {unknown[0]!r} is not section.key=value, such as train.learning_rate=5e-7")
+    return arguments
+
+
+def run(recipe: Recipe) -> dict[str, float]:
+    """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded."""
+    module, config_name, trainer_name = METHODS[recipe.method]
+    method = importlib.import_module(module)
+    config = train_config(recipe, getattr(method, config_name))
+    checkpoint = checkpoint_to_resume(recipe, config)
+    tokenizer, peft_config = check_models(recipe)
+    rows = prepare_data(recipe, tokenizer, config)
+    trainer = getattr(method, trainer_name)(
+        args=config,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        **rows,
+        **load_models(recipe, tokenizer, config),
+    )
+    result = trainer.train(resume_from_checkpoint=checkpoint)
+    save(trainer, recipe)
+    metrics = dict(result.metrics)
+    _keep_metrics(trainer, "train", result.metrics)
+    if recipe.data.eval is not None:
+        evaluated = trainer.evaluate()
+        _keep_metrics(trainer, "eval", evaluated)
+        metrics |= evaluated
+    trainer.save_state()
+    return metrics
+
+
+def check_models(recipe: Recipe) -> tuple[Any, Any]:
+    """(tokenizer, LoRA config or None), after everything about both models that shows without weights."""
+    from . import models
+
+    with _placed(recipe, "model"):
+        tokenizer, size = models.load_tokenizer(recipe.model), models.vocabulary_size(recipe.model)
+        models.check_tokenizer_fits(tokenizer, size, recipe.model.name_or_path)
+    if recipe.teacher:
+        with _placed(recipe, "teacher"):
+            teacher_size = models.vocabulary_size(recipe.teacher)
+            models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher), size, teacher_size)
+    return tokenizer, models.lora_config(recipe.model, recipe.where)
+
+
+def prepare_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """The trainer's train_dataset and eval_dataset, tokenised. Raises InputError for the first bad file or row."""
+    from . import data
+
+    given = {name: sources for name in ("train", "eval") if (sources := getattr(recipe.data, name)) is not None}
+    rows = {}
+    for name, sources in given.items():
+        with _placed(recipe, f"data.{name}"):
+            data.check_sources(sources, name)
+    for name, sources in given.items():
+        with _placed(recipe, f"data.{name}"), config.main_process_first(desc=f"tokenising {name}"):
+            raw = data.load(sources, name)
+            rows[f"{name}_dataset"] = data.prepare(raw, recipe.method, tokenizer, config, name=name)
+    return rows
+
+
+def load_models(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """The trainer's model and, for kd and opd, teacher_model; random weights are drawn from train.seed."""
+    from transformers import set_seed
+
+    from . import chat, models
+
+    kwargs = getattr(config, "chat_template_kwargs", None)
+    ends = [chat.turn_end_id(tokenizer, kwargs)]
+    set_seed(config.seed)
+    with _placed(recipe, "model"):
+        loaded = {"model": models.load_model(recipe.model, device=config.device)}
+    models.align_generation_config(loaded["model"], tokenizer, ends)
+    if recipe.teacher:
+        with _placed(recipe, "teacher"):
+            loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, device=config.device)
+    return loaded
+
+
+def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
+    """The folder that `train.resume_from_checkpoint` means. Raises InputError where it is missing or incomplete."""
+    wanted, folder = config.resume_from_checkpoint, config.output_dir
+    if wanted is None:
+        if (Path(folder) / "trainer_state.json").exists():
+            logger.info("%s holds an earlier run: its files will be overwritten", folder)
+        return None
+    if wanted == "auto":
+        found = find_checkpoint(folder, config.save_only_model)
+        logger.info("resuming %s", found) if found else logger.info(
+            "no complete checkpoint in %s: a fresh start", folder
+        )
+        return found
+    place = recipe.where("train.resume_from_checkpoint")
+    if not Path(wanted).is_dir():
+        raise InputError(f"{place}: train.resume_from_checkpoint: there is no folder {wanted}")
+    if lacking := _lacking(Path(wanted), config.save_only_model):
+        raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(lacking)}")
+    return wanted
+
+
+def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
+    """The newest complete `checkpoint-N` in `output_dir`, or None.
+
+    Complete: a readable trainer_state.json, weights and, unless `weights_only` (save_only_model), optimizer, scheduler
+    and random state. Incomplete ones, of a run killed while saving, are passed over with a line in the log.
+    """
+    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
+    for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
+        lacking = _lacking(path, weights_only)
+        if not lacking:
+            return str(path)
+        logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(lacking))
+    return None
+
+
+def _lacking(folder: Path, weights_only: bool) -> list[str]:
+    """What keeps a checkpoint from being resumed."""
+    wanted = {"weights": _WEIGHTS} | ({} if weights_only else _TRAINING_STATE)
+    lacking = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    try:
+        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError):
+        lacking.append("trainer_state.json")
+    return lacking
+
+
+def save(trainer: Any, recipe: Recipe) -> None:
+    """Model or adapter, tokenizer, generation config and the resolved recipe, in train.output_dir."""
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        folder = Path(trainer.args.output_dir)
+        generation = getattr(trainer.accelerator.unwrap_model(trainer.model), "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(folder)
+        (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+
+
+def _keep_metrics(trainer: Any, split: str, metrics: dict[str, float]) -> None:
+    """Print them, and add them to all_results.json."""
+    trainer.log_metrics(split, metrics)
+    trainer.save_metrics(split, metrics)
+
+
+@contextmanager
+def _placed(recipe: Recipe, key: str) -> Iterator[None]:
+    """Adds to an InputError where the recipe says what it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{recipe.where(key)}: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

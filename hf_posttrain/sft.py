@@ -1,0 +1,80 @@
+"""Supervised fine-tuning: the negative log-likelihood of the trained tokens.
+
+    loss = - sum over trained tokens of log pi(token | before) / number of trained tokens
+
+Which tokens are trained: the completion of prompt + completion rows, every token of `text` and `messages` rows, or the
+assistants' turns of `messages` with assistant_only_loss.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import batch as layouts
+from .batch import Branch, Example
+from .config import PostTrainConfig
+from .errors import InputError
+from .head import LogProb
+from .scoring import full_logits
+from .trainer import Losses, PostTrainer
+
+
+@dataclass
+class SFTConfig(PostTrainConfig):
+    """Options of SFT; every other field of TrainingArguments and PostTrainConfig works as well."""
+
+    learning_rate: float = 2e-5
+    """Peak learning rate of AdamW."""
+    completion_only_loss: bool | None = None
+    """Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too."""
+    assistant_only_loss: bool = False
+    """Of `messages`, train only what assistants wrote, each turn with its end token."""
+    packing: bool = False
+    """Fill rows of max_length with whole examples, best-fit decreasing, each still its own document."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.packing and self.max_length is None:
+            raise InputError("packing needs max_length, the length of a packed row")
+
+
+def collate_supervised(rows: list[dict], layout: str) -> dict[str, Tensor]:
+    """Rows of prompt_ids, completion_ids, completion_mask -> batch with one branch an example; packed rows are opened."""
+    rows = [one for row in rows for one in _unpack(row)]
+    examples = [Example(row["prompt_ids"], [Branch(row["completion_ids"], row.get("completion_mask"))]) for row in rows]
+    index = torch.tensor([row.get("index", -1) for row in rows])
+    return {"index": index, **layouts.collate(examples, layout)}
+
+
+def _unpack(row: dict) -> list[dict]:
+    """The examples of a packed row (lists of lists), or the row itself."""
+    if not row["completion_ids"] or not isinstance(row["completion_ids"][0], list):
+        return [row]
+    names = [name for name in row if isinstance(row[name], list)]
+    return [dict(zip(names, values, strict=True)) for values in zip(*(row[name] for name in names), strict=True)]
+
+
+class SFTTrainer(PostTrainer):
+    """Supervised fine-tuning of a causal LM. `compute_metrics` gets full logits and shift_labels, [rows, L, V], [rows, L]."""
+
+    method = "sft"
+    unit = "tokens"
+    config_class = SFTConfig
+
+    @staticmethod
+    def collate_rows(rows: list[dict], layout: str, config: SFTConfig) -> dict[str, Tensor]:
+        """See `collate_supervised`."""
+        return collate_supervised(rows, layout)
+
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+        """-log pi of each trained token, [N]."""
+        ones = torch.ones_like(batch["owner"], dtype=torch.float32)
+        scores = self.score(model, batch, LogProb(layouts.targets(batch), stats=True), ones)
+        metrics = {"mean_token_accuracy": (scores["correct"], None), "entropy": (scores["entropy"], None)}
+        return Losses(-scores["value"], ones, metrics, scores.get("router_logits"))
+
+    def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Tensor, Tensor]:
+        """Full logits [rows, L, V] and shift_labels [rows, L]: the only place where they exist."""
+        return full_logits(model, batch), batch["shift_labels"]

@@ -1,0 +1,230 @@
+"""PostTrainer: what the five methods share on top of `transformers.Trainer`.
+
+A method says how its rows become a batch (`collate_rows`) and what its losses are (`losses`). Here: data sets prepared
+once, scoring inside the forward, the one place where losses are reduced, exact metrics, what is saved.
+
+Normalisation: a method returns one loss per unit (a token or an example); the divisor is the number of units over all
+ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 == 1 x 4 == two processes.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import datasets
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from . import data, policy, scoring
+from .batch import IGNORE
+from .config import PostTrainConfig
+from .errors import InputError
+from .head import TileFunction
+from .metrics import Meter
+
+logger = logging.getLogger(__name__)
+Rows = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
+
+
+@dataclass
+class Losses:
+    """What a method says of one micro-batch."""
+
+    values: Tensor
+    """[units] loss of each token or example, not reduced."""
+    weights: Tensor
+    """[units] 1, or 0 for what must not count."""
+    metrics: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    """name -> (values, weights or None): averaged exactly, over ranks and the logging interval."""
+    router_logits: Any = None
+    """Router logits of each layer of a mixture of experts whose auxiliary loss is on."""
+    predictions: Tensor | None = None
+    """What `compute_metrics` gets as predictions, [B, ...]."""
+    labels: Tensor | None = None
+    """What it gets as label_ids, [B, ...]."""
+
+
+class PostTrainer(Trainer):
+    """Base of the five trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
+
+    model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model.
+    train_dataset, eval_dataset: rows in any format of `data.py`: raw, streaming or already tokenised.
+    Raises InputError for a mistake in the arguments or the data.
+    """
+
+    loss_is_scaled_for_ga = True
+    method: ClassVar[str]
+    unit: ClassVar[Literal["tokens", "examples"]]
+    config_class: ClassVar[type[PostTrainConfig]]
+
+    def __init__(
+        self,
+        model: PreTrainedModel | nn.Module | str,
+        args: PostTrainConfig | None = None,
+        train_dataset: Rows | None = None,
+        eval_dataset: Rows | dict[str, Rows] | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: Any = None,
+        **kwargs: Any,
+    ):
+        args = _checked(args or self.config_class(output_dir="outputs"), self.config_class, kwargs)
+        model, self.tokenizer = policy.resolve(model, processing_class, peft_config)
+        self.generation_config = policy.align(model, self.tokenizer, args.chat_template_kwargs)
+        model = policy.for_training(model, peft_config, args)
+        self.meters = {"train": Meter(), "eval": Meter()}
+        self.router_coef = _router_coef(scoring.causal_lm(model).config, args)
+        collator = partial(self.collate_rows, layout=scoring.choose_layout(model, args.layout), config=args)
+        train = self.prepare(train_dataset, args, "train")
+        evaluation = self.prepare(eval_dataset, args, "eval")
+        super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
+
+    # ---- what a method defines
+
+    @staticmethod
+    def collate_rows(rows: list[dict], layout: str, config: Any) -> dict[str, Tensor]:
+        """Prepared rows -> batch: what `batch.collate` gives, and `index` [B]."""
+        raise NotImplementedError
+
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+        """The losses of a micro-batch, in training and in evaluation."""
+        raise NotImplementedError
+
+    def count_units(self, batch: dict[str, Any]) -> Tensor | int:
+        """How many tokens or examples of this micro-batch the loss is averaged over."""
+        return (batch["shift_labels"] != IGNORE).sum() if self.unit == "tokens" else len(batch["index"])
+
+    def finish_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
+        """The last word on the means of an evaluation, `loss` among them."""
+        return metrics
+
+    # ---- data
+
+    def prepare(self, rows: Rows | dict[str, Rows] | None, args: PostTrainConfig, name: str) -> Any:
+        """Tokenised rows, whatever comes in; a dict of data sets one by one."""
+        if rows is None:
+            return None
+        if isinstance(rows, dict):
+            return {key: self.prepare(part, args, f"{name} {key}") for key, part in rows.items()}
+        if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
+            rows = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
+        return data.prepare(rows, self.method, self.tokenizer, args, name)
+
+    # ---- training
+
+    def score(
+        self, model: nn.Module, batch: dict[str, Tensor], tile: TileFunction, weights: Tensor | None = None
+    ) -> dict[str, Any]:
+        """`scoring.score`, with the router's logits where their loss is on."""
+        return scoring.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
+        if not batch_samples:
+            return None
+        count = torch.as_tensor(sum(self.count_units(batch) for batch in batch_samples)).to(device).float()
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return count
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+    ) -> Any:
+        """The one place where a loss is reduced: sum over units / units of the window over all ranks."""
+        losses = self.losses(model, inputs)
+        items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
+        loss = (losses.values * losses.weights).sum() / torch.as_tensor(items).clamp(min=1)
+        loss = self._note_step(loss)
+        self._note("train", losses)
+        if self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        if losses.router_logits is not None:
+            loss = loss + self._router_loss(losses.router_logits, inputs) / self.current_gradient_accumulation_steps
+        return (loss, losses) if return_outputs else loss
+
+    def _router_loss(self, router_logits: Any, batch: dict[str, Tensor]) -> Tensor:
+        """Load balancing over real tokens, a shared prompt's counted once for each branch (Switch Transformer eq. 4-6)."""
+        config = scoring.causal_lm(self.model).config.get_text_config()
+        experts = getattr(config, "num_experts", None) or config.num_local_experts
+        weights = batch["router_weights"]
+        return self.router_coef * load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, weights)
+
+    def _note(self, stage: str, losses: Losses) -> None:
+        meter = self.meters[stage]
+        for name, (values, weights) in losses.metrics.items():
+            meter.add(name, values, weights)
+        if stage == "eval":
+            meter.add("loss", losses.values, losses.weights)
+
+    def _note_step(self, loss: Tensor) -> Tensor:
+        """Count non-finite losses and their step on the device; read at log steps."""
+        bad = ~torch.isfinite(loss.detach())
+        self.meters["train"].add("nonfinite_step", bad.float() * (self.state.global_step + 1), bad.float())
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add the training metrics, reduced over ranks, to each log of the loss."""
+        if "loss" in logs:
+            metrics = self.meters["train"].averages(self.accelerator)
+            if (step := metrics.pop("nonfinite_step", None)) is not None:
+                logger.warning("the loss was not finite at step %d; lower the learning rate or look at its batch", step)
+            logs |= metrics
+        super().log(logs, start_time)
+
+    # ---- evaluation
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """The training losses without gradient, added up exactly; predictions for `compute_metrics`."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            losses = self.losses(model, inputs)
+            self._note("eval", losses)
+            mean = (losses.values * losses.weights).sum() / losses.weights.sum().clamp(min=1)
+            if prediction_loss_only:
+                return mean, None, None
+            return mean, *self.predictions(model, inputs, losses)
+
+    def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Any, Any]:
+        """What `compute_metrics` is given: (predictions, label_ids)."""
+        return losses.predictions, losses.labels
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """HF's loop, with means over the whole set instead of means of batch means."""
+        self.meters["eval"] = Meter()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        metrics = self.finish_evaluation(self.meters["eval"].averages(self.accelerator))
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    # ---- saving
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Also the generation config, with the trained turn end, next to an adapter."""
+        super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self.generation_config.save_pretrained(output_dir or self.args.output_dir)
+
+
+def _checked(args: PostTrainConfig, config_class: type, kwargs: dict) -> PostTrainConfig:
+    """Refuse what would be silently wrong."""
+    if not isinstance(args, config_class):
+        raise InputError(f"args must be a {config_class.__name__}, not a {type(args).__name__}")
+    if kwargs.get("data_collator") is not None or kwargs.get("compute_loss_func") is not None:
+        raise InputError("data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own")
+    return args
+
+
+def _router_coef(config: Any, args: PostTrainConfig) -> float:
+    """Weight of the router's auxiliary loss, 0 where there is none."""
+    config = config.get_text_config()
+    if not hasattr(config, "router_aux_loss_coef"):
+        if args.router_aux_loss_coef:
+            raise InputError("router_aux_loss_coef is set and the model is no mixture of experts")
+        return 0.0
+    if args.router_aux_loss_coef is not None:
+        return args.router_aux_loss_coef
+    return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0

@@ -1,0 +1,97 @@
+"""Small tokenizers built in memory, and chat templates in the shapes that real models use.
+
+    byte_tokenizer()    one token per UTF-8 byte (id = byte value), ChatML template, ends turns with <|im_end|>
+    base_tokenizer()    the same, but eos == pad == <|endoftext|> as in a Qwen base model
+    bos_tokenizer()     the same bytes, a post-processor that writes <s> first, and a Llama-3-like template
+    words_tokenizer()   single characters and the merges "ab", "cd": merging across a boundary can be provoked
+
+Templates: CHATML, CHATML_GENERATION (with generation tags), QWEN3 (thinking), DEEPSEEK (prompt ends in <think>), LLAMA.
+"""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+CHATML = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHATML_GENERATION = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Qwen3: the final assistant turn gets an empty think block, earlier ones do not; enable_thinking=False puts the
+# block into the generation prompt as well.
+QWEN3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last and '<think>' not in m.content %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+# As DeepSeek-R1: the generation prompt opens <think>, the history never shows it.
+DEEPSEEK = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content.split('</think>')[-1] }}"
+    "<|im_end|>{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if thinking is not defined or thinking %}<think>\n"
+    "{% endif %}{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
+)
+
+
+def _byte_alphabet() -> list[str]:
+    """The printable stand-in of each byte 0..255 in byte-level BPE (GPT-2's table)."""
+    keep = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = iter(range(256, 512))
+    return [chr(b) if b in keep else chr(next(shifted)) for b in range(256)]
+
+
+def _byte_backend(vocab: dict[str, int], merges: list[tuple[str, str]], specials: list[str]) -> Tokenizer:
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(specials)
+    return backend
+
+
+def _wrap(backend: Tokenizer, chat_template: str | None, **special: str) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, model_max_length=1_000_000, **special)
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _bytes_and(specials: list[str]) -> Tokenizer:
+    return _byte_backend({c: i for i, c in enumerate(_byte_alphabet())}, [], specials)
+
+
+def byte_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """259 ids: byte b is id b; <|endoftext|> 256 (pad), <|im_start|> 257, <|im_end|> 258 (eos). No BOS."""
+    backend = _bytes_and(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return _wrap(backend, chat_template, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+
+
+def base_tokenizer(chat_template: str | None = CHATML) -> PreTrainedTokenizerFast:
+    """As a Qwen base model: `byte_tokenizer` whose eos and pad are both <|endoftext|>; turns end with <|im_end|>."""
+    backend = _bytes_and(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    return _wrap(backend, chat_template, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+
+
+def bos_tokenizer(chat_template: str | None = LLAMA, add_eos: bool = False) -> PreTrainedTokenizerFast:
+    """<s> 256 (the tokenizer writes it first), </s> 257 (eos; last if `add_eos`), <|im_start|> 258, <|im_end|> 259."""
+    backend = _bytes_and(["<s>", "</s>", "<|im_start|>", "<|im_end|>"])
+    single = "<s> $A </s>" if add_eos else "<s> $A"
+    template = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 256), ("</s>", 257)])
+    backend.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return _wrap(backend, chat_template, bos_token="<s>", eos_token="</s>", pad_token="</s>")
+
+
+def words_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes 0..255, merges "ab" 256 and "cd" 257, </s> 258 (eos and pad). No template: plain strings only."""
+    vocab = {c: i for i, c in enumerate(_byte_alphabet())} | {"ab": 256, "cd": 257}
+    backend = _byte_backend(vocab, [("a", "b"), ("c", "d")], ["</s>"])
+    return _wrap(backend, None, eos_token="</s>", pad_token="</s>")
