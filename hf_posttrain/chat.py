@@ -74,7 +74,7 @@ def without_none(value: Any) -> Any:
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
-           template_kwargs: dict | None = None, **options: bool) -> str:  # fmt: skip
+           template_kwargs: dict | None = None, **options: Any) -> str:  # fmt: skip
     """`messages` as text; `options` are `add_generation_prompt` and `continue_final_message`.
 
     Raises:
@@ -82,11 +82,11 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
     """
     if not tokenizer.chat_template:
         raise InputError(
-            "messages need a chat template and this tokenizer has none: set model.chat_template to a template file, "
-            "or give prompt and completion as plain strings"
-        )
+            "messages need a chat template and this tokenizer has none: set model.chat_template to a template file "
+            "or give plain strings")  # fmt: skip
+    options = {**(template_kwargs or {}), **options}
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **(template_kwargs or {}), **options)
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
     except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise InputError(f"the chat template refuses messages with roles [{roles}]: {error}") from error
@@ -176,7 +176,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
 def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int) -> list[int]:
     """`ids` ending in exactly one `end_id`: blank text and special tokens after it are dropped; appended if absent."""
     last = max((n for n, i in enumerate(ids) if i == end_id), default=None)
-    if last is None or tokenizer.decode(ids[last + 1 :], skip_special_tokens=True).strip():
+    if last is None or str(tokenizer.decode(ids[last + 1 :], skip_special_tokens=True)).strip():
         return [*ids, end_id]
     while last and ids[last - 1] == end_id:
         last -= 1

@@ -100,7 +100,8 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
             rows = rows._resolve_features()
     except Exception as error:
         line = _malformed_line(path) if path.is_file() and BUILDERS[path.suffix] == "json" else None
-        raise InputError(f"{what}: cannot read {source.path}: {line or error.__cause__ or error}") from error
+        local = "" if path.exists() else " (it is no file or folder here, so the hub was asked)"
+        raise InputError(f"{what}: cannot read {source.path}{local}: {line or error.__cause__ or error}") from error
     if isinstance(rows, datasets.Dataset) and len(rows) == 0:
         raise InputError(f"{what}: {source.path} has no rows")
     rows = _rename(rows, source.columns or {}, f"{what}: {source.path}")
@@ -343,10 +344,11 @@ def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, confi
             raise InputError("the data set has no rows")
         plan = _plan(detect(columns, method), method, config, name)
     kwargs = {"batched": True, "with_indices": True, "remove_columns": columns}
-    kwargs["fn_kwargs"] = {"tokenizer": tokenizer, "plan": plan}
+    kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method)}
     if not isinstance(dataset, datasets.Dataset):
-        return dataset.map(_tokenise, **kwargs).filter(_keep_streamed, input_columns=["state", "row"],
-            fn_kwargs={"name": name}).remove_columns(["row", "state"])  # fmt: skip
+        mapped = dataset.map(_tokenise, **kwargs)
+        kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
+        return kept.select_columns(list(COLUMNS[method]))
     workers = getattr(config, "dataset_num_proc", None)
     mapped = dataset.map(_tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
     return _count(mapped, len(dataset), plan)
@@ -368,6 +370,12 @@ def _plan(form: str, method: str, config: Any, name: str) -> _Plan:
         raise InputError("assistant_only_loss needs messages, the data has text")
     max_prompt = max_length - max_new if method == "opd" and max_length else None
     return _Plan(method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs)
+
+
+def _features(method: str) -> datasets.Features:
+    lists = {column: datasets.List(datasets.Value("int32")) for column in COLUMNS[method]}
+    label = {"label": datasets.Value("bool")} if "label" in lists else {}
+    return datasets.Features({**lists, **label, "row": datasets.Value("int64"), "state": datasets.Value("int8")})
 
 
 def _tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: _Plan) -> dict:
@@ -422,8 +430,9 @@ def _encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokeniz
                          _text(sample, tokenizer, plan))  # fmt: skip
     if plan.assistant_only:
         return texts
-    flat = [(text.prompt, branch) for text in texts for branch in text.branches or [""]]
-    pairs = iter(chat.encode_pairs(tokenizer, *map(list, zip(*flat, strict=True)), end_id))
+    prompts = [text.prompt for text in texts for _ in text.branches or [""]]
+    completions = [branch for text in texts for branch in text.branches or [""]]
+    pairs = iter(chat.encode_pairs(tokenizer, prompts, completions, end_id))
     encoded = []
     for text in texts:
         mine = [next(pairs) for _ in text.branches or [""]]
@@ -498,14 +507,15 @@ def _count(mapped: datasets.Dataset, read: int, plan: _Plan) -> datasets.Dataset
     """Drops what has to go, numbers the rest in `index`, and logs one line of counts."""
     state, row = np.array(mapped["state"][:]), np.array(mapped["row"][:])
     dropped, truncated = row[state == DROPPED], int((state == TRUNCATED).sum())
-    line = f"{plan.name}: {read} rows read, {truncated} truncated to {plan.max_length} tokens, {len(dropped)} dropped"
+    line = f"{plan.name}: {read} rows read" + (f" as {len(mapped)} examples" if len(mapped) != read else "")
+    line += f", {truncated} truncated (max_length {plan.max_length}), {len(dropped)} dropped"
     if len(dropped):
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
     logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
     if len(dropped) == len(mapped):
         raise InputError(f"{line}: nothing to train on; raise max_length")
     kept = mapped.select(np.flatnonzero(state != DROPPED)) if len(dropped) else mapped
-    return kept.remove_columns(["row", "state"]).add_column("index", list(range(len(kept))))
+    return kept.select_columns(list(COLUMNS[plan.method])).add_column("index", list(range(len(kept))))
 
 
 def _keep_streamed(state: int, row: int, name: str) -> bool:

@@ -14,6 +14,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ logger = logging.getLogger(__name__)
 
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
+
+@dataclass
+class _LoraKeys(peft.LoraConfig):
+    """LoraConfig's fields as recipes name and type them; only read, never made."""
+
+    alpha: int = 8
+    dropout: float = 0.0
+    init_lora_weights: bool | str = True  # type: ignore[assignment]  # peft takes pissa_niter_16 as well
 
 
 def check_model(section: ModelSection) -> PretrainedConfig:
@@ -120,16 +130,11 @@ def lora_config(section: ModelSection, where: Callable[[str], str] = lambda key:
     """
     if section.lora is None:
         return None
-    given = {_FRIENDLY.get(name, name): value for name, value in section.lora.items()}
-    if len(given) < len(section.lora):
+    given = build(_LoraKeys, section.lora, "model.lora", where, {"rank": "use r"}.get)
+    values = {_FRIENDLY.get(name, name): value for name, value in given.items()}
+    if len(values) < len(given):
         raise InputError(f"{where('model.lora')}: model.lora gives alpha or dropout under two names")
-    original = {full: name for name, full in _FRIENDLY.items() if name in section.lora}
-    place = lambda key: where(".".join(original.get(part, part) for part in key.split(".")))  # noqa: E731
-    free = {
-        k: given.pop(k) for k in ("init_lora_weights",) if k in given
-    }  # takes pissa_niter_16, unlike its annotation
-    values: dict[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    values |= build(peft.LoraConfig, given, "model.lora", place, {"rank": "use r"}.get) | free
+    values = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values}
     try:
         return peft.LoraConfig(**values)
     except (ValueError, ImportError) as error:
@@ -155,16 +160,16 @@ def check_same_vocabulary(
 
     The models' vocabulary sizes may differ, as padding does; they must hold all ids. Equal sizes prove nothing.
     """
-    ours, theirs = student.get_vocab(), teacher.get_vocab()
     check_tokenizer_fits(student, student_size, "the student")
     check_tokenizer_fits(teacher, teacher_size, "the teacher")
-    if ours == theirs:
-        return
-    differing = sorted(ours.items() ^ theirs.items(), key=lambda item: item[1])
-    token = differing[0][0]
-    text = f"{token!r} is id {ours.get(token, 'none')} for the student and {theirs.get(token, 'none')} for the teacher"
-    counts = f"{len(ours)} and {len(theirs)} tokens, {len({token for token, _ in differing})} of them differ"
-    raise InputError(f"student and teacher have different vocabularies ({counts}): {text}; distillation needs the same")
+    ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))
+    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if differing:
+        i, counts = differing[0], f"{len(ours)} and {len(theirs)} ids, {len(differing)} differ"
+        example = f"id {i} is {ours.get(i)!r} for the student, {theirs.get(i)!r} for the teacher"
+        raise InputError(
+            f"student and teacher have different vocabularies ({counts}; {example}): they must be the same"
+        )
 
 
 def align_generation_config(
@@ -177,7 +182,7 @@ def align_generation_config(
     """
     ends = list(dict.fromkeys([*terminal_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]))
     generation, config = model.generation_config, model.config.get_text_config()
-    generation.eos_token_id = ends if len(ends) > 1 else ends[0]
+    generation.eos_token_id = ends if len(ends) > 1 else (ends or [None])[0]
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         value = getattr(tokenizer, name)
         if value is not None:
@@ -225,12 +230,10 @@ def _names_the_source(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError) as error:
-        first = str(error).strip().partition("\n")[0]
+        first = str(error).strip().partition("\n")[0].rstrip(".")
         path = Path(name)
         if path.exists():
             raise InputError(f"{what} {name}: {first}") from error
         local = name.startswith((".", "/", "~")) or name.count("/") > 1
-        missing = f"there is no folder {name}{nearest_path(path)}"
-        raise InputError(
-            f"{what}: {missing}" if local else f"{what} {name}: {missing}; and on the Hub: {first}"
-        ) from error
+        hub = "" if local else f"; from the Hub: {first}"
+        raise InputError(f"{what} {name}: no such folder{hub}{nearest_path(path)}") from error

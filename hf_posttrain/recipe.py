@@ -168,9 +168,9 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
     try:
         return config_class(**values)
     except (ValueError, ImportError) as error:  # a contradiction, or a package that an option needs
-        named = re.findall(r"\w+", str(error))
-        key = next((f"train.{name}" for name in named if name in recipe.train), "train")
-        raise InputError(f"{recipe.where(key)}: {error}") from error
+        problem = " ".join(str(error).split())
+        key = next((f"train.{name}" for name in re.findall(r"\w+", problem) if name in recipe.train), "train")
+        raise InputError(f"{recipe.where(key)}: {problem}") from error
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, Source]]:

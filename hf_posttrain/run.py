@@ -97,7 +97,7 @@ def run(recipe: Recipe) -> dict[str, float]:
         processing_class=tokenizer,
         peft_config=peft_config,
         **rows,
-        **load_models(recipe, tokenizer, config),
+        **load_models(recipe, config),
     )
     result = trainer.train(resume_from_checkpoint=checkpoint)
     save(trainer, recipe)
@@ -141,18 +141,15 @@ def prepare_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
     return rows
 
 
-def load_models(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
+def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
     """The trainer's model and, for kd and opd, teacher_model; random weights are drawn from train.seed."""
     from transformers import set_seed
 
-    from . import chat, models
+    from . import models
 
-    kwargs = getattr(config, "chat_template_kwargs", None)
-    ends = [chat.turn_end_id(tokenizer, kwargs)]
     set_seed(config.seed)
     with _placed(recipe, "model"):
         loaded = {"model": models.load_model(recipe.model, device=config.device)}
-    models.align_generation_config(loaded["model"], tokenizer, ends)
     if recipe.teacher:
         with _placed(recipe, "teacher"):
             loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, device=config.device)
@@ -207,14 +204,10 @@ def _lacking(folder: Path, weights_only: bool) -> list[str]:
 
 
 def save(trainer: Any, recipe: Recipe) -> None:
-    """Model or adapter, tokenizer, generation config and the resolved recipe, in train.output_dir."""
+    """Model or adapter, tokenizer and generation config (by the trainer), and the recipe as resolved."""
     trainer.save_model()
     if trainer.is_world_process_zero():
-        folder = Path(trainer.args.output_dir)
-        generation = getattr(trainer.accelerator.unwrap_model(trainer.model), "generation_config", None)
-        if generation is not None:
-            generation.save_pretrained(folder)
-        (folder / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
 
 
 def _keep_metrics(trainer: Any, split: str, metrics: dict[str, float]) -> None:

@@ -33,6 +33,16 @@ class LMHead:
     original_forward: Callable[[Tensor], Tensor]
     finish: Finish
 
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> "LMHead":
+        """The head of a causal LM."""
+        module = model.get_output_embeddings()
+        return cls(module, module.forward, Finish.of(model.config.get_text_config()))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, H] -> [n, V], as the model itself computes them."""
+        return self.finish(self.original_forward(hidden))
+
     @property
     def plain(self) -> Head | None:
         """The head as a weight and a bias, or None where it is more than that (an adapter on it, a quantised one)."""
@@ -80,10 +90,9 @@ def _scoring_forward(model_class: type) -> Callable:
             return model_class.forward(self, *args, **kwargs)
         # PEFT passes every argument on, most of them None
         outputs = self.base_model(*args, **{name: value for name, value in kwargs.items() if value is not None})
-        module = self.get_output_embeddings()
-        head = LMHead(module, module.forward, Finish.of(self.config.get_text_config()))
-        with _replaced_forward(module, lambda hidden: scorer(head, hidden)):
-            scores = module(outputs.last_hidden_state)
+        head = LMHead.of(self)
+        with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
+            scores = head.module(outputs.last_hidden_state)
         router_logits = getattr(outputs, "router_logits", None)
         return scores if router_logits is None else scores | {"router_logits": router_logits}
 
@@ -140,7 +149,7 @@ def full_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """[R, L, V] of the batch: for compute_metrics and for checks; the only place where they exist."""
 
     def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-        return {"logits": head.finish(head.original_forward(hidden))}
+        return {"logits": head.logits(hidden)}
 
     return run(model, batch, scorer)["logits"]
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from . import data, policy, scoring
+from . import data, frozen, policy, scoring
 from .batch import IGNORE
 from .config import PostTrainConfig
 from .errors import InputError
@@ -75,7 +75,8 @@ class PostTrainer(Trainer):
         model, self.tokenizer = policy.resolve(model, processing_class, peft_config)
         self.generation_config = policy.align(model, self.tokenizer, args.chat_template_kwargs)
         model = policy.for_training(model, peft_config, args)
-        self.meters = {"train": Meter(), "eval": Meter()}
+        self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
+        self.meters, self.start_checked = {"train": Meter(), "eval": Meter()}, False
         self.router_coef = _router_coef(scoring.causal_lm(model).config, args)
         collator = partial(self.collate_rows, layout=scoring.choose_layout(model, args.layout), config=args)
         train = self.prepare(train_dataset, args, "train")
@@ -97,8 +98,8 @@ class PostTrainer(Trainer):
         """How many tokens or examples of this micro-batch the loss is averaged over."""
         return (batch["shift_labels"] != IGNORE).sum() if self.unit == "tokens" else len(batch["index"])
 
-    def finish_evaluation(self, metrics: dict[str, float]) -> dict[str, float]:
-        """The last word on the means of an evaluation, `loss` among them."""
+    def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
+        """The last word on the means of a logging interval ("train") or an evaluation ("eval", `loss` among them)."""
         return metrics
 
     # ---- data
@@ -170,8 +171,15 @@ class PostTrainer(Trainer):
             metrics = self.meters["train"].averages(self.accelerator)
             if (step := metrics.pop("nonfinite_step", None)) is not None:
                 logger.warning("the loss was not finite at step %d; lower the learning rate or look at its batch", step)
-            logs |= metrics
+            logs |= self.finish_metrics("train", metrics)
         super().log(logs, start_time)
+
+    def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
+        """Once, before the first step of a fresh run: a reference that is the policy must score as it does."""
+        if self.state.global_step == 0 and logps.requires_grad and not self.start_checked:
+            self.start_checked = True
+            if self.reference is not None and self.reference.starts_equal:
+                self.reference.check_start(logps, ref, lengths)
 
     # ---- evaluation
 
@@ -196,7 +204,7 @@ class PostTrainer(Trainer):
         """HF's loop, with means over the whole set instead of means of batch means."""
         self.meters["eval"] = Meter()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        metrics = self.finish_evaluation(self.meters["eval"].averages(self.accelerator))
+        metrics = self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
 
@@ -204,7 +212,8 @@ class PostTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Also the generation config, with the trained turn end, next to an adapter."""
-        super()._save(output_dir, state_dict)
+        with frozen.without_reference_adapter(self.model):
+            super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.generation_config.save_pretrained(output_dir or self.args.output_dir)
 

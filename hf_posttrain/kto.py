@@ -1,0 +1,282 @@
+"""Kahneman-Tversky optimisation: single answers, each labelled desirable or not.
+
+    r = log pi(y|x) - log ref(y|x) of a row's own completion, summed over its tokens
+    KL = max(0, mean over the window of log pi(y'|x) - log ref(y'|x)), y' the completion of another prompt's row
+    loss = mean over rows of  w_D (1 - s(beta (r - KL))) if desirable,  w_U (1 - s(beta (KL - r))) if not
+
+The window is all micro-batches of an optimizer step on all ranks, so the loss does not depend on the batch size, which
+may be 1, nor on the mix of labels in a batch. In evaluation it is the whole set. y' is fixed by a seeded permutation.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from . import batch as layouts
+from .batch import Branch, Example, per_branch
+from .config import PostTrainConfig
+from .errors import InputError
+from .frozen import Reference, branch_logps
+from .head import LogProb
+from .losses import UNPAIRED
+from .trainer import Losses, PostTrainer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class KTOConfig(PostTrainConfig):
+    """Options of KTO; every other field of TrainingArguments and PostTrainConfig works as well."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    disable_dropout: bool = True
+    """Set every dropout of the policy to 0, so that it starts equal to its reference."""
+    beta: float = 0.1
+    """Strength of the pull to the reference."""
+    loss_type: str = "kto"
+    """kto, apo_zero_unpaired (no KL estimate) or bco (the running mean of rewards in place of the KL)."""
+    desirable_weight: float | str = 1.0
+    """Weight of desirable rows; auto: as many as needed for both classes to weigh the same, never below 1."""
+    undesirable_weight: float | str = 1.0
+    """Weight of undesirable rows; auto as above."""
+    precompute_ref_log_probs: bool = False
+    """Score the data with the reference once, before training, into a cache on disk; no second model while training."""
+    precompute_ref_batch_size: int | None = None
+    """Batch size of that; None: per_device_eval_batch_size."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loss_type not in UNPAIRED:
+            raise InputError(f"loss_type={self.loss_type!r} is not one of {', '.join(UNPAIRED)}")
+        if self.beta <= 0:
+            raise InputError(f"beta={self.beta} must be positive")
+        for name in ("desirable_weight", "undesirable_weight"):
+            value = getattr(self, name)
+            if value != "auto" and not (isinstance(value, int | float) and value >= 0):
+                raise InputError(f"{name}={value!r} is neither auto nor a number of at least 0")
+
+
+class KTOTrainer(PostTrainer):
+    """KTO of a causal LM; further argument: `ref_model`. Rows: prompt, completion, label; or pairs, split in two.
+
+    `compute_metrics` gets log-probabilities [B, 2] (policy, reference) and, as label_ids, the labels [B].
+    """
+
+    method = "kto"
+    unit = "examples"
+    config_class = KTOConfig
+    args: KTOConfig
+
+    def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.class_weights = class_weights(self.args, self.train_dataset)
+        self.reference = Reference(self, ref_model)
+        self.delta = RunningMean()
+        self.evaluated: list[Tensor] = []
+        self.add_callback(self.delta)
+
+    def prepare(self, rows: Any, args: KTOConfig, name: str) -> Any:
+        """Tokenised rows, each with the mismatched completion of its partner."""
+        if isinstance(rows, datasets.IterableDataset):
+            raise InputError("KTO needs a data set of known length, not a stream: each row is paired with another one")
+        rows = super().prepare(rows, args, name)
+        if not isinstance(rows, datasets.Dataset) or args.loss_type != "kto":
+            return rows
+        other = rows.select(partners(rows, args.seed, name)).select_columns("completion_ids")
+        return datasets.concatenate_datasets([rows, other.rename_column("completion_ids", "mismatch_ids")], axis=1)
+
+    @staticmethod
+    def collate_rows(rows: list[dict], layout: str, config: KTOConfig) -> dict[str, Any]:
+        """Rows -> a batch of own completions, `label` [B], and for the estimates without gradient two more batches:
+
+        `mismatch` with the partner's completion, and `pair` with own and (for the KL) partner's completion, which is
+        what the reference scores.
+        """
+        batch: dict[str, Any] = {"index": torch.tensor([row["index"] for row in rows])}
+        batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
+        own = [Example(row["prompt_ids"], [Branch(row["completion_ids"])]) for row in rows]
+        batch |= layouts.collate(own, layout)
+        pairs = own
+        if "mismatch_ids" in rows[0]:
+            others = [Branch(_cut(row["mismatch_ids"], row["prompt_ids"], config.max_length)) for row in rows]
+            mismatched = [Example(row["prompt_ids"], [branch]) for row, branch in zip(rows, others, strict=True)]
+            batch["mismatch"] = layouts.collate(mismatched, layout)
+            pairs = [Example(one.prompt, [*one.branches, branch]) for one, branch in zip(own, others, strict=True)]
+        if "ref_logps" in rows[0]:
+            batch["ref_logps"] = torch.tensor([row["ref_logps"] for row in rows])
+        else:
+            batch["pair"] = layouts.collate(pairs, layout)
+        return batch
+
+    def get_batch_samples(self, *args: Any) -> tuple[list, Tensor | None]:
+        """The micro-batches of one optimizer step, each told the reference's scores and the shift of the whole window."""
+        batches, items = super().get_batch_samples(*args)
+        batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
+        shift = self._window_shift(batches) if batches else None
+        return [batch | {"shift": shift} for batch in batches], items
+
+    def _window_shift(self, batches: list[dict]) -> Tensor:
+        """BCO's delta, or the mean KL over the window and all ranks, not clamped: a scalar."""
+        if self.args.loss_type == "bco":
+            return self.delta.update(self.accelerator)
+        kl = torch.cat([batch["kl"] for batch in batches])
+        total, count = self.accelerator.reduce(torch.stack([kl.sum(), kl.new_tensor(len(kl))]), "sum")
+        return total / count
+
+    def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+        """Add `ref_logps` [B, 1 or 2] and `kl` [B], the log-ratios of the mismatched completions (0 without)."""
+        size, branches = len(batch["index"]), 2 if "mismatch" in batch else 1
+        ref = self.reference.logps(model, batch, batch.get("pair"), branches)
+        if "mismatch" not in batch:
+            return batch | {"ref_logps": ref, "kl": torch.zeros_like(ref[:, 0])}
+        with self.accelerator.autocast():
+            mismatch = branch_logps(model, batch["mismatch"], size, 1)[:, 0]
+        return batch | {"ref_logps": ref, "kl": mismatch - ref[:, 1]}
+
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+        """One weighted loss for each row, [B]."""
+        if "shift" not in batch:  # evaluation: a provisional shift here, the exact one when the set is through
+            batch = self.estimate(model, batch)
+            batch["shift"] = self.delta.mean.to(batch["kl"]) if self.args.loss_type == "bco" else batch["kl"].mean()
+        size, label, ref = len(batch["index"]), batch["label"], batch["ref_logps"][:, :1]
+        scores = self.score(model, batch, LogProb(layouts.targets(batch)))
+        logps = per_branch(scores["value"], batch["owner"], size, 1)
+        self.check_start(logps, ref, per_branch(torch.ones_like(scores["value"]), batch["owner"], size, 1))
+
+        log_ratio = (logps - ref)[:, 0]
+        values = self.row_losses(log_ratio, label, batch["shift"])
+        if logps.requires_grad:
+            self.delta.add(self.args.beta * log_ratio)
+        else:
+            self.evaluated.append(torch.stack([log_ratio, label.to(log_ratio), batch["kl"]], dim=1).cpu())
+        return Losses(
+            values, torch.ones_like(values), self._metrics(logps[:, 0], log_ratio, batch), scores.get("router_logits"),
+            torch.cat([logps, ref], dim=1).detach(), label,
+        )  # fmt: skip
+
+    def row_losses(self, log_ratio: Tensor, label: Tensor, shift: Tensor) -> Tensor:
+        """The loss of each row with its class weight, [B]; shift: KL estimate (clamped here) or BCO's delta."""
+        if self.args.loss_type == "kto":
+            shift = shift.clamp(min=0)
+        losses = UNPAIRED[self.args.loss_type](log_ratio, label, shift, self.args.beta)
+        desirable, undesirable = self.class_weights
+        return losses * torch.where(label, desirable, undesirable)
+
+    def _metrics(self, logps: Tensor, log_ratio: Tensor, batch: dict) -> dict[str, tuple[Tensor, Tensor | None]]:
+        label, shift = batch["label"], batch["shift"]
+        rewards = self.args.beta * log_ratio.detach()
+        metrics = {
+            "rewards/chosen": (rewards, label), "rewards/rejected": (rewards, ~label),
+            "logps/chosen": (logps, label), "logps/rejected": (logps, ~label), "logps/chosen_change": (log_ratio, label),
+        }  # fmt: skip
+        if self.args.loss_type == "kto":
+            metrics |= {"kl": (shift, None), "kl_clamped": ((shift < 0).float(), None)}
+        if self.args.loss_type == "bco":
+            metrics["delta"] = (shift, None)
+        return metrics
+
+    def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
+        """The margin of the class means; in evaluation the loss again, with the KL of the whole set."""
+        if "rewards/chosen" in metrics and "rewards/rejected" in metrics:
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        if stage == "eval" and self.evaluated:
+            parts = gather_object(self.evaluated) if self.accelerator.num_processes > 1 else self.evaluated
+            log_ratio, label, kl = torch.cat(parts).double().unbind(1)
+            self.evaluated = []
+            if self.args.loss_type == "kto":
+                metrics |= {"kl": kl.mean().item(), "kl_clamped": float(kl.mean() < 0)}
+            shift = self.delta.mean if self.args.loss_type == "bco" else kl.mean()
+            metrics["loss"] = self.row_losses(log_ratio, label.bool(), shift.to(log_ratio)).mean().item()
+        return metrics
+
+
+def _cut(ids: list[int], prompt: list[int], max_length: int | None) -> list[int]:
+    """The mismatched completion, cut to fit behind this prompt, one token at least."""
+    return ids if max_length is None else ids[: max(1, max_length - len(prompt))]
+
+
+def partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarray:
+    """For each row the number of a row with another prompt: a seeded permutation where that is possible, [rows].
+
+    Rows of one prompt stand together in a shuffled order that is then shifted by the largest group: no row meets its
+    own prompt as long as no prompt holds over half the rows. Raises InputError if there is a single distinct prompt.
+    """
+    keys = [hash(tuple(ids)) for ids in rows["prompt_ids"]]
+    _, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+    if len(sizes) == 1:
+        raise InputError(f"{name}: all {len(rows)} rows have the same prompt; KTO's KL estimate needs another one")
+    random = np.random.default_rng(seed)
+    order = np.lexsort((random.permutation(len(group)), random.permutation(len(sizes))[group]))
+    partner = np.empty(len(group), dtype=np.int64)
+    partner[order] = np.roll(order, -int(sizes.max()))
+    clash = group[partner] == group
+    if clash.any():
+        logger.warning("%s: one prompt holds %d of %d rows; %d of them are paired with a random row of another prompt",
+                       name, sizes.max(), len(rows), clash.sum())  # fmt: skip
+        others = np.flatnonzero(group != sizes.argmax())
+        partner[clash] = random.choice(others, clash.sum())
+    return partner
+
+
+def class_weights(args: KTOConfig, rows: datasets.Dataset | None) -> tuple[float, float]:
+    """(desirable, undesirable) with `auto` resolved: the rarer class is raised until both weigh the same in total."""
+    weights = {True: args.desirable_weight, False: args.undesirable_weight}
+    if "auto" not in weights.values() or rows is None:
+        return tuple(1.0 if weights[label] == "auto" else float(weights[label]) for label in (True, False))
+    good = sum(rows["label"])
+    count = {True: good, False: len(rows) - good}
+    if not all(count.values()):
+        raise InputError(f"class weight auto needs both labels, the data has {good} desirable of {len(rows)} rows")
+    for label in (True, False):
+        other = 1.0 if weights[not label] == "auto" else float(weights[not label])
+        if weights[label] == "auto":
+            weights[label] = max(1.0, other * count[not label] / count[label])
+    logger.info("class weights: desirable %.3g, undesirable %.3g", weights[True], weights[False])
+    return float(weights[True]), float(weights[False])
+
+
+class RunningMean(TrainerCallback, ExportableState):
+    """BCO's delta: the mean reward of every row trained so far, on all ranks; it moves once a window and is saved."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(2, dtype=torch.float64)
+        self.pending: list[Tensor] = []
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean so far, a scalar; 0 before the first window."""
+        return self.total[0] / self.total[1].clamp(min=1)
+
+    def add(self, rewards: Tensor) -> None:
+        """Remember the rewards of a micro-batch for the next window."""
+        rewards = rewards.detach()
+        self.pending.append(torch.stack([rewards.sum(), rewards.new_tensor(len(rewards))]))
+
+    def update(self, accelerator: Any) -> Tensor:
+        """Take in what was added since the last window, over all ranks; returns the mean, a scalar on the device."""
+        if self.pending:
+            added = accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
+            self.total = self.total.to(added.device) + added
+            self.pending = []
+        return self.mean.to(accelerator.device, torch.float32)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        pending = torch.stack(self.pending).sum(0).tolist() if self.pending else [0.0, 0.0]
+        return {"args": {}, "attributes": {"total": self.total.tolist(), "pending": pending}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take up the mean of the checkpoint that training resumes from."""
+        kept = state.stateful_callbacks.get(type(self).__name__)
+        if kept and state.global_step:
+            attributes = (kept[0] if isinstance(kept, list) else kept)["attributes"]
+            self.total = torch.tensor(attributes["total"], dtype=torch.float64)
+            self.pending = [torch.tensor(attributes["pending"])]

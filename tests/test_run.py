@@ -1,0 +1,267 @@
+"""The command: exit codes, messages before anything heavy, the order of steps, what is resumed, what is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+
+from hf_posttrain import run
+from hf_posttrain.errors import InputError
+from hf_posttrain.recipe import load_recipe
+
+REPOSITORY = Path(__file__).parents[1]
+SFT = """\
+method: sft
+model: {name_or_path: tiny, from_scratch: true}
+data:
+  train: {path: rows.jsonl, columns: {prompt: question, completion: answer}}
+train: {output_dir: out, max_steps: 2, save_steps: 1, per_device_train_batch_size: 2, use_cpu: true}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current directory, with sft.yaml, rows.jsonl, a model `tiny` and a teacher `other` of another vocabulary."""
+    for name, tokenizer in (("tiny", byte_tokenizer()), ("other", bos_tokenizer())):
+        Qwen3Config(
+            hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+            intermediate_size=64, vocab_size=300,
+        ).save_pretrained(tmp_path / name)  # fmt: skip
+        tokenizer.save_pretrained(tmp_path / name)
+    rows = [{"question": f"{i} + 1 = ", "answer": str(i + 1)} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "sft.yaml").write_text(SFT)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails the test where a model is loaded."""
+    from hf_posttrain import models
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load_model", load)
+
+
+def error_line(capsys, *arguments):
+    """main's message, after checking its exit code 2 and that the message is one line."""
+    assert run.main(arguments) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "error: no recipe bad.yaml"),
+        ("method: [\n", "error: bad.yaml:2: YAML syntax error"),
+        (
+            SFT.replace("train: {path", "trian: {path"),
+            "error: bad.yaml:4: unknown key data.trian; did you mean 'train'?",
+        ),
+        (
+            SFT.replace("from_scratch: true", "from_scratch: 3"),
+            "error: bad.yaml:2: model.from_scratch must be true or false",
+        ),
+    ],
+)
+def test_pain_33_exit_code_2_from_python_m(folder, text, message):
+    if text:
+        (folder / "bad.yaml").write_text(text)
+    command = [sys.executable, "-X", "importtime", "-m", "hf_posttrain.run", "bad.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
+    assert done.returncode == 2
+    assert len(lines) == 1
+    assert lines[0].startswith(message)
+    assert "torch" not in done.stderr
+
+
+def test_console_script_and_help(folder, capsys):
+    script = "import sys; from hf_posttrain.run import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", script, "x.yaml"], env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    assert done.returncode == 2
+    with pytest.raises(SystemExit) as left:
+        run.main(["--help"])
+    assert left.value.code == 0
+    assert "model.lora=null" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--train.beta=1"], "command line: '--train.beta=1' is not section.key=value"),
+        (["train.learning_rte=1"], "command line: unknown key train.learning_rte; did you mean 'learning_rate'?"),
+        (["train.max_steps=5e-7"], "command line: train.max_steps must be a whole number, not 5e-07"),
+        (["train.load_best_model_at_end=true"], "command line: --load_best_model_at_end requires"),
+        (
+            ["train.resume_from_checkpoint=out/x"],
+            "command line: train.resume_from_checkpoint: there is no folder out/x",
+        ),
+        (["data.train.path=row.jsonl"], "rows.jsonl"),
+        (["data.train.path=empty.jsonl"], "empty"),
+        (["data.train.columns={prompt: qestion, completion: answer}"], "question"),
+        (["data.train.columns=null"], "sft.yaml:4: "),
+        (["model.name_or_path=tinny"], "did you mean 'tiny'?"),
+        (["model.lora.dropuot=0.1"], "command line: unknown key model.lora.dropuot; did you mean 'dropout'?"),
+    ],
+)
+def test_pain_33_mistakes_end_before_the_model_loads(folder, no_weights, capsys, overrides, message):
+    (folder / "empty.jsonl").write_text("")
+    assert message in error_line(capsys, "sft.yaml", *overrides)
+
+
+def test_pain_26_teacher_with_another_vocabulary_ends_before_the_model_loads(folder, no_weights, capsys, monkeypatch):
+    stub_method(monkeypatch, "kd")
+    line = error_line(capsys, "sft.yaml", "method=kd", "teacher.name_or_path=other")
+    assert line.startswith("error: command line: student and teacher have different vocabularies")
+
+
+def test_only_the_first_rank_prints(folder, capsys, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert run.main(["none.yaml"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_ctrl_c_is_130_and_a_bug_is_a_traceback(folder, monkeypatch):
+    for raised, expected in ((KeyboardInterrupt(), 130), (ValueError("a bug"), ValueError)):
+
+        def broken(recipe, raised=raised):
+            raise raised
+
+        monkeypatch.setattr(run, "run", broken)
+        if isinstance(expected, int):
+            assert run.main(["sft.yaml"]) == expected
+        else:
+            with pytest.raises(expected):
+                run.main(["sft.yaml"])
+
+
+def stub_method(monkeypatch, name):
+    """METHODS[name] becomes a Config that is SFT's and a Trainer that records its arguments."""
+    from hf_posttrain.sft import SFTConfig
+
+    made = []
+
+    class Trainer:
+        def __init__(self, **kwargs):
+            self.args, self.done, self.model = kwargs["args"], [], kwargs["model"]
+            made.append((kwargs, self.done))
+
+        def train(self, resume_from_checkpoint):
+            self.done.append(("train", resume_from_checkpoint))
+            return types.SimpleNamespace(metrics={"train_loss": 1.0})
+
+        def evaluate(self):
+            self.done.append("evaluate")
+            return {"eval_loss": 2.0}
+
+        def save_model(self):
+            self.done.append("save_model")
+            Path(self.args.output_dir).mkdir(exist_ok=True)
+
+        def save_state(self):
+            self.done.append("save_state")
+
+        def save_metrics(self, split, metrics):
+            self.done.append((split, metrics))
+
+        def log_metrics(self, split, metrics): ...
+
+        def is_world_process_zero(self):
+            return True
+
+    module = types.ModuleType("stub_method")
+    module.Config, module.Trainer = SFTConfig, Trainer
+    monkeypatch.setitem(sys.modules, "stub_method", module)
+    monkeypatch.setitem(run.METHODS, name, ("stub_method", "Config", "Trainer"))
+    return made
+
+
+def test_steps_of_a_distillation_run(folder, monkeypatch):
+    made = stub_method(monkeypatch, "kd")
+    overrides = ["method=kd", "teacher={name_or_path: tiny, from_scratch: true}", "data.eval.path=rows.jsonl",
+                 "data.eval.columns={prompt: question, completion: answer}", "model.lora.r=2"]  # fmt: skip
+    metrics = run.run(load_recipe("sft.yaml", overrides))
+    ((given, done),) = made
+    assert metrics == {"train_loss": 1.0, "eval_loss": 2.0}
+    assert done == [("train", None), "save_model", ("train", {"train_loss": 1.0}), "evaluate",
+                    ("eval", {"eval_loss": 2.0}), "save_state"]  # fmt: skip
+    assert len(given["train_dataset"]) == len(given["eval_dataset"]) == 8
+    assert "prompt_ids" in given["train_dataset"].column_names
+    assert given["peft_config"].r == 2
+    assert all(p.requires_grad for p in given["model"].parameters())
+    assert not any(p.requires_grad for p in given["teacher_model"].parameters())
+    assert not given["teacher_model"].training
+    assert load_recipe("out/recipe.yaml").model.lora == {"r": 2}
+
+
+def test_random_weights_are_drawn_from_the_seed(folder, monkeypatch):
+    made = stub_method(monkeypatch, "sft")
+    for seed in (1, 1, 2):
+        run.run(load_recipe("sft.yaml", [f"train.seed={seed}"]))
+    first, same, other = (given["model"].get_input_embeddings().weight for given, _ in made)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+def checkpoint(path, *without):
+    path.mkdir(parents=True)
+    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        if name not in without:
+            (path / name).touch()
+    if "trainer_state.json" not in without:
+        (path / "trainer_state.json").write_text('{"global_step": 1}')
+    return str(path)
+
+
+def test_newest_complete_checkpoint(tmp_path, caplog):
+    assert run.find_checkpoint(tmp_path / "none") is None
+    good = checkpoint(tmp_path / "checkpoint-9")
+    checkpoint(tmp_path / "checkpoint-5")
+    weights_only = checkpoint(tmp_path / "checkpoint-10", "optimizer.pt", "scheduler.pt", "rng_state.pth")
+    checkpoint(tmp_path / "checkpoint-11", "trainer_state.json")
+    checkpoint(tmp_path / "checkpoint-12", "model.safetensors")
+    Path(checkpoint(tmp_path / "checkpoint-13"), "trainer_state.json").write_text('{"global_st')
+    checkpoint(tmp_path / "checkpoint-14-tmp")
+    assert run.find_checkpoint(tmp_path) == good
+    assert "checkpoint-13 is incomplete, without trainer_state.json: passed over" in caplog.text
+    assert "checkpoint-10 is incomplete, without optimizer, scheduler, random state: passed over" in caplog.text
+    assert run.find_checkpoint(tmp_path, weights_only=True) == weights_only
+
+
+def test_what_is_resumed(folder, caplog, monkeypatch):
+    made = stub_method(monkeypatch, "sft")
+    caplog.set_level("INFO", "hf_posttrain")
+    run.run(load_recipe("sft.yaml", ["train.resume_from_checkpoint=auto"]))
+    assert "no complete checkpoint in out: a fresh start" in caplog.text
+    path = checkpoint(folder / "out/checkpoint-1")
+    run.run(load_recipe("sft.yaml", ["train.resume_from_checkpoint=auto"]))
+    run.run(load_recipe("sft.yaml", [f"train.resume_from_checkpoint={path}"]))
+    assert [done[0] for _, done in made] == [("train", None), ("train", "out/checkpoint-1"), ("train", path)]
+    Path(path, "optimizer.pt").unlink()
+    with pytest.raises(InputError, match=r"command line: the checkpoint .* is incomplete, without optimizer"):
+        run.run(load_recipe("sft.yaml", [f"train.resume_from_checkpoint={path}"]))
+
+
+def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys):
+    assert run.main(["sft.yaml"]) == 0
+    left = {path.name for path in Path("out").iterdir()}
+    assert left >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "recipe.yaml",
+                    "trainer_state.json", "all_results.json", "checkpoint-1", "checkpoint-2"}  # fmt: skip
+    assert AutoModelForCausalLM.from_pretrained("out").generation_config.eos_token_id == 258
+    assert AutoTokenizer.from_pretrained("out").eos_token == "<|im_end|>"
+    assert json.loads(Path("out/all_results.json").read_text())["train_loss"] > 0
+    assert run.main(["out/recipe.yaml", "train.resume_from_checkpoint=auto", "train.max_steps=3"]) == 0
+    assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 3
