@@ -16,7 +16,7 @@ Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor
@@ -54,17 +54,18 @@ class Document:
     targets: list[int]
     """The token that a position predicts where that is trained, else IGNORE."""
     owners: list[int]
-    """For each scored position, in order: example * K + branch."""
+    """For each scored position, in order: the number of its branch, counted over all examples."""
     weights: list[int]
     """How many branches share the token (the router's auxiliary loss counts it so often)."""
 
 
 def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[str, Tensor]:
-    """B examples with K branches each -> the tensors of a micro-batch.
+    """B examples -> the tensors of a micro-batch. The examples may differ in their number of branches.
 
     Returns input_ids, position_ids, shift_labels, router_weights [R, L]; document, branch [R, L] where a mask is
     needed (document is -1 on padding); attention_mask [R, L] in the padded layout;
-    scored [N], indices into R * L of the positions with a target, in order, and owner [N], their example * K + branch.
+    scored [N], indices into R * L of the positions with a target, in order, and owner [N], the number of their branch,
+    counted over all examples (example * K + branch where all have K).
     """
     documents = _shared(examples) if layout == "shared" else _separate(examples)
     if layout == "packed":
@@ -84,28 +85,19 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
 
 def _shared(examples: Sequence[Example]) -> list[Document]:
     """One document an example: its prompt once, then its branches."""
-    documents = []
-    for number, example in enumerate(examples):
-        prefix, start = list(example.prompt[:-1]), len(example.prompt) - 1
-        size, count = len(prefix), len(example.branches)
-        document = Document(
-            prefix, list(range(size)), [0] * size, [IGNORE] * size, [], [count] * size
-        )
+    documents, owner = [], count()
+    for example in examples:
+        prefix, start, branches = list(example.prompt[:-1]), len(example.prompt) - 1, len(example.branches)
+        document = Document(prefix, list(range(start)), [0] * start, [IGNORE] * start, [], [branches] * start)
         for k, branch in enumerate(example.branches):
-            _append(document, example.prompt[-1], branch, start, k + 1 if count > 1 else 0, number * count + k)
+            _append(document, example.prompt[-1], branch, start, k + 1 if branches > 1 else 0, next(owner))
         documents.append(document)
     return documents
 
 
 def _separate(examples: Sequence[Example]) -> list[Document]:
     """One document a branch, each with its own copy of the prompt."""
-    documents = []
-    for number, example in enumerate(examples):
-        for k, branch in enumerate(example.branches):
-            [document] = _shared([Example(example.prompt, [branch])])
-            document.owners = [number * len(example.branches) + k] * len(document.owners)
-            documents.append(document)
-    return documents
+    return _shared([Example(example.prompt, [branch]) for example in examples for branch in example.branches])
 
 
 def _append(document: Document, last_prompt_id: int, branch: Branch, start: int, number: int, owner: int) -> None:

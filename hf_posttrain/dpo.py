@@ -20,7 +20,7 @@ from .errors import InputError
 from .head import LogProb
 from .losses import LABEL_SMOOTHED, PAIRED, REFERENCE_FREE, PairedOptions, Pairs
 from .losses.preference import sft as chosen_nll
-from .frozen import Reference
+from .reference import Reference
 from .trainer import Losses, PostTrainer
 
 logger = logging.getLogger(__name__)

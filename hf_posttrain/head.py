@@ -2,7 +2,7 @@
 
 A `Head` is the last step of a causal LM: logits = softcap(scale * (h W^T + b)). `score_tokens` runs it over the N
 trained positions, a tile of rows at a time, and asks a tile function for one value per token and that value's gradient
-with respect to the logits. Two tile functions: `LogProb` (of the target) and `Divergence` (between two heads).
+with respect to the logits. Two tile functions: `LogProb` (of the target) and `Differentiated` (anything, by autograd).
 
 Cost in head GEMMs (one is N x V x H): forward alone 1; training with a frozen head 2; with a trained head 3 where the
 token weights are known beforehand (SFT, KD, OPD) or the tiles are small enough to keep; 4 otherwise.
@@ -123,25 +123,17 @@ def entropy(logps: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """value = any function of the student's and the teacher's logits, differentiated by autograd inside the tile.
+class Differentiated:
+    """value = any function of the logits, differentiated by autograd inside the tile: divergences from a teacher."""
 
-    The teacher's logits come from its own hidden states tile by tile: neither model's logits exist in full.
-    """
-
-    function: Callable[[Tensor, Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-    """(student logits [n, V], teacher logits [n, V of the teacher], rows) -> (value [n], stats)."""
-    teacher: Head
-    """The teacher's head."""
-    teacher_hidden: Tensor
-    """[N, H of the teacher]."""
+    function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
+    """(logits [n, V], rows) -> (value [n], stats of [n])."""
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
         """[n, V] -> Tile of [n]."""
-        teacher = self.teacher.logits(self.teacher_hidden[rows])
         with torch.set_grad_enabled(need_grad):
             leaf = logits.detach().requires_grad_(need_grad)
-            value, stats = self.function(leaf, teacher, rows)
+            value, stats = self.function(leaf, rows)
             grad = torch.autograd.grad(value.sum(), leaf)[0] if need_grad else None
         return Tile(value.detach(), grad, {name: stat.detach() for name, stat in stats.items()})
 

@@ -23,9 +23,10 @@ from . import batch as layouts
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
-from .frozen import Reference, branch_logps
+from .frozen import branch_logps
 from .head import LogProb
 from .losses import UNPAIRED
+from .reference import Reference
 from .trainer import Losses, PostTrainer
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from . import data, frozen, policy, scoring
+from . import data, policy, reference, scoring
 from .batch import IGNORE
 from .config import PostTrainConfig
 from .errors import InputError
@@ -212,7 +212,7 @@ class PostTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Also the generation config, with the trained turn end, next to an adapter."""
-        with frozen.without_reference_adapter(self.model):
+        with reference.without_reference_adapter(self.model):
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.generation_config.save_pretrained(output_dir or self.args.output_dir)

@@ -1,0 +1,114 @@
+"""What KD and OPD share: the options of a divergence, and tile functions that compare student and teacher.
+
+Student and teacher must have the same token ids; padding of either vocabulary is sliced off. The teacher's logits come
+from its hidden states tile by tile, beside the student's, so neither model's logits exist in full.
+
+Legend: N scored tokens, n of one tile, V vocabulary, K top tokens of a cached teacher.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .head import Differentiated, LogProb, Tile, TileFunction
+from .losses import DIVERGENCES, top_k_buckets, with_tail
+from .scoring import LMHead
+
+
+def check_divergence(name: str, beta: float | None, skew_alpha: float) -> None:
+    """Raises InputError for an unknown divergence and for options that it does not read."""
+    if name not in DIVERGENCES:
+        raise InputError(f"divergence {name!r} is not one of {', '.join(DIVERGENCES)}")
+    if beta is not None and name != "jsd":
+        raise InputError(f"beta is the interpolation of divergence jsd, not of {name}: set the divergence to jsd or drop beta")
+    if beta is not None and not 0 <= beta <= 1:
+        raise InputError(f"beta={beta} is not in [0, 1]")
+    if not 0 < skew_alpha < 1:
+        raise InputError(f"skew_alpha={skew_alpha} is not in (0, 1)")
+
+
+def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of (student, teacher) log-probabilities [n, V] -> [n]."""
+    if name == "jsd":
+        return partial(DIVERGENCES[name], beta=0.5 if beta is None else beta)
+    return partial(DIVERGENCES[name], alpha=skew_alpha) if name.startswith("skew") else DIVERGENCES[name]
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher's side of a batch: its head and its hidden states [N, H], at the same positions as the student's."""
+
+    head: LMHead
+    hidden: Tensor
+
+    def logits(self, rows: slice) -> Tensor:
+        """[n, V of the teacher]."""
+        with torch.no_grad():
+            return self.head.logits(self.hidden[rows])
+
+
+def dense(
+    function: Callable[[Tensor, Tensor], Tensor], teacher: Teacher, targets: Tensor, temperature: float, ce_coef: float
+) -> TileFunction:
+    """value = (1 - w) CE + w D(student, teacher), w = 1 - ce_coef; temperature divides both logits in D alone.
+
+    stats: `divergence`, `student` and `teacher` (log-probabilities of the target at the temperature), and `ce`.
+    """
+
+    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        theirs = teacher.logits(rows)
+        size, target = min(logits.shape[-1], theirs.shape[-1]), targets[rows, None]
+        q = torch.log_softmax(logits[:, :size] / temperature, dim=-1)
+        p = torch.log_softmax(theirs[:, :size] / temperature, dim=-1)
+        total = function(q, p)
+        stats = {"divergence": total, "student": q.gather(-1, target)[:, 0], "teacher": p.gather(-1, target)[:, 0]}
+        return _with_ce(total, logits, target, ce_coef, stats)
+
+    return Differentiated(value)
+
+
+def top_k(
+    function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, logps: Tensor, targets: Tensor, temperature: float,
+    ce_coef: float,
+) -> TileFunction:
+    """The same with a cached teacher: ids and logps [N, K] at this temperature, the rest of its mass in one bucket."""
+
+    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        student = torch.log_softmax(logits / temperature, dim=-1)
+        total = function(top_k_buckets(student, ids[rows]), with_tail(logps[rows]))
+        return _with_ce(total, logits, targets[rows, None], ce_coef, {"divergence": total})
+
+    return Differentiated(value)
+
+
+def _with_ce(
+    total: Tensor, logits: Tensor, target: Tensor, ce_coef: float, stats: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mix in the cross-entropy of the student's own full vocabulary."""
+    if ce_coef == 0:
+        return total, stats
+    ce = -torch.log_softmax(logits, dim=-1).gather(-1, target)[:, 0]
+    return ce_coef * ce + (1 - ce_coef) * total, stats | {"ce": ce}
+
+
+@dataclass(frozen=True)
+class SampledPolicyGradient:
+    """value = -sg(ln p - ln q) ln q of the sampled tokens, whose expected gradient is that of the reverse KL."""
+
+    targets: Tensor
+    """[N], the sampled tokens."""
+    teacher: Tensor
+    """[N], the teacher's log-probabilities of them at the same temperature."""
+    temperature: float
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
+        """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
+        tile = LogProb(self.targets, self.temperature, stats=True)(logits, rows, need_grad)
+        advantage = self.teacher[rows] - tile.value
+        stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
+        grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
+        return Tile(-advantage * tile.value, grad, stats)

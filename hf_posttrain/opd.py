@@ -1,0 +1,229 @@
+"""On-policy distillation: the student answers, the teacher scores each token of the answer, the student moves to it.
+
+    each optimizer step: sample K rollouts y ~ q(.|x) for every prompt of the window, in one generation call
+    loss = mean over rollout tokens of  D(q, p) over the whole vocabulary        (loss_type reverse_kl, jsd, ...)
+                                    or  -sg(log p(y_t) - log q(y_t)) log q(y_t)  (loss_type policy_gradient)
+
+q is the student's distribution and p the teacher's, both at the sampling temperature, and rollouts are drawn from
+exactly q. Rollouts depend on (seed, step, rank) alone, so a resumed run repeats them.
+Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy distillation as in ArcticTraining.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor, nn
+
+from . import batch as layouts
+from . import distill, policy, rollout
+from .batch import Branch, Example, per_branch
+from .config import PostTrainConfig
+from .errors import InputError
+from .head import LogProb
+from .losses import DIVERGENCES, discounted, policy_gradient
+from .teacher import TeacherCallback, check_teacher
+from .trainer import Losses, PostTrainer
+
+POLICY_GRADIENT = "policy_gradient"
+EVALUATION = 2**31
+"""Stands for the step in the seed of an evaluation's rollouts, which are then the same at every evaluation."""
+
+
+@dataclass
+class OPDConfig(PostTrainConfig):
+    """Options of OPD; every other field of TrainingArguments and PostTrainConfig works as well."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    loss_type: str = "reverse_kl"
+    """policy_gradient (sampled tokens), or over the whole vocabulary reverse_kl, jsd, forward_kl, skew_*_kl, tvd."""
+    beta: float | None = None
+    """JSD's interpolation: 0 is forward KL, 1 reverse KL; None: 0.5."""
+    skew_alpha: float = 0.1
+    """Share of the other distribution that skew KL mixes in."""
+    temperature: float = 1.0
+    """Of sampling and of both scores."""
+    max_completion_length: int = 512
+    """Longest rollout in tokens; the prompt has max_length minus this."""
+    num_generations: int = 1
+    """Rollouts of each prompt, K."""
+    lmbda: float = 1.0
+    """Share of prompts answered by the student; the others are trained on their completion in the data."""
+    discount: float = 0.0
+    """policy_gradient: how much a token is credited with the advantage of those after it."""
+    generation_batch_size: int | None = None
+    """Most rollouts in one generation call; None: the whole window at once."""
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.loss_type == POLICY_GRADIENT:
+            if self.lmbda < 1:
+                raise InputError("lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data")
+            if self.beta is not None:
+                raise InputError("beta is the interpolation of loss_type jsd, not of policy_gradient")
+        elif self.loss_type not in DIVERGENCES:
+            raise InputError(f"loss_type={self.loss_type!r} is not one of {POLICY_GRADIENT}, {', '.join(DIVERGENCES)}")
+        else:
+            distill.check_divergence(self.loss_type, self.beta, self.skew_alpha)
+        if self.discount and self.loss_type != POLICY_GRADIENT:
+            raise InputError("discount belongs to loss_type policy_gradient")
+        for name, low, high in (("lmbda", 0, 1), ("discount", 0, 1)):
+            if not low <= getattr(self, name) <= high:
+                raise InputError(f"{name}={getattr(self, name)} is not in [{low}, {high}]")
+        for name in ("temperature", "max_completion_length", "num_generations"):
+            if getattr(self, name) <= 0:
+                raise InputError(f"{name}={getattr(self, name)} must be positive")
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows on their way to the rollouts; opaque to what moves batches to a device."""
+
+    rows: list[dict]
+    layout: str
+
+
+class OPDTrainer(PostTrainer):
+    """OPD of a causal LM; further argument: `teacher_model`, with the same token ids. Rows: prompt (and completion).
+
+    `compute_metrics` gets summed log-probabilities of the rollouts [rollouts, 2] (student, teacher) and, as label_ids,
+    their lengths [rollouts].
+    """
+
+    method = "opd"
+    unit = "tokens"
+    config_class = OPDConfig
+    args: OPDConfig
+
+    def __init__(self, *args: Any, teacher_model: nn.Module | str | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.teacher = TeacherCallback(check_teacher(teacher_model, self.model, self.tokenizer), self.accelerator)
+        self.add_callback(self.teacher)
+        models, kwargs = (self.model, self.teacher.model), self.args.chat_template_kwargs
+        self.terminal_ids = list(dict.fromkeys(i for m in models for i in policy.terminal_ids(m, self.tokenizer, kwargs)))
+        rollout.warn_if_altered(self.generation_config)
+        if self.args.lmbda < 1:
+            require_completions(self.train_dataset)
+
+    @staticmethod
+    def collate_rows(rows: list[dict], layout: str, config: OPDConfig) -> dict[str, Any]:
+        """Prompts alone; `rolled_out` makes them a batch."""
+        return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Prompts(rows, layout)}
+
+    def count_units(self, batch: dict[str, Any]) -> Tensor | int:
+        """Rollout tokens; prompts alone have none yet."""
+        return super().count_units(batch) if "shift_labels" in batch else 0
+
+    # ---- rollouts
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The micro-batches of one optimizer step, with the rollouts of all of them from one generation call."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, None
+        batches = self.rolled_out(self.model_wrapped, batches, self.state.global_step)
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def rolled_out(self, model: nn.Module, batches: list[dict], *seed: int) -> list[dict]:
+        """Batches of prompts -> batches with, for each prompt, K rollouts as branches or (a share 1 - lmbda) its data."""
+        args, rows = self.args, [row for batch in batches for row in batch["prompts"].rows]
+        with rollout.seeded(self.accelerator.device, args.seed, *seed, self.accelerator.process_index):
+            own = (torch.rand(len(rows)) < args.lmbda).tolist()
+            prompts = [row["prompt_ids"] for row, on_policy in zip(rows, own, strict=True) if on_policy]
+            rollouts = iter(self._sample(model, [prompt for prompt in prompts for _ in range(args.num_generations)]))
+        examples = [
+            Example(row["prompt_ids"], [Branch(ids) for ids in islice(rollouts, args.num_generations)])
+            if on_policy else Example(row["prompt_ids"], [Branch(row["completion_ids"][: args.max_completion_length])])
+            for row, on_policy in zip(rows, own, strict=True)
+        ]  # fmt: skip
+        parts = iter(zip(examples, own, strict=True))
+        return [self._collated(batch, list(islice(parts, len(batch["prompts"].rows)))) for batch in batches]
+
+    def _sample(self, model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+        args = self.args
+        return rollout.generate(
+            model, prompts, args.max_completion_length, self.terminal_ids, self.tokenizer.pad_token_id, args.temperature,
+            args.generation_batch_size,
+        )  # fmt: skip
+
+    def _collated(self, batch: dict, parts: list[tuple[Example, bool]]) -> dict:
+        """A micro-batch on the device. Of each branch: `last_id`, and whether it was `sampled`."""
+        branches = [(branch.ids[-1], on_policy) for example, on_policy in parts for branch in example.branches]
+        made = layouts.collate([example for example, _ in parts], batch["prompts"].layout)
+        made |= {"index": batch["index"], "last_id": torch.tensor([last for last, _ in branches])}
+        made["sampled"] = torch.tensor([on_policy for _, on_policy in branches])
+        return self._prepare_inputs(made)
+
+    # ---- losses
+
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+        """The loss of each rollout token, [N]."""
+        if "shift_labels" not in batch:  # evaluation
+            [batch] = self.rolled_out(model, [batch], EVALUATION, int(batch["index"][0]) % 2**32)
+        config, targets = self.args, layouts.targets(batch)
+        ones = torch.ones_like(targets, dtype=torch.float32)
+        if config.loss_type == POLICY_GRADIENT:
+            values, scores = self._policy_gradient(model, batch, targets, ones)
+        else:
+            function = distill.divergence(config.loss_type, config.beta, config.skew_alpha)
+            tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, ce_coef=0.0)
+            scores = self.score(model, batch, tile, ones)
+            values = scores["value"]
+        summed = [per_branch(scores[name], batch["owner"], len(batch["sampled"]), 1) for name in ("student", "teacher")]
+        lengths = per_branch(ones, batch["owner"], len(batch["sampled"]), 1)[:, 0]
+        return Losses(
+            values, ones, self._metrics(scores, batch, lengths), scores.get("router_logits"), torch.cat(summed, 1), lengths
+        )
+
+    def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, ones: Tensor) -> tuple[Tensor, dict]:
+        """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
+        temperature, discount = self.args.temperature, self.args.discount
+        teacher = self.teacher.score(batch, LogProb(targets, temperature))["value"]
+        if discount == 0:
+            scores = self.score(model, batch, distill.SampledPolicyGradient(targets, teacher, temperature), ones)
+            return scores["value"], scores
+        scores = self.score(model, batch, LogProb(targets, temperature, stats=True))
+        student = scores["value"].detach()
+        advantage = self._discounted(teacher - student, batch["owner"])
+        return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
+
+    def _discounted(self, reward: Tensor, owner: Tensor) -> Tensor:
+        """Rewards [N], credited backwards within each rollout: laid out as [rollouts, longest] and back."""
+        order = torch.argsort(owner, stable=True)
+        counts = torch.bincount(owner)
+        place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+        table = reward.new_zeros(len(counts), int(counts.max()))
+        table[owner[order], place] = reward[order]
+        credited = torch.empty_like(reward)
+        credited[order] = discounted(table, self.args.discount)[owner[order], place]
+        return credited
+
+    def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
+        student, teacher = scores["student"], scores["teacher"]
+        rolled = batch["sampled"]
+        stopped = torch.isin(batch["last_id"], torch.tensor(self.terminal_ids, device=rolled.device)).float()
+        metrics = {
+            "logprob/student": (student, None), "logprob/teacher": (teacher, None), "logprob/gap": (teacher - student, None),
+            "distill/advantage": (teacher - student, None),
+            "distill/reverse_kl": (scores["divergence"] if self.args.loss_type == "reverse_kl" else student - teacher, None),
+            "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled),
+        }  # fmt: skip
+        return metrics | ({"entropy": (scores["entropy"], None)} if "entropy" in scores else {})
+
+    def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
+        """Perplexities of the rollouts, from the mean log-probabilities."""
+        for name in ("student", "teacher"):
+            if f"logprob/{name}" in metrics:
+                metrics[f"perplexity/{name}"] = math.exp(min(-metrics[f"logprob/{name}"], 700))
+        return metrics
+
+
+def require_completions(rows: Any) -> None:
+    """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none."""
+    for number, row in enumerate(rows if isinstance(rows, datasets.Dataset) else []):
+        if not row["completion_ids"]:
+            raise InputError(f"lmbda below 1 trains on completions of the data, and row {number} has none")

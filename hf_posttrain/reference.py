@@ -1,0 +1,149 @@
+"""The reference of DPO and KTO: log-probabilities of a batch's branches from an adapter switched off, a copy, or a cache."""
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import datasets
+import peft
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from . import scoring
+from .errors import InputError
+from .frozen import branch_logps, cached, freeze, rows_key, weights_key
+
+logger = logging.getLogger(__name__)
+REFERENCE_ADAPTER = "reference"
+
+
+class Reference:
+    """The policy as it was when the trainer was built, or an explicit `ref_model`.
+
+    Under an adapter it costs no second model: a new adapter is switched off; one that was continued is kept as a
+    frozen copy beside it. Otherwise it is a copy of the policy in memory, never a reload by name. With
+    precompute_ref_log_probs the trainer's data sets are scored now, and no reference is kept.
+    """
+
+    def __init__(self, trainer: Any, ref_model: nn.Module | None):
+        self.trainer, self.policy = trainer, trainer.model
+        self.model = None if ref_model is None else freeze(ref_model)
+        self.adapter: str | None = None
+        self.starts_equal = ref_model is None
+        adapted, precompute = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs
+        if self.model is None and adapted and not trainer.new_adapter:
+            self.adapter = self.policy.active_adapter
+            _copy_adapter(self.policy, self.adapter)
+        if self.model is None and not adapted and not precompute:
+            self.model = freeze(copy.deepcopy(self.policy))
+        self.online = not precompute or adapted
+        if precompute:
+            trainer.train_dataset = self.precompute(trainer.train_dataset, "train")
+            trainer.eval_dataset = self.precompute(trainer.eval_dataset, "eval")
+            self.model = None
+
+    def logps(self, policy: nn.Module, batch: dict[str, Any], part: dict[str, Any], branches: int) -> Tensor:
+        """Summed log-probabilities of each branch of `part` under the reference, [B, K]: cached ones if `batch` has them.
+
+        policy: the model that is trained, wrapped by its engine or not.
+        """
+        if "ref_logps" in batch:
+            return batch["ref_logps"]
+        if not self.online:
+            raise InputError(
+                "this data set was not scored by the reference: with precompute_ref_log_probs, pass every data set when "
+                "the trainer is built, or turn it off to keep a reference model"
+            )
+        return self._score(policy, part, len(batch["index"]), branches)
+
+    def _score(self, policy: nn.Module, part: dict[str, Any], examples: int, branches: int) -> Tensor:
+        accelerator = self.trainer.accelerator
+        if self.model is not None:
+            with accelerator.autocast():
+                return branch_logps(self.model.to(accelerator.device), part, examples, branches)
+        with self._switched(scoring.unwrapped(policy)), accelerator.autocast():
+            return branch_logps(policy, part, examples, branches)
+
+    def _switched(self, policy: nn.Module) -> Any:
+        """The policy as its own reference: adapter off, the frozen copy on, or (precomputing, no adapter) as it is."""
+        if not isinstance(policy, peft.PeftModel):
+            return nullcontext()
+        return policy.disable_adapter() if self.adapter is None else _reference_adapter(policy, self.adapter)
+
+    def precompute(self, rows: Any, name: str) -> Any:
+        """The rows with a column `ref_logps` (K floats a row): from the cache on disk, or scored now, longest first."""
+        if rows is None:
+            return None
+        if isinstance(rows, dict):
+            return {key: self.precompute(part, f"{name} {key}") for key, part in rows.items()}
+        if not isinstance(rows, datasets.Dataset):
+            raise InputError("precompute_ref_log_probs needs a data set of known length, not a stream")
+        model = self.model if self.model is not None else self.policy
+        key = [
+            weights_key(model), rows_key(rows), self.trainer.method, self.trainer.args.bf16, self.trainer.args.fp16,
+            self.adapter, isinstance(model, peft.PeftModel),
+        ]  # fmt: skip
+        found = cached(key, lambda: self._score_rows(rows, name), "reference")
+        return rows.add_column("ref_logps", found["ref_logps"][:])
+
+    def _score_rows(self, rows: datasets.Dataset, name: str) -> datasets.Dataset:
+        """Each row is scored by one rank and the ranks' tables added up, so that odd sizes need no padding."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        size = trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
+        lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
+        order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+        starts = range(accelerator.process_index * size, len(order), size * accelerator.num_processes)
+        table = torch.zeros(len(rows), 2, device=accelerator.device, dtype=torch.float32)
+        for start in tqdm(starts, desc=f"Reference log-probs of {name}", disable=not accelerator.is_local_main_process):
+            chosen = order[start : start + size]
+            batch = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
+            table[chosen] = self._score(self.policy, batch.get("pair", batch), len(chosen), 2).float()
+        table = accelerator.reduce(table, "sum").cpu()
+        return datasets.Dataset.from_dict({"ref_logps": table.tolist()})
+
+    def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
+        """Warn where policy and reference, the same model, differ before the first step: mean per token, [B, K] each."""
+        gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).max().item()
+        tolerance = 1e-4 if logps.dtype == torch.float32 and not self.trainer.args.bf16 else 5e-2
+        if gap > tolerance:
+            logger.warning(
+                "before the first step the policy differs from its reference by %.2g in log-probability per token: is "
+                "dropout on, or does the adapter's initialisation change the base?", gap,
+            )  # fmt: skip
+
+
+@contextmanager
+def without_reference_adapter(model: nn.Module) -> Iterator[None]:
+    """Keep the reference adapter out of what is saved."""
+    configs = getattr(model, "peft_config", {})
+    config = configs.pop(REFERENCE_ADAPTER, None)
+    try:
+        yield
+    finally:
+        if config is not None:
+            configs[REFERENCE_ADAPTER] = config
+
+
+def _copy_adapter(policy: peft.PeftModel, name: str) -> None:
+    """A frozen copy of adapter `name` beside it; the base stays one."""
+    policy.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(policy.peft_config[name]))
+    state = peft.get_peft_model_state_dict(policy, adapter_name=name)
+    peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, REFERENCE_ADAPTER)
+    with _reference_adapter(policy, name):
+        pass  # leaves the copy without gradients and `name` active
+
+
+@contextmanager
+def _reference_adapter(policy: peft.PeftModel, name: str) -> Iterator[None]:
+    """The reference adapter active inside; what was trainable is trainable again outside."""
+    trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{REFERENCE_ADAPTER}." not in key}
+    policy.set_adapter(REFERENCE_ADAPTER)
+    try:
+        yield
+    finally:
+        policy.set_adapter(name)
+        for key, parameter in policy.named_parameters():
+            parameter.requires_grad_(key in trainable)

@@ -1,0 +1,100 @@
+"""Generation: rollouts drawn from exactly the distribution that is scored, and greedy answers for evaluation."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from .frozen import eval_mode
+from .scoring import causal_lm
+
+logger = logging.getLogger(__name__)
+_ALTERING = {
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None, "top_h": None,
+    "begin_suppress_tokens": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None, "guidance_scale": None,
+}  # fmt: skip
+
+
+def generate(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    terminal_ids: list[int],
+    pad_id: int,
+    temperature: float | None = None,
+    batch_size: int | None = None,
+) -> list[list[int]]:
+    """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
+
+    temperature None is greedy; otherwise tokens are drawn from softmax(logits / temperature) over the whole vocabulary,
+    whatever the model's generation config says (it is put aside). Draws from the global generator: see `seeded`.
+    Prompts are sorted by length and generated batch_size at a time (None: all at once).
+    """
+    inner = causal_lm(model)
+    order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    size = batch_size or max(len(prompts), 1)
+    completions: list[list[int]] = [[] for _ in prompts]
+    sampling = {"do_sample": False} if temperature is None else {
+        "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0
+    }  # fmt: skip
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=terminal_ids, pad_token_id=pad_id, use_cache=True, **sampling
+    )
+    with torch.no_grad(), eval_mode(model), _only(inner, config):
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            ids, mask = _left_padded([prompts[i] for i in chosen], pad_id, inner.device)
+            output = inner.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            for i, row in zip(chosen, output[:, ids.shape[1] :].tolist(), strict=True):
+                completions[i] = until_terminal(row, terminal_ids)
+    return completions
+
+
+def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
+    """The tokens up to and with the first terminal id."""
+    end = next((n for n, token in enumerate(ids) if token in terminal_ids), len(ids))
+    return ids[: end + 1]
+
+
+@contextmanager
+def seeded(device: torch.device, *seed: int) -> Iterator[None]:
+    """Random numbers that depend on `seed` alone (seed, step, rank); the global generators stay as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
+        yield
+
+
+def warn_if_altered(config: GenerationConfig) -> None:
+    """Say which settings of a model's generation config are put aside."""
+    found = [f"{name}={value}" for name, off in _ALTERING.items() if (value := getattr(config, name, None)) not in (off, None)]
+    if config.do_sample and config.top_k not in (None, 0):
+        found.append(f"top_k={config.top_k}")
+    if config.do_sample and config.top_p not in (None, 1.0):
+        found.append(f"top_p={config.top_p}")
+    if found:
+        logger.warning("rollouts ignore the model's generation config (%s): they are drawn from the distribution that is "
+                       "scored", ", ".join(found))  # fmt: skip
+
+
+@contextmanager
+def _only(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
+    """transformers fills unset options from the model's own generation config: put that aside."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def _left_padded(prompts: list[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """ids and mask, [prompts, longest]."""
+    longest = max(map(len, prompts))
+    ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

@@ -1,0 +1,119 @@
+"""The teacher of KD and OPD: held by a callback, scored beside the student, or scored once into a cache of top tokens."""
+
+import logging
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from . import models, scoring
+from .distill import Teacher
+from .errors import InputError
+from .frozen import cached, freeze, rows_key, weights_key
+from .head import Tile
+from .recipe import ModelSection
+
+logger = logging.getLogger(__name__)
+
+
+class TeacherCallback(TrainerCallback):
+    """Holds the teacher. It is on the device from its first use until training ends; its forward builds no graph."""
+
+    def __init__(self, model: nn.Module, accelerator: Any):
+        self.model, self.accelerator = freeze(model), accelerator
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give the device's memory back; a later evaluation brings the teacher back by itself."""
+        self.model.to("cpu")
+
+    def score(self, batch: dict[str, Any], tile: Any = None) -> dict[str, Any]:
+        """`scoring.score` of the teacher without gradient: hidden states [N, H], or what `tile` makes of its logits."""
+        with torch.no_grad(), self.accelerator.autocast():
+            return scoring.score(self.model.to(self.accelerator.device), batch, tile)
+
+    def side(self, batch: dict[str, Any]) -> Teacher:
+        """The teacher's head and its hidden states at the scored positions, for a tile function."""
+        hidden = self.score(batch)["hidden"]
+        head = scoring.LMHead.of(scoring.causal_lm(self.model))
+        return Teacher(head, hidden.to(getattr(getattr(head.module, "weight", hidden), "dtype", hidden.dtype)))
+
+
+def check_teacher(teacher: nn.Module | str | None, student: nn.Module, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """The teacher, loaded if it is a name, after comparing what is known of its vocabulary with the student's.
+
+    Raises InputError for a missing teacher, the student itself, and different token ids (padding aside).
+    """
+    if teacher is None:
+        raise InputError("teacher_model is missing: pass a model, or its name or folder")
+    if teacher is student:
+        raise InputError("teacher_model is the student itself: pass a copy (copy.deepcopy) to distil from its start")
+    name = teacher if isinstance(teacher, str) else getattr(teacher.config, "_name_or_path", "")
+    if isinstance(teacher, str):
+        teacher = models.load_model(ModelSection(name_or_path=teacher), trainable=False)
+    sizes = [scoring.causal_lm(m).config.get_text_config().vocab_size for m in (student, teacher)]
+    try:
+        theirs = models.load_tokenizer(ModelSection(name_or_path=name)) if name else None
+    except InputError:
+        theirs = None  # a model in memory whose tokenizer cannot be found: its size is all there is to compare
+    if theirs is not None:
+        models.check_same_vocabulary(tokenizer, theirs, *sizes)
+    else:
+        models.check_tokenizer_fits(tokenizer, sizes[1], "the student (with the teacher's model)")
+    return teacher
+
+
+# ---- a teacher that is scored once
+
+
+class _TopTokens:
+    """Tile function: the K largest log-probabilities at a temperature and their ids, as stats of [n, K]."""
+
+    def __init__(self, k: int, temperature: float, vocabulary: int):
+        self.k, self.temperature, self.vocabulary = k, temperature, vocabulary
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
+        """[n, V] -> Tile; its value is not used."""
+        logps = torch.log_softmax(logits[:, : self.vocabulary] / self.temperature, dim=-1)
+        top, ids = logps.topk(min(self.k, logps.shape[-1]), dim=-1)
+        return Tile(top[:, 0], None, {"logps": top, "ids": ids})
+
+
+def precompute_top_k(trainer: Any, rows: Any, name: str) -> Any:
+    """Rows with teacher_ids and teacher_logps, [trained tokens][K] each, from the cache on disk or scored now.
+
+    The cache is bound to the teacher's weights, the rows' token ids, the tokenizer, K, temperature and precision.
+    Raises InputError for streams.
+    """
+    if rows is None:
+        return None
+    if isinstance(rows, dict):
+        return {key: precompute_top_k(trainer, part, f"{name} {key}") for key, part in rows.items()}
+    if not isinstance(rows, datasets.Dataset):
+        raise InputError("precompute_teacher_top_k needs a data set of known length, not a stream")
+    args = trainer.args
+    vocabulary = sorted(trainer.tokenizer.get_vocab().items())
+    key = [
+        weights_key(trainer.teacher.model), rows_key(rows), vocabulary, args.precompute_teacher_top_k, args.temperature,
+        args.bf16, args.fp16,
+    ]  # fmt: skip
+    found = cached(key, lambda: _score_rows(trainer, rows, name), "teacher")
+    return datasets.concatenate_datasets([rows, found], axis=1)
+
+
+def _score_rows(trainer: Any, rows: datasets.Dataset, name: str) -> datasets.Dataset:
+    """Every row's top tokens, in the order of the rows."""
+    args, vocabulary = trainer.args, scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
+    tile = _TopTokens(args.precompute_teacher_top_k, args.temperature, vocabulary)
+    size, columns = args.per_device_eval_batch_size, {"teacher_ids": [], "teacher_logps": []}
+    for start in tqdm(range(0, len(rows), size), desc=f"Teacher's top tokens of {name}"):
+        part = [rows[i] for i in range(start, min(start + size, len(rows)))]
+        batch = trainer._prepare_inputs(trainer.data_collator(part))
+        scores = trainer.teacher.score(batch, tile)
+        for number in range(len(part)):
+            own = batch["owner"] == number
+            columns["teacher_ids"].append(scores["ids"][own].cpu().numpy())
+            columns["teacher_logps"].append(scores["logps"][own].float().cpu().numpy())
+    return datasets.Dataset.from_dict(columns)
