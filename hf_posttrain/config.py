@@ -98,7 +98,9 @@ class PostTrainConfig(TrainingArguments):
     def __post_init__(self):
         self._resolve_gradient_checkpointing()
         if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            self.bf16 = (
+                not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            )
         super().__post_init__()
         if self.layout not in LAYOUTS:
             raise InputError(f"layout={self.layout!r} is not one of {', '.join(LAYOUTS)}")
@@ -110,8 +112,10 @@ class PostTrainConfig(TrainingArguments):
         if self.eval_exact_match and self.eval_max_completion_length < 1:
             raise InputError("eval_max_completion_length must be at least 1")
         if self.n_gpu > 1:
-            logger.warning("%d GPUs are visible and no launcher is used: training on one. Use accelerate launch for all.",
-                           self.n_gpu)
+            logger.warning(
+                "%d GPUs are visible and no launcher is used: training on one. Use accelerate launch for all.",
+                self.n_gpu,
+            )
             self._n_gpu = 1
 
     def _resolve_gradient_checkpointing(self) -> None:

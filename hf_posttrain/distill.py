@@ -24,7 +24,9 @@ def check_divergence(name: str, beta: float | None, skew_alpha: float) -> None:
     if name not in DIVERGENCES:
         raise InputError(f"divergence {name!r} is not one of {', '.join(DIVERGENCES)}")
     if beta is not None and name != "jsd":
-        raise InputError(f"beta is the interpolation of divergence jsd, not of {name}: set the divergence to jsd or drop beta")
+        raise InputError(
+            f"beta is the interpolation of divergence jsd, not of {name}: set the divergence to jsd or drop beta"
+        )
     if beta is not None and not 0 <= beta <= 1:
         raise InputError(f"beta={beta} is not in [0, 1]")
     if not 0 < skew_alpha < 1:
@@ -72,7 +74,11 @@ def dense(
 
 
 def top_k(
-    function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, logps: Tensor, targets: Tensor, temperature: float,
+    function: Callable[[Tensor, Tensor], Tensor],
+    ids: Tensor,
+    logps: Tensor,
+    targets: Tensor,
+    temperature: float,
     ce_coef: float,
 ) -> TileFunction:
     """The same with a cached teacher: ids and logps [N, K] at this temperature, the rest of its mass in one bucket."""

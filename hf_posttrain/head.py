@@ -191,7 +191,9 @@ class _ScoreTokens(torch.autograd.Function):
                     head_grad.add(raw_grad, run.weights[rows], cast[rows])
                 elif keep:
                     run.kept.append(raw_grad)
-        run.stats.update({name: torch.cat([tile.stats[name] for tile in done]) for name in (done[0].stats if done else ())})
+        run.stats.update(
+            {name: torch.cat([tile.stats[name] for tile in done]) for name in (done[0].stats if done else ())}
+        )
         ctx.save_for_backward(hidden, weight, bias, grad_hidden)
         ctx.run, ctx.head_grad = run, head_grad
         return torch.cat([tile.value for tile in done]) if done else hidden.new_zeros(0, dtype=torch.float32)

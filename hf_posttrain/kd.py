@@ -71,6 +71,7 @@ class KDTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         self.teacher = TeacherCallback(check_teacher(teacher_model, self.model, self.tokenizer), self.accelerator)
         self.add_callback(self.teacher)
+        self.score_beside(self.teacher.model)
         if self.args.precompute_teacher_top_k is not None:
             self.train_dataset = precompute_top_k(self, self.train_dataset, "train")
             self.eval_dataset = precompute_top_k(self, self.eval_dataset, "eval")

@@ -62,7 +62,9 @@ class OPDConfig(PostTrainConfig):
         super().__post_init__()
         if self.loss_type == POLICY_GRADIENT:
             if self.lmbda < 1:
-                raise InputError("lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data")
+                raise InputError(
+                    "lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data"
+                )
             if self.beta is not None:
                 raise InputError("beta is the interpolation of loss_type jsd, not of policy_gradient")
         elif self.loss_type not in DIVERGENCES:
@@ -103,8 +105,9 @@ class OPDTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         self.teacher = TeacherCallback(check_teacher(teacher_model, self.model, self.tokenizer), self.accelerator)
         self.add_callback(self.teacher)
-        models, kwargs = (self.model, self.teacher.model), self.args.chat_template_kwargs
-        self.terminal_ids = list(dict.fromkeys(i for m in models for i in policy.terminal_ids(m, self.tokenizer, kwargs)))
+        self.score_beside(self.teacher.model)
+        theirs = policy.terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
+        self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
         rollout.warn_if_altered(self.generation_config)
         if self.args.lmbda < 1:
             require_completions(self.train_dataset)
@@ -176,7 +179,12 @@ class OPDTrainer(PostTrainer):
         summed = [per_branch(scores[name], batch["owner"], len(batch["sampled"]), 1) for name in ("student", "teacher")]
         lengths = per_branch(ones, batch["owner"], len(batch["sampled"]), 1)[:, 0]
         return Losses(
-            values, ones, self._metrics(scores, batch, lengths), scores.get("router_logits"), torch.cat(summed, 1), lengths
+            values,
+            ones,
+            self._metrics(scores, batch, lengths),
+            scores.get("router_logits"),
+            torch.cat(summed, 1),
+            lengths,
         )
 
     def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, ones: Tensor) -> tuple[Tensor, dict]:

@@ -31,6 +31,8 @@ class Reference:
     def __init__(self, trainer: Any, ref_model: nn.Module | None):
         self.trainer, self.policy = trainer, trainer.model
         self.model = None if ref_model is None else freeze(ref_model)
+        if ref_model is not None:
+            trainer.score_beside(ref_model)
         self.adapter: str | None = None
         self.starts_equal = ref_model is None
         adapted, precompute = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs

@@ -72,7 +72,11 @@ def seeded(device: torch.device, *seed: int) -> Iterator[None]:
 
 def warn_if_altered(config: GenerationConfig) -> None:
     """Say which settings of a model's generation config are put aside."""
-    found = [f"{name}={value}" for name, off in _ALTERING.items() if (value := getattr(config, name, None)) not in (off, None)]
+    found = [
+        f"{name}={value}"
+        for name, off in _ALTERING.items()
+        if (value := getattr(config, name, None)) not in (off, None)
+    ]
     if config.do_sample and config.top_k not in (None, 0):
         found.append(f"top_k={config.top_k}")
     if config.do_sample and config.top_p not in (None, 1.0):

@@ -1,14 +1,16 @@
 """Score a batch inside the model's own forward: backbone -> hidden states of the scored tokens -> tiled head.
 
-`enable_scoring` teaches a causal LM's forward one more argument, `scorer`; `score` calls the (wrapped) model with it.
+    enable_scoring   teaches a causal LM's forward one more argument, `scorer`
+    score            calls the (wrapped) model with it: values and stats of the scored tokens
+    full_logits      the same forward with all logits, for compute_metrics
+    check            on a few tokens: are these the numbers of the model's own forward?
+
 It has to happen inside the forward: there FSDP2 unshards, ZeRO-3 gathers, DDP hooks and autocast apply.
-`attention_mask` builds what the layouts of `batch.py` need; `choose_layout` picks the one that a model can take.
 
 Legend: R rows, L row length, N scored tokens, V vocabulary, H hidden size.
 """
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,10 +21,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .errors import InputError
-from .head import Finish, Head, TileFunction, score_tokens, score_tokens_through
+from .attention import attention_mask
+from .batch import Branch, Example, collate, targets
+from .head import Finish, Head, LogProb, TileFunction, score_tokens, score_tokens_through
 
-logger = logging.getLogger(__name__)
+OWN_LOGITS = "scores_by_own_logits"
+"""Set on a model whose head does something that `head.Finish` does not know: its own logits are used, [B, T, V]."""
 
 
 @dataclass
@@ -30,12 +34,15 @@ class LMHead:
     """What a scorer is given: the model's head, whatever its kind, with its weights gathered."""
 
     module: nn.Module
+    """The layer, or an identity where the model's own logits take the place of hidden states."""
     original_forward: Callable[[Tensor], Tensor]
     finish: Finish
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LMHead":
         """The head of a causal LM."""
+        if getattr(model, OWN_LOGITS, False):
+            return cls(nn.Identity(), lambda logits: logits, Finish())
         module = model.get_output_embeddings()
         return cls(module, module.forward, Finish.of(model.config.get_text_config()))
 
@@ -48,14 +55,15 @@ class LMHead:
         """The head as a weight and a bias, or None where it is more than that (an adapter on it, a quantised one)."""
         module = self.module
         if hasattr(module, "modules_to_save"):  # PEFT's trained copy of the head
-            module = module.modules_to_save[module.active_adapters[0]] if not module.disable_adapters else module.original_module
+            own = module.original_module if module.disable_adapters else None
+            module = own or module.modules_to_save[module.active_adapters[0]]
         return Head(module.weight, module.bias, self.finish) if type(module) is nn.Linear else None
 
     def score(self, hidden: Tensor, tile: TileFunction, weights: Tensor | None = None) -> tuple[Tensor, dict]:
         """`head.score_tokens` on hidden states [N, H], by the way that this head allows."""
         if (head := self.plain) is not None:
             return score_tokens(head, hidden, tile, weights)
-        vocabulary = getattr(self.module, "out_features", 2**15)
+        vocabulary = getattr(self.module, "out_features", hidden.shape[-1])
         return score_tokens_through(self.original_forward, self.finish, hidden, tile, vocabulary)
 
 
@@ -88,9 +96,11 @@ def _scoring_forward(model_class: type) -> Callable:
     def forward(self, *args, scorer: Scorer | None = None, **kwargs):
         if scorer is None:
             return model_class.forward(self, *args, **kwargs)
+        head = LMHead.of(self)
+        if getattr(self, OWN_LOGITS, False):
+            return scorer(head, model_class.forward(self, *args, **kwargs).logits)
         # PEFT passes every argument on, most of them None
         outputs = self.base_model(*args, **{name: value for name, value in kwargs.items() if value is not None})
-        head = LMHead.of(self)
         with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
             scores = head.module(outputs.last_hidden_state)
         router_logits = getattr(outputs, "router_logits", None)
@@ -114,7 +124,10 @@ def _replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
 
 
 def score(
-    model: nn.Module, batch: dict[str, Tensor], tile: TileFunction | None, weights: Tensor | None = None,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    tile: TileFunction | None,
+    weights: Tensor | None = None,
     router_logits: bool = False,
 ) -> dict[str, Any]:
     """Values and stats of the N scored tokens of a batch from `batch.collate`, and the hidden states behind them.
@@ -154,86 +167,27 @@ def full_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return run(model, batch, scorer)["logits"]
 
 
-def allowed(batch: dict[str, Tensor], window: int | None = None) -> Tensor:
-    """[R, L, L] bool, may query i see key j: j <= i, same document, and j in the prompt or in i's own branch.
+def check(model: nn.Module, layout: str) -> float:
+    """Score a prompt with two answers and compare with the model's own forward on each answer alone.
 
-    window: how many positions back a sliding layer sees, itself included. Every query sees at least itself.
+    Returns the largest difference of a token's log-probability. It is rounding where layout and head are right.
     """
-    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
-    length = document.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
-    same_document = document[:, :, None] == document[:, None, :]
-    visible_branch = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-    mask = causal & same_document & visible_branch
-    return mask if window is None else mask & (position[:, :, None] - position[:, None, :] < window)
-
-
-def attention_mask(model: PreTrainedModel, batch: dict[str, Tensor]) -> Any:
-    """What to pass as `attention_mask`: None, the padding mask [R, L], or prepared masks, one for each kind of layer."""
-    if "document" not in batch:
-        return batch.get("attention_mask")
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    make = functools.partial(_prepared_mask, batch, config._attn_implementation, model.dtype)
-    if "sliding_attention" in kinds:
-        return {"full_attention": make(None), "sliding_attention": make(window)}
-    return make(None if kinds else window)  # Mistral has a window and no layer types
-
-
-def _prepared_mask(batch: dict[str, Tensor], implementation: str, dtype: torch.dtype, window: int | None) -> Any:
-    """A mask in the form of the attention kernel; transformers takes a prepared 4D mask as it is."""
-    if implementation == "flex_attention":
-        return flex_mask(batch, window)
-    mask = allowed(batch, window)[:, None]
-    if implementation == "sdpa":
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-
-
-def flex_mask(batch: dict[str, Tensor], window: int | None) -> Any:
-    """The same rule as `allowed` as a BlockMask, which never exists as L x L (GPU)."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
-
-    def rule(r, _head, i, j):
-        visible = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
-        mask = (j <= i) & (document[r, i] == document[r, j]) & visible
-        return mask if window is None else mask & (position[r, i] - position[r, j] < window)
-
-    rows, length = document.shape
-    return create_block_mask(rule, rows, None, length, length, device=str(document.device))
-
-
-def choose_layout(model: nn.Module, layout: str) -> str:
-    """The layout to use: an explicit one that the model can take, or for `auto` the cheapest, with the reason logged.
-
-    Raises InputError where the model cannot take the explicit layout.
-    """
-    inner = causal_lm(model)
-    implementation = inner.config.get_text_config()._attn_implementation or "eager"
-    able, reason = _able(inner, implementation)
-    if layout == "auto":
-        choice = able[0]
-        logger.info("layout: %s (%s)", choice, reason)
-        return choice
-    if layout not in able:
-        raise InputError(f"layout={layout!r} does not work with {type(inner).__name__} on {implementation}: {reason}; "
-                         f"use layout={able[0]!r} or auto")
-    return layout
-
-
-def _able(model: PreTrainedModel, implementation: str) -> tuple[list[str], str]:
-    """Layouts that work, the cheapest first, and why."""
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"}:
-        return ["padded"], f"it has layers that take no custom mask: {', '.join(sorted(kinds))}"
-    if not getattr(model, "_supports_sdpa", False) and not getattr(model, "_supports_flex_attn", False):
-        return ["padded"], "the architecture declares no attention that takes a custom mask"
-    if "flash" in implementation:
-        return ["packed", "padded"], "FlashAttention keeps packed documents apart and takes no custom mask"
-    if implementation in ("sdpa", "eager", "flex_attention"):
-        return ["shared", "packed", "padded"], f"{implementation} takes a custom mask, so a prompt is computed once"
-    return ["padded"], f"attention implementation {implementation!r} is not known to take a custom mask"
+    device = next(model.parameters()).device
+    prompt, answers = [5, 9, 6, 7], [[8, 5, 7, 9, 6], [6, 8, 5]]
+    example = Example(prompt, [Branch(ids) for ids in answers])
+    batch = {
+        name: tensor.to(device) for name, tensor in collate([example, Example([7], [Branch([5, 6])])], layout).items()
+    }
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        values = score(model, batch, LogProb(targets(batch)))["value"]
+        worst = 0.0
+        for k, ids in enumerate(answers):
+            logits = model(input_ids=torch.tensor([prompt + ids], device=device), use_cache=False).logits
+            expected = torch.log_softmax(logits[0].float(), dim=-1)[len(prompt) - 1 : -1].gather(
+                -1, torch.tensor(ids, device=device)[:, None]
+            )
+            worst = max(worst, (values[batch["owner"] == k] - expected[:, 0]).abs().max().item())
+    model.train(was_training)
+    return worst

@@ -8,7 +8,7 @@ ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 ==
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from . import data, policy, reference, scoring
+from . import data, policy, reference, rollout, scoring
+from .attention import choose_layout
 from .batch import IGNORE
 from .config import PostTrainConfig
 from .errors import InputError
 from .head import TileFunction
-from .metrics import Meter
+from .metrics import ExactMatch, Meter
 
 logger = logging.getLogger(__name__)
 Rows = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
@@ -73,12 +74,14 @@ class PostTrainer(Trainer):
     ):
         args = _checked(args or self.config_class(output_dir="outputs"), self.config_class, kwargs)
         model, self.tokenizer = policy.resolve(model, processing_class, peft_config)
+        self.terminal_ids = policy.terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         self.generation_config = policy.align(model, self.tokenizer, args.chat_template_kwargs)
         model = policy.for_training(model, peft_config, args)
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
-        self.meters, self.start_checked = {"train": Meter(), "eval": Meter()}, False
+        self.meters, self.start_checked, self.scoring_checked = {"train": Meter(), "eval": Meter()}, False, False
         self.router_coef = _router_coef(scoring.causal_lm(model).config, args)
-        collator = partial(self.collate_rows, layout=scoring.choose_layout(model, args.layout), config=args)
+        self.scored = [scoring.causal_lm(model)]
+        collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
         train = self.prepare(train_dataset, args, "train")
         evaluation = self.prepare(eval_dataset, args, "eval")
         super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
@@ -113,6 +116,43 @@ class PostTrainer(Trainer):
         if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
             rows = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
         return data.prepare(rows, self.method, self.tokenizer, args, name)
+
+    # ---- scoring
+
+    def score_beside(self, model: nn.Module) -> None:
+        """A second model scores the same batches: their layout must suit it too."""
+        self.scored.append(scoring.causal_lm(model))
+        self.data_collator.keywords["layout"] = choose_layout(self.scored, self.args.layout)
+
+    def check_scoring(self, model: nn.Module) -> None:
+        """Once, before the first batch: does each model score as its own forward says? Otherwise fall back and say so."""
+        if self.scoring_checked:
+            return
+        self.scoring_checked = True
+        for scored in [model, *self.scored[1:]]:
+            inner, tolerance = (
+                scoring.causal_lm(scored),
+                1e-3 if scored.dtype == torch.float32 and not self.args.bf16 else 0.3,
+            )
+            layout = self.data_collator.keywords["layout"]
+            if not scoring.check(scored, layout) <= tolerance and layout != "padded":
+                self._fall_back(inner, layout)
+            if not scoring.check(scored, self.data_collator.keywords["layout"]) <= tolerance:
+                setattr(inner, scoring.OWN_LOGITS, True)
+                logger.warning("the head of %s does more than scale, softcap and bias: its own forward is used, with all "
+                               "logits in memory", type(inner).__name__)  # fmt: skip
+
+    def _fall_back(self, inner: nn.Module, layout: str) -> None:
+        name = type(inner).__name__
+        if self.args.layout == layout and scoring.check(inner, "padded") < scoring.check(inner, layout) / 10:
+            raise InputError(f"layout={layout!r} gives {name} other numbers than its own forward: use layout=padded")
+        logger.warning("%s scores wrongly in layout %s: using padded", name, layout)
+        self.data_collator.keywords["layout"] = "padded"
+
+    def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
+        model, dataloader = super()._prepare_for_training(*args)
+        self.check_scoring(model)
+        return model, dataloader
 
     # ---- training
 
@@ -200,13 +240,33 @@ class PostTrainer(Trainer):
         """What `compute_metrics` is given: (predictions, label_ids)."""
         return losses.predictions, losses.labels
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """HF's loop, with means over the whole set instead of means of batch means."""
+        self.check_scoring(self.model_wrapped)
         self.meters["eval"] = Meter()
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
         metrics = self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))
+        if self.args.eval_exact_match:
+            metrics["exact_match"] = self.exact_match(dataloader.dataset)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
+
+    def exact_match(self, rows: datasets.Dataset) -> float:
+        """Answer each prompt greedily; the share of final answers equal to the data's (chosen or desirable) answer."""
+        rows = [row for row in rows if row.get("label", True)]
+        gold = [row["chosen_ids"] if "chosen_ids" in row else row["completion_ids"] for row in rows]
+        if not rows or not all(gold) or all(len(row["prompt_ids"]) < 2 for row in rows):
+            raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
+        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
+        answers = rollout.generate(
+            self.model_wrapped, [row["prompt_ids"] for row in rows[mine]], self.args.eval_max_completion_length,
+            self.terminal_ids, self.tokenizer.pad_token_id, batch_size=self.args.eval_batch_size,
+        )  # fmt: skip
+        decode = partial(self.tokenizer.batch_decode, skip_special_tokens=True)
+        score = ExactMatch().compute(predictions=decode(answers), references=decode(gold[mine]))["exact_match"]
+        hits = torch.tensor([score * len(answers), len(answers)], device=self.accelerator.device)
+        hits, count = self.accelerator.reduce(hits, "sum").tolist()
+        return hits / count
 
     # ---- saving
 
@@ -223,7 +283,9 @@ def _checked(args: PostTrainConfig, config_class: type, kwargs: dict) -> PostTra
     if not isinstance(args, config_class):
         raise InputError(f"args must be a {config_class.__name__}, not a {type(args).__name__}")
     if kwargs.get("data_collator") is not None or kwargs.get("compute_loss_func") is not None:
-        raise InputError("data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own")
+        raise InputError(
+            "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
+        )
     return args
 
 

@@ -69,7 +69,9 @@ def test_gradcheck_divergence(small_tiles, name):
     teacher = H.Head(teacher_weight.detach().roll(3, 0), None)
 
     def function(logits, rows):
-        return DIVERGENCES[name](logits.log_softmax(-1), teacher.logits(teacher_hidden.detach()[rows]).log_softmax(-1)), {}
+        return DIVERGENCES[name](
+            logits.log_softmax(-1), teacher.logits(teacher_hidden.detach()[rows]).log_softmax(-1)
+        ), {}
 
     def loss(hidden, weight, bias):
         return H.score_tokens(H.Head(weight, bias), hidden, H.Differentiated(function), torch.ones(N))[0].sum()
@@ -101,7 +103,8 @@ def test_module_path_equals_plain_head(small_tiles):
     torch.testing.assert_close(values, expected)
     assert set(stats) == {"entropy", "correct"}
     torch.testing.assert_close(
-        torch.autograd.grad(values.sum(), (hidden, module.weight)), torch.autograd.grad(expected.sum(), (hidden, weight))
+        torch.autograd.grad(values.sum(), (hidden, module.weight)),
+        torch.autograd.grad(expected.sum(), (hidden, weight)),
     )
 
 

@@ -8,6 +8,15 @@ from .divergence import DIVERGENCES, discounted, policy_gradient, top_k_buckets,
 from .preference import LABEL_SMOOTHED, PAIRED, REFERENCE_FREE, UNPAIRED, PairedOptions, Pairs
 
 __all__ = [
-    "DIVERGENCES", "LABEL_SMOOTHED", "PAIRED", "REFERENCE_FREE", "UNPAIRED", "PairedOptions", "Pairs", "discounted",
-    "policy_gradient", "top_k_buckets", "with_tail",
+    "DIVERGENCES",
+    "LABEL_SMOOTHED",
+    "PAIRED",
+    "REFERENCE_FREE",
+    "UNPAIRED",
+    "PairedOptions",
+    "Pairs",
+    "discounted",
+    "policy_gradient",
+    "top_k_buckets",
+    "with_tail",
 ]

@@ -1,0 +1,104 @@
+"""Who may look at whom: the masks of the layouts of `batch.py`, and which layout a model's attention can take.
+
+Legend: R rows, L row length.
+"""
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .errors import InputError
+
+logger = logging.getLogger(__name__)
+
+
+def allowed(batch: dict[str, Tensor], window: int | None = None) -> Tensor:
+    """[R, L, L] bool, may query i see key j: j <= i, same document, and j in the prompt or in i's own branch.
+
+    window: how many positions back a sliding layer sees, itself included. Every query sees at least itself.
+    """
+    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
+    length = document.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
+    same_document = document[:, :, None] == document[:, None, :]
+    visible_branch = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+    mask = causal & same_document & visible_branch
+    return mask if window is None else mask & (position[:, :, None] - position[:, None, :] < window)
+
+
+def attention_mask(model: PreTrainedModel, batch: dict[str, Tensor]) -> Any:
+    """What to pass as `attention_mask`: None, the padding mask [R, L], or prepared masks, one for each kind of layer."""
+    if "document" not in batch:
+        return batch.get("attention_mask")
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    make = partial(_prepared_mask, batch, config._attn_implementation, model.dtype)
+    if "sliding_attention" in kinds:
+        return {"full_attention": make(None), "sliding_attention": make(window)}
+    return make(None if kinds else window)  # Mistral has a window and no layer types
+
+
+def _prepared_mask(batch: dict[str, Tensor], implementation: str, dtype: torch.dtype, window: int | None) -> Any:
+    """A mask in the form of the attention kernel; transformers takes a prepared 4D mask as it is."""
+    if implementation == "flex_attention":
+        return flex_mask(batch, window)
+    mask = allowed(batch, window)[:, None]
+    if implementation == "sdpa":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def flex_mask(batch: dict[str, Tensor], window: int | None) -> Any:
+    """The same rule as `allowed` as a BlockMask, which never exists as L x L (GPU)."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
+
+    def rule(r, _head, i, j):
+        visible = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
+        mask = (j <= i) & (document[r, i] == document[r, j]) & visible
+        return mask if window is None else mask & (position[r, i] - position[r, j] < window)
+
+    rows, length = document.shape
+    return create_block_mask(rule, rows, None, length, length, device=str(document.device))
+
+
+def choose_layout(models: Sequence[PreTrainedModel], layout: str) -> str:
+    """The layout to use for all of `models`: an explicit one that they can take, or for `auto` the cheapest, logged.
+
+    Raises InputError where a model cannot take the explicit layout.
+    """
+    able = ["shared", "packed", "padded"]
+    reasons = []
+    for model in models:
+        theirs, reason = _able(model)
+        able = [name for name in able if name in theirs]
+        reasons.append(f"{type(model).__name__}: {reason}")
+    if layout == "auto":
+        logger.info("layout: %s (%s)", able[0], "; ".join(reasons))
+        return able[0]
+    if layout not in able:
+        raise InputError(f"layout={layout!r} does not work here ({'; '.join(reasons)}): use layout={able[0]!r} or auto")
+    return layout
+
+
+def _able(model: PreTrainedModel) -> tuple[list[str], str]:
+    """Layouts that work, and why."""
+    config = model.config.get_text_config()
+    implementation = config._attn_implementation or "eager"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return ["padded"], f"it has layers that take no custom mask: {', '.join(sorted(kinds))}"
+    if not getattr(model, "_supports_sdpa", False) and not getattr(model, "_supports_flex_attn", False):
+        return ["padded"], "the architecture declares no attention that takes a custom mask"
+    if "flash" in implementation:
+        return ["packed", "padded"], "FlashAttention keeps packed documents apart and takes no custom mask"
+    if implementation in ("sdpa", "eager", "flex_attention"):
+        return ["shared", "packed", "padded"], f"{implementation} takes a custom mask, so a prompt is computed once"
+    return ["padded"], f"attention implementation {implementation!r} is not known to take a custom mask"
