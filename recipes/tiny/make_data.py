@@ -1,0 +1,129 @@
+"""Writes everything in this folder that is not a recipe: problems, a tokenizer, two model shapes. Seeded, no network.
+
+    python recipes/tiny/make_data.py [FOLDER]
+
+The task is the sum of two three-digit numbers, worked from the ones up, each column with its carry:
+
+    {"prompt": "347+589=", "completion": "16 13 9 #### 936"}        7+9=16, 4+8+1=13, 3+5+1=9
+
+    train.jsonl      problems and solutions for the teacher     heldout.jsonl    for evaluation alone
+    few.jsonl        the first of them, for the student         check.jsonl      a few of heldout.jsonl
+    prompts.jsonl    problems without solution, for OPD         dpo.jsonl, kto.jsonl   right and wrong answers
+    teacher/, student/    config.json and the tokenizer that both share
+
+No problem of heldout.jsonl, nor its mirror image (b+a), is in another file.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+SIZES = {"train": 16384, "few": 512, "prompts": 8192, "heldout": 512, "check": 64, "pairs": 512}
+DIGITS, SEED = 3, 0
+VOCABULARY = ["<pad>", "<eos>", *"0123456789", "+", "=", " ", " #### "]
+
+
+def columns(a: int, b: int) -> list[int]:
+    """The sums of the columns of a + b from the ones up, carries included: 347, 589 -> [16, 13, 9]."""
+    sums, carry = [], 0
+    while a or b:
+        sums.append(a % 10 + b % 10 + carry)
+        a, b, carry = a // 10, b // 10, sums[-1] // 10
+    return sums
+
+
+def solution(a: int, b: int) -> dict[str, str]:
+    """A problem and its worked solution."""
+    working = " ".join(map(str, columns(a, b)))
+    return {"prompt": f"{a}+{b}=", "completion": f"{working} #### {a + b}"}
+
+
+def slip(a: int, b: int, random_: random.Random) -> str:
+    """A wrong solution: in one column the carry is forgotten or added where there is none, the rest follows from it."""
+    place = random_.randrange(DIGITS)
+    sums, carry = [], 0
+    for n in range(DIGITS):
+        sums.append(a // 10**n % 10 + b // 10**n % 10 + ((1 - carry) if n == place else carry))
+        carry = sums[-1] // 10
+    total = sum(value % 10 * 10**n for n, value in enumerate(sums)) + carry * 10**DIGITS
+    return f"{' '.join(map(str, sums))} #### {total}"
+
+
+def problems(random_: random.Random, count: int, taken: set[frozenset[int]]) -> list[tuple[int, int]]:
+    """`count` new pairs of three-digit numbers; no pair, either way round, is in `taken`, and all are added to it."""
+    found: list[tuple[int, int]] = []
+    while len(found) < count:
+        a, b = (random_.randrange(10 ** (DIGITS - 1), 10**DIGITS) for _ in range(2))
+        if frozenset((a, b)) not in taken:
+            taken.add(frozenset((a, b)))
+            found.append((a, b))
+    return found
+
+
+def make_rows() -> dict[str, list[dict[str, Any]]]:
+    """The rows of each file."""
+    random_, taken = random.Random(SEED), set[frozenset[int]]()
+    heldout = problems(random_, SIZES["heldout"], taken)
+    train = problems(random_, SIZES["train"], taken)
+    prompts = problems(random_, SIZES["prompts"], taken)
+    pairs = problems(random_, SIZES["pairs"], taken)
+    right = [solution(a, b) for a, b in pairs]
+    wrong = [slip(a, b, random_) for a, b in pairs]
+    rows: dict[str, list[dict[str, Any]]] = {
+        "heldout": [solution(a, b) for a, b in heldout],
+        "train": [solution(a, b) for a, b in train],
+        "prompts": [{"prompt": f"{a}+{b}="} for a, b in prompts],
+        "dpo": [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": w} for r, w in zip(right, wrong, strict=True)],
+        "kto": [{**r, "label": True} if n % 2 else {**r, "completion": w, "label": False}
+                for n, (r, w) in enumerate(zip(right, wrong, strict=True))],
+    }  # fmt: skip
+    rows["few"], rows["check"] = rows["train"][: SIZES["few"]], rows["heldout"][: SIZES["check"]]
+    return rows
+
+
+def tokenizer_files() -> dict[str, dict[str, Any]]:
+    """A tokenizer of single characters, and ` #### ` as one token."""
+    special = [{"id": n, "content": VOCABULARY[n], "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": True} for n in (0, 1)]  # fmt: skip
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": " #### |."}, "behavior": "Isolated", "invert": False},
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {"type": "WordLevel", "vocab": {token: n for n, token in enumerate(VOCABULARY)}, "unk_token": "<pad>"},
+    }  # fmt: skip
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>",
+              "clean_up_tokenization_spaces": False, "model_max_length": 64}  # fmt: skip
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+def model_config(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    """A small Qwen3."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": len(VOCABULARY),
+        "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads,
+        "max_position_embeddings": 64, "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
+        "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.05,
+    }  # fmt: skip
+
+
+def write(folder: Path) -> None:
+    """Every file, below `folder`."""
+    for name, rows in make_rows().items():
+        _write_lines(folder / f"{name}.jsonl", rows)
+    for name, shape in {"teacher": (128, 4, 4), "student": (64, 2, 4)}.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for file, content in {"config.json": model_config(*shape), **tokenizer_files()}.items():
+            (folder / name / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent)

@@ -1,0 +1,70 @@
+"""The plain slow versions: each answer alone through the model's own forward, full logits, textbook formulas."""
+
+import torch
+from torch.nn.functional import logsigmoid
+
+
+def token_logps(model, prompt, answer):
+    """log p(. | before) at each token of the answer, [answer, V]."""
+    logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0].float()
+    return torch.log_softmax(logits, -1)[len(prompt) - 1 : len(prompt) + len(answer) - 1]
+
+
+def logp(model, prompt, answer):
+    """Summed log-probability of the answer."""
+    return token_logps(model, prompt, answer)[torch.arange(len(answer)), answer].sum()
+
+
+def sft(model, rows, **_):
+    total, count = 0.0, 0
+    for row in rows:
+        table = token_logps(model, row["prompt_ids"], row["completion_ids"])
+        for t, (token, trained) in enumerate(zip(row["completion_ids"], row["completion_mask"], strict=True)):
+            total, count = total - trained * table[t, token], count + trained
+    return total / count
+
+
+def dpo(model, rows, reference, beta=0.1, **_):
+    losses = []
+    for row in rows:
+        a, c = (
+            logp(model, row["prompt_ids"], row[k]) - logp(reference, row["prompt_ids"], row[k]).detach()
+            for k in ("chosen_ids", "rejected_ids")
+        )
+        losses.append(-logsigmoid(beta * (a - c)))
+    return sum(losses) / len(losses)
+
+
+def kto(model, rows, reference, partner, beta=0.1, **_):
+    ratio = lambda prompt, answer: logp(model, prompt, answer) - logp(reference, prompt, answer).detach()  # noqa: E731
+    with torch.no_grad():
+        pairs = [(row["prompt_ids"], rows[int(partner[i])]["completion_ids"]) for i, row in enumerate(rows)]
+        kl = (sum(ratio(*pair) for pair in pairs) / len(pairs)).clamp(min=0)
+    losses = []
+    for row in rows:
+        r = ratio(row["prompt_ids"], row["completion_ids"])
+        losses.append(1 - torch.sigmoid(beta * (r - kl) if row["label"] else beta * (kl - r)))
+    return sum(losses) / len(losses)
+
+
+def kd(model, rows, teacher, kd_coef=0.4, **_):
+    total, count = 0.0, 0
+    for row in rows:
+        q = token_logps(model, row["prompt_ids"], row["completion_ids"])
+        p = token_logps(teacher, row["prompt_ids"], row["completion_ids"]).detach()
+        for t, (token, trained) in enumerate(zip(row["completion_ids"], row["completion_mask"], strict=True)):
+            kl = (p[t].exp() * (p[t] - q[t])).sum()
+            total, count = total + trained * (-(1 - kd_coef) * q[t, token] + kd_coef * kl), count + trained
+    return total / count
+
+
+def opd(model, rows, teacher, rollouts, **_):
+    total, count = 0.0, 0
+    for row, answer in zip(rows, rollouts, strict=True):
+        q = token_logps(model, row["prompt_ids"], answer)
+        p = token_logps(teacher, row["prompt_ids"], answer).detach()
+        total, count = total + (q.exp() * (q - p)).sum(), count + len(answer)
+    return total / count
+
+
+PLAIN = {"sft": sft, "dpo": dpo, "kto": kto, "kd": kd, "opd": opd}

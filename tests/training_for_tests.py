@@ -1,0 +1,100 @@
+"""One optimizer step of any method through its real trainer: the loss, and the gradient of every trained tensor."""
+
+import copy
+import random
+
+import datasets
+import torch
+from tokenizers_for_tests import byte_tokenizer
+from transformers import TrainerCallback
+
+import hf_posttrain
+from hf_posttrain import rollout
+
+METHODS = ("sft", "dpo", "kto", "kd", "opd")
+COLUMNS = {
+    "sft": ("prompt_ids", "completion_ids", "completion_mask"),
+    "kd": ("prompt_ids", "completion_ids", "completion_mask"),
+    "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
+    "kto": ("prompt_ids", "completion_ids", "label"),
+    "opd": ("prompt_ids", "completion_ids"),
+}
+
+
+def token_rows(method, count=8, seed=0):
+    """Already tokenised rows of unequal lengths; some completions have a hole in their mask."""
+    draw = random.Random(seed)
+    ids = lambda low, high: [draw.randrange(250) for _ in range(draw.randint(low, high))]  # noqa: E731
+    rows = []
+    for n in range(count):
+        row = {"prompt_ids": ids(1, 9), "completion_ids": ids(2, 8), "chosen_ids": ids(1, 8), "rejected_ids": ids(1, 8)}
+        mask = [1] * len(row["completion_ids"])
+        if n % 3 == 0:
+            mask[len(mask) // 2] = 0
+        row |= {"completion_mask": mask, "label": n % 3 != 1}
+        rows.append({name: row[name] for name in COLUMNS[method]})
+    return datasets.Dataset.from_list(rows)
+
+
+def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, callbacks=None, **config):
+    """The method's trainer on CPU with a constant learning rate; nothing is clipped, saved or reported.
+
+    second: the teacher of KD and OPD, the explicit reference of DPO and KTO.
+    """
+    name = method.upper()
+    peft_config = config.pop("peft_config", None)
+    config = {
+        "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0,
+        "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True, "activation_checkpointing": False, "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+    } | ({"max_completion_length": 6} if method == "opd" else {}) | config  # fmt: skip
+    kwargs = {} if second is None else {"teacher_model" if method in ("kd", "opd") else "ref_model": second}
+    return getattr(hf_posttrain, f"{name}Trainer")(
+        model, getattr(hf_posttrain, f"{name}Config")(**config), rows, eval_rows, byte_tokenizer(),
+        peft_config=peft_config, callbacks=callbacks, **kwargs,
+    )  # fmt: skip
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of every optimizer step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def one_step(method, model, rows, tmp_path, **config):
+    """(loss, {name: gradient}) of the first step on a copy of the model."""
+    keep = Gradients()
+    trainer = trainer_for(method, copy.deepcopy(model), rows, tmp_path, callbacks=[keep], **config)
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], keep.steps[0]
+
+
+def assert_same_step(found, expected, relative=1e-5):
+    """Equal losses, and ||dg|| / ||g|| of each tensor within `relative` (tiny tensors: within 1e-6 of the whole)."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    whole = torch.sqrt(sum((g.double() ** 2).sum() for g in expected[1].values()))
+    assert whole > 0
+    for name, g in expected[1].items():
+        error, size = (found[1][name] - g).double().norm(), g.double().norm()
+        assert error <= max(relative * size, 1e-6 * whole), f"{name}: {error / size:.2e} of its norm"
+
+
+def fake_generate(model, prompts, max_new_tokens, terminal_ids, *args, **kwargs):
+    """Rollouts that depend on the prompt and on how often it was asked for alone, in place of sampling."""
+    seen, rollouts = {}, []
+    for prompt in map(tuple, prompts):
+        seen[prompt] = seen.get(prompt, 0) + 1
+        draw = random.Random(sum(prompt) + 1000 * seen[prompt])
+        rollouts.append([draw.randrange(250) for _ in range(draw.randint(1, max_new_tokens - 1))] + [terminal_ids[0]])
+    return rollouts
+
+
+def fix_rollouts(monkeypatch):
+    """Replace sampling by `fake_generate`."""
+    monkeypatch.setattr(rollout, "generate", fake_generate)
