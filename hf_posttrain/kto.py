@@ -210,8 +210,7 @@ def partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarr
     Rows of one prompt stand together in a shuffled order that is then shifted by the largest group: no row meets its
     own prompt as long as no prompt holds over half the rows. Raises InputError if there is a single distinct prompt.
     """
-    keys = [hash(tuple(ids)) for ids in rows["prompt_ids"]]
-    _, group, sizes = np.unique(keys, return_inverse=True, return_counts=True)
+    _, group, sizes = np.unique(rows["prompt_key"][:], return_inverse=True, return_counts=True)
     if len(sizes) == 1:
         raise InputError(f"{name}: all {len(rows)} rows have the same prompt; KTO's KL estimate needs another one")
     random = np.random.default_rng(seed)

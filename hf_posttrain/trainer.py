@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import datasets
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from . import data, policy, reference, rollout, scoring
@@ -161,6 +161,11 @@ class PostTrainer(Trainer):
     ) -> dict[str, Any]:
         """`scoring.score`, with the router's logits where their loss is on."""
         return scoring.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's training, from the seed: its numbers do not hang on what was drawn since the trainer was built."""
+        set_seed(self.args.seed)
+        return super().train(*args, **kwargs)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
         if not batch_samples:

@@ -49,7 +49,7 @@ def texts(rows, method, tokenizer=None, **options) -> list[tuple]:
     tokenizer = tokenizer or tok.byte_tokenizer()
     out = []
     for row in prepare(rows, method, tokenizer, **options):
-        row.pop("index", None)
+        row.pop("index", None), row.pop("prompt_key", None)
         mask = row.pop("completion_mask", None)
         ones = [i for i, m in zip(row["completion_ids"], mask, strict=True) if m] if mask else None
         values = [tokenizer.decode(v) if isinstance(v, list) else v for v in row.values()]

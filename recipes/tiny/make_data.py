@@ -7,8 +7,8 @@ The task is the sum of two three-digit numbers, worked from the ones up, each co
     {"prompt": "347+589=", "completion": "16 13 9 #### 936"}        7+9=16, 4+8+1=13, 3+5+1=9
 
     train.jsonl      problems and solutions for the teacher     heldout.jsonl    for evaluation alone
-    few.jsonl        the first of them, for the student         check.jsonl      a few of heldout.jsonl
-    prompts.jsonl    problems without solution, for OPD         dpo.jsonl, kto.jsonl   right and wrong answers
+    few.jsonl        the first of them, for the student         dpo.jsonl, kto.jsonl   right and wrong answers
+    prompts.jsonl    problems without solution, for OPD
     teacher/, student/    config.json and the tokenizer that both share
 
 No problem of heldout.jsonl, nor its mirror image (b+a), is in another file.
@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SIZES = {"train": 16384, "few": 512, "prompts": 8192, "heldout": 512, "check": 64, "pairs": 512}
+SIZES = {"train": 8192, "few": 1024, "prompts": 4096, "heldout": 500, "pairs": 512}
 DIGITS, SEED = 3, 0
 VOCABULARY = ["<pad>", "<eos>", *"0123456789", "+", "=", " ", " #### "]
 
@@ -73,14 +73,14 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
     right = [solution(a, b) for a, b in pairs]
     wrong = [slip(a, b, random_) for a, b in pairs]
     rows: dict[str, list[dict[str, Any]]] = {
-        "heldout": [solution(a, b) for a, b in heldout],
+        "heldout": [{**solution(a, b), "rejected": slip(a, b, random_)} for a, b in heldout],
         "train": [solution(a, b) for a, b in train],
         "prompts": [{"prompt": f"{a}+{b}="} for a, b in prompts],
         "dpo": [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": w} for r, w in zip(right, wrong, strict=True)],
         "kto": [{**r, "label": True} if n % 2 else {**r, "completion": w, "label": False}
                 for n, (r, w) in enumerate(zip(right, wrong, strict=True))],
     }  # fmt: skip
-    rows["few"], rows["check"] = rows["train"][: SIZES["few"]], rows["heldout"][: SIZES["check"]]
+    rows["few"] = rows["train"][: SIZES["few"]]
     return rows
 
 
@@ -107,7 +107,7 @@ def model_config(hidden: int, layers: int, heads: int) -> dict[str, Any]:
         "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
         "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads,
         "max_position_embeddings": 64, "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-        "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.05,
+        "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02,
     }  # fmt: skip
 
 
@@ -115,10 +115,10 @@ def write(folder: Path) -> None:
     """Every file, below `folder`."""
     for name, rows in make_rows().items():
         _write_lines(folder / f"{name}.jsonl", rows)
-    for name, shape in {"teacher": (128, 4, 4), "student": (64, 2, 4)}.items():
+    for name, shape in {"teacher": (96, 3, 4), "student": (64, 2, 4)}.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for file, content in {"config.json": model_config(*shape), **tokenizer_files()}.items():
-            (folder / name / file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            (folder / name / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:

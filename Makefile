@@ -1,0 +1,71 @@
+# The project's commands. `make` lists them. Settings: PYTHON, VENV, FLOOR_TORCH, PYTEST (more arguments for pytest),
+# BENCH (arguments for the benchmark).
+
+PYTHON ?= python3
+VENV ?= .venv
+FLOOR_VENV ?= .venv-floor
+FLOOR_TORCH ?= 2.6.0
+PYTEST ?=
+BENCH ?= --method all --against trl
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
+SOURCES := hf_posttrain tests benchmarks recipes
+PIP := -m pip install -q --disable-pip-version-check
+
+export HF_HUB_OFFLINE := 1
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help venv quickstart test test-all test-floor lint types bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
+	  while IFS="$$(printf '\t')" read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+venv: $(STAMP) ## .venv with the tested versions; installed again only after setup.cfg or constraints.txt changed
+
+$(STAMP): setup.cfg constraints.txt
+	@$(call check_python)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,plot]'
+	@touch $@
+
+quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference
+	$(BIN)/python recipes/tiny/quickstart.py
+
+test: lint types ## lint, types and all tests but the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+
+test-all: lint types ## the same with the slow tests
+	$(BIN)/python -m pytest $(PYTEST)
+
+test-floor: $(FLOOR_STAMP) ## the tests with the oldest versions that setup.cfg allows (torch: FLOOR_TORCH)
+	$(FLOOR_VENV)/bin/python -m pytest -m "not slow" $(PYTEST)
+
+$(FLOOR_STAMP): setup.cfg constraints-floor.txt
+	@$(call check_python)
+	@test -x $(FLOOR_VENV)/bin/python || $(PYTHON) -m venv $(FLOOR_VENV)
+	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) -e '.[test,plot]'
+	@touch $@
+
+lint: $(STAMP) ## ruff
+	$(BIN)/ruff check $(SOURCES)
+
+types: $(STAMP) ## mypy
+	$(BIN)/mypy
+
+bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")
+	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/python $(PIP) -c constraints.txt -e '.[bench]'
+	$(BIN)/python -m benchmarks.run $(BENCH)
+
+clean: ## remove both environments, caches and build products
+	rm -rf $(VENV) $(FLOOR_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
+
+define check_python
+$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) else \
+  "error: hf_posttrain needs Python 3.11 or newer and $(PYTHON) is %d.%d: make PYTHON=python3.11" % v[:2])'
+endef

@@ -1,0 +1,19 @@
+"""Data: any source and any supported columns -> rows of token ids, one layout per method.
+
+    sources.py    files, folders and hub names -> raw rows (check_sources, load)
+    formats.py    which format the columns are (detect); one raw row -> a sample
+    encode.py     samples -> text -> ids, cut to size
+    prepare.py    all of it over a data set, counted and cached (prepare)
+    packing.py    short examples -> full rows (pack)
+
+`prompt_ids` is context, every token of a branch is predicted; SFT and KD say in `completion_mask` which of them are
+trained. A user's mistake raises `InputError` with the data set's name, row (counted from 0), column and what was
+expected.
+"""
+
+from .formats import ACCEPTS, FORMATS, detect
+from .packing import pack
+from .prepare import COLUMNS, prepare
+from .sources import check_sources, load
+
+__all__ = ["ACCEPTS", "COLUMNS", "FORMATS", "check_sources", "detect", "load", "pack", "prepare"]

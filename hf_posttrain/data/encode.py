@@ -1,0 +1,141 @@
+"""Samples -> ids: read a row as its method needs it, render, tokenise, cut to size.
+
+    Plan       what the rows of a data set become
+    read       a raw row -> its samples (KTO splits pairs, OPD conversations)
+    encode     samples of a batch -> samples of ids, tokenised together
+    context    a sample with at least one prompt token; for SFT and KD the mask of what is trained
+    fit        a sample cut to size, and whether it is KEPT, TRUNCATED or DROPPED
+"""
+
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from .. import chat
+from ..errors import InputError
+from .formats import FORMATS, Sample, located
+
+KEPT, TRUNCATED, DROPPED = 0, 1, 2
+_FILES = [Path(chat.__file__), *sorted(Path(__file__).parent.glob("*.py"))]  # all that shapes rows
+_CODE = sha256(b"".join(path.read_bytes() for path in _FILES)).hexdigest()
+
+
+class Plan(NamedTuple):
+    """What the rows become: plain values, so that `datasets` can fingerprint them."""
+
+    method: str
+    form: str
+    name: str
+    max_length: int | None
+    max_prompt: int | None
+    completion_only: bool | None
+    assistant_only: bool
+    template_kwargs: dict | None
+    code: str = _CODE  # ages the cache
+
+
+def read(row: dict, plan: Plan) -> list[Sample]:
+    """The samples of a row for this method: KTO splits pairs; OPD splits a conversation at its last turn."""
+    sample = FORMATS[plan.form](row)
+    parts = [part for part in (sample.prompt, *sample.branches) if part is not None]
+    if len({type(part) for part in parts}) > 1:
+        raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")
+    if plan.method == "kto" and len(sample.branches) == 2:
+        chosen, rejected = sample.branches
+        return [sample._replace(branches=[b], label=label) for b, label in ((chosen, True), (rejected, False))]
+    if plan.method == "opd" and sample.prompt is None:
+        turns = sample.branches[0]
+        answered = turns[-1]["role"] == "assistant" and len(turns) > 1
+        return [sample._replace(prompt=turns[:-1], branches=[turns[-1:]]) if answered else
+                sample._replace(prompt=turns, branches=[])]  # fmt: skip
+    return [sample]
+
+
+def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:
+    """Raw samples -> ids. All are plain text or all are messages; the whole batch is tokenised together."""
+    first = _first_part(samples[0])
+    with located(plan.name):
+        is_chat = isinstance(first, list)
+        end_id = chat.turn_end_id(tokenizer, plan.template_kwargs) if is_chat else chat.eos_id(tokenizer)
+    texts = []
+    for sample, row in zip(samples, rows, strict=True):
+        with located(f"{plan.name}, row {row}"):
+            if type(_first_part(sample)) is not type(first):
+                raise InputError(f"columns {plan.form}: some rows hold plain text and some hold messages")
+            texts.append(_assistant_ids(sample, tokenizer, plan) if plan.assistant_only else
+                         _text(sample, tokenizer, plan))  # fmt: skip
+    if plan.assistant_only:
+        return texts
+    prompts = [text.prompt for text in texts for _ in text.branches or [""]]
+    completions = [branch for text in texts for branch in text.branches or [""]]
+    pairs = iter(chat.encode_pairs(tokenizer, prompts, completions, end_id))
+    encoded = []
+    for text in texts:
+        mine = [next(pairs) for _ in text.branches or [""]]
+        encoded.append(text._replace(prompt=mine[0][0], branches=[ids for _, ids in mine][: len(text.branches)]))
+    return encoded
+
+
+def _first_part(sample: Sample) -> Any:
+    return sample.branches[0] if sample.prompt is None else sample.prompt
+
+
+def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
+    """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt."""
+    options = (sample.tools, plan.template_kwargs)
+    if isinstance(_first_part(sample), str):
+        return sample._replace(prompt=sample.prompt or "")
+    if sample.prompt is None:
+        return sample._replace(prompt="", branches=[chat.render(tokenizer, sample.branches[0], *options)])
+    if not sample.branches:
+        return sample._replace(prompt=chat.prompt_text(tokenizer, sample.prompt, *options))
+    pairs = [chat.split_chat(tokenizer, sample.prompt, branch, *options) for branch in sample.branches]
+    return sample._replace(prompt=pairs[0][0], branches=[text for _, text in pairs])
+
+
+def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
+    """Ids and mask of what assistants wrote: in the completion where there is one, otherwise everywhere."""
+    options = (sample.tools, plan.template_kwargs)
+    if isinstance(_first_part(sample), str):
+        raise InputError(f"assistant_only_loss needs messages, {plan.form} holds plain text")
+    if sample.prompt is None:
+        ids, mask = chat.assistant_mask(tokenizer, sample.branches[0], *options)
+        return Sample([], [ids], mask=mask)
+    ids, mask = chat.assistant_mask(tokenizer, chat.join_messages(sample.prompt, sample.branches[0]), *options)
+    if plan.completion_only is not False:
+        context = len(chat.encode(tokenizer, [chat.prompt_text(tokenizer, sample.prompt, *options)])[0])
+        mask = [0] * context + mask[context:]
+    return Sample([], [ids], mask=mask)
+
+
+def context(sample: Sample, plan: Plan) -> Sample:
+    """`sample` with at least one prompt token. SFT and KD without a prompt, or with every token trained, take what
+    stands before the first trained token, at least one; the other methods refuse an empty prompt."""
+    prompt, branches = sample.prompt, sample.branches
+    if plan.method != "opd" and not all(branches):
+        raise InputError("empty completion")
+    if plan.method not in ("sft", "kd"):
+        if not prompt:
+            raise InputError(f"column 'prompt': empty, {plan.method} needs a prompt of at least one token")
+        return sample
+    ids = prompt + branches[0]
+    mask = [int(plan.completion_only is False)] * len(prompt) + (sample.mask or [1] * len(branches[0]))
+    n = len(prompt) if prompt and plan.completion_only is not False else max(1, mask.index(1) if 1 in mask else 1)
+    return sample._replace(prompt=ids[:n], branches=[ids[n:]], mask=mask[n:])
+
+
+def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
+    """The sample cut to size, and whether that left it KEPT, TRUNCATED or DROPPED (no trained token)."""
+    prompt, branches, mask = sample.prompt, sample.branches, sample.mask
+    if plan.max_prompt is not None:
+        prompt = prompt[-plan.max_prompt :]
+    elif plan.max_length is not None and plan.method != "opd":
+        prompt = prompt[-max(1, plan.max_length - max(map(len, branches))) :]
+        branches = [branch[: plan.max_length - 1] for branch in branches]
+        mask = mask and mask[: plan.max_length - 1]
+    fitted = sample._replace(prompt=prompt, branches=branches, mask=mask)
+    if plan.method != "opd" and not (all(branches) and (mask is None or any(mask))):
+        return fitted, DROPPED
+    return fitted, KEPT if (prompt, branches) == (sample.prompt, sample.branches) else TRUNCATED

@@ -1,0 +1,186 @@
+"""One raw row -> a `Sample`: a small reader for each format.
+
+    Sample     a prompt and its branches, on their way from raw values to text to ids
+    FORMATS    columns -> reader;  ACCEPTS: which of them a method reads, in order of preference
+    detect     column names -> which of FORMATS this is
+    located    puts a place in front of an InputError's message
+
+A value that is not what its column must hold raises `InputError` with the column and what was expected.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import chat
+from ..errors import InputError
+from .sources import nearest
+
+
+class Sample(NamedTuple):
+    """An example: first raw, then text, then ids. `prompt` None: the one branch is a whole text or conversation."""
+
+    prompt: Any  # str | messages | list[int] | None
+    branches: list  # [] | [completion] | [chosen, rejected], each of the prompt's kind
+    label: bool | None = None
+    mask: list[int] | None = None  # of the one branch, once it is ids
+    tools: list | None = None
+
+
+@contextmanager
+def located(where: str) -> Iterator[None]:
+    """Puts `where` in front of an InputError's message."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
+def _value(row: dict, column: str) -> str | chat.Messages:
+    value = row.get(column)
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise InputError(f"column {column!r}: expected a string or a list of messages, found {value!r}")
+    with located(f"column {column!r}"):
+        return chat.clean_messages(value)
+
+
+def _completion(row: dict, column: str) -> str | chat.Messages:
+    value = _value(row, column)
+    if isinstance(value, list) and value[-1]["role"] != "assistant":
+        raise InputError(f"column {column!r}: the last turn is {value[-1]['role']!r}, expected 'assistant'")
+    if not (value if isinstance(value, str) else value[-1]["content"] or value[-1].get("tool_calls")):
+        raise InputError(f"column {column!r}: empty completion")
+    return value
+
+
+def _label(row: dict) -> bool:
+    if not isinstance(row["label"], bool | int | np.bool_) or row["label"] not in (0, 1):
+        raise InputError(f"column 'label': expected true or false (or 1, 0), found {row['label']!r}")
+    return bool(row["label"])
+
+
+def _tools(row: dict) -> list | None:
+    tools = row.get("tools")
+    try:
+        return chat.without_none(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
+    except json.JSONDecodeError as error:
+        raise InputError(f"column 'tools': not valid JSON ({error})") from None
+
+
+def _ids(row: dict, column: str) -> list[int]:
+    value = row.get(column)
+    if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
+        raise InputError(f"column {column!r}: expected a list of token ids, found {str(value)[:60]}")
+    return value
+
+
+def _read_text(row: dict) -> Sample:
+    if not isinstance(row["text"], str) or not row["text"]:
+        raise InputError(f"column 'text': expected a text that is not empty, found {row['text']!r}")
+    return Sample(None, [row["text"]])
+
+
+def _read_messages(row: dict) -> Sample:
+    column = "messages" if "messages" in row else "conversations"
+    with located(f"column {column!r}"):
+        return Sample(None, [chat.clean_messages(row[column])], tools=_tools(row))
+
+
+def _read_completion(row: dict) -> Sample:
+    return Sample(_value(row, "prompt"), [_completion(row, "completion")], tools=_tools(row))
+
+
+def _read_label(row: dict) -> Sample:
+    sample = _read_ids(row) if "prompt_ids" in row else _read_completion(row)
+    return sample._replace(label=_label(row))
+
+
+def _read_preference(row: dict) -> Sample:
+    chosen, rejected = _completion(row, "chosen"), _completion(row, "rejected")
+    if "prompt" not in row or (isinstance(row["prompt"], str) and isinstance(chosen, list)):
+        return _shared_prompt(chosen, rejected)._replace(tools=_tools(row))  # a string beside whole conversations
+    return Sample(_value(row, "prompt"), [chosen, rejected], tools=_tools(row))
+
+
+def _shared_prompt(chosen: str | chat.Messages, rejected: str | chat.Messages) -> Sample:
+    """The longest common beginning is the prompt: whole messages, or text up to a word or line boundary (a space
+    belongs to the completions, a line break to the prompt). No branch is left empty."""
+    n = min(chat.shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        while n and chosen[n - 1] != "\n" and (chosen[n], rejected[n]) != (" ", " "):
+            n -= 1
+    elif n == 0:
+        raise InputError("columns 'chosen' and 'rejected': the conversations share no first message to be the prompt")
+    return Sample(chosen[:n], [chosen[n:], rejected[n:]])
+
+
+def _read_prompt(row: dict) -> Sample:
+    return Sample(_value(row, "prompt"), [], tools=_tools(row))
+
+
+def _read_ids(row: dict) -> Sample:
+    if "input_ids" in row:
+        return _read_input_ids(row)
+    names = ("chosen_ids", "rejected_ids") if "chosen_ids" in row else ("completion_ids",)
+    branches = [_ids(row, name) for name in names if name in row]
+    mask = row.get("completion_mask")
+    return Sample(_ids(row, "prompt_ids"), branches, mask=_mask(mask, branches[0]) if mask and branches else None)
+
+
+def _read_input_ids(row: dict) -> Sample:
+    ids, labels, mask = _ids(row, "input_ids"), row.get("labels"), row.get("completion_mask")
+    if labels is not None:
+        if len(labels) != len(ids) or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
+            raise InputError("column 'labels': expected -100 or the token of 'input_ids' at the same position")
+        mask = [int(label != -100) for label in labels]
+    return Sample([], [ids], mask=_mask([1] * len(ids) if mask is None else mask, ids))
+
+
+def _mask(mask: list[int], ids: list[int]) -> list[int]:
+    if len(mask) != len(ids) or not set(mask) <= {0, 1}:
+        raise InputError(f"column 'completion_mask': expected {len(ids)} values 0 or 1, one for each token")
+    return [int(m) for m in mask]
+
+
+FORMATS: dict[str, Callable[[dict], Sample]] = {  # the name is the columns it needs
+    "prompt_ids + completion_ids + label": _read_label,
+    "prompt_ids + chosen_ids + rejected_ids": _read_ids,
+    "prompt_ids + completion_ids": _read_ids,
+    "prompt_ids": _read_ids,
+    "input_ids": _read_ids,
+    "prompt + completion + label": _read_label,
+    "prompt + chosen + rejected": _read_preference,
+    "chosen + rejected": _read_preference,
+    "prompt + completion": _read_completion,
+    "messages": _read_messages,
+    "conversations": _read_messages,
+    "text": _read_text,
+    "prompt": _read_prompt,
+}
+_SUPERVISED = ("prompt_ids + completion_ids", "input_ids", "prompt + completion", "messages", "conversations", "text")
+_PAIRS = ("prompt + chosen + rejected", "chosen + rejected")
+ACCEPTS = {  # in order of preference
+    "sft": _SUPERVISED,
+    "kd": _SUPERVISED,
+    "dpo": ("prompt_ids + chosen_ids + rejected_ids", *_PAIRS),
+    "kto": ("prompt_ids + completion_ids + label", "prompt + completion + label", *_PAIRS),
+    "opd": ("prompt_ids", "prompt + completion", "prompt", "messages", "conversations"),
+}
+
+
+def detect(columns: list[str], method: str) -> str:
+    """Which of FORMATS `method` reads from these columns. Raises InputError listing what it could read."""
+    for form in ACCEPTS[method]:
+        if {*form.split(" + ")} <= {*columns}:
+            return form
+    missing = {c for form in ACCEPTS[method] for c in form.split(" + ")} - {*columns}
+    near = next((hint for c in sorted(missing) if (hint := nearest(c, columns))), "")
+    raise InputError(
+        f"columns {', '.join(columns)} are none that {method} reads{near}: {' | '.join(ACCEPTS[method])}; "
+        "rename yours with data.train.columns, for instance {prompt: question}"
+    )

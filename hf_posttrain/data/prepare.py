@@ -1,0 +1,137 @@
+"""Raw rows -> rows of ids, one layout per method, mapped and cached by `datasets`.
+
+    COLUMNS    what each method's rows hold, beside `index` (row number)
+    prepare    a data set in any of FORMATS -> COLUMNS[method], truncated and counted; prepared rows pass through
+"""
+
+import logging
+from typing import Any
+
+import datasets
+import numpy as np
+import xxhash
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import InputError
+from .encode import DROPPED, TRUNCATED, Plan, context, encode, fit, read
+from .formats import detect, located
+
+logger = logging.getLogger(__package__)
+
+COLUMNS = {
+    "sft": ("prompt_ids", "completion_ids", "completion_mask"),
+    "kd": ("prompt_ids", "completion_ids", "completion_mask"),
+    "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
+    "kto": ("prompt_ids", "completion_ids", "label", "prompt_key"),
+    "opd": ("prompt_ids", "completion_ids"),
+}
+
+
+def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
+    """Token ids for `method`: exactly COLUMNS[method], and `index` (row number) unless the data set is a stream.
+
+    A data set that has exactly these columns was prepared before and is returned as it is.
+    Reads max_length, max_completion_length (OPD), completion_only_loss, assistant_only_loss, dataset_text_field,
+    dataset_num_proc and chat_template_kwargs from `config`. max_length (tokens) bounds prompt plus longest branch: the
+    prompt is cut first, from the left, then branches from the right. For OPD, max_length - max_completion_length
+    bounds the prompt and completions stay whole. Rows with no trained token left are dropped; counts are logged.
+    Raises InputError for the first bad row.
+    """
+    columns = dataset.column_names or list(next(iter(dataset), {}))
+    if isinstance(dataset, datasets.Dataset) and {*columns} == {*COLUMNS[method], "index"}:
+        return dataset
+    field = getattr(config, "dataset_text_field", "text")
+    if field != "text" and field in columns and "text" not in columns:
+        dataset = dataset.rename_column(field, "text")
+        columns = dataset.column_names or list(next(iter(dataset), {}))
+    with located(name):
+        if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
+            raise InputError("the data set has no rows")
+        plan = _plan(detect(columns, method), method, config, name)
+        if plan.assistant_only and not tokenizer.is_fast:
+            raise InputError(
+                f"assistant_only_loss needs a fast tokenizer: {type(tokenizer).__name__} does not say which characters "
+                "a token stands for"
+            )
+    kwargs = {"batched": True, "with_indices": True, "remove_columns": columns}
+    kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method)}
+    if not isinstance(dataset, datasets.Dataset):
+        mapped = dataset.map(_tokenise, **kwargs)
+        kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
+        return kept.select_columns(list(COLUMNS[method]))
+    workers = getattr(config, "dataset_num_proc", None)
+    mapped = dataset.map(_tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
+    return _count(mapped, len(dataset), plan)
+
+
+def _plan(form: str, method: str, config: Any, name: str) -> Plan:
+    def option(key: str) -> Any:
+        return getattr(config, key, None)
+
+    max_length, max_new = option("max_length"), option("max_completion_length") or 0
+    if method == "opd" and max_length is not None and max_length <= max_new:
+        raise InputError(f"max_length {max_length} leaves no prompt beside max_completion_length {max_new}")
+    whole = form in ("messages", "conversations", "text")
+    completion_only, assistant_only = option("completion_only_loss"), bool(option("assistant_only_loss"))
+    template_kwargs = option("chat_template_kwargs")
+    if method in ("sft", "kd") and whole and completion_only:
+        raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
+    if assistant_only and form == "text":
+        raise InputError("assistant_only_loss needs messages, the data has text")
+    max_prompt = max_length - max_new if method == "opd" and max_length else None
+    return Plan(method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs)
+
+
+def _features(method: str) -> datasets.Features:
+    single = {"label": "bool", "prompt_key": "int64", "row": "int64", "state": "int8"}
+    return datasets.Features({
+        column: datasets.Value(single[column]) if column in single else datasets.List(datasets.Value("int32"))
+        for column in (*COLUMNS[method], "row", "state")
+    })  # fmt: skip
+
+
+def _tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> dict:
+    """A batch of raw rows -> columns of ids, plus `row` (where it came from) and `state` (KEPT, TRUNCATED, DROPPED)."""
+    samples, origin = [], []
+    for n, row in enumerate(rows):
+        with located(f"{plan.name}, row {row}"):
+            found = read({column: values[n] for column, values in batch.items()}, plan)
+        samples += found
+        origin += [row] * len(found)
+    samples = samples if "_ids" in plan.form else encode(samples, origin, tokenizer, plan)
+    out: dict[str, list] = {column: [] for column in (*COLUMNS[plan.method], "row", "state")}
+    for row, sample in zip(origin, samples, strict=True):
+        with located(f"{plan.name}, row {row}"):
+            whole = context(sample, plan)
+            sample, state = fit(whole, plan)
+        extra = {"dpo": [], "opd": [], "kto": [sample.label, _key(whole.prompt)]}.get(plan.method, [sample.mask])
+        branches = sample.branches or [[]]
+        for column, value in zip(out, [sample.prompt, *branches, *extra, row, state], strict=True):
+            out[column].append(value)
+    return out
+
+
+def _key(ids: list[int]) -> int:
+    """Tells prompts apart, before truncation: a hash that is the same in every process, as a signed 64-bit number."""
+    return xxhash.xxh64_intdigest(np.array(ids, dtype="<i4").tobytes()) - 2**63
+
+
+def _count(mapped: datasets.Dataset, read: int, plan: Plan) -> datasets.Dataset:
+    """Drops what has to go, numbers the rest in `index`, and logs one line of counts."""
+    state, row = np.array(mapped["state"][:]), np.array(mapped["row"][:])
+    dropped, truncated = row[state == DROPPED], int((state == TRUNCATED).sum())
+    line = f"{plan.name}: {read} rows read" + (f" as {len(mapped)} examples" if len(mapped) != read else "")
+    line += f", {truncated} truncated (max_length {plan.max_length}), {len(dropped)} dropped"
+    if len(dropped):
+        line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
+    logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
+    if len(dropped) == len(mapped):
+        raise InputError(f"{line}: nothing to train on; raise max_length")
+    kept = mapped.select(np.flatnonzero(state != DROPPED)) if len(dropped) else mapped
+    return kept.select_columns(list(COLUMNS[plan.method])).add_column("index", list(range(len(kept))))
+
+
+def _keep_streamed(state: int, row: int, name: str) -> bool:
+    if state == DROPPED:
+        logger.warning("%s: row %d dropped (no trained token left)", name, row)
+    return state != DROPPED

@@ -1,0 +1,125 @@
+"""Sources -> raw rows: files, folders, saved and hub data sets, their columns renamed, mixed by weight.
+
+    check_sources    path, extension and emptiness of each source, before anything slow
+    load             sources -> one datasets.Dataset (or IterableDataset)
+    nearest          the hint in a message about an unknown name
+"""
+
+import difflib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from ..errors import InputError
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+def check_sources(sources: Any, what: str = "data") -> None:
+    """Existence, extension and emptiness of each local source, without reading it. Raises InputError."""
+    for source in _as_list(sources):
+        path = Path(source.path).expanduser()
+        if path.is_file():
+            if path.suffix not in BUILDERS:
+                raise InputError(f"{what}: {path} has an unknown extension; known are {', '.join(BUILDERS)}")
+            with path.open("rb") as file:
+                if not any(line.strip() for line in file):
+                    raise InputError(f"{what}: {path} is empty")
+        elif path.is_dir():
+            if not any(path.iterdir()):
+                raise InputError(f"{what}: the folder {path} is empty")
+        elif path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source.path):
+            near = nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [])
+            raise InputError(f"{what}: there is no file or folder {path}{near}")
+
+
+def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.IterableDataset:
+    """One data set from a source or a list of them: objects with path, name, split, columns, limit, weight, streaming.
+
+    A source of weight w counts w times (repeated, or a seeded sample of it); streams are interleaved by weight.
+    Raises InputError for what cannot be read, naming `what`, the path and, for malformed JSON, the line.
+    """
+    check_sources(sources, what)
+    sources = _as_list(sources)
+    parts = [_load_one(source, what) for source in sources]
+    shared = [c for c in parts[0].column_names if all(c in part.column_names for part in parts)]
+    if not shared:
+        raise InputError(f"{what}: the sources share no column; rename with `columns`")
+    parts = [part.select_columns(shared) for part in parts]
+    weights = [float(source.weight) for source in sources]
+    if isinstance(parts[0], datasets.IterableDataset):
+        if set(weights) == {1.0}:
+            return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+        odds = [w / sum(weights) for w in weights]
+        return datasets.interleave_datasets(parts, probabilities=odds, seed=0, stopping_strategy="all_exhausted")
+    parts = [_times(part, weight) for part, weight in zip(parts, weights, strict=True)]
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+
+
+def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDataset:
+    path, split = Path(source.path).expanduser(), source.split or "train"
+    options = {"split": split, "streaming": bool(source.streaming)}
+    try:
+        if path.is_file():
+            files = {split.partition("[")[0]: str(path)}
+            rows = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, **options)
+        elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            rows = datasets.load_from_disk(str(path))
+            rows = rows[split] if isinstance(rows, dict) else rows
+        else:
+            rows = datasets.load_dataset(str(path) if path.is_dir() else source.path, source.name, **options)
+        if rows.column_names is None:
+            rows = rows._resolve_features()
+    except Exception as error:
+        line = _malformed_line(path) if path.is_file() and BUILDERS[path.suffix] == "json" else None
+        local = "" if path.exists() else " (it is no file or folder here, so the hub was asked)"
+        raise InputError(f"{what}: cannot read {source.path}{local}: {line or error.__cause__ or error}") from error
+    if isinstance(rows, datasets.Dataset) and len(rows) == 0:
+        raise InputError(f"{what}: {source.path} has no rows")
+    rows = _rename(rows, source.columns or {}, f"{what}: {source.path}")
+    if source.limit is None:
+        return rows
+    return rows.take(source.limit) if options["streaming"] else rows.select(range(min(source.limit, len(rows))))
+
+
+def _malformed_line(path: Path) -> str | None:
+    text = path.read_text(errors="replace")
+    chunks = [(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), 1)
+    for first, chunk in chunks:
+        try:
+            json.loads(chunk or "0")
+        except json.JSONDecodeError as error:
+            return f"line {first + error.lineno - 1} is not valid JSON ({error.msg}, column {error.colno})"
+    return None
+
+
+def _rename(rows: Any, columns: dict[str, str], where: str) -> Any:
+    """`columns` is {our name: theirs}."""
+    for ours, theirs in columns.items():
+        if theirs not in rows.column_names:
+            near, names = nearest(theirs, rows.column_names), ", ".join(rows.column_names)
+            raise InputError(f"{where}: no column {theirs!r} for {ours!r}{near}; there are {names}")
+    taken = [ours for ours in columns if ours in rows.column_names and ours not in columns.values()]
+    return rows.remove_columns(taken).rename_columns({theirs: ours for ours, theirs in columns.items()})
+
+
+def _times(rows: datasets.Dataset, weight: float) -> datasets.Dataset:
+    if weight == 1:
+        return rows
+    n, size = len(rows), round(weight * len(rows))
+    order = np.concatenate([np.arange(n)] * (size // n) + [np.random.default_rng(0).permutation(n)[: size % n]])
+    return rows.select(order)
+
+
+def _as_list(sources: Any) -> list:
+    return list(sources) if isinstance(sources, list | tuple) else [sources]
+
+
+def nearest(name: str, names: list[str]) -> str:
+    """The end of a message about an unknown name: " (did you mean 'x'?)", or nothing."""
+    near = difflib.get_close_matches(name, names, 1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,0 +1,47 @@
+"""What every test starts from: offline, one thread, private caches.
+
+Environment variables are set here, before anything imports torch or datasets, and reach subprocesses of the tests too.
+
+    gsm8k     the folder with GSM8K's files beside the repository; its tests are skipped where it is not there
+    gpu       marker: skipped without CUDA
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+_CACHE = tempfile.TemporaryDirectory(prefix="hf_posttrain-tests-")  # a private one for each process of pytest-xdist
+os.environ |= {
+    "HF_HOME": _CACHE.name,
+    "HF_DATASETS_CACHE": f"{_CACHE.name}/datasets",
+    "HF_HUB_CACHE": f"{_CACHE.name}/hub",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "WANDB_MODE": "offline",
+}
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what is marked `gpu` where there is none; torch is imported only if something is."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
+@pytest.fixture(scope="session")
+def gsm8k():
+    """The folder with train.jsonl, test.jsonl, preference.jsonl and unpaired.jsonl."""
+    folder = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k"
+    if not folder.is_dir():
+        pytest.skip(f"no {folder}")
+    return folder

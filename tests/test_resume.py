@@ -1,0 +1,58 @@
+"""A run that is stopped in mid-epoch and resumed has the losses of the run that was not, step by step."""
+
+import shutil
+
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from training_for_tests import METHODS, token_rows, trainer_for
+
+VARIANTS = [(method, {}) for method in METHODS] + [
+    ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}), ("opd", {"loss_type": "policy_gradient"}),
+    ("opd", {"lmbda": 0.5, "num_generations": 2}), ("sft", {"neftune_noise_alpha": 5.0}),
+]  # fmt: skip
+
+
+def trainer(method, tmp_path, lora, config):
+    torch.manual_seed(3)
+    model = tiny_model(attention_dropout=0.1)
+    if lora:
+        config = config | {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)}
+    second = tiny_model(seed=9) if method in ("kd", "opd") else None
+    config = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 8, "learning_rate": 1e-3,
+        "save_strategy": "steps", "save_steps": 4, "train_sampling_strategy": "random", "disable_dropout": False,
+        "num_train_epochs": 3, "lr_scheduler_type": "linear", "max_grad_norm": 1.0,
+    } | config  # fmt: skip
+    return trainer_for(method, model, token_rows(method, 11), tmp_path, second=second, **config)
+
+
+def history(done):
+    return [{k: v for k, v in log.items() if k != "train_runtime"} for log in done.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(("method", "config"), VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else v)
+def test_resume_reproduces_the_uninterrupted_run(method, config, lora, tmp_path):
+    whole = trainer(method, tmp_path / "whole", lora, config)
+    whole.train()
+    shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "half" / "checkpoint-4")  # 11 rows: mid-epoch 2
+    torch.manual_seed(12345)  # nothing may hang on the state of the global generator
+    resumed = trainer(method, tmp_path / "half", lora, config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-4"))
+
+    assert [log["step"] for log in history(whole)] == list(range(1, 9))
+    assert history(resumed)[4:] == history(whole)[4:]  # bit for bit
+    for before, after in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pain_35_same_seed_same_run_and_another_seed_another(method, tmp_path):
+    seeds = (1, 1, 2)
+    runs = [trainer(method, tmp_path / str(n), False, {"max_steps": 3, "seed": s}) for n, s in enumerate(seeds)]
+    for run in runs:
+        run.train()
+    assert history(runs[0]) == history(runs[1])
+    assert history(runs[0])[1:] != history(runs[2])[1:]
