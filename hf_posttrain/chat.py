@@ -2,7 +2,7 @@
 
     clean_messages   what a data file holds -> messages for a template (ShareGPT's from/value as well)
     render           messages -> text
-    turn_end_id      the id that ends an assistant turn;  eos_id: the id that ends plain text
+    turn_end_id      the id that ends an assistant turn;  eos_id: the id that ends plain text;  special_ids
     prompt_text      prompt messages -> the text that generation would start from
     split_chat       prompt and completion messages -> (prompt text, completion text)
     encode           texts -> ids, with BOS exactly once
@@ -77,13 +77,10 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
            template_kwargs: dict | None = None, **options: Any) -> str:  # fmt: skip
     """`messages` as text; `options` are `add_generation_prompt` and `continue_final_message`.
 
-    Raises:
-        InputError: the tokenizer has no chat template, or the template refuses these messages.
+    Raises InputError if the tokenizer has no chat template or the template refuses these messages.
     """
     if not tokenizer.chat_template:
-        raise InputError(
-            "messages need a chat template and this tokenizer has none: set model.chat_template to a template file "
-            "or give plain strings")  # fmt: skip
+        raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
     options = {**(template_kwargs or {}), **options}
     try:
         return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
@@ -109,9 +106,13 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
         return eos_id(tokenizer)
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "sentinel7391"}]
     tail = render(tokenizer, probe, None, template_kwargs).rpartition("sentinel7391")[2]
-    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
-    ends = [i for i in _plain_ids(tokenizer, [tail])[0] if i in special]
+    ends = [i for i in _plain_ids(tokenizer, [tail])[0] if i in special_ids(tokenizer)]
     return ends[0] if ends else eos_id(tokenizer)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of special tokens, which plain text never becomes."""
+    return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: list | None = None,
@@ -134,8 +135,7 @@ def split_chat(tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion:
                template_kwargs: dict | None = None) -> tuple[str, str]:  # fmt: skip
     """(prompt text, completion text): their concatenation is the full render of both.
 
-    Raises:
-        InputError: the full render does not begin with the prompt's (a template that drops or moves thinking).
+    Raises InputError if the full render does not begin with the prompt's (a template that drops or moves thinking).
     """
     start = prompt_text(tokenizer, prompt, tools, template_kwargs)
     full = render(tokenizer, join_messages(prompt, completion), tools, template_kwargs)

@@ -259,8 +259,8 @@ def _promised_scale(grad: Tensor, weights: Tensor) -> Tensor:
     """The multiple s in grad = s * weights, checked without waiting for the device."""
     weights = weights.to(grad.dtype)
     scale = (grad * weights).sum() / (weights * weights).sum().clamp(min=1e-30)
-    kept = (grad - scale * weights).abs().max() <= 1e-3 * scale.abs() * weights.abs().max() + 1e-30
-    torch._assert_async(kept, "the loss is not a multiple of (weights * values).sum(), as score_tokens was promised")
+    broken = (grad - scale * weights).abs().max() > 1e-3 * scale.abs() * weights.abs().max() + 1e-30
+    torch._assert_async(~broken, "the loss is not a multiple of (weights * values).sum(), as score_tokens was promised")
     return scale
 
 

@@ -73,6 +73,7 @@ class KDTrainer(PostTrainer):
         self.add_callback(self.teacher)
         self.score_beside(self.teacher.model)
         if self.args.precompute_teacher_top_k is not None:
+            self.check_scoring(self.model)
             self.train_dataset = precompute_top_k(self, self.train_dataset, "train")
             self.eval_dataset = precompute_top_k(self, self.eval_dataset, "eval")
 

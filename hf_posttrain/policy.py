@@ -1,4 +1,4 @@
-"""The policy: from a loaded model to one that is ready to train, with the adapter and generation config it will keep."""
+"""The policy: from a loaded model to one that is ready to train, with the adapter and generation config it keeps."""
 
 import logging
 from typing import Any
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 def resolve(
     model: nn.Module | str, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any = None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """A model and its tokenizer, each loaded by name where it is missing. Raises InputError where it cannot be found."""
+    """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found."""
     if isinstance(model, str):
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
         return models.load_model(section), tokenizer or models.load_tokenizer(section)
@@ -31,14 +31,17 @@ def resolve(
 
 
 def terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
-    """The ids that end an answer: the chat template's turn end, the eos, and what the model's generation config names."""
+    """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config.
+
+    Of the latter only special tokens of this tokenizer: a config that belongs to another one names ordinary words.
+    """
     ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     if tokenizer.chat_template:
         ids.insert(0, chat.turn_end_id(tokenizer, template_kwargs))
     config = getattr(scoring.causal_lm(model), "generation_config", None)
     own = getattr(config, "eos_token_id", None)
-    size = len(tokenizer)
-    ids += [i for i in (own if isinstance(own, list) else [own]) if i is not None and i < size]
+    special = chat.special_ids(tokenizer)
+    ids += [i for i in (own if isinstance(own, list) else [own]) if i in special]
     return list(dict.fromkeys(ids))
 
 
@@ -58,9 +61,12 @@ def for_training(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> n
     """
     if peft_config is not None:
         if isinstance(model, peft.PeftModel):
-            raise InputError("the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it")
+            raise InputError(
+                "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
+            )
         if getattr(peft_config, "is_prompt_learning", False):
-            raise InputError(f"{type(peft_config).__name__}: only adapters inside the layers (LoRA and its kin) are supported")
+            kind = type(peft_config).__name__
+            raise InputError(f"{kind}: only adapters inside the layers (LoRA and its kin) are supported")
         if getattr(model, "is_quantized", False):
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model = peft.get_peft_model(model, peft_config)

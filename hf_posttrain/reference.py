@@ -31,8 +31,6 @@ class Reference:
     def __init__(self, trainer: Any, ref_model: nn.Module | None):
         self.trainer, self.policy = trainer, trainer.model
         self.model = None if ref_model is None else freeze(ref_model)
-        if ref_model is not None:
-            trainer.score_beside(ref_model)
         self.adapter: str | None = None
         self.starts_equal = ref_model is None
         adapted, precompute = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs
@@ -42,7 +40,10 @@ class Reference:
         if self.model is None and not adapted and not precompute:
             self.model = freeze(copy.deepcopy(self.policy))
         self.online = not precompute or adapted
+        if self.model is not None:
+            trainer.score_beside(self.model)
         if precompute:
+            trainer.check_scoring(self.policy)
             trainer.train_dataset = self.precompute(trainer.train_dataset, "train")
             trainer.eval_dataset = self.precompute(trainer.eval_dataset, "eval")
             self.model = None

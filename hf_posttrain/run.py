@@ -137,8 +137,14 @@ def prepare_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
     for name, sources in given.items():
         with _placed(recipe, f"data.{name}"), config.main_process_first(desc=f"tokenising {name}"):
             raw = data.load(sources, name)
-            rows[f"{name}_dataset"] = data.prepare(raw, recipe.method, tokenizer, config, name=name)
+            rows[f"{name}_dataset"] = data.prepare(raw, recipe.method, tokenizer, config, _with_file(name, sources))
     return rows
+
+
+def _with_file(name: str, sources: Any) -> str:
+    """ "train (FILE.jsonl)": what messages about rows call a data set that has one source."""
+    sources = sources if isinstance(sources, list) else [sources]
+    return f"{name} ({Path(sources[0].path).name})" if len(sources) == 1 else name
 
 
 def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:

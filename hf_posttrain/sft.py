@@ -9,10 +9,12 @@ assistants' turns of `messages` with assistant_only_loss.
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import torch
 from torch import Tensor, nn
 
 from . import batch as layouts
+from . import data
 from .batch import Branch, Example
 from .config import PostTrainConfig
 from .errors import InputError
@@ -41,7 +43,7 @@ class SFTConfig(PostTrainConfig):
 
 
 def collate_supervised(rows: list[dict], layout: str) -> dict[str, Tensor]:
-    """Rows of prompt_ids, completion_ids, completion_mask -> batch with one branch an example; packed rows are opened."""
+    """Rows of prompt_ids, completion_ids, completion_mask, packed or not -> batch with one branch an example."""
     rows = [one for row in rows for one in _unpack(row)]
     examples = [Example(row["prompt_ids"], [Branch(row["completion_ids"], row.get("completion_mask"))]) for row in rows]
     index = torch.tensor([row.get("index", -1) for row in rows])
@@ -49,19 +51,31 @@ def collate_supervised(rows: list[dict], layout: str) -> dict[str, Tensor]:
 
 
 def _unpack(row: dict) -> list[dict]:
-    """The examples of a packed row (lists of lists), or the row itself."""
+    """The examples of a packed row (lists of lists), each with its `index`, or the row itself."""
     if not row["completion_ids"] or not isinstance(row["completion_ids"][0], list):
         return [row]
     names = [name for name in row if isinstance(row[name], list)]
-    return [dict(zip(names, values, strict=True)) for values in zip(*(row[name] for name in names), strict=True)]
+    columns = zip(*(row[name] for name in names), strict=True)
+    return [{"index": row["index"], **dict(zip(names, values, strict=True))} for values in columns]
 
 
 class SFTTrainer(PostTrainer):
-    """Supervised fine-tuning of a causal LM. `compute_metrics` gets full logits and shift_labels, [rows, L, V], [rows, L]."""
+    """Supervised fine-tuning of a causal LM.
+
+    `compute_metrics` gets full logits and shift_labels, [rows, L, V] and [rows, L].
+    """
 
     method = "sft"
     unit = "tokens"
     config_class = SFTConfig
+
+    def prepare(self, rows: Any, args: Any, name: str) -> Any:
+        """Tokenised rows; training rows packed where `packing` says so. Raises InputError for a stream to be packed."""
+        packing = args.packing and name == "train" and rows is not None
+        if packing and isinstance(rows, datasets.IterableDataset):
+            raise InputError("packing needs a data set of known length, not a stream: set packing: false")
+        rows = super().prepare(rows, args, name)
+        return data.pack(rows, args.max_length, name) if packing else rows
 
     @staticmethod
     def collate_rows(rows: list[dict], layout: str, config: SFTConfig) -> dict[str, Tensor]:
@@ -72,7 +86,9 @@ class SFTTrainer(PostTrainer):
         """-log pi of each trained token, [N]."""
         ones = torch.ones_like(batch["owner"], dtype=torch.float32)
         scores = self.score(model, batch, LogProb(layouts.targets(batch), stats=True), ones)
-        metrics = {"mean_token_accuracy": (scores["correct"], None), "entropy": (scores["entropy"], None)}
+        metrics: dict[str, tuple[Tensor, Tensor | None]] = {
+            "mean_token_accuracy": (scores["correct"], None), "entropy": (scores["entropy"], None)
+        }  # fmt: skip
         return Losses(-scores["value"], ones, metrics, scores.get("router_logits"))
 
     def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Tensor, Tensor]:

@@ -241,6 +241,16 @@ class PostTrainer(Trainer):
                 return mean, None, None
             return mean, *self.predictions(model, inputs, losses)
 
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """HF's, with a row for each example where `compute_metrics` is given rows of logits."""
+        packed = self.data_collator
+        if self.compute_metrics is not None:
+            self.data_collator = partial(packed.func, **packed.keywords | {"layout": "padded"})
+        try:
+            return super().get_eval_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = packed
+
     def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Any, Any]:
         """What `compute_metrics` is given: (predictions, label_ids)."""
         return losses.predictions, losses.labels

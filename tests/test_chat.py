@@ -5,9 +5,10 @@ With `byte_tokenizer` an id below 256 is a byte, so expected ids are written as 
 
 import pytest
 import tokenizers_for_tests as tok
+from models_for_tests import tiny_model
 from transformers import AutoTokenizer
 
-from hf_posttrain import chat
+from hf_posttrain import chat, policy
 from hf_posttrain.errors import InputError
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -65,6 +66,21 @@ def test_pain_07_turn_end_survives_saving(tmp_path):
     tokenizer = tok.base_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     assert chat.turn_end_id(AutoTokenizer.from_pretrained(tmp_path)) == chat.turn_end_id(tokenizer) == 258
+
+
+@pytest.mark.parametrize("own", [2, [258, 2, 9999], None])
+def test_pain_07_a_config_of_another_tokenizer_ends_no_answer(own):
+    """As a Llama config with eos 2 beside a tokenizer whose id 2 is an ordinary byte."""
+    model = tiny_model("llama")
+    model.generation_config.eos_token_id = own
+    assert policy.terminal_ids(model, tok.base_tokenizer(), None) == [258, 256]
+    assert policy.align(model, tok.base_tokenizer(), None).eos_token_id == [258, 256]
+
+
+def test_pain_07_special_ends_of_the_generation_config_are_kept():
+    model = tiny_model()
+    model.generation_config.eos_token_id = [257, 258]
+    assert policy.terminal_ids(model, tok.byte_tokenizer(), None) == [258, 257]
 
 
 def test_chat_pair_ends_with_its_turn_end_and_nothing_after():

@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import tokenizers_for_tests as tok
+from transformers import ByT5Tokenizer
 
 from hf_posttrain import data
 from hf_posttrain.errors import InputError
+from hf_posttrain.kto import partners
+from hf_posttrain.sft import collate_supervised
 
-GSM8K = Path(__file__).resolve().parents[2] / "shared" / "data" / "gsm8k"
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 MORE, LAST = {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}
 WRONG = {"role": "assistant", "content": "5"}
@@ -63,7 +65,7 @@ def texts(rows, method, tokenizer=None, **options) -> list[tuple]:
 def test_columns_are_exactly_those_of_the_method():
     pair = [{"prompt": "q", "chosen": "a", "rejected": "b", "extra": 1}]
     assert prepare(pair, "dpo").column_names == ["prompt_ids", "chosen_ids", "rejected_ids", "index"]
-    assert prepare(pair, "kto").column_names == ["prompt_ids", "completion_ids", "label", "index"]
+    assert prepare(pair, "kto").column_names == ["prompt_ids", "completion_ids", "label", "prompt_key", "index"]
     single = [{"prompt": "q", "completion": "a", "extra": 1}]
     for method in ("sft", "kd"):
         assert prepare(single, method).column_names == ["prompt_ids", "completion_ids", "completion_mask", "index"]
@@ -184,7 +186,36 @@ def test_tokenised_columns_pass_through():
     pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
     assert prepare([pair], "dpo")[0] == {**pair, "index": 0}
     single = {"prompt_ids": [1], "completion_ids": [2], "label": False}
-    assert prepare([single], "kto")[0] == {**single, "index": 0}
+    key = 17595444997414146897 - 2**63  # xxh64 of the bytes 01 00 00 00
+    assert prepare([single], "kto")[0] == {**single, "prompt_key": key, "index": 0}
+
+
+ANSWERS = {"chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize("method", list(data.COLUMNS))
+def test_prepared_rows_pass_through(method, caplog):
+    prepared = prepare([{"prompt": "q", **(ANSWERS if method in ("dpo", "kto") else {"completion": "a"})}] * 3, method)
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        assert prepare(prepared, method, max_length=2) is prepared
+        assert not caplog.messages
+        assert len(prepare(prepared.remove_columns("index"), method)) == len(prepared)  # a user's own are looked at
+        assert caplog.messages == [f"train: {len(prepared)} rows read, 0 truncated (max_length None), 0 dropped"]
+
+
+def test_a_users_tokenised_rows_are_checked():
+    with pytest.raises(InputError, match="row 0: column 'completion_mask': expected 1 values"):
+        prepare([{"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 1]}], "sft")
+
+
+def test_partner_has_another_prompt_even_where_truncation_cut_one_prompt_differently():
+    rows = [{"prompt": "p" * 30, "completion": "c" * n, "label": True} for n in (2, 4, 6)]
+    rows += [{"prompt": "q" * 30, "completion": "c" * n, "label": False} for n in (2, 4, 6)]
+    out = prepare(rows, "kto", max_length=12)
+    assert [len(ids) for ids in out["prompt_ids"]] == [9, 7, 5] * 2  # so the ids alone would be six prompts
+    assert len(set(out["prompt_key"])) == 2
+    for seed in range(20):
+        assert all((partner < 3) != (row < 3) for row, partner in enumerate(partners(out, seed)))
 
 
 def test_plain_strings_never_see_the_template():
@@ -217,6 +248,14 @@ def test_pain_03_rows_without_target_are_dropped_and_counted(caplog):
     with pytest.raises(InputError, match="raise max_length"):
         prepare([lost], "sft", max_length=3)
     assert [row[2] for row in texts(rows, "sft", assistant_only_loss=True, max_length=60)] == ["4" + END] * 2
+
+
+@pytest.mark.parametrize("method", ["sft", "kd", "dpo", "kto"])
+def test_pain_03_every_branch_keeps_a_token_to_train(method):
+    row = {"prompt": "p" * 50, **(ANSWERS if method in ("dpo", "kto") else {"completion": "c" * 50})}
+    for out in prepare([row], method, max_length=2):
+        assert [len(ids) for name, ids in out.items() if name.endswith("_ids")] == [1] * (3 if method == "dpo" else 2)
+        assert out.get("completion_mask", [1]) == [1]
 
 
 def test_pain_04_long_prompt_keeps_its_completions():
@@ -256,6 +295,15 @@ def test_pain_06_the_end_is_trained_when_pad_is_eos():
         assert (out["completion_ids"][-1], out["completion_ids"].count(end) - out["completion_mask"][-1]) == (
             end, int(row.keys() == {"messages"}),
         )  # one end token; whole conversations have the user's as well  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_pain_06_the_end_is_a_target_of_the_batch(layout):
+    """pad == eos, and rows of unequal length: padding is never a target, each row's end always is."""
+    rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "abcdefgh"}]
+    batch = collate_supervised(list(prepare(rows, "sft", tok.base_tokenizer())), layout)
+    trained = batch["shift_labels"][batch["shift_labels"] != -100].tolist()
+    assert sorted(trained) == sorted([*b"a", *b"abcdefgh", 256, 256])
 
 
 def test_pain_07_rows_end_with_the_turn_end_of_the_template_not_eos():
@@ -350,6 +398,14 @@ def test_empty_prompt_needs_a_bos(method):
 def test_bad_tokenised_rows(row, message):
     with pytest.raises(InputError, match=message):
         prepare([row], "sft")
+
+
+def test_assistant_only_needs_offsets():
+    tokenizer = ByT5Tokenizer()  # a slow one
+    tokenizer.chat_template = tok.CHATML
+    assert prepare([{"messages": [USER, REPLY]}], "sft", tokenizer)
+    with pytest.raises(InputError, match="train: assistant_only_loss needs a fast tokenizer: ByT5Tokenizer"):
+        prepare([{"messages": [USER, REPLY]}], "sft", tokenizer, assistant_only_loss=True)
 
 
 def test_detect_names_what_the_method_reads():
@@ -476,12 +532,11 @@ def test_stream_from_a_generator_and_dropped_rows(caplog):
     assert "train: row 1 dropped" in caplog.text
 
 
-@pytest.mark.skipif(not GSM8K.exists(), reason="the shared GSM8K files are not beside this repository")
-def test_real_rows_round_trip():
+def test_real_rows_round_trip(gsm8k):
     columns = {"prompt": "question", "completion": "answer"}
-    rows = data.load(source(GSM8K / "train.jsonl", columns=columns, limit=200))
+    rows = data.load(source(gsm8k / "train.jsonl", columns=columns, limit=200))
     for raw, (prompt, completion, trained) in zip(rows, texts(rows, "sft"), strict=True):
         assert (prompt, completion, trained) == (raw["prompt"], raw["completion"] + END, raw["completion"] + END)
-    assert len(prepare(data.load(source(GSM8K / "preference.jsonl", limit=50)), "dpo")) == 50
-    unpaired = data.load(source(GSM8K / "unpaired.jsonl", limit=50))
+    assert len(prepare(data.load(source(gsm8k / "preference.jsonl", limit=50)), "dpo")) == 50
+    unpaired = data.load(source(gsm8k / "unpaired.jsonl", limit=50))
     assert prepare(unpaired, "kto")["label"][:] == unpaired["label"][:]

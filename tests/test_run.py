@@ -111,6 +111,7 @@ def test_console_script_and_help(folder, capsys):
         ),
         (["data.train.path=row.jsonl"], "rows.jsonl"),
         (["data.train.path=empty.jsonl"], "empty"),
+        (["data.train.path=bad.jsonl"], "sft.yaml:4: train (bad.jsonl), row 1: column 'completion': empty"),
         (["data.train.columns={prompt: qestion, completion: answer}"], "question"),
         (["data.train.columns=null"], "sft.yaml:4: "),
         (["model.name_or_path=tinny"], "did you mean 'tiny'?"),
@@ -119,6 +120,7 @@ def test_console_script_and_help(folder, capsys):
 )
 def test_pain_33_mistakes_end_before_the_model_loads(folder, no_weights, capsys, overrides, message):
     (folder / "empty.jsonl").write_text("")
+    (folder / "bad.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": "q", "answer": ""}\n')
     assert message in error_line(capsys, "sft.yaml", *overrides)
 
 
@@ -255,8 +257,10 @@ def test_what_is_resumed(folder, caplog, monkeypatch):
         run.run(load_recipe("sft.yaml", [f"train.resume_from_checkpoint={path}"]))
 
 
-def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys):
+def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
     assert run.main(["sft.yaml"]) == 0
+    counts = [line for line in caplog.messages if "rows read" in line]  # once, before the model is loaded
+    assert counts == ["train (rows.jsonl): 8 rows read, 0 truncated (max_length 1024), 0 dropped"]
     left = {path.name for path in Path("out").iterdir()}
     assert left >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "recipe.yaml",
                     "trainer_state.json", "all_results.json", "checkpoint-1", "checkpoint-2"}  # fmt: skip

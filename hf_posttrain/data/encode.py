@@ -1,10 +1,10 @@
 """Samples -> ids: read a row as its method needs it, render, tokenise, cut to size.
 
-    Plan       what the rows of a data set become
-    read       a raw row -> its samples (KTO splits pairs, OPD conversations)
-    encode     samples of a batch -> samples of ids, tokenised together
-    context    a sample with at least one prompt token; for SFT and KD the mask of what is trained
-    fit        a sample cut to size, and whether it is KEPT, TRUNCATED or DROPPED
+Plan       what the rows of a data set become
+read       a raw row -> its samples (KTO splits pairs, OPD conversations)
+encode     samples of a batch -> samples of ids, tokenised together
+context    a sample with at least one prompt token; for SFT and KD the mask of what is trained
+fit        a sample cut to size, and whether it is KEPT, TRUNCATED or DROPPED
 """
 
 from hashlib import sha256

@@ -1,7 +1,7 @@
 """Short examples -> full rows, best-fit decreasing; each example stays its own attention document.
 
-    pack        prepared rows -> rows that are lists of examples
-    best_fit    lengths -> the bins they fall into
+pack        prepared rows -> rows that are lists of examples
+best_fit    lengths -> the bins they fall into
 """
 
 import logging
@@ -12,33 +12,33 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 
 from ..errors import InputError
 
 logger = logging.getLogger(__package__)
-_CHUNK = 100  # bins that are read together
 
 
 def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datasets.Dataset:
     """Rows of at most `max_length` tokens, prompts and completions together, each a list of whole examples.
 
-    Every column of ids becomes a list of such lists; `index` numbers the packed rows. Their order follows their first
-    example. Logs one line, cached by `datasets`. Raises InputError for an example that is longer than `max_length`.
+    Every column becomes a list, one entry an example; `index` numbers the packed rows, which stand in the order of
+    their first examples. Cached by `datasets`; logs one line. Rows that are packed already are returned as they are.
+    Raises InputError for an example that is longer than `max_length`.
     """
-    lengths = sum(_lengths(rows, column) for column in ("prompt_ids", "completion_ids"))
+    if isinstance(rows.features["completion_ids"].feature, datasets.List):
+        return rows
+    lengths = _lengths(rows, "prompt_ids") + _lengths(rows, "completion_ids")
     if (longest := int(lengths.max())) > max_length:
-        raise InputError(f"{name}, row {lengths.argmax()}: {longest} tokens do not fit into packed rows of {max_length}")
+        raise InputError(f"{name}, row {lengths.argmax()}: {longest} tokens do not fit into a row of {max_length}")
     bins = best_fit(lengths.tolist(), max_length)
-    columns = [column for column in rows.column_names if column != "index"]
-    features = datasets.Features({column: datasets.List(rows.features[column]) for column in columns})
-    features["index"] = datasets.Value("int64")
-    packed = datasets.Dataset.from_generator(
-        _gather, features=features, gen_kwargs={"rows": rows.select_columns(columns), "bins": [bins]}
-    )
-    share = 100 * lengths.sum() / (len(bins) * max_length)
-    logger.info("%s: %d examples packed into %d rows of max_length %d, %.1f %% full",
-                name, len(rows), len(bins), max_length, share)  # fmt: skip
-    return packed
+    examples = rows.remove_columns("index")
+    lists = {column: datasets.List(kind) for column, kind in examples.features.items()}
+    features = datasets.Features({**lists, "index": datasets.Value("int64")})
+    full = 100 * lengths.sum() / (len(bins) * max_length)
+    logger.info("%s: %d examples packed into %d rows, %.1f %% full", name, len(rows), len(bins), full)
+    given = {"rows": examples, "bins": tuple(bins)}  # `datasets` would take the parts of a list for shards
+    return datasets.Dataset.from_generator(_gather, features=features, gen_kwargs=given)
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -68,10 +68,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _lengths(rows: datasets.Dataset, column: str) -> np.ndarray:
-    return np.array([len(ids) for ids in rows[column]])
+    return np.asarray(pc.list_value_length(rows.with_format("arrow")[column][:]))
 
 
-def _gather(rows: datasets.Dataset, bins: list[list[list[int]]]) -> Iterator[dict[str, Any]]:
-    """The packed rows; `bins` comes inside a list of one, which keeps `datasets` from sharing it out."""
-    [bins] = bins
-    yield {}
+def _gather(rows: datasets.Dataset, bins: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:
+    for index, items in enumerate(bins):
+        yield {"index": index, **rows[items]}

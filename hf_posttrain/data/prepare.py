@@ -1,7 +1,7 @@
 """Raw rows -> rows of ids, one layout per method, mapped and cached by `datasets`.
 
-    COLUMNS    what each method's rows hold, beside `index` (row number)
-    prepare    a data set in any of FORMATS -> COLUMNS[method], truncated and counted; prepared rows pass through
+COLUMNS    what each method's rows hold, beside `index` (row number)
+prepare    a data set in any of FORMATS -> COLUMNS[method], truncated and counted; prepared rows pass through
 """
 
 import logging

@@ -1,8 +1,8 @@
 """Sources -> raw rows: files, folders, saved and hub data sets, their columns renamed, mixed by weight.
 
-    check_sources    path, extension and emptiness of each source, before anything slow
-    load             sources -> one datasets.Dataset (or IterableDataset)
-    nearest          the hint in a message about an unknown name
+check_sources    path, extension and emptiness of each source, before anything slow
+load             sources -> one datasets.Dataset (or IterableDataset)
+nearest          the hint in a message about an unknown name
 """
 
 import difflib

@@ -107,7 +107,7 @@ def model_config(hidden: int, layers: int, heads: int) -> dict[str, Any]:
         "hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": 3 * hidden,
         "num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": hidden // heads,
         "max_position_embeddings": 64, "rope_theta": 10000.0, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-        "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.02,
+        "pad_token_id": 0, "eos_token_id": 1, "initializer_range": 0.05,
     }  # fmt: skip
 
 
