@@ -32,7 +32,7 @@ def allowed(batch: dict[str, Tensor], window: int | None = None) -> Tensor:
 
 
 def attention_mask(model: PreTrainedModel, batch: dict[str, Tensor]) -> Any:
-    """What to pass as `attention_mask`: None, the padding mask [R, L], or prepared masks, one for each kind of layer."""
+    """What to pass as `attention_mask`: None, the padding mask [R, L], or prepared masks by kind of layer."""
     if "document" not in batch:
         return batch.get("attention_mask")
     config = model.config.get_text_config()

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -64,18 +64,16 @@ class PostTrainConfig(TrainingArguments):
     Raises InputError for fields that cannot be honoured and for contradictions.
     """
 
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "chat_template_kwargs"]
-
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
     activation_checkpointing: bool | None = True
-    """Recompute activations in the backward: less memory, a third more compute. Off when `gradient_checkpointing` says so."""
-    bf16: bool | None = None
+    """Recompute activations in the backward: less memory, a third more compute."""
+    bf16: bool | None = None  # type: ignore[assignment]
     """bf16 autocast; None: on where the GPU has it and weights are float32 or bfloat16, off on CPU."""
     remove_unused_columns: bool = False
     """Our collators read their own columns; leave it off."""
     logging_nan_inf_filter: bool = False
-    """Hide non-finite losses from the logged mean, as HF does by default. Here they are shown and their step is named."""
+    """Hide non-finite losses from the logged mean (HF's default); off, they are shown and their step is named."""
     max_length: int | None = 1024
     """Longest prompt + completion in tokens: the prompt is trimmed first, from its left; None for no limit."""
     layout: str = "auto"
@@ -84,12 +82,12 @@ class PostTrainConfig(TrainingArguments):
     """Processes that tokenise."""
     dataset_text_field: str = "text"
     """Column of plain text, for method sft and kd."""
-    chat_template_kwargs: dict[str, Any] | str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template, for instance {enable_thinking: false}."""
     disable_dropout: bool = False
     """Set every dropout of the policy to 0, LoRA's included."""
     router_aux_loss_coef: float | None = None
-    """Weight of a mixture of experts' load-balancing loss; None: the model's own if its config has output_router_logits."""
+    """Weight of the experts' load-balancing loss; None: the model's own where its config has output_router_logits."""
     eval_exact_match: bool = False
     """In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."""
     eval_max_completion_length: int = 256

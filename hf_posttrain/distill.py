@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .head import Differentiated, LogProb, Tile, TileFunction
 from .losses import DIVERGENCES, top_k_buckets, with_tail
 from .scoring import LMHead
+from .tiles import Differentiated, LogProb, Tile, TileFunction
 
 
 def check_divergence(name: str, beta: float | None, skew_alpha: float) -> None:

@@ -17,10 +17,10 @@ from . import batch as layouts
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
-from .head import LogProb
 from .losses import LABEL_SMOOTHED, PAIRED, REFERENCE_FREE, PairedOptions, Pairs
 from .losses.preference import sft as chosen_nll
 from .reference import Reference
+from .tiles import LogProb
 from .trainer import Losses, PostTrainer
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,6 @@ class DPOTrainer(PostTrainer):
     method = "dpo"
     unit = "examples"
     config_class = DPOConfig
-    args: DPOConfig
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -114,17 +113,22 @@ class DPOTrainer(PostTrainer):
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One loss for each pair, [B]."""
         size = len(batch["index"])
-        ref = self.reference.logps(model, batch, batch, branches=2) if self.reference else None  # [B, 2]
+        ref = (
+            self.reference.logps(model, batch, batch, branches=2)
+            if self.reference
+            else batch["index"].new_zeros(size, 2).float()
+        )
         scores = self.score(model, batch, LogProb(layouts.targets(batch)))
         logps = per_branch(scores["value"], batch["owner"], size, 2)
         lengths = per_branch(torch.ones_like(scores["value"]), batch["owner"], size, 2)
-        ref = torch.zeros_like(logps) if ref is None else ref
-        self.check_start(logps, ref, lengths)
+        if self.reference:
+            self.reference.check_start(logps, ref, lengths)
 
         pairs = Pairs(*logps.unbind(1), *ref.unbind(1), *lengths.unbind(1))
         options = PairedOptions(self.args.beta, self.args.label_smoothing, self.args.simpo_gamma)
         weights = self.args.loss_weights or [1.0] * len(self.args.loss_type)
-        values = sum(w * PAIRED[name](pairs, options) for name, w in zip(self.args.loss_type, weights, strict=True))
+        terms = [w * PAIRED[name](pairs, options) for name, w in zip(self.args.loss_type, weights, strict=True)]
+        values = torch.stack(terms).sum(0)
         if self.args.nll_coef:
             values = values + self.args.nll_coef * chosen_nll(pairs, options)
         predictions = torch.cat([logps, ref], dim=1).detach()
@@ -139,7 +143,8 @@ class DPOTrainer(PostTrainer):
         rejected = self.args.beta * (pairs.rejected_mean if free else pairs.c).detach()
         metrics = {
             "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
-            "rewards/accuracies": (chosen > rejected).float(), "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected,
         }  # fmt: skip
         if not free:
             metrics["logps/chosen_change"] = pairs.a

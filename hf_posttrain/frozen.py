@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import scoring
 from .batch import per_branch, targets
-from .head import LogProb
+from .tiles import LogProb
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The language-model head in tiles: hidden states -> one value per token, never [B, T, V].
 
 A `Head` is the last step of a causal LM: logits = softcap(scale * (h W^T + b)). `score_tokens` runs it over the N
-trained positions, a tile of rows at a time, and asks a tile function for one value per token and that value's gradient
-with respect to the logits. Two tile functions: `LogProb` (of the target) and `Differentiated` (anything, by autograd).
+trained positions, a tile of rows at a time, and asks a tile function (`tiles.py`) for one value per token and that
+value's gradient with respect to the logits.
 
 Cost in head GEMMs (one is N x V x H): forward alone 1; training with a frozen head 2; with a trained head 3 where the
 token weights are known beforehand (SFT, KD, OPD) or the tiles are small enough to keep; 4 otherwise.
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from .tiles import Tile, TileFunction
 
 TILE_ELEMENTS = 2**23
 """Logits in one tile, n x V (32 MB in float32)."""
@@ -74,68 +76,6 @@ class Head:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return Head(self.weight.to(dtype), bias, self.finish), hidden.to(dtype)
-
-
-@dataclass
-class Tile:
-    """What a tile function says of its n tokens."""
-
-    value: Tensor
-    """[n], the quantity to differentiate."""
-    grad: Tensor | None
-    """[n, V], d value / d logits, where it was asked for; the receiver may overwrite it."""
-    stats: dict[str, Tensor] = field(default_factory=dict)
-    """More [n] values, without gradient."""
-
-
-TileFunction = Callable[[Tensor, slice, bool], Tile]
-"""(logits [n, V], which of the N tokens, is the gradient wanted) -> Tile."""
-
-
-@dataclass(frozen=True)
-class LogProb:
-    """value = log softmax(logits / temperature)[target]."""
-
-    targets: Tensor
-    """[N]."""
-    temperature: float = 1.0
-    """Divides the logits."""
-    stats: bool = False
-    """Also return `entropy` and `correct` (1 where the target is the argmax)."""
-
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
-        """[n, V] -> Tile of [n]."""
-        targets = self.targets[rows, None]
-        logps = torch.log_softmax(logits if self.temperature == 1.0 else logits / self.temperature, dim=-1)
-        value = logps.gather(-1, targets)
-        stats = {}
-        if self.stats:
-            stats = {"entropy": entropy(logps), "correct": (value >= logps.amax(-1, keepdim=True)).squeeze(-1).float()}
-        if not need_grad:
-            return Tile(value.squeeze(-1), None, stats)
-        grad = logps.exp_().neg_().scatter_add_(-1, targets, torch.ones_like(value))  # one-hot - softmax
-        return Tile(value.squeeze(-1), grad if self.temperature == 1.0 else grad.div_(self.temperature), stats)
-
-
-def entropy(logps: Tensor) -> Tensor:
-    """-sum p ln p of log-probabilities [n, V] -> [n]; -inf padding counts as 0."""
-    return -(logps.exp() * logps.clamp(min=-1e30)).sum(-1)
-
-
-@dataclass(frozen=True)
-class Differentiated:
-    """value = any function of the logits, differentiated by autograd inside the tile: divergences from a teacher."""
-
-    function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-    """(logits [n, V], rows) -> (value [n], stats of [n])."""
-
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
-        """[n, V] -> Tile of [n]."""
-        with torch.set_grad_enabled(need_grad):
-            leaf = logits.detach().requires_grad_(need_grad)
-            value, stats = self.function(leaf, rows)
-            grad = torch.autograd.grad(value.sum(), leaf)[0] if need_grad else None
-        return Tile(value.detach(), grad, {name: stat.detach() for name, stat in stats.items()})
 
 
 def tiles(tokens: int, vocabulary: int) -> Iterator[slice]:
@@ -232,8 +172,9 @@ class _HeadGradient:
 
     def result(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The two gradients, times `scale`, in the parameters' dtype."""
-        grads = [grad if grad is None or scale is None else grad * scale for grad in (self.weight, self.bias)]
-        return grads[0].to(self.dtype), None if grads[1] is None else grads[1].to(self.dtype)
+        weight = self.weight if scale is None else self.weight * scale
+        bias = self.bias if self.bias is None or scale is None else self.bias * scale
+        return weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
 
 
 def _run_tile(head: Head, tile: TileFunction, hidden: Tensor, rows: slice, need_grad: bool) -> tuple[Tile, Tensor]:
@@ -265,7 +206,7 @@ def _promised_scale(grad: Tensor, weights: Tensor) -> Tensor:
 
 
 def score_tokens_through(
-    module: nn.Module, finish: Finish, hidden: Tensor, tile: TileFunction, vocabulary: int
+    module: Callable[[Tensor], Tensor], finish: Finish, hidden: Tensor, tile: TileFunction, vocabulary: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The same for a head that is no plain linear layer (an adapter on it, a quantised one): each tile checkpointed."""
 

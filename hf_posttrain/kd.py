@@ -43,7 +43,7 @@ class KDConfig(PostTrainConfig):
     assistant_only_loss: bool = False
     """Of `messages`, train only what assistants wrote, each turn with its end token."""
     precompute_teacher_top_k: int | None = None
-    """Score the data with the teacher once, keep its top K tokens on disk and train without it; None: teacher online."""
+    """Score the data with the teacher once, keep its top K tokens on disk, train without it; None: online."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -65,7 +65,6 @@ class KDTrainer(PostTrainer):
     method = "kd"
     unit = "tokens"
     config_class = KDConfig
-    args: KDConfig
 
     def __init__(self, *args: Any, teacher_model: nn.Module | str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -8,28 +8,24 @@ The window is all micro-batches of an optimizer step on all ranks, so the loss d
 may be 1, nor on the mix of labels in a batch. In evaluation it is the whole set. y' is fixed by a seeded permutation.
 """
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
 import datasets
-import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from . import batch as layouts
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
 from .frozen import branch_logps
-from .head import LogProb
 from .losses import UNPAIRED
 from .reference import Reference
+from .tiles import LogProb
 from .trainer import Losses, PostTrainer
-
-logger = logging.getLogger(__name__)
+from .unpaired import RunningMean, class_weights, partners
 
 
 @dataclass
@@ -74,17 +70,17 @@ class KTOTrainer(PostTrainer):
     method = "kto"
     unit = "examples"
     config_class = KTOConfig
-    args: KTOConfig
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.class_weights = class_weights(self.args, self.train_dataset)
+        labels = None if self.train_dataset is None else self.train_dataset["label"]
+        self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
         self.reference = Reference(self, ref_model)
         self.delta = RunningMean()
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
 
-    def prepare(self, rows: Any, args: KTOConfig, name: str) -> Any:
+    def prepare(self, rows: Any, args: Any, name: str) -> Any:
         """Tokenised rows, each with the mismatched completion of its partner."""
         if isinstance(rows, datasets.IterableDataset):
             raise InputError("KTO needs a data set of known length, not a stream: each row is paired with another one")
@@ -117,8 +113,8 @@ class KTOTrainer(PostTrainer):
             batch["pair"] = layouts.collate(pairs, layout)
         return batch
 
-    def get_batch_samples(self, *args: Any) -> tuple[list, Tensor | None]:
-        """The micro-batches of one optimizer step, each told the reference's scores and the shift of the whole window."""
+    def get_batch_samples(self, *args: Any) -> tuple[list, Tensor | int | None]:
+        """The micro-batches of one optimizer step, each with the reference's scores and the shift of the window."""
         batches, items = super().get_batch_samples(*args)
         batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
         shift = self._window_shift(batches) if batches else None
@@ -135,7 +131,7 @@ class KTOTrainer(PostTrainer):
     def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         """Add `ref_logps` [B, 1 or 2] and `kl` [B], the log-ratios of the mismatched completions (0 without)."""
         size, branches = len(batch["index"]), 2 if "mismatch" in batch else 1
-        ref = self.reference.logps(model, batch, batch.get("pair"), branches)
+        ref = self.reference.logps(model, batch, batch.get("pair", batch), branches)
         if "mismatch" not in batch:
             return batch | {"ref_logps": ref, "kl": torch.zeros_like(ref[:, 0])}
         with self.accelerator.autocast():
@@ -150,7 +146,7 @@ class KTOTrainer(PostTrainer):
         size, label, ref = len(batch["index"]), batch["label"], batch["ref_logps"][:, :1]
         scores = self.score(model, batch, LogProb(layouts.targets(batch)))
         logps = per_branch(scores["value"], batch["owner"], size, 1)
-        self.check_start(logps, ref, per_branch(torch.ones_like(scores["value"]), batch["owner"], size, 1))
+        self.reference.check_start(logps, ref, per_branch(torch.ones_like(scores["value"]), batch["owner"], size, 1))
 
         log_ratio = (logps - ref)[:, 0]
         values = self.row_losses(log_ratio, label, batch["shift"])
@@ -176,7 +172,8 @@ class KTOTrainer(PostTrainer):
         rewards = self.args.beta * log_ratio.detach()
         metrics = {
             "rewards/chosen": (rewards, label), "rewards/rejected": (rewards, ~label),
-            "logps/chosen": (logps, label), "logps/rejected": (logps, ~label), "logps/chosen_change": (log_ratio, label),
+            "logps/chosen": (logps, label), "logps/rejected": (logps, ~label),
+            "logps/chosen_change": (log_ratio, label),
         }  # fmt: skip
         if self.args.loss_type == "kto":
             metrics |= {"kl": (shift, None), "kl_clamped": ((shift < 0).float(), None)}
@@ -202,81 +199,3 @@ class KTOTrainer(PostTrainer):
 def _cut(ids: list[int], prompt: list[int], max_length: int | None) -> list[int]:
     """The mismatched completion, cut to fit behind this prompt, one token at least."""
     return ids if max_length is None else ids[: max(1, max_length - len(prompt))]
-
-
-def partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarray:
-    """For each row the number of a row with another prompt: a seeded permutation where that is possible, [rows].
-
-    Rows of one prompt stand together in a shuffled order that is then shifted by the largest group: no row meets its
-    own prompt as long as no prompt holds over half the rows. Raises InputError if there is a single distinct prompt.
-    """
-    _, group, sizes = np.unique(rows["prompt_key"][:], return_inverse=True, return_counts=True)
-    if len(sizes) == 1:
-        raise InputError(f"{name}: all {len(rows)} rows have the same prompt; KTO's KL estimate needs another one")
-    random = np.random.default_rng(seed)
-    order = np.lexsort((random.permutation(len(group)), random.permutation(len(sizes))[group]))
-    partner = np.empty(len(group), dtype=np.int64)
-    partner[order] = np.roll(order, -int(sizes.max()))
-    clash = group[partner] == group
-    if clash.any():
-        logger.warning("%s: one prompt holds %d of %d rows; %d of them are paired with a random row of another prompt",
-                       name, sizes.max(), len(rows), clash.sum())  # fmt: skip
-        others = np.flatnonzero(group != sizes.argmax())
-        partner[clash] = random.choice(others, clash.sum())
-    return partner
-
-
-def class_weights(args: KTOConfig, rows: datasets.Dataset | None) -> tuple[float, float]:
-    """(desirable, undesirable) with `auto` resolved: the rarer class is raised until both weigh the same in total."""
-    weights = {True: args.desirable_weight, False: args.undesirable_weight}
-    if "auto" not in weights.values() or rows is None:
-        return tuple(1.0 if weights[label] == "auto" else float(weights[label]) for label in (True, False))
-    good = sum(rows["label"])
-    count = {True: good, False: len(rows) - good}
-    if not all(count.values()):
-        raise InputError(f"class weight auto needs both labels, the data has {good} desirable of {len(rows)} rows")
-    for label in (True, False):
-        other = 1.0 if weights[not label] == "auto" else float(weights[not label])
-        if weights[label] == "auto":
-            weights[label] = max(1.0, other * count[not label] / count[label])
-    logger.info("class weights: desirable %.3g, undesirable %.3g", weights[True], weights[False])
-    return float(weights[True]), float(weights[False])
-
-
-class RunningMean(TrainerCallback, ExportableState):
-    """BCO's delta: the mean reward of every row trained so far, on all ranks; it moves once a window and is saved."""
-
-    def __init__(self) -> None:
-        self.total = torch.zeros(2, dtype=torch.float64)
-        self.pending: list[Tensor] = []
-
-    @property
-    def mean(self) -> Tensor:
-        """The mean so far, a scalar; 0 before the first window."""
-        return self.total[0] / self.total[1].clamp(min=1)
-
-    def add(self, rewards: Tensor) -> None:
-        """Remember the rewards of a micro-batch for the next window."""
-        rewards = rewards.detach()
-        self.pending.append(torch.stack([rewards.sum(), rewards.new_tensor(len(rewards))]))
-
-    def update(self, accelerator: Any) -> Tensor:
-        """Take in what was added since the last window, over all ranks; returns the mean, a scalar on the device."""
-        if self.pending:
-            added = accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
-            self.total = self.total.to(added.device) + added
-            self.pending = []
-        return self.mean.to(accelerator.device, torch.float32)
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        pending = torch.stack(self.pending).sum(0).tolist() if self.pending else [0.0, 0.0]
-        return {"args": {}, "attributes": {"total": self.total.tolist(), "pending": pending}}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take up the mean of the checkpoint that training resumes from."""
-        kept = state.stateful_callbacks.get(type(self).__name__)
-        if kept and state.global_step:
-            attributes = (kept[0] if isinstance(kept, list) else kept)["attributes"]
-            self.total = torch.tensor(attributes["total"], dtype=torch.float64)
-            self.pending = [torch.tensor(attributes["pending"])]

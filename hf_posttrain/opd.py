@@ -23,9 +23,9 @@ from . import distill, policy, rollout
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
-from .head import LogProb
 from .losses import DIVERGENCES, discounted, policy_gradient
 from .teacher import TeacherCallback, check_teacher
+from .tiles import LogProb
 from .trainer import Losses, PostTrainer
 
 POLICY_GRADIENT = "policy_gradient"
@@ -99,7 +99,6 @@ class OPDTrainer(PostTrainer):
     method = "opd"
     unit = "tokens"
     config_class = OPDConfig
-    args: OPDConfig
 
     def __init__(self, *args: Any, teacher_model: nn.Module | str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -132,7 +131,7 @@ class OPDTrainer(PostTrainer):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def rolled_out(self, model: nn.Module, batches: list[dict], *seed: int) -> list[dict]:
-        """Batches of prompts -> batches with, for each prompt, K rollouts as branches or (a share 1 - lmbda) its data."""
+        """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
         args, rows = self.args, [row for batch in batches for row in batch["prompts"].rows]
         with rollout.seeded(self.accelerator.device, args.seed, *seed, self.accelerator.process_index):
             own = (torch.rand(len(rows)) < args.lmbda).tolist()
@@ -149,8 +148,8 @@ class OPDTrainer(PostTrainer):
     def _sample(self, model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
         args = self.args
         return rollout.generate(
-            model, prompts, args.max_completion_length, self.terminal_ids, self.tokenizer.pad_token_id, args.temperature,
-            args.generation_batch_size,
+            model, prompts, args.max_completion_length, self.terminal_ids, self.tokenizer.pad_token_id,
+            args.temperature, args.generation_batch_size,
         )  # fmt: skip
 
     def _collated(self, batch: dict, parts: list[tuple[Example, bool]]) -> dict:
@@ -214,10 +213,11 @@ class OPDTrainer(PostTrainer):
         student, teacher = scores["student"], scores["teacher"]
         rolled = batch["sampled"]
         stopped = torch.isin(batch["last_id"], torch.tensor(self.terminal_ids, device=rolled.device)).float()
+        gap = teacher - student
+        reverse_kl = scores["divergence"] if self.args.loss_type == "reverse_kl" else -gap  # or its sampled estimate
         metrics = {
-            "logprob/student": (student, None), "logprob/teacher": (teacher, None), "logprob/gap": (teacher - student, None),
-            "distill/advantage": (teacher - student, None),
-            "distill/reverse_kl": (scores["divergence"] if self.args.loss_type == "reverse_kl" else student - teacher, None),
+            "logprob/student": (student, None), "logprob/teacher": (teacher, None), "logprob/gap": (gap, None),
+            "distill/advantage": (gap, None), "distill/reverse_kl": (reverse_kl, None),
             "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled),
         }  # fmt: skip
         return metrics | ({"entropy": (scores["entropy"], None)} if "entropy" in scores else {})

@@ -1,4 +1,4 @@
-"""The reference of DPO and KTO: log-probabilities of a batch's branches from an adapter switched off, a copy, or a cache."""
+"""The reference of DPO and KTO: log-probabilities from an adapter switched off, a frozen copy, or a cache."""
 
 import copy
 import logging
@@ -32,7 +32,7 @@ class Reference:
         self.trainer, self.policy = trainer, trainer.model
         self.model = None if ref_model is None else freeze(ref_model)
         self.adapter: str | None = None
-        self.starts_equal = ref_model is None
+        self.starts_equal, self.checked = ref_model is None, False
         adapted, precompute = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs
         if self.model is None and adapted and not trainer.new_adapter:
             self.adapter = self.policy.active_adapter
@@ -49,7 +49,7 @@ class Reference:
             self.model = None
 
     def logps(self, policy: nn.Module, batch: dict[str, Any], part: dict[str, Any], branches: int) -> Tensor:
-        """Summed log-probabilities of each branch of `part` under the reference, [B, K]: cached ones if `batch` has them.
+        """Summed log-probabilities of each branch of `part` under the reference, [B, K], or those cached in `batch`.
 
         policy: the model that is trained, wrapped by its engine or not.
         """
@@ -57,8 +57,8 @@ class Reference:
             return batch["ref_logps"]
         if not self.online:
             raise InputError(
-                "this data set was not scored by the reference: with precompute_ref_log_probs, pass every data set when "
-                "the trainer is built, or turn it off to keep a reference model"
+                "this data set was not scored by the reference: with precompute_ref_log_probs, pass every data set "
+                "when the trainer is built, or turn it off to keep a reference model"
             )
         return self._score(policy, part, len(batch["index"]), branches)
 
@@ -108,7 +108,10 @@ class Reference:
         return datasets.Dataset.from_dict({"ref_logps": table.tolist()})
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
-        """Warn where policy and reference, the same model, differ before the first step: mean per token, [B, K] each."""
+        """Warn, once, where policy and reference, one model, differ before the first step. All three [B, K]."""
+        if self.checked or not self.starts_equal or self.trainer.state.global_step or not logps.requires_grad:
+            return
+        self.checked = True
         gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).max().item()
         tolerance = 1e-4 if logps.dtype == torch.float32 and not self.trainer.args.bf16 else 5e-2
         if gap > tolerance:

@@ -14,9 +14,10 @@ from .scoring import causal_lm
 
 logger = logging.getLogger(__name__)
 _ALTERING = {
-    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None, "top_h": None,
-    "begin_suppress_tokens": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None, "guidance_scale": None,
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "top_h": None,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None,
+    "guidance_scale": None,
 }  # fmt: skip
 
 
@@ -82,8 +83,8 @@ def warn_if_altered(config: GenerationConfig) -> None:
     if config.do_sample and config.top_p not in (None, 1.0):
         found.append(f"top_p={config.top_p}")
     if found:
-        logger.warning("rollouts ignore the model's generation config (%s): they are drawn from the distribution that is "
-                       "scored", ", ".join(found))  # fmt: skip
+        said = "rollouts ignore the model's generation config (%s): they are drawn from the distribution that is scored"
+        logger.warning(said, ", ".join(found))
 
 
 @contextmanager

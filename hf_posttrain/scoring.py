@@ -3,7 +3,7 @@
     enable_scoring   teaches a causal LM's forward one more argument, `scorer`
     score            calls the (wrapped) model with it: values and stats of the scored tokens
     full_logits      the same forward with all logits, for compute_metrics
-    check            on a few tokens: are these the numbers of the model's own forward?
+    trusted_layout   on a few tokens: are these the numbers of the model's own forward? If not, what is right instead
 
 It has to happen inside the forward: there FSDP2 unshards, ZeRO-3 gathers, DDP hooks and autocast apply.
 
@@ -11,7 +11,8 @@ Legend: R rows, L row length, N scored tokens, V vocabulary, H hidden size.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -23,8 +24,11 @@ from transformers import PreTrainedModel
 
 from .attention import attention_mask
 from .batch import Branch, Example, collate, targets
-from .head import Finish, Head, LogProb, TileFunction, score_tokens, score_tokens_through
+from .errors import InputError
+from .head import Finish, Head, score_tokens, score_tokens_through
+from .tiles import LogProb, TileFunction
 
+logger = logging.getLogger(__name__)
 OWN_LOGITS = "scores_by_own_logits"
 """Set on a model whose head does something that `head.Finish` does not know: its own logits are used, [B, T, V]."""
 
@@ -53,7 +57,7 @@ class LMHead:
     @property
     def plain(self) -> Head | None:
         """The head as a weight and a bias, or None where it is more than that (an adapter on it, a quantised one)."""
-        module = self.module
+        module: Any = self.module
         if hasattr(module, "modules_to_save"):  # PEFT's trained copy of the head
             own = module.original_module if module.disable_adapters else None
             module = own or module.modules_to_save[module.active_adapters[0]]
@@ -71,27 +75,27 @@ Scorer = Callable[[LMHead, Tensor], dict[str, Tensor]]
 """(head, last hidden states [R, L, H]) -> named tensors: they leave through the model's output."""
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: Any) -> Any:
     """The model inside the engines' wrappers, its adapter included."""
     while hasattr(model, "module"):
         model = model.module
     return model
 
 
-def causal_lm(model: nn.Module) -> PreTrainedModel:
-    """The causal LM inside wrappers and adapters."""
+def causal_lm(model: Any) -> Any:
+    """The causal LM (a PreTrainedModel) inside wrappers and adapters."""
     model = unwrapped(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def enable_scoring(model: nn.Module) -> None:
-    """Let the causal LM inside `model` take `scorer=`. A bound method, so that a deepcopy of the model is itself enabled."""
+    """Let the causal LM inside `model` take `scorer=`. A bound method, so that a deepcopy is bound to itself."""
     inner = causal_lm(model)
-    inner.forward = MethodType(_scoring_forward(type(inner)), inner)
+    inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
 
 
 @functools.cache
-def _scoring_forward(model_class: type) -> Callable:
+def _scoring_forward(model_class: Any) -> Callable:
     @functools.wraps(model_class.forward)
     def forward(self, *args, scorer: Scorer | None = None, **kwargs):
         if scorer is None:
@@ -174,20 +178,39 @@ def check(model: nn.Module, layout: str) -> float:
     """
     device = next(model.parameters()).device
     prompt, answers = [5, 9, 6, 7], [[8, 5, 7, 9, 6], [6, 8, 5]]
-    example = Example(prompt, [Branch(ids) for ids in answers])
-    batch = {
-        name: tensor.to(device) for name, tensor in collate([example, Example([7], [Branch([5, 6])])], layout).items()
-    }
+    examples = [Example(prompt, [Branch(ids) for ids in answers]), Example([7], [Branch([5, 6])])]
+    batch = {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
     was_training = model.training
     model.eval()
+    worst = 0.0
     with torch.no_grad():
         values = score(model, batch, LogProb(targets(batch)))["value"]
-        worst = 0.0
         for k, ids in enumerate(answers):
-            logits = model(input_ids=torch.tensor([prompt + ids], device=device), use_cache=False).logits
-            expected = torch.log_softmax(logits[0].float(), dim=-1)[len(prompt) - 1 : -1].gather(
-                -1, torch.tensor(ids, device=device)[:, None]
-            )
-            worst = max(worst, (values[batch["owner"] == k] - expected[:, 0]).abs().max().item())
+            logits = model(input_ids=torch.tensor([prompt + ids], device=device), use_cache=False).logits[0]
+            logps = torch.log_softmax(logits[len(prompt) - 1 : -1].float(), dim=-1)
+            expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
+            worst = max(worst, (values[batch["owner"] == k] - expected).abs().max().item())
     model.train(was_training)
     return worst
+
+
+def trusted_layout(models: Sequence[nn.Module], layout: str, explicit: bool, tolerance: float) -> str:
+    """`layout` if every model scores in it as its own forward does; otherwise `padded`, said in the log.
+
+    A model that is wrong even then does something behind its head that `Finish` does not know: it is set to be scored
+    by its own logits, said as well. Raises InputError where the layout was the user's explicit choice and is wrong.
+    """
+    for model in models:
+        name = type(causal_lm(model)).__name__
+        if layout != "padded" and not check(model, layout) <= tolerance and check(model, "padded") <= tolerance:
+            if explicit:
+                raise InputError(
+                    f"layout={layout!r} gives {name} other numbers than its own forward: use layout=padded"
+                )
+            logger.warning("%s scores wrongly in layout %s: using padded", name, layout)
+            layout = "padded"
+        if not check(model, layout) <= tolerance:
+            setattr(causal_lm(model), OWN_LOGITS, True)
+            said = "the head of %s does more than scale, softcap and bias: its own forward is used, with all logits"
+            logger.warning(said, name)
+    return layout

@@ -18,8 +18,8 @@ from . import data
 from .batch import Branch, Example
 from .config import PostTrainConfig
 from .errors import InputError
-from .head import LogProb
 from .scoring import full_logits
+from .tiles import LogProb
 from .trainer import Losses, PostTrainer
 
 

@@ -1,4 +1,4 @@
-"""The teacher of KD and OPD: held by a callback, scored beside the student, or scored once into a cache of top tokens."""
+"""The teacher of KD and OPD: held by a callback, scored beside the student or once into a cache of top tokens."""
 
 import logging
 from typing import Any
@@ -13,8 +13,8 @@ from . import models, scoring
 from .distill import Teacher
 from .errors import InputError
 from .frozen import cached, freeze, rows_key, weights_key
-from .head import Tile
 from .recipe import ModelSection
+from .tiles import Tile
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,8 @@ def _score_rows(trainer: Any, rows: datasets.Dataset, name: str) -> datasets.Dat
     """Every row's top tokens, in the order of the rows."""
     args, vocabulary = trainer.args, scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
     tile = _TopTokens(args.precompute_teacher_top_k, args.temperature, vocabulary)
-    size, columns = args.per_device_eval_batch_size, {"teacher_ids": [], "teacher_logps": []}
+    size = args.per_device_eval_batch_size
+    columns: dict[str, list] = {"teacher_ids": [], "teacher_logps": []}
     for start in tqdm(range(0, len(rows), size), desc=f"Teacher's top tokens of {name}"):
         part = [rows[i] for i in range(start, min(start + size, len(rows)))]
         batch = trainer._prepare_inputs(trainer.data_collator(part))

@@ -8,10 +8,10 @@ ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 ==
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import datasets
 import torch
@@ -19,16 +19,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from . import data, policy, reference, rollout, scoring
+from . import data, policy, reference, scoring
+from .answers import exact_match
 from .attention import choose_layout
 from .batch import IGNORE
 from .config import PostTrainConfig
 from .errors import InputError
-from .head import TileFunction
-from .metrics import ExactMatch, Meter
+from .metrics import Meter
+from .tiles import TileFunction
 
 logger = logging.getLogger(__name__)
-Rows = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
+Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Losses:
     """[units] loss of each token or example, not reduced."""
     weights: Tensor
     """[units] 1, or 0 for what must not count."""
-    metrics: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    metrics: Mapping[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     """name -> (values, weights or None): averaged exactly, over ranks and the logging interval."""
     router_logits: Any = None
     """Router logits of each layer of a mixture of experts whose auxiliary loss is on."""
@@ -61,6 +62,10 @@ class PostTrainer(Trainer):
     method: ClassVar[str]
     unit: ClassVar[Literal["tokens", "examples"]]
     config_class: ClassVar[type[PostTrainConfig]]
+    args: Any
+    model: Any
+    model_wrapped: Any
+    data_collator: Any
 
     def __init__(
         self,
@@ -78,7 +83,7 @@ class PostTrainer(Trainer):
         self.generation_config = policy.align(model, self.tokenizer, args.chat_template_kwargs)
         model = policy.for_training(model, peft_config, args)
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
-        self.meters, self.start_checked, self.scoring_checked = {"train": Meter(), "eval": Meter()}, False, False
+        self.meters, self.scoring_checked = {"train": Meter(), "eval": Meter()}, False
         self.router_coef = _router_coef(scoring.causal_lm(model).config, args)
         self.scored = [scoring.causal_lm(model)]
         collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
@@ -125,29 +130,14 @@ class PostTrainer(Trainer):
         self.data_collator.keywords["layout"] = choose_layout(self.scored, self.args.layout)
 
     def check_scoring(self, model: nn.Module) -> None:
-        """Once, before the first batch: does each model score as its own forward says? Otherwise fall back and say so."""
+        """Once, before the first batch: does each model score as its own forward says? See `scoring.trusted_layout`."""
         if self.scoring_checked:
             return
         self.scoring_checked = True
-        for scored in [model, *self.scored[1:]]:
-            inner, tolerance = (
-                scoring.causal_lm(scored),
-                1e-3 if scored.dtype == torch.float32 and not self.args.bf16 else 0.3,
-            )
-            layout = self.data_collator.keywords["layout"]
-            if not scoring.check(scored, layout) <= tolerance and layout != "padded":
-                self._fall_back(inner, layout)
-            if not scoring.check(scored, self.data_collator.keywords["layout"]) <= tolerance:
-                setattr(inner, scoring.OWN_LOGITS, True)
-                logger.warning("the head of %s does more than scale, softcap and bias: its own forward is used, with all "
-                               "logits in memory", type(inner).__name__)  # fmt: skip
-
-    def _fall_back(self, inner: nn.Module, layout: str) -> None:
-        name = type(inner).__name__
-        if self.args.layout == layout and scoring.check(inner, "padded") < scoring.check(inner, layout) / 10:
-            raise InputError(f"layout={layout!r} gives {name} other numbers than its own forward: use layout=padded")
-        logger.warning("%s scores wrongly in layout %s: using padded", name, layout)
-        self.data_collator.keywords["layout"] = "padded"
+        exact = not self.args.bf16 and not self.args.fp16 and all(m.dtype == torch.float32 for m in self.scored)
+        choice = self.data_collator.keywords
+        explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if exact else 0.3
+        choice["layout"] = scoring.trusted_layout([model, *self.scored[1:]], choice["layout"], explicit, tolerance)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
         model, dataloader = super()._prepare_for_training(*args)
@@ -176,7 +166,11 @@ class PostTrainer(Trainer):
         return count
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict, return_outputs: bool = False, num_items_in_batch: Tensor | None = None
+        self,
+        model: nn.Module,
+        inputs: dict,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         """The one place where a loss is reduced: sum over units / units of the window over all ranks."""
         losses = self.losses(model, inputs)
@@ -191,11 +185,12 @@ class PostTrainer(Trainer):
         return (loss, losses) if return_outputs else loss
 
     def _router_loss(self, router_logits: Any, batch: dict[str, Tensor]) -> Tensor:
-        """Load balancing over real tokens, a shared prompt's counted once for each branch (Switch Transformer eq. 4-6)."""
+        """Load balancing over real tokens, a shared prompt's once for each branch (Switch Transformer eq. 4-6)."""
         config = scoring.causal_lm(self.model).config.get_text_config()
         experts = getattr(config, "num_experts", None) or config.num_local_experts
         weights = batch["router_weights"]
-        return self.router_coef * load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, weights)
+        loss: Any = load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, weights)
+        return self.router_coef * loss
 
     def _note(self, stage: str, losses: Losses) -> None:
         meter = self.meters[stage]
@@ -218,13 +213,6 @@ class PostTrainer(Trainer):
                 logger.warning("the loss was not finite at step %d; lower the learning rate or look at its batch", step)
             logs |= self.finish_metrics("train", metrics)
         super().log(logs, start_time)
-
-    def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
-        """Once, before the first step of a fresh run: a reference that is the policy must score as it does."""
-        if self.state.global_step == 0 and logps.requires_grad and not self.start_checked:
-            self.start_checked = True
-            if self.reference is not None and self.reference.starts_equal:
-                self.reference.check_start(logps, ref, lengths)
 
     # ---- evaluation
 
@@ -255,33 +243,17 @@ class PostTrainer(Trainer):
         """What `compute_metrics` is given: (predictions, label_ids)."""
         return losses.predictions, losses.labels
 
-    def evaluation_loop(self, dataloader: Any, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """HF's loop, with means over the whole set instead of means of batch means."""
         self.check_scoring(self.model_wrapped)
         self.meters["eval"] = Meter()
-        output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+        output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         metrics = self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))
         if self.args.eval_exact_match:
-            metrics["exact_match"] = self.exact_match(dataloader.dataset)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+            metrics["exact_match"] = exact_match(self, dataloader.dataset)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
-
-    def exact_match(self, rows: datasets.Dataset) -> float:
-        """Answer each prompt greedily; the share of final answers equal to the data's (chosen or desirable) answer."""
-        rows = [row for row in rows if row.get("label", True)]
-        gold = [row["chosen_ids"] if "chosen_ids" in row else row["completion_ids"] for row in rows]
-        if not rows or not all(gold) or all(len(row["prompt_ids"]) < 2 for row in rows):
-            raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
-        mine = slice(self.accelerator.process_index, None, self.accelerator.num_processes)
-        answers = rollout.generate(
-            self.model_wrapped, [row["prompt_ids"] for row in rows[mine]], self.args.eval_max_completion_length,
-            self.terminal_ids, self.tokenizer.pad_token_id, batch_size=self.args.eval_batch_size,
-        )  # fmt: skip
-        decode = partial(self.tokenizer.batch_decode, skip_special_tokens=True)
-        score = ExactMatch().compute(predictions=decode(answers), references=decode(gold[mine]))["exact_match"]
-        hits = torch.tensor([score * len(answers), len(answers)], device=self.accelerator.device)
-        hits, count = self.accelerator.reduce(hits, "sum").tolist()
-        return hits / count
 
     # ---- saving
 

@@ -1,4 +1,4 @@
-"""Tiny random causal LMs of the architectures that matter, each built from its config and deep-copied by who changes it."""
+"""Tiny random causal LMs of the architectures that matter, each built from its config."""
 
 import torch
 import transformers as tf

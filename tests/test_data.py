@@ -196,6 +196,7 @@ ANSWERS = {"chosen": "a", "rejected": "b"}
 @pytest.mark.parametrize("method", list(data.COLUMNS))
 def test_prepared_rows_pass_through(method, caplog):
     prepared = prepare([{"prompt": "q", **(ANSWERS if method in ("dpo", "kto") else {"completion": "a"})}] * 3, method)
+    caplog.clear()
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         assert prepare(prepared, method, max_length=2) is prepared
         assert not caplog.messages

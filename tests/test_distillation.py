@@ -30,7 +30,12 @@ def test_opd_with_the_students_own_weights_has_no_loss_and_no_gradient(loss_type
 def test_policy_gradient_equals_reverse_kl_in_expectation(tmp_path):
     """One-token rollouts, many of them: the sampled gradient tends to the full-vocabulary one."""
     rows = token_rows("opd", 2)
-    config = {"second": tiny_model(seed=9), "max_completion_length": 1, "num_generations": 2000, "per_device_train_batch_size": 2}
+    config = {
+        "second": tiny_model(seed=9),
+        "max_completion_length": 1,
+        "num_generations": 2000,
+        "per_device_train_batch_size": 2,
+    }
     _, exact = one_step("opd", tiny_model(), rows, tmp_path, loss_type="reverse_kl", **config)
     config["second"] = tiny_model(seed=9)
     _, sampled = one_step("opd", tiny_model(), rows, tmp_path, loss_type="policy_gradient", **config)
@@ -85,7 +90,9 @@ def test_generation_stops_at_any_terminal_id():
 def test_one_generation_call_serves_the_whole_window(tmp_path, monkeypatch):
     calls = []
     real = rollout.generate
-    monkeypatch.setattr(rollout, "generate", lambda m, prompts, *a, **k: (calls.append(len(prompts)), real(m, prompts, *a, **k))[1])
+    monkeypatch.setattr(
+        rollout, "generate", lambda m, prompts, *a, **k: (calls.append(len(prompts)), real(m, prompts, *a, **k))[1]
+    )
     trainer = trainer_for(
         "opd", tiny_model(), token_rows("opd", 16), tmp_path, second=tiny_model(seed=9), max_steps=2,
         gradient_accumulation_steps=2, num_generations=3,
@@ -97,7 +104,9 @@ def test_one_generation_call_serves_the_whole_window(tmp_path, monkeypatch):
 def test_generation_batch_size_caps_one_call(tmp_path, monkeypatch):
     model, sizes = tiny_model(), []
     real = model.generate
-    monkeypatch.setattr(model, "generate", lambda input_ids, **k: (sizes.append(len(input_ids)), real(input_ids=input_ids, **k))[1])
+    monkeypatch.setattr(
+        model, "generate", lambda input_ids, **k: (sizes.append(len(input_ids)), real(input_ids=input_ids, **k))[1]
+    )
     out = rollout.generate(model, [[1, 2], [3], [4, 5, 6]], 4, [258], 256, batch_size=2)
     assert sizes == [2, 1]
     assert out == [rollout.generate(model, [prompt], 4, [258], 256)[0] for prompt in ([1, 2], [3], [4, 5, 6])]
@@ -110,14 +119,18 @@ def test_generation_batch_size_caps_one_call(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_the_student_comes_closer_to_the_teacher_on_held_out_prompts(method, config, tmp_path):
     held_out = token_rows("opd", 12, seed=77)
-    measure = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), eval_rows=held_out)
+    measure = trainer_for(
+        "opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), eval_rows=held_out
+    )
     before = measure.evaluate()["eval_distill/reverse_kl"]
     trainer = trainer_for(
         method, tiny_model(), token_rows(method, 32), tmp_path, second=tiny_model(seed=9), max_steps=60,
         learning_rate=3e-3, per_device_train_batch_size=16, **config,
     )  # fmt: skip
     trainer.train()
-    after = trainer_for("opd", trainer.model, token_rows("opd"), tmp_path, second=tiny_model(seed=9), eval_rows=held_out)
+    after = trainer_for(
+        "opd", trainer.model, token_rows("opd"), tmp_path, second=tiny_model(seed=9), eval_rows=held_out
+    )
     assert after.evaluate()["eval_distill/reverse_kl"] < 0.8 * before
 
 
@@ -185,7 +198,9 @@ def test_pain_26_a_different_tokenizer_is_refused_at_equal_size(tmp_path):
     state = tokenizer.backend_tokenizer.to_str()
     changed = state.replace('"a":', '"@@":').replace('"b":', '"a":').replace('"@@":', '"b":')
     assert changed != state
-    other = type(tokenizer)(tokenizer_object=type(tokenizer.backend_tokenizer).from_str(changed), eos_token="<|im_end|>")
+    other = type(tokenizer)(
+        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(changed), eos_token="<|im_end|>"
+    )
     other.save_pretrained(tmp_path / "teacher")
     assert len(other) == len(tokenizer)
     for method in ("kd", "opd"):

@@ -14,7 +14,7 @@ from plain_for_tests import PLAIN
 from training_for_tests import METHODS, assert_same_step, fake_generate, fix_rollouts, one_step, token_rows, trainer_for
 
 from hf_posttrain import head
-from hf_posttrain.kto import partners
+from hf_posttrain.unpaired import partners
 
 ARCHITECTURES = [name for name in CONFIGS if name != "gpt2"]
 

@@ -1,4 +1,4 @@
-"""Point 1 of the spine: real rows, every method, 20 steps of a small random Qwen3 from its real recipe, by overrides alone.
+"""Point 1 of the spine: real rows, every method, 20 steps of a small random Qwen3 from its recipe, by overrides alone.
 
 No warning that comes with it may be wrong: all of them are collected, and only those of EXPECTED may be there.
 """
@@ -18,11 +18,14 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config
 from hf_posttrain.run import main
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-STEPS, BATCH = 20, 4
+STEPS, BATCH = 20, 2
 FILES = {"sft": "train", "kd": "train", "opd": "train", "dpo": "preference", "kto": "unpaired"}
 EXPECTED = (  # a regular expression, and why it is right that it appears
     (r"`is_gradient_checkpointing` is deprecated", "peft reads the name that transformers 5.23 deprecates"),
-    (r"^(train|eval): \d+ rows read.* truncated \(max_length 256\)", "some rows are longer than this test's max_length"),
+    (
+        r"^(train|eval) \(\w+\.jsonl\): \d+ rows read.* truncated \(max_length 256\)",
+        "some rows are longer than this test's max_length",
+    ),
     (r"torch\.cpu\.amp|pin_memory", "torch or accelerate on a machine without a GPU"),
 )
 SECONDS = {}
@@ -36,7 +39,9 @@ def folders(gsm8k, tmp_path_factory):
     backend.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=4096, special_tokens=specials, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
     rows = map(json.loads, (gsm8k / "train.jsonl").open(encoding="utf-8"))
     backend.train_from_iterator((f"{row['question']}\n{row['answer']}" for row in rows), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<|endoftext|>")
@@ -58,8 +63,8 @@ def overrides(method, gsm8k, folders, out):
     given = [
         f"model.name_or_path={folders[0]}", "model.from_scratch=true", "model.lora=null", f"train.output_dir={out}",
         "train.use_cpu=true", f"train.max_steps={STEPS}", f"train.per_device_train_batch_size={BATCH}",
-        "train.gradient_accumulation_steps=1", "train.logging_steps=1", "train.max_length=256", "train.learning_rate=1e-3",
-        "train.eval_strategy=no", "train.save_strategy=no", "train.warmup_steps=2",
+        "train.gradient_accumulation_steps=1", "train.logging_steps=1", "train.max_length=256", "train.warmup_steps=2",
+        "train.learning_rate=1e-3", "train.eval_strategy=no", "train.save_strategy=no",
     ]  # fmt: skip
     for split, file, limit in (("train", FILES[method], 200), ("eval", test, 8)):
         given += [f"data.{split}.path={gsm8k / file}.jsonl", f"data.{split}.columns={columns}"]

@@ -6,6 +6,7 @@ from torch import nn
 
 from hf_posttrain import head as H
 from hf_posttrain.losses import DIVERGENCES
+from hf_posttrain.tiles import Differentiated, LogProb
 
 N, V, D = 23, 37, 8
 FINISHES = [H.Finish(), H.Finish(scale=0.25), H.Finish(softcap=5.0), H.Finish(scale=2.0, softcap=3.0)]
@@ -43,7 +44,7 @@ def test_log_prob_equals_plain_softmax(small_tiles, finish, bias, promised):
     expected = plain_logps(hidden, weight, b, targets, finish, temperature=0.7)
     expected_grads = torch.autograd.grad(3 * (expected * token_weights).sum(), inputs)
     values, _ = H.score_tokens(
-        H.Head(weight, b, finish), hidden, H.LogProb(targets, 0.7), token_weights if promised else None
+        H.Head(weight, b, finish), hidden, LogProb(targets, 0.7), token_weights if promised else None
     )
     grads = torch.autograd.grad(3 * (values * token_weights).sum(), inputs)
 
@@ -57,7 +58,7 @@ def test_gradcheck_log_prob(small_tiles, finish):
     hidden, weight, bias, targets = tensors()
 
     def values(hidden, weight, bias):
-        return H.score_tokens(H.Head(weight, bias, finish), hidden, H.LogProb(targets))[0]
+        return H.score_tokens(H.Head(weight, bias, finish), hidden, LogProb(targets))[0]
 
     assert torch.autograd.gradcheck(values, (hidden, weight, bias))
 
@@ -74,7 +75,7 @@ def test_gradcheck_divergence(small_tiles, name):
         ), {}
 
     def loss(hidden, weight, bias):
-        return H.score_tokens(H.Head(weight, bias), hidden, H.Differentiated(function), torch.ones(N))[0].sum()
+        return H.score_tokens(H.Head(weight, bias), hidden, Differentiated(function), torch.ones(N))[0].sum()
 
     assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
 
@@ -82,14 +83,14 @@ def test_gradcheck_divergence(small_tiles, name):
 def test_frozen_head_gives_the_same_hidden_gradient(small_tiles):
     hidden, weight, bias, targets = tensors()
     expected = torch.autograd.grad(plain_logps(hidden, weight, bias, targets, H.Finish()).sum(), hidden)[0]
-    values, _ = H.score_tokens(H.Head(weight.detach(), bias.detach()), hidden, H.LogProb(targets))
+    values, _ = H.score_tokens(H.Head(weight.detach(), bias.detach()), hidden, LogProb(targets))
     torch.testing.assert_close(torch.autograd.grad(values.sum(), hidden)[0], expected)
 
 
 def test_stats_are_entropy_and_argmax_accuracy(small_tiles):
     hidden, weight, bias, targets = tensors()
     logps = (hidden @ weight.T + bias).log_softmax(-1)
-    _, stats = H.score_tokens(H.Head(weight, bias), hidden, H.LogProb(targets, stats=True))
+    _, stats = H.score_tokens(H.Head(weight, bias), hidden, LogProb(targets, stats=True))
     torch.testing.assert_close(stats["entropy"], -(logps.exp() * logps).sum(-1).detach())
     assert stats["correct"].tolist() == (logps.argmax(-1) == targets).float().tolist()
 
@@ -99,7 +100,7 @@ def test_module_path_equals_plain_head(small_tiles):
     module = nn.Linear(D, V).double()
     module.weight.data, module.bias.data = weight.detach(), bias.detach()
     expected = plain_logps(hidden, weight, bias, targets, H.Finish(scale=2.0))
-    values, stats = H.score_tokens_through(module, H.Finish(scale=2.0), hidden, H.LogProb(targets, stats=True), V)
+    values, stats = H.score_tokens_through(module, H.Finish(scale=2.0), hidden, LogProb(targets, stats=True), V)
     torch.testing.assert_close(values, expected)
     assert set(stats) == {"entropy", "correct"}
     torch.testing.assert_close(
@@ -110,7 +111,7 @@ def test_module_path_equals_plain_head(small_tiles):
 
 def test_broken_promise_is_an_error():
     hidden, weight, bias, targets = tensors()
-    values, _ = H.score_tokens(H.Head(weight, bias), hidden, H.LogProb(targets), torch.ones(N))
+    values, _ = H.score_tokens(H.Head(weight, bias), hidden, LogProb(targets), torch.ones(N))
     with pytest.raises(RuntimeError, match="promised"):
         (values**2).sum().backward()
 
@@ -118,7 +119,7 @@ def test_broken_promise_is_an_error():
 def test_extreme_logits_in_bfloat16_stay_finite():
     hidden = torch.full((4, 1), 100.0, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[100.0], [-100.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)  # logits +-1e4
-    values, _ = H.score_tokens(H.Head(weight, None), hidden, H.LogProb(torch.tensor([0, 1, 2, 0]), stats=True))
+    values, _ = H.score_tokens(H.Head(weight, None), hidden, LogProb(torch.tensor([0, 1, 2, 0]), stats=True))
     values.sum().backward()
     assert torch.isfinite(values).all() and values[1] == -2 * 9984  # 100 * 100 rounds to 9984 in bfloat16
     assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
@@ -126,6 +127,6 @@ def test_extreme_logits_in_bfloat16_stay_finite():
 
 def test_no_token_gives_no_value_and_zero_gradient():
     hidden, weight, bias, _ = tensors()
-    values, _ = H.score_tokens(H.Head(weight, bias), hidden[:0], H.LogProb(torch.zeros(0, dtype=torch.long)))
+    values, _ = H.score_tokens(H.Head(weight, bias), hidden[:0], LogProb(torch.zeros(0, dtype=torch.long)))
     (values.sum() + 0 * hidden.sum()).backward()
     assert values.shape == (0,) and weight.grad.abs().sum() == 0

@@ -9,7 +9,7 @@ from models_for_tests import tiny_model
 from training_for_tests import Gradients, assert_same_step, one_step, token_rows, trainer_for
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.kto import class_weights, partners
+from hf_posttrain.unpaired import class_weights, partners
 
 
 def rows_with(labels):
@@ -38,7 +38,9 @@ def test_pain_13_the_order_changes_each_epoch(tmp_path, monkeypatch):
         "kto", tiny_model(), token_rows("kto", 12), tmp_path, max_steps=6, train_sampling_strategy="random"
     )
     estimate = trainer.estimate
-    monkeypatch.setattr(trainer, "estimate", lambda m, batch: (seen.extend(batch["index"].tolist()), estimate(m, batch))[1])
+    monkeypatch.setattr(
+        trainer, "estimate", lambda m, batch: (seen.extend(batch["index"].tolist()), estimate(m, batch))[1]
+    )
     trainer.train()
     first, second = seen[:12], seen[12:]
     assert sorted(first) == sorted(second) == list(range(12))
@@ -66,7 +68,9 @@ def test_pain_14_metrics_are_sums_over_counts_of_the_interval(tmp_path):
     first, second = each.state.log_history[:2]
     log = both.state.log_history[0]
     assert log["rewards/chosen"] == pytest.approx((3 * first["rewards/chosen"] + 1 * second["rewards/chosen"]) / 4)
-    assert log["rewards/rejected"] == pytest.approx((1 * first["rewards/rejected"] + 3 * second["rewards/rejected"]) / 4)
+    assert log["rewards/rejected"] == pytest.approx(
+        (1 * first["rewards/rejected"] + 3 * second["rewards/rejected"]) / 4
+    )
     assert log["rewards/margins"] == pytest.approx(log["rewards/chosen"] - log["rewards/rejected"])
 
 
@@ -145,15 +149,13 @@ def test_a_single_prompt_is_refused():
 # ---- weights
 
 
-def test_pain_16_auto_weights_balance_the_classes(tmp_path):
-    args = trainer_for("kto", tiny_model(), token_rows("kto"), tmp_path, desirable_weight="auto").args
-    args.undesirable_weight = 1.0
-    assert class_weights(args, rows_with([True] * 2 + [False] * 6)) == (3.0, 1.0)
-    assert class_weights(args, rows_with([True] * 6 + [False] * 2)) == (1.0, 1.0)  # never below 1
-    args.undesirable_weight = "auto"
-    assert class_weights(args, rows_with([True] * 6 + [False] * 2)) == (1.0, 3.0)
+def test_pain_16_auto_weights_balance_the_classes():
+    assert class_weights("auto", 1.0, [True] * 2 + [False] * 6) == (3.0, 1.0)
+    assert class_weights("auto", 1.0, [True] * 6 + [False] * 2) == (1.0, 1.0)  # never below 1
+    assert class_weights("auto", "auto", [True] * 6 + [False] * 2) == (1.0, 3.0)
+    assert class_weights(1.5, 0.5, [True]) == (1.5, 0.5)
     with pytest.raises(InputError, match="needs both labels"):
-        class_weights(args, rows_with([True] * 3))
+        class_weights("auto", 1.0, [True] * 3)
 
 
 @pytest.mark.parametrize("label", [True, False])
@@ -168,8 +170,12 @@ def test_pain_16_gradient_ratio_is_the_configured_weight(label, tmp_path):
 def test_bco_shift_is_the_mean_reward_of_the_windows_before(tmp_path):
     trainer = run(token_rows("kto"), tmp_path, loss_type="bco", max_steps=3, second=tiny_model(seed=9))
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    good = [sum(row["label"] for row in token_rows("kto").select(range(4 * (n % 2), 4 * (n % 2) + 4))) for n in range(2)]
-    means = [(g * log["rewards/chosen"] + (4 - g) * log["rewards/rejected"]) / 4 for g, log in zip(good, logs, strict=False)]
+    good = [
+        sum(row["label"] for row in token_rows("kto").select(range(4 * (n % 2), 4 * (n % 2) + 4))) for n in range(2)
+    ]
+    means = [
+        (g * log["rewards/chosen"] + (4 - g) * log["rewards/rejected"]) / 4 for g, log in zip(good, logs, strict=False)
+    ]
     assert logs[0]["delta"] == 0
     assert logs[1]["delta"] == pytest.approx(means[0], rel=1e-5)
     assert logs[2]["delta"] == pytest.approx((means[0] + means[1]) / 2, rel=1e-5)

@@ -146,7 +146,9 @@ def test_discounted_credit():
     assert discounted(torch.tensor([[1.0, 2.0, 4.0]]), 0.0).tolist() == [[1, 2, 4]]
 
 
-@pytest.mark.parametrize(("name", "options"), [(name, {}) for name in DIVERGENCES] + [("jsd", {"beta": b}) for b in (0.0, 1.0)])
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, {}) for name in DIVERGENCES] + [("jsd", {"beta": b}) for b in (0.0, 1.0)]
+)
 def test_pain_27_extreme_logits_stay_finite(name, options):
     """Logits of +-1e4 in bfloat16, and -inf padding entries in both models, give finite values and gradients."""
     student = torch.tensor([[1e4, -1e4, 0.0, -torch.inf]], dtype=torch.bfloat16, requires_grad=True)
@@ -155,7 +157,9 @@ def test_pain_27_extreme_logits_stay_finite(name, options):
     value.sum().backward()
     assert torch.isfinite(value).all()
     assert torch.isfinite(student.grad).all()
-    without = DIVERGENCES[name](student[:, :3].float().log_softmax(-1), teacher[:, :3].float().log_softmax(-1), **options)
+    without = DIVERGENCES[name](
+        student[:, :3].float().log_softmax(-1), teacher[:, :3].float().log_softmax(-1), **options
+    )
     assert value.item() == pytest.approx(without.item())
 
 

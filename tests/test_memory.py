@@ -1,5 +1,6 @@
 """No tensor of [B, T, V] is ever made: every operation of a training step is watched, forward and backward."""
 
+import datasets
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -7,7 +8,6 @@ from torch.utils._pytree import tree_leaves
 from training_for_tests import fix_rollouts, trainer_for
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import datasets
 from hf_posttrain import head
 
 V, H, TOKENS, ROWS = 150_000, 32, 2048, 4
@@ -33,8 +33,16 @@ def model(seed=0):
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=V, hidden_size=H, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=16, max_position_embeddings=1024, eos_token_id=258, pad_token_id=256,
+            vocab_size=V,
+            hidden_size=H,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            max_position_embeddings=1024,
+            eos_token_id=258,
+            pad_token_id=256,
         )  # fmt: skip
     )
 
@@ -63,7 +71,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("method", "config"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+@pytest.mark.parametrize(
+    ("method", "config"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
 def test_pain_23_no_tensor_of_tokens_by_vocabulary(method, config, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
     second = model(1) if method in ("kd", "opd") else None

@@ -1,4 +1,4 @@
-"""Every shipped recipe: it loads, its train section builds the method's config, and the five methods really run from it.
+"""Every shipped recipe: it loads, its train section builds the method's config, and it really runs.
 
 The runs change nothing but model, teacher, data and size, by overrides on the command line; rows have the columns of
 the hub data set that the recipe names.
@@ -19,8 +19,8 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 ALL = sorted(RECIPES.rglob("*.yaml"))
 REAL = sorted(RECIPES.glob("*.yaml"))
 SMALL = [
-    "train.max_steps=2", "train.use_cpu=true", "train.per_device_train_batch_size=2", "train.gradient_accumulation_steps=1",
-    "train.logging_steps=1", "train.save_strategy=no", "train.eval_strategy=no", "train.max_length=96",
+    "train.max_steps=2", "train.use_cpu=true", "train.per_device_train_batch_size=2", "train.max_length=96",
+    "train.gradient_accumulation_steps=1", "train.logging_steps=1", "train.save_strategy=no", "train.eval_strategy=no",
 ]  # fmt: skip
 
 

@@ -24,7 +24,9 @@ def parameters_of(model):
 
 
 def test_pain_18_sft_lora_continues_into_dpo_with_one_base(tmp_path):
-    sft = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, learning_rate=1e-2, peft_config=lora())
+    sft = trainer_for(
+        "sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, learning_rate=1e-2, peft_config=lora()
+    )
     sft.train()
     sft.save_model(tmp_path / "adapter")
     base = tiny_model()
@@ -159,7 +161,9 @@ def test_reference_free_losses_keep_no_reference(loss_type, tmp_path):
 def test_losses_combine_with_weights(tmp_path):
     single = {}
     for name in ("sigmoid", "ipo"):
-        trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, loss_type=name, second=tiny_model(seed=9))
+        trainer = trainer_for(
+            "dpo", tiny_model(), token_rows("dpo"), tmp_path, loss_type=name, second=tiny_model(seed=9)
+        )
         trainer.train()
         single[name] = trainer.state.log_history[0]["loss"]
     both = trainer_for(

@@ -9,8 +9,8 @@ from models_for_tests import tiny_model
 from training_for_tests import METHODS, token_rows, trainer_for
 
 VARIANTS = [(method, {}) for method in METHODS] + [
-    ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}), ("opd", {"loss_type": "policy_gradient"}),
-    ("opd", {"lmbda": 0.5, "num_generations": 2}), ("sft", {"neftune_noise_alpha": 5.0}),
+    ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}),
+    ("opd", {"loss_type": "policy_gradient"}), ("opd", {"lmbda": 0.5, "num_generations": 2}), ("sft", {"neftune_noise_alpha": 5.0}),
 ]  # fmt: skip
 
 
@@ -33,7 +33,9 @@ def history(done):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(("method", "config"), VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else v)
+@pytest.mark.parametrize(
+    ("method", "config"), VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else v
+)
 def test_resume_reproduces_the_uninterrupted_run(method, config, lora, tmp_path):
     whole = trainer(method, tmp_path / "whole", lora, config)
     whole.train()

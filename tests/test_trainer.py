@@ -115,7 +115,9 @@ def test_flex_attention_equals_sdpa_on_gpu(method, tmp_path):
     for implementation in ("sdpa", "flex_attention"):
         model = tiny_model().cuda()
         model.set_attn_implementation(implementation)
-        steps.append(one_step(method, model, token_rows(method), tmp_path, second=second_for(method), use_cpu=False, bf16=False))
+        steps.append(
+            one_step(method, model, token_rows(method), tmp_path, second=second_for(method), use_cpu=False, bf16=False)
+        )
     assert_same_step(steps[1], steps[0], relative=1e-3)
 
 
@@ -137,8 +139,8 @@ def test_metrics_callbacks_and_best_model_work_as_in_hf(tmp_path):
             output_dir=str(tmp_path), use_cpu=True, max_steps=6, eval_strategy="steps", eval_steps=2, save_steps=2,
             metric_for_best_model="accuracy", load_best_model_at_end=True, report_to="none", learning_rate=1e-3,
         ),
-        token_rows("sft"), token_rows("sft", 12, seed=4).select(range(5)), byte_tokenizer(), compute_metrics=compute_metrics,
-        callbacks=[EarlyStoppingCallback(5)],
+        token_rows("sft"), token_rows("sft", 12, seed=4).select(range(5)), byte_tokenizer(),
+        compute_metrics=compute_metrics, callbacks=[EarlyStoppingCallback(5)],
     )  # fmt: skip
     trainer.train()
     metrics = trainer.evaluate()
@@ -155,7 +157,9 @@ def test_compute_metrics_gets_log_probs_of_each_example(method, shape, tmp_path)
     trainer = trainer_for(
         method, tiny_model(), token_rows(method), tmp_path, second=second_for(method), eval_rows=token_rows(method, 5),
     )  # fmt: skip
-    trainer.compute_metrics = lambda p: (seen.append((p.predictions.shape, np.asarray(p.label_ids).shape)), {"x": 1.0})[1]
+    trainer.compute_metrics = lambda p: (seen.append((p.predictions.shape, np.asarray(p.label_ids).shape)), {"x": 1.0})[
+        1
+    ]
     assert trainer.evaluate()["eval_x"] == 1.0
     assert seen[0][0] == shape
     assert seen[0][1][0] == 5
@@ -227,13 +231,22 @@ def test_what_cannot_be_honoured_raises(config, message, tmp_path):
 def test_replacing_collator_or_loss_is_refused(tmp_path):
     for name in ("data_collator", "compute_loss_func"):
         with pytest.raises(InputError, match="cannot be replaced"):
-            SFTTrainer(tiny_model(), SFTConfig(str(tmp_path), use_cpu=True), token_rows("sft"), None, byte_tokenizer(), **{name: print})
+            SFTTrainer(
+                tiny_model(),
+                SFTConfig(str(tmp_path), use_cpu=True),
+                token_rows("sft"),
+                None,
+                byte_tokenizer(),
+                **{name: print},
+            )
 
 
 def test_a_second_adapter_and_a_frozen_model_are_refused(tmp_path):
     adapted = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules="all-linear"))
     with pytest.raises(InputError, match="already has an adapter"):
-        trainer_for("sft", adapted, token_rows("sft"), tmp_path, peft_config=peft.LoraConfig(target_modules="all-linear"))
+        trainer_for(
+            "sft", adapted, token_rows("sft"), tmp_path, peft_config=peft.LoraConfig(target_modules="all-linear")
+        )
     with pytest.raises(InputError, match="nothing to train"):
         trainer_for("sft", tiny_model().requires_grad_(False), token_rows("sft"), tmp_path)
 

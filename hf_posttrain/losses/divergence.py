@@ -23,7 +23,7 @@ def reverse_kl(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def jsd(student: Tensor, teacher: Tensor, beta: float = 0.5) -> Tensor:
-    """beta KL(p, m) + (1-beta) KL(q, m), m = beta p + (1-beta) q: generalised JSD, GKD (arXiv 2306.13649) eq. 1. -> [N].
+    """beta KL(p, m) + (1-beta) KL(q, m), m = beta p + (1-beta) q: GKD eq. 1 (arXiv 2306.13649). -> [N].
 
     The formula tends to 0 at both ends; as users of GKD expect, beta 0 gives forward KL and beta 1 reverse KL.
     """
@@ -51,8 +51,9 @@ def tvd(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 DIVERGENCES: dict[str, Callable[..., Tensor]] = {
-    f.__name__: f for f in (forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl, tvd)
-}
+    "forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jsd, "skew_forward_kl": skew_forward_kl,
+    "skew_reverse_kl": skew_reverse_kl, "tvd": tvd,
+}  # fmt: skip
 
 
 def top_k_buckets(logps: Tensor, ids: Tensor, tail: str = "bucket") -> Tensor:

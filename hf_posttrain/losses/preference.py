@@ -82,7 +82,7 @@ def robust(p: Pairs, o: PairedOptions) -> Tensor:
 
 
 def exo_pair(p: Pairs, o: PairedOptions) -> Tensor:
-    """s(beta D) [ls(beta D) - ln(1-e)] + s(-beta D) [ls(-beta D) - ln e]: EXO, Ji et al. 2024 (arXiv 2402.00856), e > 0."""
+    """s(beta D) [ls(beta D) - ln(1-e)] + s(-beta D) [ls(-beta D) - ln e], e > 0: EXO, Ji et al. (arXiv 2402.00856)."""
     x, e = o.beta * p.margin, torch.tensor(o.label_smoothing, dtype=torch.float64)
     keep, flip = torch.log1p(-e).item(), torch.log(e).item()
     return x.sigmoid() * (logsigmoid(x) - keep) + (-x).sigmoid() * (logsigmoid(-x) - flip)
@@ -153,15 +153,16 @@ def _log_odds(mean_logps: Tensor) -> Tensor:
 
 
 PAIRED: dict[str, Callable[[Pairs, PairedOptions], Tensor]] = {
-    f.__name__: f
-    for f in (sigmoid, ipo, ipo_sum, hinge, robust, exo_pair, nca_pair, bco_pair, sppo_hard, apo_zero, apo_down, sft)
-} | {"simpo": simpo, "orpo": orpo}
+    "sigmoid": sigmoid, "ipo": ipo, "ipo_sum": ipo_sum, "hinge": hinge, "robust": robust, "exo_pair": exo_pair,
+    "nca_pair": nca_pair, "bco_pair": bco_pair, "sppo_hard": sppo_hard, "apo_zero": apo_zero, "apo_down": apo_down,
+    "sft": sft, "simpo": simpo, "orpo": orpo,
+}  # fmt: skip
 REFERENCE_FREE = {"simpo", "orpo", "sft"}
 LABEL_SMOOTHED = {"sigmoid", "robust", "exo_pair"}
 
 
 def kto(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:
-    """1 - s(beta (r - KL)) if desirable, 1 - s(beta (KL - r)) if not: KTO, Ethayarajh et al. 2024, eq. 8 (arXiv 2402.01306).
+    """1 - s(beta (r - KL)) if desirable, 1 - s(beta (KL - r)) if not: KTO, Ethayarajh et al. eq. 8 (arXiv 2402.01306).
 
     log_ratio [B], label [B] bool, shift: the clamped KL estimate, a scalar; returns [B], weights not applied.
     """
@@ -184,5 +185,5 @@ def bco(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:
 
 
 UNPAIRED: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
-    f.__name__: f for f in (kto, apo_zero_unpaired, bco)
-}
+    "kto": kto, "apo_zero_unpaired": apo_zero_unpaired, "bco": bco,
+}  # fmt: skip

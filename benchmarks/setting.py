@@ -1,0 +1,84 @@
+"""What both sides of a benchmark are given: rows of GSM8K, a tokenizer and a model of 44 million random weights.
+
+    read_rows        method -> rows of plain strings, evenly spaced over the file
+    write_model      a byte-level BPE tokenizer trained on the rows' text, and config.json, in one folder
+    build_model      the folder -> random weights from a seed, float32
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 32_768
+SPECIALS = ["<|endoftext|>", "<|pad|>"]
+PLAIN = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+"""A chat template that adds nothing but the end: the same tokens as prompt and completion as strings."""
+FILES = {"sft": "train.jsonl", "kd": "train.jsonl", "dpo": "preference.jsonl", "kto": "unpaired.jsonl"}
+Row = dict[str, Any]
+
+
+def read_rows(data: Path, method: str, count: int) -> list[Row]:
+    """`count` rows in the columns that both sides read. data: GSM8K's folder, or a file of question and answer rows.
+
+    A plain file has no preferences: another row's answer stands in for the rejected or undesirable one.
+    Raises SystemExit where there are too few rows.
+    """
+    rows = list(_lines(data / FILES[method] if data.is_dir() else data))
+    if len(rows) < count:
+        raise SystemExit(f"error: {method}: {count} rows are wanted and {data} has {len(rows)}")
+    rows = [rows[n * len(rows) // count] for n in range(count)]
+    if "question" in rows[0]:
+        pairs = [(row["question"], row["answer"]) for row in rows]
+        return [_row(method, n, prompt, answer, pairs[n - 1][1]) for n, (prompt, answer) in enumerate(pairs)]
+    return [{name: row[name] for name in _columns(method)} for row in rows]
+
+
+def _row(method: str, number: int, prompt: str, answer: str, other: str) -> Row:
+    if method == "dpo":
+        return {"prompt": prompt, "chosen": answer, "rejected": other}
+    if method == "kto":
+        return {"prompt": prompt, "completion": other if number % 2 else answer, "label": number % 2 == 0}
+    return {"prompt": prompt, "completion": answer}
+
+
+def _columns(method: str) -> tuple[str, ...]:
+    return {"dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion", "label")}[method]
+
+
+def _lines(file: Path) -> Iterator[Row]:
+    with file.open(encoding="utf-8") as lines:
+        yield from map(json.loads, lines)
+
+
+def write_model(folder: Path, data: Path) -> None:
+    """Tokenizer and config.json of a Qwen3 with hidden 512, 8 layers and tied embeddings of 32768 rows (padded)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=SPECIALS, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    texts = (text for row in _lines(data / "train.jsonl" if data.is_dir() else data) for text in row.values())
+    backend.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIALS[0], pad_token=SPECIALS[1])
+    tokenizer.chat_template = PLAIN
+    tokenizer.save_pretrained(folder)
+    Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=512, num_hidden_layers=8, intermediate_size=1536, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
+        eos_token_id=0, pad_token_id=1, bos_token_id=None,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+def build_model(folder: Path, seed: int) -> Any:
+    """The model with random weights, the same for every caller with this seed."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)

@@ -1,0 +1,78 @@
+"""Generation evaluation: answer the prompts of the eval set greedily and compare final answers.
+
+ExactMatch    an `evaluate.Metric` that needs no network: does the final answer equal the reference's?
+exact_match   the whole evaluation, for a trainer
+"""
+
+import re
+from functools import partial
+from typing import Any
+
+import datasets
+import evaluate
+import torch
+
+from . import rollout
+from .errors import InputError
+
+
+def final_answer(text: str) -> str:
+    r"""The final answer of a solution: after `####`, in `\boxed{}`, or after `A:` / "answer is"; else its last number.
+
+    Thousands separators, currency signs and a trailing period or `.0` do not count: "$1,200.00" is "1200".
+    """
+    for pattern in (r"####\s*(\S+)", r"\\boxed\{([^{}]*)\}", r"(?:\bA|[Aa]nswer(?:\s+is)?)\s*:?\s*\$?(-?[\d.,]*\d)"):
+        found = re.findall(pattern, text)
+        if found:
+            return _normal(found[-1])
+    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
+    return _normal(numbers[-1] if numbers else text)
+
+
+def _normal(answer: str) -> str:
+    """One spelling for equal answers."""
+    answer = answer.strip().strip("$.").replace(",", "").replace("$", "")
+    try:
+        return f"{float(answer):.10g}"
+    except ValueError:
+        return answer.lower()
+
+
+class ExactMatch(evaluate.Metric):
+    """Share of predictions whose final answer equals the reference's: {"exact_match": float in 0..1}."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return evaluate.MetricInfo(
+            description="Exact match of the final answer",
+            citation="",
+            inputs_description="predictions and references: texts that end in an answer",
+            features=datasets.Features(
+                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
+            ),
+        )
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        hits = [final_answer(p) == final_answer(r) for p, r in zip(predictions, references, strict=True)]
+        return {"exact_match": sum(hits) / max(len(hits), 1)}
+
+
+def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
+    """The share of prompts whose greedy answer has the final answer of the data (of its chosen or desirable answer).
+
+    Each rank answers its share of the rows. Raises InputError for rows without a prompt or an answer.
+    """
+    kept = [row for row in rows if row.get("label", True)]
+    gold = [row["chosen_ids"] if "chosen_ids" in row else row["completion_ids"] for row in kept]
+    if not kept or not all(gold) or all(len(row["prompt_ids"]) < 2 for row in kept):
+        raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
+    args, accelerator, tokenizer = trainer.args, trainer.accelerator, trainer.tokenizer
+    mine = slice(accelerator.process_index, None, accelerator.num_processes)
+    answers = rollout.generate(
+        trainer.model_wrapped, [row["prompt_ids"] for row in kept[mine]], args.eval_max_completion_length,
+        trainer.terminal_ids, tokenizer.pad_token_id, batch_size=args.eval_batch_size,
+    )  # fmt: skip
+    decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
+    score = ExactMatch().compute(predictions=decode(answers), references=decode(gold[mine]))["exact_match"]
+    hits = torch.tensor([score * len(answers), len(answers)], device=accelerator.device)
+    right, count = accelerator.reduce(hits, "sum").tolist()
+    return right / count
