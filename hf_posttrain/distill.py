@@ -64,11 +64,11 @@ def dense(
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         theirs = teacher.logits(rows)
         size, target = min(logits.shape[-1], theirs.shape[-1]), targets[rows, None]
-        q = torch.log_softmax(logits[:, :size] / temperature, dim=-1)
-        p = torch.log_softmax(theirs[:, :size] / temperature, dim=-1)
+        q, p = (torch.log_softmax(_at(side[:, :size], temperature), dim=-1) for side in (logits, theirs))
         total = function(q, p)
         stats = {"divergence": total, "student": q.gather(-1, target)[:, 0], "teacher": p.gather(-1, target)[:, 0]}
-        return _with_ce(total, logits, target, ce_coef, stats)
+        own = q if temperature == 1 and size == logits.shape[-1] else None
+        return _with_ce(total, logits, own, target, ce_coef, stats)
 
     return Differentiated(value)
 
@@ -84,20 +84,26 @@ def top_k(
     """The same with a cached teacher: ids and logps [N, K] at this temperature, the rest of its mass in one bucket."""
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        student = torch.log_softmax(logits / temperature, dim=-1)
-        total = function(top_k_buckets(student, ids[rows]), with_tail(logps[rows]))
-        return _with_ce(total, logits, targets[rows, None], ce_coef, {"divergence": total})
+        q = torch.log_softmax(_at(logits, temperature), dim=-1)
+        total = function(top_k_buckets(q, ids[rows]), with_tail(logps[rows]))
+        own = q if temperature == 1 else None
+        return _with_ce(total, logits, own, targets[rows, None], ce_coef, {"divergence": total})
 
     return Differentiated(value)
 
 
+def _at(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits / temperature
+
+
 def _with_ce(
-    total: Tensor, logits: Tensor, target: Tensor, ce_coef: float, stats: dict[str, Tensor]
+    total: Tensor, logits: Tensor, own: Tensor | None, target: Tensor, ce_coef: float, stats: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mix in the cross-entropy of the student's own full vocabulary."""
+    """Mix in the cross-entropy of the student's own full vocabulary; `own`: its log-probabilities where at hand."""
     if ce_coef == 0:
         return total, stats
-    ce = -torch.log_softmax(logits, dim=-1).gather(-1, target)[:, 0]
+    logps = torch.log_softmax(logits, dim=-1) if own is None else own
+    ce = -logps.gather(-1, target)[:, 0]
     return ce_coef * ce + (1 - ce_coef) * total, stats | {"ce": ce}
 
 

@@ -45,18 +45,20 @@ class LogProb:
         targets = self.targets[rows, None]
         logps = torch.log_softmax(logits if self.temperature == 1.0 else logits / self.temperature, dim=-1)
         value = logps.gather(-1, targets)
-        stats = {}
-        if self.stats:
-            stats = {"entropy": entropy(logps), "correct": (value >= logps.amax(-1, keepdim=True)).squeeze(-1).float()}
+        if not self.stats and not need_grad:
+            return Tile(value.squeeze(-1), None)
+        correct = (value >= logps.amax(-1, keepdim=True)).squeeze(-1).float() if self.stats else None
+        probs = logps.exp() if self.stats else logps.exp_()
+        stats = {"entropy": entropy(probs, logps), "correct": correct} if correct is not None else {}
         if not need_grad:
             return Tile(value.squeeze(-1), None, stats)
-        grad = logps.exp_().neg_().scatter_add_(-1, targets, torch.ones_like(value))  # one-hot - softmax
+        grad = probs.neg_().scatter_add_(-1, targets, torch.ones_like(value))  # one-hot - softmax
         return Tile(value.squeeze(-1), grad if self.temperature == 1.0 else grad.div_(self.temperature), stats)
 
 
-def entropy(logps: Tensor) -> Tensor:
-    """-sum p ln p of log-probabilities [n, V] -> [n]; -inf padding counts as 0."""
-    return -(logps.exp() * logps.clamp(min=-1e30)).sum(-1)
+def entropy(probs: Tensor, logps: Tensor) -> Tensor:
+    """-sum p ln p of probabilities and their logarithms [n, V] -> [n]; -inf padding counts as 0. Overwrites `logps`."""
+    return -torch.linalg.vecdot(probs, logps.clamp_(min=-1e30))
 
 
 @dataclass(frozen=True)
