@@ -80,12 +80,15 @@ class KTOTrainer(PostTrainer):
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
 
-    def prepare(self, rows: Any, args: Any, name: str) -> Any:
-        """Tokenised rows, each with the mismatched completion of its partner."""
-        if isinstance(rows, datasets.IterableDataset):
-            raise InputError("KTO needs a data set of known length, not a stream: each row is paired with another one")
-        rows = super().prepare(rows, args, name)
-        if not isinstance(rows, datasets.Dataset) or args.loss_type != "kto":
+    @classmethod
+    def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
+        """Tokenised rows, each with the mismatched completion of its partner. Raises InputError for a stream."""
+        if not isinstance(rows, datasets.Dataset):
+            raise InputError(f"{name}: KTO needs a data set of known length, not a stream: rows are paired with others")
+        if "mismatch_ids" in rows.column_names:
+            return rows
+        rows = super().prepare_rows(rows, tokenizer, args, name)
+        if args.loss_type != "kto":
             return rows
         other = rows.select(partners(rows, args.seed, name)).select_columns("completion_ids")
         return datasets.concatenate_datasets([rows, other.rename_column("completion_ids", "mismatch_ids")], axis=1)

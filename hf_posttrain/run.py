@@ -91,8 +91,9 @@ def run(recipe: Recipe) -> dict[str, float]:
     config = train_config(recipe, getattr(method, config_name))
     checkpoint = checkpoint_to_resume(recipe, config)
     tokenizer, peft_config = check_models(recipe)
-    rows = prepare_data(recipe, tokenizer, config)
-    trainer = getattr(method, trainer_name)(
+    trainer_class = getattr(method, trainer_name)
+    rows = prepare_data(recipe, trainer_class, tokenizer, config)
+    trainer = trainer_class(
         args=config,
         processing_class=tokenizer,
         peft_config=peft_config,
@@ -125,8 +126,8 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
     return tokenizer, models.lora_config(recipe.model, recipe.where)
 
 
-def prepare_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """The trainer's train_dataset and eval_dataset, tokenised. Raises InputError for the first bad file or row."""
+def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """The trainer's train_dataset and eval_dataset, prepared. Raises InputError for the first bad file or row."""
     from . import data
 
     given = {name: sources for name in ("train", "eval") if (sources := getattr(recipe.data, name)) is not None}
@@ -137,7 +138,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
     for name, sources in given.items():
         with _placed(recipe, f"data.{name}"), config.main_process_first(desc=f"tokenising {name}"):
             raw = data.load(sources, name)
-            rows[f"{name}_dataset"] = data.prepare(raw, recipe.method, tokenizer, config, _with_file(name, sources))
+            rows[f"{name}_dataset"] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
     return rows
 
 

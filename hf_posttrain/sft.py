@@ -69,12 +69,13 @@ class SFTTrainer(PostTrainer):
     unit = "tokens"
     config_class = SFTConfig
 
-    def prepare(self, rows: Any, args: Any, name: str) -> Any:
+    @classmethod
+    def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
         """Tokenised rows; training rows packed where `packing` says so. Raises InputError for a stream to be packed."""
-        packing = args.packing and name == "train" and rows is not None
-        if packing and isinstance(rows, datasets.IterableDataset):
-            raise InputError("packing needs a data set of known length, not a stream: set packing: false")
-        rows = super().prepare(rows, args, name)
+        packing = args.packing and name.startswith("train")
+        if packing and not isinstance(rows, datasets.Dataset):
+            raise InputError(f"{name}: packing needs a data set of known length, not a stream: set packing: false")
+        rows = super().prepare_rows(rows, tokenizer, args, name)
         return data.pack(rows, args.max_length, name) if packing else rows
 
     @staticmethod

@@ -54,7 +54,7 @@ class PostTrainer(Trainer):
     """Base of the five trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
 
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model.
-    train_dataset, eval_dataset: rows in any format of `data.py`: raw, streaming or already tokenised.
+    train_dataset, eval_dataset: rows in any format of `data/`: raw, streaming or already tokenised.
     Raises InputError for a mistake in the arguments or the data.
     """
 
@@ -87,8 +87,8 @@ class PostTrainer(Trainer):
         self.router_coef = _router_coef(scoring.causal_lm(model).config, args)
         self.scored = [scoring.causal_lm(model)]
         collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
-        train = self.prepare(train_dataset, args, "train")
-        evaluation = self.prepare(eval_dataset, args, "eval")
+        train = self.prepare(train_dataset, self.tokenizer, args, "train")
+        evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
 
     # ---- what a method defines
@@ -112,15 +112,29 @@ class PostTrainer(Trainer):
 
     # ---- data
 
-    def prepare(self, rows: Rows | dict[str, Rows] | None, args: PostTrainConfig, name: str) -> Any:
-        """Tokenised rows, whatever comes in; a dict of data sets one by one."""
+    @classmethod
+    def prepare(
+        cls, rows: Rows | dict[str, Rows] | None, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str
+    ) -> Any:
+        """Rows as `collate_rows` takes them, from whatever comes in; a dict of data sets one by one.
+
+        name: what messages call the rows; "train" is how the training set begins. Needs no model, so a recipe's data
+        is prepared (and refused) before one is loaded; rows that are prepared already stay as they are.
+        """
         if rows is None:
             return None
         if isinstance(rows, dict):
-            return {key: self.prepare(part, args, f"{name} {key}") for key, part in rows.items()}
+            return {key: cls.prepare(part, tokenizer, args, f"{name} {key}") for key, part in rows.items()}
         if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
             rows = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
-        return data.prepare(rows, self.method, self.tokenizer, args, name)
+        return cls.prepare_rows(rows, tokenizer, args, name)
+
+    @classmethod
+    def prepare_rows(
+        cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str
+    ) -> Any:
+        """`prepare` of one data set; a method adds what its rows need beside their tokens."""
+        return data.prepare(rows, cls.method, tokenizer, args, name)
 
     # ---- scoring
 

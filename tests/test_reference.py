@@ -126,7 +126,7 @@ def test_pain_17_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tm
     trainer.train()
     assert trainer.evaluate()["eval_rewards/margins"] > 0.1
     with pytest.raises(InputError, match="not scored by the reference"):
-        trainer.evaluate(trainer.prepare(token_rows("dpo", seed=3), trainer.args, "other"))
+        trainer.evaluate(trainer.prepare(token_rows("dpo", seed=3), trainer.tokenizer, trainer.args, "other"))
 
 
 def test_pain_17_second_run_takes_the_cache(tmp_path, monkeypatch):

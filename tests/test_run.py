@@ -12,7 +12,7 @@ import torch
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from hf_posttrain import run
+from hf_posttrain import data, run
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import load_recipe
 
@@ -157,6 +157,10 @@ def stub_method(monkeypatch, name):
     made = []
 
     class Trainer:
+        @staticmethod
+        def prepare(rows, tokenizer, args, name_of_rows):
+            return data.prepare(rows, name, tokenizer, args, name_of_rows)
+
         def __init__(self, **kwargs):
             self.args, self.done, self.model = kwargs["args"], [], kwargs["model"]
             made.append((kwargs, self.done))
@@ -269,3 +273,26 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
     assert json.loads(Path("out/all_results.json").read_text())["train_loss"] > 0
     assert run.main(["out/recipe.yaml", "train.resume_from_checkpoint=auto", "train.max_steps=3"]) == 0
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "expected"),
+    [
+        ("kto", [{"prompt": "a", "completion": "b", "label": True}] * 3, "all 3 rows have the same prompt"),
+        ("kto", [{"prompt": "a", "completion": "b", "label": "yes"}] * 3, "expected true or false"),
+        ("dpo", [{"prompt": "a", "chosen": "b"}] * 3, "are none that dpo reads"),
+    ],
+)
+def test_bad_rows_end_before_a_model_is_loaded(folder, no_weights, capsys, method, rows, expected):
+    (folder / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    line = error_line(capsys, "sft.yaml", f"method={method}", "data.train={path: bad.jsonl}")
+    assert "bad.jsonl" in line
+    assert expected in line
+
+
+def test_a_stream_for_kto_ends_before_a_model_is_loaded(folder, no_weights, capsys):
+    (folder / "rows2.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": str(i), "completion": "b", "label": True}) for i in range(3))
+    )
+    line = error_line(capsys, "sft.yaml", "method=kto", "data.train={path: rows2.jsonl, streaming: true}")
+    assert "not a stream" in line
