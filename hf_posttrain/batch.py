@@ -102,13 +102,15 @@ def _separate(examples: Sequence[Example]) -> list[Document]:
 
 def _append(document: Document, last_prompt_id: int, branch: Branch, start: int, number: int, owner: int) -> None:
     """Add [last prompt token, branch without its last token] with the branch as targets, up to the last trained one."""
-    mask = branch.mask if branch.mask is not None else [1] * len(branch.ids)
-    size = len(mask) - next((i for i, trained in enumerate(reversed(mask)) if trained), len(mask))
+    size, targets = len(branch.ids), list(branch.ids)
+    if branch.mask is not None and not all(branch.mask):
+        size -= next((i for i, trained in enumerate(reversed(branch.mask)) if trained), size)
+        targets = [token if trained else IGNORE for token, trained in zip(targets[:size], branch.mask, strict=False)]
     document.ids += [last_prompt_id, *branch.ids[: size - 1]][:size]
     document.positions += range(start, start + size)
     document.branch += [number] * size
-    document.targets += [token if trained else IGNORE for token, trained in zip(branch.ids[:size], mask, strict=False)]
-    document.owners += [owner] * sum(map(bool, mask))
+    document.targets += targets
+    document.owners += [owner] * (size - targets.count(IGNORE))
     document.weights += [1] * size
 
 

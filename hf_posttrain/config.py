@@ -17,6 +17,7 @@ _REFUSED = {
     "label_smoothing_factor": (0.0, "it smooths full logits, which never exist here; DPO has label_smoothing"),
     "use_liger_kernel": (False, "the head is fused already"),
     "torch_compile": (False, "batches change shape at every step; leave it off"),
+    "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
     "batch_eval_metrics": (False, "metrics are exact sums over the whole set; leave it off"),
 }
 _TRL_ADVICE = {

@@ -116,10 +116,12 @@ class SampledPolicyGradient:
     teacher: Tensor
     """[N], the teacher's log-probabilities of them at the same temperature."""
     temperature: float
+    vocabulary: int
+    """Of the ids that both models have."""
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
         """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
-        tile = LogProb(self.targets, self.temperature, stats=True)(logits, rows, need_grad)
+        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad)
         advantage = self.teacher[rows] - tile.value
         stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
         grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])

@@ -107,6 +107,7 @@ class OPDTrainer(PostTrainer):
         self.score_beside(self.teacher.model)
         theirs = policy.terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
         self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
+        self.vocabulary = min(model.config.get_text_config().vocab_size for model in self.scored)
         rollout.warn_if_altered(self.generation_config)
         if self.args.lmbda < 1:
             require_completions(self.train_dataset)
@@ -149,7 +150,7 @@ class OPDTrainer(PostTrainer):
         args = self.args
         return rollout.generate(
             model, prompts, args.max_completion_length, self.terminal_ids, self.tokenizer.pad_token_id,
-            args.temperature, args.generation_batch_size,
+            args.temperature, args.generation_batch_size, self.vocabulary,
         )  # fmt: skip
 
     def _collated(self, batch: dict, parts: list[tuple[Example, bool]]) -> dict:
@@ -189,11 +190,13 @@ class OPDTrainer(PostTrainer):
     def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, ones: Tensor) -> tuple[Tensor, dict]:
         """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
         temperature, discount = self.args.temperature, self.args.discount
-        teacher = self.teacher.score(batch, LogProb(targets, temperature))["value"]
+        teacher = self.teacher.score(batch, LogProb(targets, temperature, vocabulary=self.vocabulary))["value"]
         if discount == 0:
-            scores = self.score(model, batch, distill.SampledPolicyGradient(targets, teacher, temperature), ones)
+            scores = self.score(
+                model, batch, distill.SampledPolicyGradient(targets, teacher, temperature, self.vocabulary), ones
+            )
             return scores["value"], scores
-        scores = self.score(model, batch, LogProb(targets, temperature, stats=True))
+        scores = self.score(model, batch, LogProb(targets, temperature, True, self.vocabulary))
         student = scores["value"].detach()
         advantage = self._discounted(teacher - student, batch["owner"])
         return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}

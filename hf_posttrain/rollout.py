@@ -29,11 +29,13 @@ def generate(
     pad_id: int,
     temperature: float | None = None,
     batch_size: int | None = None,
+    vocabulary: int | None = None,
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
     temperature None is greedy; otherwise tokens are drawn from softmax(logits / temperature) over the whole vocabulary,
     whatever the model's generation config says (it is put aside). Draws from the global generator: see `seeded`.
+    vocabulary: ids from there on (padding of the student's vocabulary that a teacher lacks) are never drawn.
     Prompts are sorted by length and generated batch_size at a time (None: all at once).
     """
     inner = causal_lm(model)
@@ -46,6 +48,9 @@ def generate(
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, eos_token_id=terminal_ids, pad_token_id=pad_id, use_cache=True, **sampling
     )
+    own = inner.config.get_text_config().vocab_size
+    if vocabulary is not None and vocabulary < own:
+        config.suppress_tokens = list(range(vocabulary, own))
     with torch.no_grad(), eval_mode(model), _only(inner, config):
         for start in range(0, len(order), size):
             chosen = order[start : start + size]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass
@@ -39,10 +39,14 @@ class LogProb:
     """Divides the logits."""
     stats: bool = False
     """Also return `entropy` and `correct` (1 where the target is the argmax)."""
+    vocabulary: int | None = None
+    """The ids that exist; logits behind them (padding of the vocabulary) count as -inf. None: all."""
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
         """[n, V] -> Tile of [n]."""
-        targets = self.targets[rows, None]
+        targets, size = self.targets[rows, None], logits.shape[-1]
+        if self.vocabulary is not None and self.vocabulary < size:
+            logits = nn.functional.pad(logits[:, : self.vocabulary], (0, size - self.vocabulary), value=-torch.inf)
         logps = torch.log_softmax(logits if self.temperature == 1.0 else logits / self.temperature, dim=-1)
         value = logps.gather(-1, targets)
         if not self.stats and not need_grad:

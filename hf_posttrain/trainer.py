@@ -87,7 +87,7 @@ class PostTrainer(Trainer):
         self.router_coef = _router_coef(scoring.causal_lm(model).config, args)
         self.scored = [scoring.causal_lm(model)]
         collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
-        train = self.prepare(train_dataset, self.tokenizer, args, "train")
+        train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
         evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
 
@@ -190,8 +190,8 @@ class PostTrainer(Trainer):
         losses = self.losses(model, inputs)
         items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
         loss = (losses.values * losses.weights).sum() / torch.as_tensor(items).clamp(min=1)
-        loss = self._note_step(loss)
         self._note("train", losses)
+        self._note_step(loss.detach())
         if self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
         if losses.router_logits is not None:
@@ -213,11 +213,10 @@ class PostTrainer(Trainer):
         if stage == "eval":
             meter.add("loss", losses.values, losses.weights)
 
-    def _note_step(self, loss: Tensor) -> Tensor:
+    def _note_step(self, loss: Tensor) -> None:
         """Count non-finite losses and their step on the device; read at log steps."""
-        bad = ~torch.isfinite(loss.detach())
-        self.meters["train"].add("nonfinite_step", bad.float() * (self.state.global_step + 1), bad.float())
-        return loss
+        bad = (~torch.isfinite(loss)).float()
+        self.meters["train"].add("nonfinite_step", bad * (self.state.global_step + 1), bad)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the training metrics, reduced over ranks, to each log of the loss."""
@@ -243,15 +242,21 @@ class PostTrainer(Trainer):
                 return mean, None, None
             return mean, *self.predictions(model, inputs, losses)
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's, with a row for each example where `compute_metrics` is given rows of logits."""
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """HF's, for raw rows too, and with a row for each example where `compute_metrics` is given rows of logits."""
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            eval_dataset = self.prepare(eval_dataset, self.tokenizer, self.args, "eval")
         packed = self.data_collator
         if self.compute_metrics is not None:
             self.data_collator = partial(packed.func, **packed.keywords | {"layout": "padded"})
         try:
-            return super().get_eval_dataloader(*args, **kwargs)
+            return super().get_eval_dataloader(eval_dataset)
         finally:
             self.data_collator = packed
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        """The same for `predict`."""
+        return self.get_eval_dataloader(test_dataset)
 
     def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Any, Any]:
         """What `compute_metrics` is given: (predictions, label_ids)."""
@@ -288,6 +293,15 @@ def _checked(args: PostTrainConfig, config_class: type, kwargs: dict) -> PostTra
             "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
         )
     return args
+
+
+def with_lengths(rows: Any, args: PostTrainConfig) -> Any:
+    """The column that HF's samplers by length read, where one of them is asked for: tokens of each row."""
+    wanted = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
+    if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
+        return rows
+    lengths = [sum(len(ids) for name, ids in row.items() if name.endswith("_ids")) for row in rows]
+    return rows.add_column(args.length_column_name, lengths)
 
 
 def _router_coef(config: Any, args: PostTrainConfig) -> float:

@@ -192,6 +192,22 @@ def test_pain_26_padded_vocabularies_are_sliced(method, sizes, tmp_path, monkeyp
     assert loss == pytest.approx(expected[0], rel=1e-5)
 
 
+def test_pain_26_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path):
+    """A student with 40 padding rows whose logits are large: rollouts and the sampled objective leave them out."""
+    student, teacher = tiny_model(), tiny_model(seed=9)
+    student.resize_token_embeddings(340, mean_resizing=False)
+    with torch.no_grad():
+        student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
+    trainer = trainer_for("opd", student, token_rows("opd"), tmp_path, second=teacher, loss_type="policy_gradient")
+    assert trainer.vocabulary == 300
+    answers = trainer._sample(trainer.model, [[1, 2, 3]] * 300)
+    assert max(max(ids) for ids in answers) < 300
+    free = rollout.generate(trainer.model, [[1, 2, 3]] * 300, 6, trainer.terminal_ids, 256, temperature=1.0)
+    assert max(max(ids) for ids in free) >= 300
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"]) < 100
+
+
 def test_pain_26_a_different_tokenizer_is_refused_at_equal_size(tmp_path):
     teacher, tokenizer = tiny_model(seed=9), byte_tokenizer()
     teacher.save_pretrained(tmp_path / "teacher")
@@ -221,7 +237,7 @@ def test_a_missing_teacher_and_the_student_itself_are_refused(tmp_path):
     ("method", "config", "message"),
     [
         ("opd", {"lmbda": 0.5, "loss_type": "policy_gradient"}, "biased on data"),
-        ("opd", {"loss_type": "kl"}, "is not one of"), ("opd", {"discount": 0.5}, "belongs to loss_type policy_gradient"),
+        ("opd", {"loss_type": "kl"}, "is not one of"), ("opd", {"discount": 0.5}, "belongs to loss_type policy_"),
         ("opd", {"temperature": 0.0}, "must be positive"), ("opd", {"lmbda": 1.5}, r"not in \[0, 1\]"),
         ("opd", {"beta": 0.5}, "interpolation"), ("kd", {"divergence": "kl"}, "is not one of"),
         ("kd", {"beta": 0.5}, "interpolation"), ("kd", {"kd_coef": 2.0}, r"not in \[0, 1\]"),

@@ -121,12 +121,15 @@ def test_extreme_logits_in_bfloat16_stay_finite():
     weight = torch.tensor([[100.0], [-100.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)  # logits +-1e4
     values, _ = H.score_tokens(H.Head(weight, None), hidden, LogProb(torch.tensor([0, 1, 2, 0]), stats=True))
     values.sum().backward()
-    assert torch.isfinite(values).all() and values[1] == -2 * 9984  # 100 * 100 rounds to 9984 in bfloat16
-    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+    assert torch.isfinite(values).all()
+    assert values[1] == -2 * 9984  # 100 * 100 rounds to 9984 in bfloat16
+    assert torch.isfinite(hidden.grad).all()
+    assert torch.isfinite(weight.grad).all()
 
 
 def test_no_token_gives_no_value_and_zero_gradient():
     hidden, weight, bias, _ = tensors()
     values, _ = H.score_tokens(H.Head(weight, bias), hidden[:0], LogProb(torch.zeros(0, dtype=torch.long)))
     (values.sum() + 0 * hidden.sum()).backward()
-    assert values.shape == (0,) and weight.grad.abs().sum() == 0
+    assert values.shape == (0,)
+    assert weight.grad.abs().sum() == 0

@@ -31,20 +31,11 @@ class Largest(TorchDispatchMode):
 
 def model(seed=0):
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=V,
-            hidden_size=H,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            max_position_embeddings=1024,
-            eos_token_id=258,
-            pad_token_id=256,
-        )  # fmt: skip
-    )
+    config = Qwen3Config(
+        vocab_size=V, hidden_size=H, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, max_position_embeddings=1024, eos_token_id=258, pad_token_id=256,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
 
 
 def rows(method):

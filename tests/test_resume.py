@@ -10,7 +10,8 @@ from training_for_tests import METHODS, token_rows, trainer_for
 
 VARIANTS = [(method, {}) for method in METHODS] + [
     ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}),
-    ("opd", {"loss_type": "policy_gradient"}), ("opd", {"lmbda": 0.5, "num_generations": 2}), ("sft", {"neftune_noise_alpha": 5.0}),
+    ("opd", {"loss_type": "policy_gradient"}), ("opd", {"lmbda": 0.5, "num_generations": 2}),
+    ("sft", {"neftune_noise_alpha": 5.0}),
 ]  # fmt: skip
 
 

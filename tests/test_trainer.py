@@ -212,6 +212,27 @@ def test_exact_match_answers_greedily(tmp_path):
     assert trainer.evaluate()["eval_exact_match"] == 1.0
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_other_rows_are_evaluated_and_predicted_raw(method, tmp_path):
+    """`evaluate(rows)` and `predict(rows)` take what the trainer takes, and rows that it has prepared already."""
+    trainer = trainer_for(method, tiny_model(), token_rows(method), tmp_path, second=second_for(method))
+    raw = token_rows(method, 5, seed=6)
+    expected = trainer.evaluate(raw)["eval_loss"]
+    prepared = trainer.prepare(raw, trainer.tokenizer, trainer.args, "eval")
+    assert trainer.evaluate(prepared)["eval_loss"] == expected
+    assert trainer.predict(raw).metrics["test_loss"] == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sampling_by_length_works(method, tmp_path):
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method), tmp_path, second=second_for(method), max_steps=2,
+        train_sampling_strategy="group_by_length",
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
 # ---- what must be noticed
 
 

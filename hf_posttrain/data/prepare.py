@@ -27,6 +27,10 @@ COLUMNS = {
 }
 
 
+ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
+"""What trainers add to prepared rows."""
+
+
 def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
     """Token ids for `method`: exactly COLUMNS[method], and `index` (row number) unless the data set is a stream.
 
@@ -38,7 +42,8 @@ def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, confi
     Raises InputError for the first bad row.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
-    if isinstance(dataset, datasets.Dataset) and {*columns} == {*COLUMNS[method], "index"}:
+    own = {*COLUMNS[method], "index"}
+    if isinstance(dataset, datasets.Dataset) and own <= {*columns} <= own | ADDED:
         return dataset
     field = getattr(config, "dataset_text_field", "text")
     if field != "text" and field in columns and "text" not in columns:

@@ -76,10 +76,14 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
         "heldout": [{**solution(a, b), "rejected": slip(a, b, random_)} for a, b in heldout],
         "train": [solution(a, b) for a, b in train],
         "prompts": [{"prompt": f"{a}+{b}="} for a, b in prompts],
-        "dpo": [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": w} for r, w in zip(right, wrong, strict=True)],
-        "kto": [{**r, "label": True} if n % 2 else {**r, "completion": w, "label": False}
-                for n, (r, w) in enumerate(zip(right, wrong, strict=True))],
-    }  # fmt: skip
+        "dpo": [
+            {"prompt": r["prompt"], "chosen": r["completion"], "rejected": w} for r, w in zip(right, wrong, strict=True)
+        ],
+        "kto": [
+            {**r, "label": True} if n % 2 else {**r, "completion": w, "label": False}
+            for n, (r, w) in enumerate(zip(right, wrong, strict=True))
+        ],
+    }
     rows["few"] = rows["train"][: SIZES["few"]]
     return rows
 
