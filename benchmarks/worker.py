@@ -46,7 +46,8 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     """The trainer of hf_posttrain."""
     import hf_posttrain
 
-    method, options = spec["method"], {"precompute_ref_log_probs": True} if spec["cached"] else {}
+    method = spec["method"]
+    options: dict[str, Any] = {"precompute_ref_log_probs": True} if spec["cached"] else {}
     if method == "kd":  # what GKD at lmbda 0 minimises
         options = {"kd_coef": 1.0, "divergence": "forward_kl"}
         given["teacher_model"] = build_model(Path(spec["folder"]), seed=1)
@@ -60,7 +61,8 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     import trl
     from trl.experimental import gkd
 
-    method, options = spec["method"], {"precompute_ref_log_probs": True} if spec["cached"] else {}
+    method = spec["method"]
+    options: dict[str, Any] = {"precompute_ref_log_probs": True} if spec["cached"] else {}
     module: Any = trl
     name = method.upper()
     if method == "kd":

@@ -85,6 +85,8 @@ class PostTrainConfig(TrainingArguments):
     """Column of plain text, for method sft and kd."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template, for instance {enable_thinking: false}."""
+    apply_chat_template: bool = False
+    """Plain-string prompts become a user turn and their answers an assistant's, in the model's chat template."""
     disable_dropout: bool = False
     """Set every dropout of the policy to 0, LoRA's included."""
     router_aux_loss_coef: float | None = None

@@ -541,3 +541,16 @@ def test_real_rows_round_trip(gsm8k):
     assert len(prepare(data.load(source(gsm8k / "preference.jsonl", limit=50)), "dpo")) == 50
     unpaired = data.load(source(gsm8k / "unpaired.jsonl", limit=50))
     assert prepare(unpaired, "kto")["label"][:] == unpaired["label"][:]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "opd"])
+def test_plain_strings_as_chat(method):
+    """apply_chat_template gives a row of strings the ids of the same row as messages."""
+    answers = {"dpo": {"chosen": "4", "rejected": "5"}, "kto": {"completion": "4", "label": True}}
+    answer = answers.get(method, {"completion": "4"})
+    turns = {k: v if k == "label" else [{"role": "assistant", "content": v}] for k, v in answer.items()}
+    plain = prepare([{"prompt": "2+2?", **answer}], method, apply_chat_template=True)
+    assert plain[:] == prepare([{"prompt": [{"role": "user", "content": "2+2?"}], **turns}], method)[:]
+    assert plain[:] != prepare([{"prompt": "2+2?", **answer}], method)[:]
+    with pytest.raises(InputError, match="needs a column 'prompt'"):
+        prepare([{"text": "a"}], "sft", apply_chat_template=True)

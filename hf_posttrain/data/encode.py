@@ -33,12 +33,16 @@ class Plan(NamedTuple):
     completion_only: bool | None
     assistant_only: bool
     template_kwargs: dict | None
+    as_chat: bool = False
     code: str = _CODE  # ages the cache
 
 
 def read(row: dict, plan: Plan) -> list[Sample]:
     """The samples of a row for this method: KTO splits pairs; OPD splits a conversation at its last turn."""
     sample = FORMATS[plan.form](row)
+    if plan.as_chat and isinstance(sample.prompt, str):
+        answers = [[{"role": "assistant", "content": text}] for text in sample.branches]
+        sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
     parts = [part for part in (sample.prompt, *sample.branches) if part is not None]
     if len({type(part) for part in parts}) > 1:
         raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")

@@ -36,9 +36,10 @@ def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, confi
 
     A data set that has exactly these columns was prepared before and is returned as it is.
     Reads max_length, max_completion_length (OPD), completion_only_loss, assistant_only_loss, dataset_text_field,
-    dataset_num_proc and chat_template_kwargs from `config`. max_length (tokens) bounds prompt plus longest branch: the
-    prompt is cut first, from the left, then branches from the right. For OPD, max_length - max_completion_length
-    bounds the prompt and completions stay whole. Rows with no trained token left are dropped; counts are logged.
+    dataset_num_proc, apply_chat_template and chat_template_kwargs from `config`.
+    max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left, then branches from
+    the right. For OPD, max_length - max_completion_length bounds the prompt and completions stay whole. Rows with no
+    trained token left are dropped; counts are logged.
     Raises InputError for the first bad row.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
@@ -83,8 +84,11 @@ def _plan(form: str, method: str, config: Any, name: str) -> Plan:
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
     if assistant_only and form == "text":
         raise InputError("assistant_only_loss needs messages, the data has text")
+    as_chat = bool(option("apply_chat_template"))
+    if as_chat and (form == "text" or "_ids" in form):
+        raise InputError(f"apply_chat_template needs a column 'prompt', the data has {form}")
     max_prompt = max_length - max_new if method == "opd" and max_length else None
-    return Plan(method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs)
+    return Plan(method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs, as_chat)
 
 
 def _features(method: str) -> datasets.Features:
