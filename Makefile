@@ -1,10 +1,11 @@
-# The project's commands. `make` lists them. Settings: PYTHON, VENV, FLOOR_TORCH, PYTEST (more arguments for pytest),
-# BENCH (arguments for the benchmark).
+# The project's commands. `make` lists them. Settings: PYTHON, VENV, FLOOR_TORCH, WORKERS (processes of the suite), PYTEST
+# (more arguments for pytest), BENCH (arguments for the benchmark).
 
 PYTHON ?= python3
 VENV ?= .venv
 FLOOR_VENV ?= .venv-floor
 FLOOR_TORCH ?= 2.6.0
+WORKERS ?= 2
 PYTEST ?=
 BENCH ?= --method all --against trl
 
@@ -12,6 +13,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
 SOURCES := hf_posttrain tests benchmarks recipes
+SUITE := -m pytest -n $(WORKERS) --dist loadfile
 PIP := -m pip install -q --disable-pip-version-check
 
 export HF_HUB_OFFLINE := 1
@@ -37,13 +39,13 @@ quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU co
 	$(BIN)/python recipes/tiny/quickstart.py
 
 test: lint types ## lint, types and all tests but the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
+	$(BIN)/python $(SUITE) -m "not slow" $(PYTEST)
 
 test-all: lint types ## the same with the slow tests
-	$(BIN)/python -m pytest $(PYTEST)
+	$(BIN)/python $(SUITE) $(PYTEST)
 
 test-floor: $(FLOOR_STAMP) ## the tests with the oldest versions that setup.cfg allows (torch: FLOOR_TORCH)
-	$(FLOOR_VENV)/bin/python -m pytest -m "not slow" $(PYTEST)
+	$(FLOOR_VENV)/bin/python $(SUITE) -m "not slow" $(PYTEST)
 
 $(FLOOR_STAMP): setup.cfg constraints-floor.txt
 	@$(call check_python)

@@ -96,6 +96,14 @@ class PostTrainConfig(TrainingArguments):
     eval_max_completion_length: int = 256
     """Longest answer in that evaluation, in tokens."""
 
+    def __new__(cls, *args: Any, **kwargs: Any):
+        """Names that TRL's configs have and this one lacks raise with what to use instead."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        for name in kwargs:
+            if name not in names and (advice := trl_advice(name)):
+                raise InputError(f"{cls.__name__} has no {name}: {advice}")
+        return super().__new__(cls)
+
     def __post_init__(self):
         self._resolve_gradient_checkpointing()
         if self.bf16 is None:
@@ -123,8 +131,3 @@ class PostTrainConfig(TrainingArguments):
         """The deprecated name, given explicitly, wins over our default of the new one."""
         if self.gradient_checkpointing is not None:
             self.activation_checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
-
-    @classmethod
-    def own_fields(cls) -> set[str]:
-        """Names of the fields that TrainingArguments does not have."""
-        return {f.name for f in dataclasses.fields(cls)} - {f.name for f in dataclasses.fields(TrainingArguments)}

@@ -1,7 +1,9 @@
 """PostTrainer: its own check of the scoring, refusals, metrics, non-finite losses, drop-in use, what is saved."""
 
+import copy
 import json
 import logging
+import pickle
 
 import datasets
 import numpy as np
@@ -247,6 +249,18 @@ def test_sampling_by_length_works(method, tmp_path):
 def test_what_cannot_be_honoured_raises(config, message, tmp_path):
     with pytest.raises(InputError, match=message):
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **config)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("truncation_mode", "trimmed from its left first"), ("padding_free", "layout: packed")]
+)
+def test_fields_of_trl_that_do_not_exist_say_what_to_use(name, advice, tmp_path):
+    with pytest.raises(InputError, match=f"SFTConfig has no {name}.*{advice}"):
+        SFTConfig(output_dir=str(tmp_path), **{name: True})
+    with pytest.raises(TypeError):
+        SFTConfig(output_dir=str(tmp_path), nonsense=1)
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, learning_rate=1e-4)
+    assert copy.deepcopy(config).learning_rate == pickle.loads(pickle.dumps(config)).learning_rate == 1e-4
 
 
 def test_replacing_collator_or_loss_is_refused(tmp_path):
