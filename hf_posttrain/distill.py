@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .losses import DIVERGENCES, top_k_buckets, with_tail
+from .losses import DIVERGENCES, discounted, top_k_buckets, with_tail
 from .scoring import LMHead
 from .tiles import Differentiated, LogProb, Tile, TileFunction
 
@@ -126,3 +126,17 @@ class SampledPolicyGradient:
         stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
         grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
         return Tile(-advantage * tile.value, grad, stats)
+
+
+def credited(reward: Tensor, owner: Tensor, discount: float) -> Tensor:
+    """Rewards [N] of tokens with those that follow in their rollout, discounted: [N]. owner [N]: whose token it is.
+
+    Tokens of a rollout stand in order; they are laid out as [rollouts, longest] and back.
+    """
+    order, counts = torch.argsort(owner, stable=True), torch.bincount(owner)
+    place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    table = reward.new_zeros(len(counts), int(counts.max()))
+    table[owner[order], place] = reward[order]
+    result = torch.empty_like(reward)
+    result[order] = discounted(table, discount)[owner[order], place]
+    return result

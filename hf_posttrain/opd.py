@@ -23,7 +23,7 @@ from . import distill, policy, rollout
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
-from .losses import DIVERGENCES, discounted, policy_gradient
+from .losses import DIVERGENCES, policy_gradient
 from .teacher import TeacherCallback, check_teacher
 from .tiles import LogProb
 from .trainer import Losses, PostTrainer
@@ -135,7 +135,8 @@ class OPDTrainer(PostTrainer):
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
         args, rows = self.args, [row for batch in batches for row in batch["prompts"].rows]
         with rollout.seeded(self.accelerator.device, args.seed, *seed, self.accelerator.process_index):
-            own = (torch.rand(len(rows)) < args.lmbda).tolist()
+            share = 1.0 if seed[0] == EVALUATION else args.lmbda
+            own = (torch.rand(len(rows)) < share).tolist()
             prompts = [row["prompt_ids"] for row, on_policy in zip(rows, own, strict=True) if on_policy]
             rollouts = iter(self._sample(model, [prompt for prompt in prompts for _ in range(args.num_generations)]))
         examples = [
@@ -178,14 +179,8 @@ class OPDTrainer(PostTrainer):
             values = scores["value"]
         summed = [per_branch(scores[name], batch["owner"], len(batch["sampled"]), 1) for name in ("student", "teacher")]
         lengths = per_branch(ones, batch["owner"], len(batch["sampled"]), 1)[:, 0]
-        return Losses(
-            values,
-            ones,
-            self._metrics(scores, batch, lengths),
-            scores.get("router_logits"),
-            torch.cat(summed, 1),
-            lengths,
-        )
+        metrics, predictions = self._metrics(scores, batch, lengths), torch.cat(summed, 1)
+        return Losses(values, ones, metrics, scores.get("router_logits"), predictions, lengths)
 
     def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, ones: Tensor) -> tuple[Tensor, dict]:
         """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
@@ -198,19 +193,8 @@ class OPDTrainer(PostTrainer):
             return scores["value"], scores
         scores = self.score(model, batch, LogProb(targets, temperature, True, self.vocabulary))
         student = scores["value"].detach()
-        advantage = self._discounted(teacher - student, batch["owner"])
+        advantage = distill.credited(teacher - student, batch["owner"], discount)
         return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
-
-    def _discounted(self, reward: Tensor, owner: Tensor) -> Tensor:
-        """Rewards [N], credited backwards within each rollout: laid out as [rollouts, longest] and back."""
-        order = torch.argsort(owner, stable=True)
-        counts = torch.bincount(owner)
-        place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-        table = reward.new_zeros(len(counts), int(counts.max()))
-        table[owner[order], place] = reward[order]
-        credited = torch.empty_like(reward)
-        credited[order] = discounted(table, self.args.discount)[owner[order], place]
-        return credited
 
     def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
         student, teacher = scores["student"], scores["teacher"]

@@ -10,7 +10,7 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 
 import hf_posttrain
-from hf_posttrain import rollout
+from hf_posttrain import distill, rollout
 from hf_posttrain.errors import InputError
 from hf_posttrain.losses import DIVERGENCES
 
@@ -247,6 +247,19 @@ def test_a_missing_teacher_and_the_student_itself_are_refused(tmp_path):
 def test_contradictions_are_refused(method, config, message, tmp_path):
     with pytest.raises(InputError, match=message):
         trainer_for(method, tiny_model(), token_rows(method), tmp_path, second=tiny_model(seed=9), **config)
+
+
+def test_credit_stays_within_a_rollout():
+    """Two rollouts whose tokens are interleaved in the batch: 1, 2, 4 and 8, 16 with discount 1/2."""
+    reward, owner = torch.tensor([8.0, 1.0, 2.0, 16.0, 4.0]), torch.tensor([1, 0, 0, 1, 0])
+    assert distill.credited(reward, owner, 0.5).tolist() == [8 + 8, 1 + 1 + 1, 2 + 2, 16, 4]
+
+
+def test_evaluation_is_on_policy_whatever_lmbda_says(tmp_path):
+    rows = token_rows("opd")
+    prompts = rows.remove_columns("completion_ids")
+    trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), eval_rows=prompts, lmbda=0.5)
+    assert trainer.evaluate()["eval_generation/length"] > 0
 
 
 def test_lmbda_needs_completions(tmp_path):
