@@ -50,6 +50,8 @@ _TRL_ADVICE = {
     "eval_packing": "evaluation is exact with any batch; leave it out",
     "packing_strategy": "packing is best-fit decreasing",
     "rpo_alpha": "use nll_coef",
+    "loss_type": "kd calls it divergence; sft has one loss",
+    "divergence": "opd calls it loss_type",
 }
 
 

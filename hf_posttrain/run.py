@@ -166,6 +166,8 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
 def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
     """The folder that `train.resume_from_checkpoint` means. Raises InputError where it is missing or incomplete."""
     wanted, folder = config.resume_from_checkpoint, config.output_dir
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise InputError(f"{recipe.where('train.output_dir')}: train.output_dir: {folder} is a file, not a folder")
     if wanted is None:
         if (Path(folder) / "trainer_state.json").exists():
             logger.info("%s holds an earlier run: its files will be overwritten", folder)

@@ -6,6 +6,7 @@ No warning that comes with it may be wrong: all of them are collected, and only 
 import json
 import logging
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -21,12 +22,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 STEPS, BATCH = 20, 2
 FILES = {"sft": "train", "kd": "train", "opd": "train", "dpo": "preference", "kto": "unpaired"}
 EXPECTED = (  # a regular expression, and why it is right that it appears
-    (r"`is_gradient_checkpointing` is deprecated", "peft reads the name that transformers 5.23 deprecates"),
-    (
-        r"^(train|eval) \(\w+\.jsonl\): \d+ rows read.* truncated \(max_length 256\)",
-        "some rows are longer than this test's max_length",
-    ),
-    (r"torch\.cpu\.amp|pin_memory", "torch or accelerate on a machine without a GPU"),
+    (r"^(train|eval) \(\w+\.jsonl\): \d+ rows read.* truncated \(max_length 256\)", "true: max_length is this test's"),
 )
 SECONDS = {}
 
@@ -106,6 +102,6 @@ def test_point_1_every_method_trains_on_gsm8k(method, gsm8k, folders, tmp_path, 
 
 
 def test_total_time(gsm8k, capsys):
-    with capsys.disabled():
+    with capsys.disabled():  # on stderr, which workers of pytest-xdist share
         each = ", ".join(f"{method} {seconds:.1f}" for method, seconds in SECONDS.items())
-        print(f"\nGSM8K, {STEPS} steps of each method: {sum(SECONDS.values()):.0f} s ({each})")
+        print(f"\nGSM8K, {STEPS} steps of each method: {sum(SECONDS.values()):.0f} s ({each})", file=sys.stderr)

@@ -296,3 +296,14 @@ def test_a_stream_for_kto_ends_before_a_model_is_loaded(folder, no_weights, caps
     )
     line = error_line(capsys, "sft.yaml", "method=kto", "data.train={path: rows2.jsonl, streaming: true}")
     assert "not a stream" in line
+
+
+def test_an_output_dir_that_is_a_file_is_refused(folder, no_weights, capsys):
+    (folder / "out").write_text("mine")
+    assert "out is a file, not a folder" in error_line(capsys, "sft.yaml")
+    assert (folder / "out").read_text() == "mine"
+
+
+def test_unquoted_no_and_options_of_another_method(folder, no_weights, capsys):
+    line = error_line(capsys, "sft.yaml", "train.eval_strategy=no", "train.loss_type=nll")
+    assert "train.loss_type does not exist: kd calls it divergence" in line

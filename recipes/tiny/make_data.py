@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-SIZES = {"train": 8192, "few": 1024, "prompts": 4096, "heldout": 500, "pairs": 512}
+SIZES = {"train": 8192, "few": 1024, "prompts": 4096, "heldout": 500, "pairs": 2048}
 DIGITS, SEED = 3, 0
 VOCABULARY = ["<pad>", "<eos>", *"0123456789", "+", "=", " ", " #### "]
 
