@@ -69,8 +69,14 @@ class PostTrainConfig(TrainingArguments):
 
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
-    activation_checkpointing: bool | None = True
-    """Recompute activations in the backward: less memory, a third more compute."""
+    activation_checkpointing: bool | None = None
+    """Recompute activations in the backward: less memory, a third more compute. None: yes, as in TRL."""
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = None
+    """Options of that, such as {offload: true}."""
+    gradient_checkpointing: bool | None = None
+    """The older name of activation_checkpointing, read where that is not given."""
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
+    """The older name of activation_checkpointing_kwargs."""
     bf16: bool | None = None  # type: ignore[assignment]
     """bf16 autocast; None: on where the GPU has it and weights are float32 or bfloat16, off on CPU."""
     remove_unused_columns: bool = False
@@ -130,6 +136,10 @@ class PostTrainConfig(TrainingArguments):
             self._n_gpu = 1
 
     def _resolve_gradient_checkpointing(self) -> None:
-        """The deprecated name, given explicitly, wins over our default of the new one."""
-        if self.gradient_checkpointing is not None:
-            self.activation_checkpointing, self.gradient_checkpointing = self.gradient_checkpointing, None
+        """One value under the name that this transformers reads: `activation_...` from 5.23, `gradient_...` before."""
+        for suffix, default in (("", True), ("_kwargs", None)):
+            older, newer = f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"
+            given = [value for name in (newer, older) if (value := getattr(self, name)) is not None]
+            value = given[0] if given else default
+            setattr(self, newer, value)
+            setattr(self, older, value)

@@ -36,7 +36,7 @@ class DPOConfig(PostTrainConfig):
     """Set every dropout of the policy to 0, so that it starts equal to its reference."""
     beta: float | None = None
     """Strength of the pull to the reference; None: 0.1, and 2 for simpo."""
-    loss_type: list[str] = field(default_factory=lambda: ["sigmoid"])
+    loss_type: list[str] | str = field(default_factory=lambda: ["sigmoid"])
     """One loss, or a list of them to combine: the names in `losses.preference.PAIRED`."""
     loss_weights: list[float] | None = None
     """Weight of each loss of the list; None: all 1."""

@@ -268,7 +268,7 @@ def test_training_arguments_fields(recipe, tmp_path):
     text = DPO.split("train:\n  learning")[0] + (
         "train:\n  output_dir: out\n  learning_rate: 5e-7\n  eval_strategy: no\n"
         "  save_strategy: epoch\n  bf16: 'false'\n"
-        "  warmup_steps: 0.1\n  lr_scheduler_type: cosine\n  report_to: [none]\n  activation_checkpointing: true\n"
+        "  warmup_steps: 0.1\n  lr_scheduler_type: cosine\n  report_to: [none]\n  dataloader_drop_last: true\n"
         "  lr_scheduler_kwargs: {num_cycles: 1}\n  use_cpu: yes\n"
     )
     config = train_config(recipe(text), TrainingArguments)

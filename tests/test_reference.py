@@ -9,8 +9,10 @@ import torch
 from models_for_tests import tiny_model
 from training_for_tests import token_rows, trainer_for
 
+import hf_posttrain
 from hf_posttrain import frozen
 from hf_posttrain.errors import InputError
+from hf_posttrain.recipe import DataSection, ModelSection, Recipe, Source, train_config
 
 LN2 = 0.6931472
 
@@ -173,6 +175,13 @@ def test_losses_combine_with_weights(tmp_path):
     both.train()
     expected = 0.8 * single["sigmoid"] + 0.1 * single["ipo"]
     assert both.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_recipe_may_name_one_loss_or_a_list():
+    for given in ("ipo", ["ipo"]):
+        train = {"output_dir": "z", "loss_type": given}
+        recipe = Recipe("dpo", ModelSection("x"), DataSection(Source("y")), train=train)
+        assert train_config(recipe, hf_posttrain.DPOConfig).loss_type == ["ipo"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """PostTrainer: its own check of the scoring, refusals, metrics, non-finite losses, drop-in use, what is saved."""
 
 import copy
+import dataclasses
 import json
 import logging
 import pickle
@@ -348,6 +349,20 @@ def test_pain_07_the_saved_model_stops_where_it_was_trained_to(lora, tmp_path):
             assert torch.equal(parameter, dict(model.named_parameters())[name])
         assert model.generation_config.eos_token_id == generation.eos_token_id
     assert json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, True), ({"activation_checkpointing": False}, False), ({"gradient_checkpointing": False}, False)],
+)
+def test_activation_checkpointing_is_on_unless_said_otherwise(given, expected, tmp_path):
+    """By either name, in a copy of the config too, and as the model is really trained."""
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to="none", **given)
+    trainer = SFTTrainer(tiny_model(), config, token_rows("sft"), None, byte_tokenizer())
+    trainer.train()
+    layers = [m for m in trainer.model.modules() if hasattr(m, "gradient_checkpointing")]
+    assert any(layer.gradient_checkpointing for layer in layers) == expected
+    assert dataclasses.replace(config, activation_checkpointing=not expected).activation_checkpointing != expected
 
 
 def test_pain_35_a_cpu_run_has_no_bf16(tmp_path):
