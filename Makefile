@@ -18,6 +18,7 @@ PIP := -m pip install -q --disable-pip-version-check
 
 export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
