@@ -80,13 +80,17 @@ def top_k(
     targets: Tensor,
     temperature: float,
     ce_coef: float,
+    vocabulary: int,
 ) -> TileFunction:
-    """The same with a cached teacher: ids and logps [N, K] at this temperature, the rest of its mass in one bucket."""
+    """The same with a cached teacher: ids and logps [N, K] at this temperature, the rest of its mass in one bucket.
+
+    vocabulary: the number of ids that both models have.
+    """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        q = torch.log_softmax(_at(logits, temperature), dim=-1)
+        q = torch.log_softmax(_at(logits[:, :vocabulary], temperature), dim=-1)
         total = function(top_k_buckets(q, ids[rows]), with_tail(logps[rows]))
-        own = q if temperature == 1 else None
+        own = q if temperature == 1 and vocabulary >= logits.shape[-1] else None
         return _with_ce(total, logits, own, targets[rows, None], ce_coef, {"divergence": total})
 
     return Differentiated(value)

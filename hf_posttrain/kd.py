@@ -71,6 +71,7 @@ class KDTrainer(PostTrainer):
         self.teacher = TeacherCallback(check_teacher(teacher_model, self.model, self.tokenizer), self.accelerator)
         self.add_callback(self.teacher)
         self.score_beside(self.teacher.model)
+        self.vocabulary = min(model.config.get_text_config().vocab_size for model in self.scored)
         if self.args.precompute_teacher_top_k is not None:
             self.check_scoring(self.model)
             self.train_dataset = precompute_top_k(self, self.train_dataset, "train")
@@ -91,9 +92,8 @@ class KDTrainer(PostTrainer):
         config, targets = self.args, layouts.targets(batch)
         function = distill.divergence(config.divergence, config.beta, config.skew_alpha)
         if "teacher_ids" in batch:
-            tile = distill.top_k(
-                function, batch["teacher_ids"], batch["teacher_logps"], targets, config.temperature, 1 - config.kd_coef
-            )
+            cache, ce_coef = (batch["teacher_ids"], batch["teacher_logps"]), 1 - config.kd_coef
+            tile = distill.top_k(function, *cache, targets, config.temperature, ce_coef, self.vocabulary)
         else:
             tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, 1 - config.kd_coef)
         ones = torch.ones_like(targets, dtype=torch.float32)

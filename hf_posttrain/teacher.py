@@ -105,8 +105,8 @@ def precompute_top_k(trainer: Any, rows: Any, name: str) -> Any:
 
 def _score_rows(trainer: Any, rows: datasets.Dataset, name: str) -> datasets.Dataset:
     """Every row's top tokens, in the order of the rows."""
-    args, vocabulary = trainer.args, scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
-    tile = _TopTokens(args.precompute_teacher_top_k, args.temperature, vocabulary)
+    args = trainer.args
+    tile = _TopTokens(args.precompute_teacher_top_k, args.temperature, trainer.vocabulary)
     size = args.per_device_eval_batch_size
     columns: dict[str, list] = {"teacher_ids": [], "teacher_logps": []}
     for start in tqdm(range(0, len(rows), size), desc=f"Teacher's top tokens of {name}"):

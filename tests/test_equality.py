@@ -67,14 +67,16 @@ def lora():
     return peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("architecture", "adapted"), [(name, False) for name in ARCHITECTURES] + [("qwen3", True), ("gemma3", True)]
+)
 @pytest.mark.parametrize("method", METHODS)
-def test_pain_02_accumulation_does_not_matter(method, adapted, tmp_path):
+def test_pain_02_accumulation_does_not_matter(method, architecture, adapted, tmp_path):
     runs = []
     for size, accumulation in ((4, 1), (2, 2), (1, 4)):
         torch.manual_seed(3)  # of the adapter
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
-        runs.append(step(method, "qwen3", tmp_path, peft_config=lora() if adapted else None, **sizes))
+        runs.append(step(method, architecture, tmp_path, peft_config=lora() if adapted else None, **sizes))
     for run in runs[1:]:
         assert_same_step(run, runs[0])
 
@@ -93,14 +95,18 @@ def test_pain_01_lora_layouts_agree_with_the_merged_model(method, layout, tmp_pa
     assert all("lora" in name for name in gradients)
 
 
-@pytest.mark.parametrize("reference", ["base", "started adapter", "copy", "explicit"])
+@pytest.mark.parametrize(
+    ("architecture", "reference"),
+    [("qwen3", kind) for kind in ("base", "started adapter", "copy", "explicit")]
+    + [pytest.param(name, "copy", marks=pytest.mark.slow) for name in ARCHITECTURES if name != "qwen3"],
+)
 @pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_cached_reference_equals_online(method, reference, tmp_path):
+def test_cached_reference_equals_online(method, architecture, reference, tmp_path):
     """Three real steps, so that a reference that moved with the policy would be seen; an odd number of rows."""
 
     def run(**config):
         torch.manual_seed(3)
-        model, extra = tiny_model(), {}
+        model, extra = tiny_model(architecture), {}
         if reference == "started adapter":
             model = peft.get_peft_model(model, lora())
         if reference == "base":

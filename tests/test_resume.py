@@ -5,7 +5,7 @@ import shutil
 import peft
 import pytest
 import torch
-from models_for_tests import tiny_model
+from models_for_tests import CONFIGS, tiny_model
 from training_for_tests import METHODS, token_rows, trainer_for
 
 VARIANTS = [(method, {}) for method in METHODS] + [
@@ -15,12 +15,12 @@ VARIANTS = [(method, {}) for method in METHODS] + [
 ]  # fmt: skip
 
 
-def trainer(method, tmp_path, lora, config):
+def trainer(method, tmp_path, lora, config, architecture="qwen3"):
     torch.manual_seed(3)
-    model = tiny_model(attention_dropout=0.1)
+    model = tiny_model(architecture, attention_dropout=0.1)
     if lora:
         config = config | {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)}
-    second = tiny_model(seed=9) if method in ("kd", "opd") else None
+    second = tiny_model(architecture, seed=9) if method in ("kd", "opd") else None
     config = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 8, "learning_rate": 1e-3,
         "save_strategy": "steps", "save_steps": 4, "train_sampling_strategy": "random", "disable_dropout": False,
@@ -33,22 +33,33 @@ def history(done):
     return [{k: v for k, v in log.items() if k != "train_runtime"} for log in done.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize(
-    ("method", "config"), VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else v
-)
-def test_resume_reproduces_the_uninterrupted_run(method, config, lora, tmp_path):
-    whole = trainer(method, tmp_path / "whole", lora, config)
+def assert_resume_is_exact(method, config, lora, tmp_path, architecture):
+    whole = trainer(method, tmp_path / "whole", lora, config, architecture)
     whole.train()
     shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "half" / "checkpoint-4")  # 11 rows: mid-epoch 2
     torch.manual_seed(12345)  # nothing may hang on the state of the global generator
-    resumed = trainer(method, tmp_path / "half", lora, config)
+    resumed = trainer(method, tmp_path / "half", lora, config, architecture)
     resumed.train(resume_from_checkpoint=str(tmp_path / "half" / "checkpoint-4"))
 
     assert [log["step"] for log in history(whole)] == list(range(1, 9))
     assert history(resumed)[4:] == history(whole)[4:]  # bit for bit
     for before, after in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("method", "config"), VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else v
+)
+def test_resume_reproduces_the_uninterrupted_run(method, config, lora, tmp_path):
+    assert_resume_is_exact(method, config, lora, tmp_path, "qwen3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", [name for name in CONFIGS if name not in ("qwen3", "gpt2")])
+@pytest.mark.parametrize("method", METHODS)
+def test_resume_of_every_architecture(method, architecture, tmp_path):
+    assert_resume_is_exact(method, {}, False, tmp_path, architecture)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -281,11 +281,15 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
         ("kto", [{"prompt": "a", "completion": "b", "label": True}] * 3, "all 3 rows have the same prompt"),
         ("kto", [{"prompt": "a", "completion": "b", "label": "yes"}] * 3, "expected true or false"),
         ("dpo", [{"prompt": "a", "chosen": "b"}] * 3, "are none that dpo reads"),
+        ("sft", [{"messages": [{"role": "user"}]}] * 3, "row 0: column 'messages': message 0"),
+        ("sft", [{"messages": "user: hello"}] * 3, "expected a list of messages"),
+        ("opd", [{"prompt": 5}] * 3, "expected a string or a list of messages"),
     ],
 )
 def test_bad_rows_end_before_a_model_is_loaded(folder, no_weights, capsys, method, rows, expected):
     (folder / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    line = error_line(capsys, "sft.yaml", f"method={method}", "data.train={path: bad.jsonl}")
+    teacher = ["teacher.name_or_path=tiny", "train.max_completion_length=8"] if method == "opd" else []
+    line = error_line(capsys, "sft.yaml", f"method={method}", "data.train={path: bad.jsonl}", *teacher)
     assert "bad.jsonl" in line
     assert expected in line
 
@@ -307,3 +311,15 @@ def test_an_output_dir_that_is_a_file_is_refused(folder, no_weights, capsys):
 def test_unquoted_no_and_options_of_another_method(folder, no_weights, capsys):
     line = error_line(capsys, "sft.yaml", "train.eval_strategy=no", "train.loss_type=nll")
     assert "train.loss_type does not exist: kd calls it divergence" in line
+
+
+def test_messages_without_a_chat_template_end_before_a_model_is_loaded(folder, no_weights, capsys):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    for path in (folder / "tiny").glob("chat_template*"):
+        path.unlink()
+    tokenizer.save_pretrained(folder / "tiny")
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    (folder / "chat.jsonl").write_text(json.dumps(row))
+    line = error_line(capsys, "sft.yaml", "data.train={path: chat.jsonl}")
+    assert "set model.chat_template to a template file" in line

@@ -16,6 +16,7 @@ from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from training_for_tests import METHODS, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, GenerationConfig
+from transformers.trainer_utils import safe_globals
 
 from hf_posttrain import SFTConfig, SFTTrainer, attention, scoring
 from hf_posttrain.batch import Branch, Example, collate
@@ -152,6 +153,22 @@ def test_metrics_callbacks_and_best_model_work_as_in_hf(tmp_path):
     assert seen[0][0] == (5, seen[0][1][1], 300)  # a row for each example, though the layout packs them
     packed = trainer.data_collator([trainer.eval_dataset[i] for i in range(5)])
     assert packed["input_ids"].shape[0] < 5
+
+
+def test_pain_35_the_best_model_by_a_metric_of_ours(tmp_path):
+    """Our metrics are in what evaluate() returns, so one can name the best checkpoint; random state loads safely."""
+    trainer = trainer_for(
+        "dpo", tiny_model(), token_rows("dpo"), tmp_path, eval_rows=token_rows("dpo", 5, seed=4), max_steps=4,
+        learning_rate=1e-2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        metric_for_best_model="rewards/margins", greater_is_better=True, load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    margins = {log["step"]: log["eval_rewards/margins"] for log in trainer.state.log_history if "eval_loss" in log}
+    best = max(margins, key=margins.get)
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_rewards/margins"] == pytest.approx(margins[best], rel=1e-5)
+    with safe_globals():
+        assert torch.load(tmp_path / "checkpoint-4" / "rng_state.pth", weights_only=True)
 
 
 @pytest.mark.parametrize(("method", "shape"), [("dpo", (5, 4)), ("kto", (5, 2)), ("opd", (5, 2))])
