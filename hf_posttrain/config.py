@@ -18,6 +18,7 @@ _REFUSED = {
     "use_liger_kernel": (False, "the head is fused already"),
     "torch_compile": (False, "batches change shape at every step; leave it off"),
     "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
+    "restore_callback_states_from_checkpoint": (False, "our callbacks restore themselves"),
     "batch_eval_metrics": (False, "metrics are exact sums over the whole set; leave it off"),
 }
 _TRL_ADVICE = {
@@ -78,7 +79,7 @@ class PostTrainConfig(TrainingArguments):
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
     """The older name of activation_checkpointing_kwargs."""
     bf16: bool | None = None  # type: ignore[assignment]
-    """bf16 autocast; None: on where the GPU has it and weights are float32 or bfloat16, off on CPU."""
+    """bf16 autocast; None: on where the GPU has it (and fp16 is not asked for), off on CPU."""
     remove_unused_columns: bool = False
     """Our collators read their own columns; leave it off."""
     logging_nan_inf_filter: bool = False
@@ -119,6 +120,7 @@ class PostTrainConfig(TrainingArguments):
                 not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
             )
         super().__post_init__()
+        self._keep_batches_whole()
         if self.layout not in LAYOUTS:
             raise InputError(f"layout={self.layout!r} is not one of {', '.join(LAYOUTS)}")
         if self.max_length is not None and self.max_length < 2:
@@ -134,6 +136,13 @@ class PostTrainConfig(TrainingArguments):
                 self.n_gpu,
             )
             self._n_gpu = 1
+
+    def _keep_batches_whole(self) -> None:
+        """Accelerate must not cut a laid-out batch by rows, as it does by default with streams."""
+        loading: Any = self.accelerator_config
+        if loading.dispatch_batches or loading.split_batches:
+            raise InputError("accelerator_config: dispatch_batches and split_batches cut laid-out batches by rows")
+        loading.dispatch_batches = False
 
     def _resolve_gradient_checkpointing(self) -> None:
         """One value under the name that this transformers reads: `activation_...` from 5.23, `gradient_...` before."""

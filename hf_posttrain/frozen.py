@@ -6,8 +6,7 @@
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +30,9 @@ def freeze(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode inside, as it was outside."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def branch_logps(model: nn.Module, batch: dict[str, Any], examples: int, branches: int) -> Tensor:
     """Summed log-probabilities of each branch, without gradient: [B, K]."""
-    with torch.no_grad(), eval_mode(model):
+    with torch.no_grad(), scoring.eval_mode(model):
         values = scoring.score(model, batch, LogProb(targets(batch)))["value"]
     return per_branch(values, batch["owner"], examples, branches)
 
@@ -67,10 +55,12 @@ def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str) -
     return datasets.load_from_disk(str(folder))
 
 
-def weights_key(model: nn.Module) -> str:
-    """A hash of every weight's name, dtype and bytes."""
+def weights_key(model: nn.Module, with_adapter: bool = True) -> str:
+    """A hash of every weight's name, dtype and bytes; without those of LoRA adapters where they are switched off."""
     digest = xxhash.xxh3_128()
     for name, tensor in model.state_dict().items():
+        if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
+            continue
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
@@ -80,8 +70,9 @@ def rows_key(rows: datasets.Dataset) -> str:
     """A hash of the rows' content."""
     digest = xxhash.xxh3_128()
     for table in rows.with_format("arrow").iter(1000):
+        bare = table.replace_schema_metadata(None).combine_chunks()
         sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table.combine_chunks())
+        with pa.ipc.new_stream(sink, bare.schema) as writer:
+            writer.write_table(bare)
         digest.update(memoryview(sink.getvalue()))
     return digest.hexdigest()

@@ -22,7 +22,7 @@ from .tiles import Tile, TileFunction
 
 TILE_ELEMENTS = 2**23
 """Logits in one tile, n x V (32 MB in float32)."""
-KEEP_ELEMENTS = 2**23
+KEEP_ELEMENTS = 2**26
 """The logits' gradient is kept from forward to backward where N x V stays below this: it saves a GEMM."""
 
 
@@ -70,10 +70,13 @@ class Head:
         """[n, H] -> [n, V], float32 or float64."""
         return self.finish(nn.functional.linear(hidden, self.weight, self.bias))
 
-    def cast(self, hidden: Tensor) -> tuple["Head", Tensor]:
-        """Head and hidden states in the dtype in which `nn.Linear` would multiply them here (autocast included)."""
+    def dtype_for(self, hidden: Tensor) -> torch.dtype:
+        """The dtype in which `nn.Linear` would multiply here, autocast included."""
         device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
+
+    def cast(self, hidden: Tensor, dtype: torch.dtype) -> tuple["Head", Tensor]:
+        """Head and hidden states in `dtype`."""
         bias = None if self.bias is None else self.bias.to(dtype)
         return Head(self.weight.to(dtype), bias, self.finish), hidden.to(dtype)
 
@@ -105,6 +108,8 @@ class _Run:
     head: Head
     tile: TileFunction
     weights: Tensor | None
+    dtype: torch.dtype = torch.float32
+    """In which the forward multiplied: the backward runs outside autocast and must do the same."""
     stats: dict[str, Tensor] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
 
@@ -114,7 +119,8 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, run):
-        head, cast = run.head.cast(hidden)
+        run.dtype = run.head.dtype_for(hidden)
+        head, cast = run.head.cast(hidden, run.dtype)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         needs_head = needs_weight or needs_bias
         keep = needs_head and run.weights is None and cast.shape[0] * weight.shape[0] <= KEEP_ELEMENTS
@@ -188,7 +194,7 @@ def _run_tile(head: Head, tile: TileFunction, hidden: Tensor, rows: slice, need_
 
 def _late_head_gradient(run: _Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> _HeadGradient:
     """The head's gradient in the backward, from kept tiles or by computing each again; grad [N]."""
-    head, hidden = Head(weight, bias, run.head.finish).cast(hidden)
+    head, hidden = Head(weight, bias, run.head.finish).cast(hidden, run.dtype)
     head_grad = _HeadGradient(weight, bias)
     for i, rows in enumerate(tiles(hidden.shape[0], weight.shape[0])):
         raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True)[1]

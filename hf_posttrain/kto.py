@@ -90,8 +90,11 @@ class KTOTrainer(PostTrainer):
         rows = super().prepare_rows(rows, tokenizer, args, name)
         if args.loss_type != "kto":
             return rows
-        other = rows.select(partners(rows, args.seed, name)).select_columns("completion_ids")
-        return datasets.concatenate_datasets([rows, other.rename_column("completion_ids", "mismatch_ids")], axis=1)
+        answers = rows.select(partners(rows, args.seed, name))["completion_ids"]
+        mismatched = [
+            _cut(ids, prompt, args.max_length) for ids, prompt in zip(answers, rows["prompt_ids"], strict=True)
+        ]
+        return rows.add_column("mismatch_ids", mismatched)
 
     @staticmethod
     def collate_rows(rows: list[dict], layout: str, config: KTOConfig) -> dict[str, Any]:
@@ -106,7 +109,7 @@ class KTOTrainer(PostTrainer):
         batch |= layouts.collate(own, layout)
         pairs = own
         if "mismatch_ids" in rows[0]:
-            others = [Branch(_cut(row["mismatch_ids"], row["prompt_ids"], config.max_length)) for row in rows]
+            others = [Branch(row["mismatch_ids"]) for row in rows]
             mismatched = [Example(row["prompt_ids"], [branch]) for row, branch in zip(rows, others, strict=True)]
             batch["mismatch"] = layouts.collate(mismatched, layout)
             pairs = [Example(one.prompt, [*one.branches, branch]) for one, branch in zip(own, others, strict=True)]

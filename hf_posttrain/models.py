@@ -78,11 +78,16 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     if section.chat_template:
         tokenizer.chat_template = Path(section.chat_template).read_text(encoding="utf-8")
     tokenizer.padding_side = "right"
+    return with_pad(tokenizer)
+
+
+def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer itself, with a pad token where it had none. Raises InputError if it has no eos either."""
     if tokenizer.pad_token_id is None:
         spare = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
     if tokenizer.pad_token_id is None:
-        raise InputError(f"the tokenizer of {name} has neither a pad nor an eos token")
+        raise InputError(f"the tokenizer {tokenizer.name_or_path or ''} has neither a pad nor an eos token")
     return tokenizer
 
 

@@ -92,8 +92,8 @@ class Prompts:
 class OPDTrainer(PostTrainer):
     """OPD of a causal LM; further argument: `teacher_model`, with the same token ids. Rows: prompt (and completion).
 
-    `compute_metrics` gets summed log-probabilities of the rollouts [rollouts, 2] (student, teacher) and, as label_ids,
-    their lengths [rollouts].
+    `compute_metrics` gets summed log-probabilities of the rollouts [prompts, K, 2] (student, teacher) and their lengths
+    [prompts, K] as label_ids.
     """
 
     method = "opd"
@@ -144,15 +144,18 @@ class OPDTrainer(PostTrainer):
             if on_policy else Example(row["prompt_ids"], [Branch(row["completion_ids"][: args.max_completion_length])])
             for row, on_policy in zip(rows, own, strict=True)
         ]  # fmt: skip
+        if not all(branch.ids for example in examples for branch in example.branches):
+            raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
         parts = iter(zip(examples, own, strict=True))
         return [self._collated(batch, list(islice(parts, len(batch["prompts"].rows)))) for batch in batches]
 
     def _sample(self, model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
         args = self.args
-        return rollout.generate(
-            model, prompts, args.max_completion_length, self.terminal_ids, self.tokenizer.pad_token_id,
-            args.temperature, args.generation_batch_size, self.vocabulary,
-        )  # fmt: skip
+        with self.accelerator.autocast():
+            return rollout.generate(
+                model, prompts, args.max_completion_length, self.terminal_ids, self.tokenizer.pad_token_id,
+                args.temperature, args.generation_batch_size, self.vocabulary,
+            )  # fmt: skip
 
     def _collated(self, batch: dict, parts: list[tuple[Example, bool]]) -> dict:
         """A micro-batch on the device. Of each branch: `last_id`, and whether it was `sampled`."""
@@ -177,10 +180,17 @@ class OPDTrainer(PostTrainer):
             tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, ce_coef=0.0)
             scores = self.score(model, batch, tile, ones)
             values = scores["value"]
-        summed = [per_branch(scores[name], batch["owner"], len(batch["sampled"]), 1) for name in ("student", "teacher")]
         lengths = per_branch(ones, batch["owner"], len(batch["sampled"]), 1)[:, 0]
-        metrics, predictions = self._metrics(scores, batch, lengths), torch.cat(summed, 1)
-        return Losses(values, ones, metrics, scores.get("router_logits"), predictions, lengths)
+        metrics = self._metrics(scores, batch, lengths)
+        return Losses(values, ones, metrics, scores.get("router_logits"), *self._of_rollouts(scores, batch, lengths))
+
+    def _of_rollouts(self, scores: dict, batch: dict, lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """In evaluation, where every prompt has K rollouts: log-probabilities [B, K, 2] and lengths [B, K]."""
+        if torch.is_grad_enabled():
+            return None, None
+        size, count = len(batch["index"]), self.args.num_generations
+        summed = [per_branch(scores[name], batch["owner"], size, count) for name in ("student", "teacher")]
+        return torch.stack(summed, dim=-1), lengths.view(size, count)
 
     def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, ones: Tensor) -> tuple[Tensor, dict]:
         """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
@@ -201,10 +211,11 @@ class OPDTrainer(PostTrainer):
         rolled = batch["sampled"]
         stopped = torch.isin(batch["last_id"], torch.tensor(self.terminal_ids, device=rolled.device)).float()
         gap = teacher - student
-        reverse_kl = scores["divergence"] if self.args.loss_type == "reverse_kl" else -gap  # or its sampled estimate
+        exact = self.args.loss_type == "reverse_kl"
+        reverse_kl = (scores["divergence"], None) if exact else (-gap, rolled[batch["owner"]])  # its sampled estimate
         metrics = {
             "logprob/student": (student, None), "logprob/teacher": (teacher, None), "logprob/gap": (gap, None),
-            "distill/advantage": (gap, None), "distill/reverse_kl": (reverse_kl, None),
+            "distill/advantage": (gap, None), "distill/reverse_kl": reverse_kl,
             "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled),
         }  # fmt: skip
         return metrics | ({"entropy": (scores["entropy"], None)} if "entropy" in scores else {})

@@ -4,8 +4,9 @@ import logging
 from typing import Any
 
 import peft
+import torch
 from torch import nn
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from . import chat, models, scoring
 from .config import PostTrainConfig
@@ -21,13 +22,13 @@ def resolve(
     """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found."""
     if isinstance(model, str):
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
-        return models.load_model(section), tokenizer or models.load_tokenizer(section)
+        model, tokenizer = models.load_model(section), tokenizer or models.load_tokenizer(section)
     if tokenizer is None:
         name = getattr(getattr(model, "config", None), "_name_or_path", None)
         if not name:
             raise InputError("processing_class is missing: pass the model's tokenizer")
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    return model, tokenizer
+        tokenizer = models.load_tokenizer(ModelSection(name_or_path=name))
+    return model, models.with_pad(tokenizer)
 
 
 def terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
@@ -74,6 +75,10 @@ def for_training(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> n
         model.enable_input_require_grads()  # checkpointed layers need an input with a gradient where the base is frozen
     if args.disable_dropout:
         disable_dropout(model)
+    if isinstance(model, peft.PeftModel) and args.bf16:
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.float()  # trained copies (modules_to_save): bf16 would hardly move
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("no parameter of the model requires a gradient: there is nothing to train")
     scoring.enable_scoring(model)

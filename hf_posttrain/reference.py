@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from . import scoring
+from . import models, scoring
 from .errors import InputError
 from .frozen import branch_logps, cached, freeze, rows_key, weights_key
+from .recipe import ModelSection
 
 logger = logging.getLogger(__name__)
 REFERENCE_ADAPTER = "reference"
@@ -28,9 +29,9 @@ class Reference:
     precompute_ref_log_probs the trainer's data sets are scored now, and no reference is kept.
     """
 
-    def __init__(self, trainer: Any, ref_model: nn.Module | None):
+    def __init__(self, trainer: Any, ref_model: nn.Module | str | None):
         self.trainer, self.policy = trainer, trainer.model
-        self.model = None if ref_model is None else freeze(ref_model)
+        self.model = None if ref_model is None else freeze(_loaded(ref_model, trainer))
         self.adapter: str | None = None
         self.starts_equal, self.checked = ref_model is None, False
         adapted, precompute = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs
@@ -39,14 +40,14 @@ class Reference:
             _copy_adapter(self.policy, self.adapter)
         if self.model is None and not adapted and not precompute:
             self.model = freeze(copy.deepcopy(self.policy))
-        self.online = not precompute or adapted
+        self.online = not precompute or (adapted and ref_model is None)
         if self.model is not None:
             trainer.score_beside(self.model)
         if precompute:
             trainer.check_scoring(self.policy)
             trainer.train_dataset = self.precompute(trainer.train_dataset, "train")
             trainer.eval_dataset = self.precompute(trainer.eval_dataset, "eval")
-            self.model = None
+            self.model, trainer.scored = None, trainer.scored[:1]
 
     def logps(self, policy: nn.Module, batch: dict[str, Any], part: dict[str, Any], branches: int) -> Tensor:
         """Summed log-probabilities of each branch of `part` under the reference, [B, K], or those cached in `batch`.
@@ -85,9 +86,10 @@ class Reference:
         if not isinstance(rows, datasets.Dataset):
             raise InputError("precompute_ref_log_probs needs a data set of known length, not a stream")
         model = self.model if self.model is not None else self.policy
+        own = getattr(model, "peft_config", {}).get(self.adapter)  # a new adapter is off: only its base counts
         key = [
-            weights_key(model), rows_key(rows), self.trainer.method, self.trainer.args.bf16, self.trainer.args.fp16,
-            self.adapter, isinstance(model, peft.PeftModel),
+            weights_key(model, with_adapter=own is not None or self.model is not None), rows_key(rows),
+            self.trainer.method, self.trainer.args.bf16, self.trainer.args.fp16, own and own.to_dict(),
         ]  # fmt: skip
         found = cached(key, lambda: self._score_rows(rows, name), "reference")
         return rows.add_column("ref_logps", found["ref_logps"][:])
@@ -99,11 +101,12 @@ class Reference:
         lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
         order = sorted(range(len(rows)), key=lambda i: -lengths[i])
         starts = range(accelerator.process_index * size, len(order), size * accelerator.num_processes)
-        table = torch.zeros(len(rows), 2, device=accelerator.device, dtype=torch.float32)
+        branches = 2 if "chosen_ids" in rows.column_names or "mismatch_ids" in rows.column_names else 1
+        table = torch.zeros(len(rows), branches, device=accelerator.device, dtype=torch.float32)
         for start in tqdm(starts, desc=f"Reference log-probs of {name}", disable=not accelerator.is_local_main_process):
             chosen = order[start : start + size]
             batch = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
-            table[chosen] = self._score(self.policy, batch.get("pair", batch), len(chosen), 2).float()
+            table[chosen] = self._score(self.policy, batch.get("pair", batch), len(chosen), branches).float()
         table = accelerator.reduce(table, "sum").cpu()
         return datasets.Dataset.from_dict({"ref_logps": table.tolist()})
 
@@ -113,12 +116,21 @@ class Reference:
             return
         self.checked = True
         gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).max().item()
-        tolerance = 1e-4 if logps.dtype == torch.float32 and not self.trainer.args.bf16 else 5e-2
+        tolerance = 1e-4 if self.trainer.exact else 5e-2
         if gap > tolerance:
             logger.warning(
                 "before the first step the policy differs from its reference by %.2g in log-probability per token: is "
                 "dropout on, or does the adapter's initialisation change the base?", gap,
             )  # fmt: skip
+
+
+def _loaded(ref_model: nn.Module | str, trainer: Any) -> nn.Module:
+    """An explicit reference, by name too. Raises InputError where it is the policy itself."""
+    if isinstance(ref_model, str):
+        return models.load_model(ModelSection(name_or_path=ref_model), trainable=False)
+    if scoring.causal_lm(ref_model) is scoring.causal_lm(trainer.model):
+        raise InputError("ref_model is the policy itself, which moves: leave it out, a frozen reference is kept anyway")
+    return ref_model
 
 
 @contextmanager
@@ -135,7 +147,10 @@ def without_reference_adapter(model: nn.Module) -> Iterator[None]:
 
 def _copy_adapter(policy: peft.PeftModel, name: str) -> None:
     """A frozen copy of adapter `name` beside it; the base stays one."""
-    policy.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(policy.peft_config[name]))
+    config = copy.deepcopy(policy.peft_config[name])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # PiSSA and its kin would change the base once more; the weights come next
+    policy.add_adapter(REFERENCE_ADAPTER, config)
     state = peft.get_peft_model_state_dict(policy, adapter_name=name)
     peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, REFERENCE_ADAPTER)
     with _reference_adapter(policy, name):

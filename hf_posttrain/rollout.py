@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from .frozen import eval_mode
-from .scoring import causal_lm
+from .scoring import causal_lm, eval_mode
 
 logger = logging.getLogger(__name__)
 _ALTERING = {

@@ -127,6 +127,17 @@ def _replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
             module.forward = before
 
 
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode inside, as it was outside."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
 def score(
     model: nn.Module,
     batch: dict[str, Tensor],
@@ -174,24 +185,21 @@ def full_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def check(model: nn.Module, layout: str) -> float:
     """Score a prompt with two answers and compare with the model's own forward on each answer alone.
 
-    Returns the largest difference of a token's log-probability. It is rounding where layout and head are right.
+    Returns the mean difference of a token's log-probability. It is rounding where layout and head are right.
     """
     device = next(model.parameters()).device
     prompt, answers = [5, 9, 6, 7], [[8, 5, 7, 9, 6], [6, 8, 5]]
     examples = [Example(prompt, [Branch(ids) for ids in answers]), Example([7], [Branch([5, 6])])]
     batch = {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
-    was_training = model.training
-    model.eval()
-    worst = 0.0
-    with torch.no_grad():
+    found = []
+    with torch.no_grad(), eval_mode(model):
         values = score(model, batch, LogProb(targets(batch)))["value"]
         for k, ids in enumerate(answers):
             logits = model(input_ids=torch.tensor([prompt + ids], device=device), use_cache=False).logits[0]
             logps = torch.log_softmax(logits[len(prompt) - 1 : -1].float(), dim=-1)
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
-            worst = max(worst, (values[batch["owner"] == k] - expected).abs().max().item())
-    model.train(was_training)
-    return worst
+            found.append((values[batch["owner"] == k] - expected).abs())
+    return torch.cat(found).mean().item()
 
 
 def trusted_layout(models: Sequence[nn.Module], layout: str, explicit: bool, tolerance: float) -> str:

@@ -48,7 +48,7 @@ def check_teacher(teacher: nn.Module | str | None, student: nn.Module, tokenizer
     """
     if teacher is None:
         raise InputError("teacher_model is missing: pass a model, or its name or folder")
-    if teacher is student:
+    if not isinstance(teacher, str) and scoring.causal_lm(teacher) is scoring.causal_lm(student):
         raise InputError("teacher_model is the student itself: pass a copy (copy.deepcopy) to distil from its start")
     name = teacher if isinstance(teacher, str) else getattr(teacher.config, "_name_or_path", "")
     if isinstance(teacher, str):
@@ -97,9 +97,10 @@ def precompute_top_k(trainer: Any, rows: Any, name: str) -> Any:
     vocabulary = sorted(trainer.tokenizer.get_vocab().items())
     key = [
         weights_key(trainer.teacher.model), rows_key(rows), vocabulary, args.precompute_teacher_top_k, args.temperature,
-        args.bf16, args.fp16,
+        args.bf16, args.fp16, trainer.vocabulary,
     ]  # fmt: skip
     found = cached(key, lambda: _score_rows(trainer, rows, name), "teacher")
+    trainer.teacher.model.to("cpu")
     return datasets.concatenate_datasets([rows, found], axis=1)
 
 

@@ -16,8 +16,10 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import datasets
 import torch
 from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+from transformers.trainer_utils import has_length
 
 from . import data, policy, reference, scoring
 from .answers import exact_match
@@ -84,6 +86,8 @@ class PostTrainer(Trainer):
         model = policy.for_training(model, peft_config, args)
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.scoring_checked = {"train": Meter(), "eval": Meter()}, False
+        self.first_bad_step: Tensor | None = None
+        self.bad_step_named = False
         self.router_coef = _router_coef(scoring.causal_lm(model).config, args)
         self.scored = [scoring.causal_lm(model)]
         collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
@@ -143,14 +147,18 @@ class PostTrainer(Trainer):
         self.scored.append(scoring.causal_lm(model))
         self.data_collator.keywords["layout"] = choose_layout(self.scored, self.args.layout)
 
+    @property
+    def exact(self) -> bool:
+        """Is everything computed in float32?"""
+        return not self.args.bf16 and not self.args.fp16 and all(m.dtype == torch.float32 for m in self.scored)
+
     def check_scoring(self, model: nn.Module) -> None:
         """Once, before the first batch: does each model score as its own forward says? See `scoring.trusted_layout`."""
         if self.scoring_checked:
             return
         self.scoring_checked = True
-        exact = not self.args.bf16 and not self.args.fp16 and all(m.dtype == torch.float32 for m in self.scored)
         choice = self.data_collator.keywords
-        explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if exact else 0.3
+        explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if self.exact else 0.3
         choice["layout"] = scoring.trusted_layout([model, *self.scored[1:]], choice["layout"], explicit, tolerance)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
@@ -169,7 +177,10 @@ class PostTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """HF's training, from the seed: its numbers do not hang on what was drawn since the trainer was built."""
         set_seed(self.args.seed)
-        return super().train(*args, **kwargs)
+        self.meters["train"], self.first_bad_step = Meter(), None
+        output = super().train(*args, **kwargs)
+        self._warn_if_not_finite()
+        return output
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
         if not batch_samples:
@@ -214,17 +225,24 @@ class PostTrainer(Trainer):
             meter.add("loss", losses.values, losses.weights)
 
     def _note_step(self, loss: Tensor) -> None:
-        """Count non-finite losses and their step on the device; read at log steps."""
-        bad = (~torch.isfinite(loss)).float()
-        self.meters["train"].add("nonfinite_step", bad * (self.state.global_step + 1), bad)
+        """Keep the first step whose loss is not finite, on the device; read at log steps."""
+        step = torch.where(torch.isfinite(loss), torch.inf, float(self.state.global_step + 1))
+        self.first_bad_step = step if self.first_bad_step is None else torch.minimum(self.first_bad_step, step)
+
+    def _warn_if_not_finite(self) -> None:
+        """Name the first step whose loss was not finite, once."""
+        if self.first_bad_step is None or self.bad_step_named:
+            return
+        step = self.accelerator.gather(self.first_bad_step).min().item()
+        if step < float("inf"):
+            self.bad_step_named = True
+            logger.warning("the loss was not finite at step %d; lower the learning rate or look at its batch", step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the training metrics, reduced over ranks, to each log of the loss."""
         if "loss" in logs:
-            metrics = self.meters["train"].averages(self.accelerator)
-            if (step := metrics.pop("nonfinite_step", None)) is not None:
-                logger.warning("the loss was not finite at step %d; lower the learning rate or look at its batch", step)
-            logs |= self.finish_metrics("train", metrics)
+            logs |= self.finish_metrics("train", self.meters["train"].averages(self.accelerator))
+            self._warn_if_not_finite()
         super().log(logs, start_time)
 
     # ---- evaluation
@@ -246,13 +264,22 @@ class PostTrainer(Trainer):
         """HF's, for raw rows too, and with a row for each example where `compute_metrics` is given rows of logits."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.prepare(eval_dataset, self.tokenizer, self.args, "eval")
-        packed = self.data_collator
+        packed, kept = self.data_collator, self.__dict__.get("_eval_dataloaders")
         if self.compute_metrics is not None:
             self.data_collator = partial(packed.func, **packed.keywords | {"layout": "padded"})
+        if eval_dataset is not None and not isinstance(eval_dataset, str):
+            self.__dict__.pop("_eval_dataloaders", None)  # HF keeps loaders by name; these rows have none
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:
             self.data_collator = packed
+            if kept is not None:
+                self._eval_dataloaders = kept
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """In order, however the training rows are sampled."""
+        whole = self.args.world_size <= 1 and has_length(eval_dataset)
+        return SequentialSampler(eval_dataset) if whole else None
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
         """The same for `predict`."""

@@ -197,3 +197,40 @@ def test_a_recipe_may_name_one_loss_or_a_list():
 def test_contradictions_are_refused(config, message, tmp_path):
     with pytest.raises(InputError, match=message):
         trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, **config)
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "bco", "apo_zero_unpaired"])
+def test_cached_equals_online_for_every_unpaired_loss(loss_type, tmp_path):
+    logs = []
+    for cached in (False, True):
+        trainer = trainer_for(
+            "kto", tiny_model(), token_rows("kto", 7), tmp_path, max_steps=3, learning_rate=1e-3, loss_type=loss_type,
+            precompute_ref_log_probs=cached,
+        )  # fmt: skip
+        trainer.train()
+        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+def test_a_pissa_adapter_keeps_the_policy_as_it_was(tmp_path):
+    policy = peft.get_peft_model(tiny_model(), lora(init_lora_weights="pissa"))
+    ids = torch.tensor([[1, 2, 3]])
+    before = policy(ids).logits
+    trainer = trainer_for("dpo", policy, token_rows("dpo"), tmp_path)
+    torch.testing.assert_close(trainer.model(ids).logits, before)
+
+
+def test_an_explicit_reference_is_not_replaced_by_the_base_for_other_rows(tmp_path):
+    trainer = trainer_for(
+        "dpo", tiny_model(), token_rows("dpo"), tmp_path, second=tiny_model(seed=9), peft_config=lora(),
+        precompute_ref_log_probs=True,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="not scored by the reference"):
+        trainer.evaluate(token_rows("dpo", seed=5))
+
+
+def test_equal_rows_share_a_cache_whatever_made_them():
+    rows = token_rows("dpo")
+    again = rows.map(lambda row: row, load_from_cache_file=False)
+    assert again._fingerprint != rows._fingerprint
+    assert frozen.rows_key(again) == frozen.rows_key(rows)

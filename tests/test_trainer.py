@@ -16,9 +16,8 @@ from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from training_for_tests import METHODS, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, GenerationConfig
-from transformers.trainer_utils import safe_globals
 
-from hf_posttrain import SFTConfig, SFTTrainer, attention, scoring
+from hf_posttrain import OPDTrainer, SFTConfig, SFTTrainer, attention, scoring
 from hf_posttrain.batch import Branch, Example, collate
 from hf_posttrain.errors import InputError
 
@@ -167,11 +166,11 @@ def test_pain_35_the_best_model_by_a_metric_of_ours(tmp_path):
     best = max(margins, key=margins.get)
     assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
     assert trainer.evaluate()["eval_rewards/margins"] == pytest.approx(margins[best], rel=1e-5)
-    with safe_globals():
-        assert torch.load(tmp_path / "checkpoint-4" / "rng_state.pth", weights_only=True)
+    again = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path)
+    again._load_rng_state(str(tmp_path / "checkpoint-4"))  # weights_only, in transformers
 
 
-@pytest.mark.parametrize(("method", "shape"), [("dpo", (5, 4)), ("kto", (5, 2)), ("opd", (5, 2))])
+@pytest.mark.parametrize(("method", "shape"), [("dpo", (5, 4)), ("kto", (5, 2)), ("opd", (5, 1, 2))])
 def test_compute_metrics_gets_log_probs_of_each_example(method, shape, tmp_path):
     seen = []
     trainer = trainer_for(
@@ -384,3 +383,99 @@ def test_activation_checkpointing_is_on_unless_said_otherwise(given, expected, t
 
 def test_pain_35_a_cpu_run_has_no_bf16(tmp_path):
     assert trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path).args.bf16 is False
+
+
+# ---- found in review
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kd"])
+def test_a_stream_trains_on_every_token(method, tmp_path):
+    """Accelerate would cut each tensor of a streamed batch to the number of its rows."""
+    expected = one_step(method, tiny_model(), token_rows(method), tmp_path, second=second_for(method))
+    stream = token_rows(method).to_iterable_dataset()
+    assert_same_step(one_step(method, tiny_model(), stream, tmp_path, second=second_for(method)), expected)
+    with pytest.raises(InputError, match="cut laid-out batches"):
+        trainer_for(method, tiny_model(), stream, tmp_path, accelerator_config={"split_batches": True})
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("method", "config"), [(m, {}) for m in METHODS] + [("opd", {"loss_type": "policy_gradient", "discount": 0.5})]
+)
+def test_bf16_autocast_trains_near_float32(method, config, adapted, tmp_path, monkeypatch):
+    """On CPU autocast; the head's late gradient must use the forward's dtype."""
+    fix_rollouts(monkeypatch)
+    losses = {}
+    for bf16 in (False, True):
+        torch.manual_seed(3)
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"]) if adapted else None
+        trainer = trainer_for(
+            method, tiny_model("llama"), token_rows(method), tmp_path, bf16=bf16, peft_config=lora, max_steps=2,
+            second=tiny_model("llama", seed=9) if method in ("kd", "opd") else None, learning_rate=1e-3, **config,
+        )  # fmt: skip
+        trainer.train()
+        losses[bf16] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[True] == pytest.approx(losses[False], rel=0.1, abs=0.05)
+
+
+def test_the_first_of_several_bad_steps_is_named_even_without_a_log(tmp_path, caplog):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=5, logging_steps=100)
+    real = trainer.losses
+
+    def losses(model, batch):
+        found = real(model, batch)
+        found.values = found.values * (float("nan") if trainer.state.global_step >= 2 else 1.0)
+        return found
+
+    trainer.losses = losses
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert caplog.text.count("not finite at step 3") == 1
+
+
+def test_sampling_by_length_evaluates_in_order(tmp_path):
+    trainer = trainer_for(
+        "sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows=token_rows("sft", 5),
+        train_sampling_strategy="group_by_length", eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_compute_metrics_gets_every_rollout(tmp_path):
+    seen = []
+    trainer = trainer_for(
+        "opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), eval_rows=token_rows("opd", 7),
+        num_generations=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda p: (seen.append((p.predictions.shape, p.label_ids.shape)), {"x": 1.0})[1]
+    trainer.evaluate()
+    assert seen == [((7, 3, 2), (7, 3))]
+
+
+def test_a_tokenizer_without_pad_serves_rollouts(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    args = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9)).args
+    trainer = OPDTrainer(tiny_model(), args, token_rows("opd"), None, tokenizer, teacher_model=tiny_model(seed=9))
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "kd", "opd"])
+def test_the_policy_is_not_its_own_second_model(method, tmp_path):
+    model = tiny_model()
+    lora = peft.LoraConfig(target_modules="all-linear")
+    with pytest.raises(InputError, match="itself"):
+        trainer_for(method, model, token_rows(method), tmp_path, second=model, peft_config=lora)
+
+
+def test_predict_after_evaluate_with_persistent_workers_sees_its_own_rows(tmp_path):
+    trainer = trainer_for(
+        "sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows=token_rows("sft", 5), dataloader_num_workers=1,
+        dataloader_persistent_workers=True,
+    )  # fmt: skip
+    first = trainer.evaluate()["eval_loss"]
+    other = token_rows("sft", 3, seed=8)
+    assert trainer.predict(other).metrics["test_loss"] != first
+    assert trainer.evaluate()["eval_loss"] == first
