@@ -1,10 +1,13 @@
 """Generation evaluation: answer the prompts of the eval set greedily and compare final answers.
 
+final_answer  the answer that a solution ends in
 ExactMatch    an `evaluate.Metric` that needs no network: does the final answer equal the reference's?
+answerable    the rows that can be asked and graded
 exact_match   the whole evaluation, for a trainer
 """
 
 import re
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -15,13 +18,20 @@ import torch
 from . import rollout
 from .errors import InputError
 
+_PATTERNS = (
+    r"####\s*(\S+)",
+    r"\\boxed\{([^{}]*)\}",
+    r"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*([-$]*[\d.,]*\d)",  # an "A" or "answer" alone is a word
+)
+
 
 def final_answer(text: str) -> str:
-    r"""The final answer of a solution: after `####`, in `\boxed{}`, or after `A:` / "answer is"; else its last number.
+    r"""The final answer of a solution: after `####`, in `\boxed{}`, or after `A:`, `answer:` or "answer is"; else its
+    last number.
 
     Thousands separators, currency signs and a trailing period or `.0` do not count: "$1,200.00" is "1200".
     """
-    for pattern in (r"####\s*(\S+)", r"\\boxed\{([^{}]*)\}", r"(?:\bA|[Aa]nswer(?:\s+is)?)\s*:?\s*\$?(-?[\d.,]*\d)"):
+    for pattern in _PATTERNS:
         found = re.findall(pattern, text)
         if found:
             return _normal(found[-1])
@@ -56,21 +66,32 @@ class ExactMatch(evaluate.Metric):
         return {"exact_match": sum(hits) / max(len(hits), 1)}
 
 
+def answerable(rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]]]:
+    """(prompts, their right answers) of prepared rows: the chosen or desirable ones.
+
+    Raises InputError for rows without a prompt or an answer.
+    """
+    kept = [row for row in rows if row.get("label", True)]
+    prompts = [row["prompt_ids"] for row in kept]
+    gold = [row["chosen_ids"] if "chosen_ids" in row else row["completion_ids"] for row in kept]
+    if not kept or not all(gold) or all(len(prompt) < 2 for prompt in prompts):
+        raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
+    return prompts, gold
+
+
 def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     """The share of prompts whose greedy answer has the final answer of the data (of its chosen or desirable answer).
 
     Each rank answers its share of the rows. Raises InputError for rows without a prompt or an answer.
     """
-    kept = [row for row in rows if row.get("label", True)]
-    gold = [row["chosen_ids"] if "chosen_ids" in row else row["completion_ids"] for row in kept]
-    if not kept or not all(gold) or all(len(row["prompt_ids"]) < 2 for row in kept):
-        raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
+    prompts, gold = answerable(rows)
     args, accelerator, tokenizer = trainer.args, trainer.accelerator, trainer.tokenizer
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
-    answers = rollout.generate(
-        trainer.model_wrapped, [row["prompt_ids"] for row in kept[mine]], args.eval_max_completion_length,
-        trainer.terminal_ids, tokenizer.pad_token_id, batch_size=args.eval_batch_size,
-    )  # fmt: skip
+    with accelerator.autocast():
+        answers = rollout.generate(
+            trainer.model_wrapped, prompts[mine], args.eval_max_completion_length,
+            trainer.terminal_ids, tokenizer.pad_token_id, batch_size=args.eval_batch_size,
+        )  # fmt: skip
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     score = ExactMatch().compute(predictions=decode(answers), references=decode(gold[mine]))["exact_match"]
     hits = torch.tensor([score * len(answers), len(answers)], device=accelerator.device)

@@ -89,6 +89,8 @@ def run(recipe: Recipe) -> dict[str, float]:
     module, config_name, trainer_name = METHODS[recipe.method]
     method = importlib.import_module(module)
     config = train_config(recipe, getattr(method, config_name))
+    for key, problem in contradictions(recipe, config):
+        raise InputError(f"{recipe.where(key)}: {problem}")
     checkpoint = checkpoint_to_resume(recipe, config)
     tokenizer, peft_config = check_models(recipe)
     trainer_class = getattr(method, trainer_name)
@@ -112,6 +114,24 @@ def run(recipe: Recipe) -> dict[str, float]:
     return metrics
 
 
+def contradictions(recipe: Recipe, config: Any) -> Iterator[tuple[str, str]]:
+    """(key, problem) where the train and data sections contradict each other; HF's Trainer finds it with the model
+    loaded, and some of it only in the first evaluation."""
+    needs_eval = ("eval_on_start", "eval_exact_match") if config.eval_strategy == "no" else ("eval_strategy",)
+    for name in needs_eval:
+        if getattr(config, name) and recipe.data.eval is None:
+            given = str(getattr(getattr(config, name), "value", "true"))
+            yield f"train.{name}", f"train.{name}: {given} needs data.eval, the rows to evaluate on"
+    if config.save_strategy == "best" and config.metric_for_best_model is None:
+        yield "train.save_strategy", "train.save_strategy: best needs train.metric_for_best_model, such as eval_loss"
+    train = recipe.data.train
+    sources = {f"data.train.{i}": s for i, s in enumerate(train)} if isinstance(train, list) else {"data.train": train}
+    for name, source in sources.items():
+        if source.streaming and config.max_steps <= 0:
+            key = f"{name}.streaming"
+            yield key, f"{key}: true needs train.max_steps, since the length of a stream is not known"
+
+
 def check_models(recipe: Recipe) -> tuple[Any, Any]:
     """(tokenizer, LoRA config or None), after everything about both models that shows without weights."""
     from . import models
@@ -128,7 +148,7 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
 
 def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
     """The trainer's train_dataset and eval_dataset, prepared. Raises InputError for the first bad file or row."""
-    from . import data
+    from . import answers, data
 
     given = {name: sources for name in ("train", "eval") if (sources := getattr(recipe.data, name)) is not None}
     rows = {}
@@ -138,7 +158,10 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
     for name, sources in given.items():
         with _placed(recipe, f"data.{name}"), config.main_process_first(desc=f"tokenising {name}"):
             raw = data.load(sources, name)
-            rows[f"{name}_dataset"] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
+            prepared = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
+            if name == "eval" and config.eval_exact_match:
+                answers.answerable(prepared)
+            rows[f"{name}_dataset"] = prepared
     return rows
 
 

@@ -143,12 +143,15 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def nearest(name: str, names: Iterable[str], listed: bool = True) -> str:
-    """The end of a message about an unknown name: the nearest valid one or, if `listed`, the few valid ones."""
+def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = False) -> str:
+    """The end of a message about an unknown name: the nearest valid one or, if `listed`, the few valid ones.
+
+    aside: in brackets, where the message goes on.
+    """
     names = sorted(names)
     close = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
     if close:
-        return f"; did you mean {close[0]!r}?"
+        return f" (did you mean {close[0]!r}?)" if aside else f"; did you mean {close[0]!r}?"
     return f"; valid: {', '.join(names)}" if listed and len(names) <= 12 else ""
 
 

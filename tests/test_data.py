@@ -491,6 +491,64 @@ def test_pain_33_wrong_column_or_split(tmp_path):
         data.load(source(tmp_path, split="test"))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("weight", [1, 2])
+def test_pain_33_sources_of_different_types(streaming, weight, tmp_path):
+    one = jsonl(tmp_path / "one.jsonl", [GOOD])
+    two = jsonl(tmp_path / "two.jsonl", [{"prompt": [USER], "completion": [REPLY]}])
+    with pytest.raises(InputError, match=r"data.train: the columns of .*one.jsonl, .*two.jsonl are not of the same"):
+        data.load([source(one, streaming=streaming, weight=weight), source(two, streaming=streaming)], "data.train")
+
+
+def test_pain_33_streams_beside_other_sources(tmp_path):
+    one, two = (jsonl(tmp_path / name, [GOOD]) for name in ("one.jsonl", "two.jsonl"))
+    with pytest.raises(InputError, match=r"\(.*two.jsonl with streaming: true, .*one.jsonl without\): set it for all"):
+        data.load([source(one), source(two, streaming=True)], "data.train")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Folders of a saved Dataset, 0 to 19, and of a DatasetDict of that as `train` and one row, 20, as `valid`."""
+    rows = datasets.Dataset.from_dict({"text": [str(n) for n in range(20)]})
+    rows.save_to_disk(tmp_path / "one")
+    valid = datasets.Dataset.from_dict({"text": ["20"]})
+    datasets.DatasetDict({"train": rows, "valid": valid}).save_to_disk(tmp_path / "more")
+    return tmp_path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        ("one", "train", range(20)),
+        ("one", "any", range(20)),  # a Dataset has no splits
+        ("one", "train[:10%]", range(2)),
+        ("one", "train[-3:]", range(17, 20)),
+        ("more", "valid", [20]),
+        ("more", "train[5:7]", [5, 6]),
+        ("more", "train[:10%]+valid", [0, 1, 20]),
+    ],
+)
+def test_slices_of_saved_sets(saved, name, split, expected, streaming):
+    rows = data.load(source(saved / name, split=split, streaming=streaming))
+    assert isinstance(rows, datasets.IterableDataset) == streaming
+    assert [row["text"] for row in rows] == [str(n) for n in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "message"),
+    [
+        ("more", "test", r"cannot read .*more: Unknown split \"test\". Should be one of \['train', 'valid'\]"),
+        ("more", "train[x]", r"cannot read .*more: Unrecognized instruction format: train\[x\]"),
+        ("one", "train[:1%]", "one has no rows"),
+        ("one", "train+test", "Unknown split"),
+    ],
+)
+def test_pain_33_splits_that_a_saved_set_has_not(saved, name, split, message):
+    with pytest.raises(InputError, match=message):
+        data.load(source(saved / name, split=split))
+
+
 # ---- datasets: cache, streams, speed
 
 
@@ -525,6 +583,24 @@ def test_streams(method, tmp_path, caplog):
     assert list(stream) == list(whole)
 
 
+@pytest.mark.parametrize("method", ["sft", "kd", "dpo", "opd"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_prepared_stream_stays_as_it_is(method, named):
+    keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
+    rows = [{"prompt": "q", **dict.fromkeys(keys, "a")}]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    stream = stream if named else datasets.IterableDataset.from_generator(lambda: iter(rows))
+    once = prepare(stream, method, apply_chat_template=True)
+    assert once.column_names == list(data.COLUMNS[method])
+    assert prepare(once, method, apply_chat_template=True) is once
+
+
+def test_a_tokenised_stream_of_other_types_is_cut(tmp_path):
+    row = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [1, 1]}
+    stream = data.load(source(jsonl(tmp_path / "rows.jsonl", [row]), streaming=True))
+    assert next(iter(prepare(stream, "sft", max_length=3)))["prompt_ids"] == [2]
+
+
 def test_stream_from_a_generator_and_dropped_rows(caplog):
     kept = {"prompt_ids": [1], "completion_ids": [3, 4], "completion_mask": [1, 1]}
     rows = [kept, {**kept, "completion_mask": [0, 0]}]
@@ -554,3 +630,9 @@ def test_plain_strings_as_chat(method):
     assert plain[:] != prepare([{"prompt": "2+2?", **answer}], method)[:]
     with pytest.raises(InputError, match="needs a column 'prompt'"):
         prepare([{"text": "a"}], "sft", apply_chat_template=True)
+
+
+def test_plain_prompts_as_chat_beside_messages():
+    as_messages = [{"prompt": [USER], "completion": [REPLY]}]
+    mixed = prepare([{"prompt": "2+2?", "completion": [REPLY]}], "sft", apply_chat_template=True)
+    assert mixed[:] == prepare(as_messages, "sft")[:]

@@ -322,4 +322,51 @@ def test_messages_without_a_chat_template_end_before_a_model_is_loaded(folder, n
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (folder / "chat.jsonl").write_text(json.dumps(row))
     line = error_line(capsys, "sft.yaml", "data.train={path: chat.jsonl}")
-    assert "set model.chat_template to a template file" in line
+    assert "set model.chat_template to a" in line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["train.eval_strategy=steps"], "command line: train.eval_strategy: steps needs data.eval"),
+        (["train.eval_on_start=true"], "command line: train.eval_on_start: true needs data.eval"),
+        (["train.eval_exact_match=true"], "command line: train.eval_exact_match: true needs data.eval"),
+        (["train.save_strategy=best"], "command line: train.save_strategy: best needs train.metric_for_best_model"),
+        (
+            ["data.train.streaming=true", "train.max_steps=-1"],
+            "command line: data.train.streaming: true needs train.max_steps",
+        ),
+        (
+            ["data.train=[{path: rows.jsonl}, {path: rows.jsonl, streaming: true}]", "train.max_steps=-1"],
+            "command line: data.train.1.streaming: true needs train.max_steps",
+        ),
+    ],
+)
+def test_contradictions_end_before_the_tokenizer_loads(folder, monkeypatch, capsys, overrides, message):
+    def load(recipe):
+        raise AssertionError("a tokenizer was loaded")
+
+    monkeypatch.setattr(run, "check_models", load)
+    assert error_line(capsys, "sft.yaml", *overrides).startswith("error: " + message)
+
+
+@pytest.mark.parametrize(
+    ("method", "row"),
+    [
+        ("sft", {"text": "2+2=4"}),
+        ("sft", {"messages": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]}),
+        ("opd", {"prompt": "2+2="}),
+    ],
+)
+@pytest.mark.parametrize("streaming", ["false", "true"])
+def test_rows_without_prompt_or_answer_are_refused_for_exact_match(folder, no_weights, capsys, method, row, streaming):
+    (folder / "eval.jsonl").write_text(json.dumps(row))
+    teacher = ["teacher.name_or_path=tiny", "train.max_completion_length=8"] if method == "opd" else []
+    overrides = [f"data.eval={{path: eval.jsonl, streaming: {streaming}}}", "train.eval_exact_match=true"]
+    line = error_line(capsys, "sft.yaml", f"method={method}", *overrides, *teacher)
+    assert line == "error: command line: eval_exact_match needs eval rows with a prompt and an answer"
+
+
+def test_streamed_strings_as_chat_end_to_end(folder):
+    assert run.main(["sft.yaml", "data.train.streaming=true", "train.apply_chat_template=true"]) == 0
+    assert json.loads(Path("out/all_results.json").read_text())["train_loss"] > 0

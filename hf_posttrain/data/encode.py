@@ -41,7 +41,7 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     """The samples of a row for this method: KTO splits pairs; OPD splits a conversation at its last turn."""
     sample = FORMATS[plan.form](row)
     if plan.as_chat and isinstance(sample.prompt, str):
-        answers = [[{"role": "assistant", "content": text}] for text in sample.branches]
+        answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
     parts = [part for part in (sample.prompt, *sample.branches) if part is not None]
     if len({type(part) for part in parts}) > 1:

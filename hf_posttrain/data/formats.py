@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import chat
 from ..errors import InputError
-from .sources import nearest
+from ..strict import nearest
 
 
 class Sample(NamedTuple):
@@ -179,7 +179,7 @@ def detect(columns: list[str], method: str) -> str:
         if {*form.split(" + ")} <= {*columns}:
             return form
     missing = {c for form in ACCEPTS[method] for c in form.split(" + ")} - {*columns}
-    near = next((hint for c in sorted(missing) if (hint := nearest(c, columns))), "")
+    near = next((hint for c in sorted(missing) if (hint := nearest(c, columns, listed=False, aside=True))), "")
     raise InputError(
         f"columns {', '.join(columns)} are none that {method} reads{near}: {' | '.join(ACCEPTS[method])}; "
         "rename yours with data.train.columns, for instance {prompt: question}"

@@ -34,7 +34,9 @@ ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
 def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
     """Token ids for `method`: exactly COLUMNS[method], and `index` (row number) unless the data set is a stream.
 
-    A data set that has exactly these columns was prepared before and is returned as it is.
+    A data set that has exactly these columns was prepared before and is returned as it is; so is a stream that has
+    exactly these columns, without `index`, in the types they have here (lists of int32): one of your own that looks so
+    is neither validated nor cut.
     Reads max_length, max_completion_length (OPD), completion_only_loss, assistant_only_loss, dataset_text_field,
     dataset_num_proc, apply_chat_template and chat_template_kwargs from `config`.
     max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left, then branches from
@@ -45,6 +47,8 @@ def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, confi
     columns = dataset.column_names or list(next(iter(dataset), {}))
     own = {*COLUMNS[method], "index"}
     if isinstance(dataset, datasets.Dataset) and own <= {*columns} <= own | ADDED:
+        return dataset
+    if isinstance(dataset, datasets.IterableDataset) and dataset.features == _features(method, ()):
         return dataset
     field = getattr(config, "dataset_text_field", "text")
     if field != "text" and field in columns and "text" not in columns:
@@ -91,11 +95,11 @@ def _plan(form: str, method: str, config: Any, name: str) -> Plan:
     return Plan(method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs, as_chat)
 
 
-def _features(method: str) -> datasets.Features:
+def _features(method: str, beside: tuple[str, ...] = ("row", "state")) -> datasets.Features:
     single = {"label": "bool", "prompt_key": "int64", "row": "int64", "state": "int8"}
     return datasets.Features({
         column: datasets.Value(single[column]) if column in single else datasets.List(datasets.Value("int32"))
-        for column in (*COLUMNS[method], "row", "state")
+        for column in (*COLUMNS[method], *beside)
     })  # fmt: skip
 
 

@@ -2,10 +2,8 @@
 
 check_sources    path, extension and emptiness of each source, before anything slow
 load             sources -> one datasets.Dataset (or IterableDataset)
-nearest          the hint in a message about an unknown name
 """
 
-import difflib
 import json
 import re
 from pathlib import Path
@@ -15,6 +13,7 @@ import datasets
 import numpy as np
 
 from ..errors import InputError
+from ..strict import nearest
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
@@ -33,7 +32,8 @@ def check_sources(sources: Any, what: str = "data") -> None:
             if not any(path.iterdir()):
                 raise InputError(f"{what}: the folder {path} is empty")
         elif path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source.path):
-            near = nearest(path.name, [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else [])
+            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+            near = nearest(path.name, beside, listed=False, aside=True)
             raise InputError(f"{what}: there is no file or folder {path}{near}")
 
 
@@ -41,16 +41,29 @@ def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.Iterab
     """One data set from a source or a list of them: objects with path, name, split, columns, limit, weight, streaming.
 
     A source of weight w counts w times (repeated, or a seeded sample of it); streams are interleaved by weight.
-    Raises InputError for what cannot be read, naming `what`, the path and, for malformed JSON, the line.
+    Raises InputError for what cannot be read, naming `what`, the path and, for malformed JSON, the line, and for
+    sources that cannot be mixed: columns of different types, or streams beside others.
     """
     check_sources(sources, what)
     sources = _as_list(sources)
+    streams, others = ([s.path for s in sources if bool(s.streaming) is kind] for kind in (True, False))
+    if streams and others:
+        problem = f"{', '.join(streams)} with streaming: true, {', '.join(others)} without"
+        raise InputError(f"{what}: streams do not mix with other sources ({problem}): set it for all or for none")
     parts = [_load_one(source, what) for source in sources]
     shared = [c for c in parts[0].column_names if all(c in part.column_names for part in parts)]
     if not shared:
         raise InputError(f"{what}: the sources share no column; rename with `columns`")
     parts = [part.select_columns(shared) for part in parts]
-    weights = [float(source.weight) for source in sources]
+    try:
+        return _mixed(parts, [float(source.weight) for source in sources])
+    except ValueError as error:
+        paths = ", ".join(source.path for source in sources)
+        raise InputError(f"{what}: the columns of {paths} are not of the same types: {error}") from error
+
+
+def _mixed(parts: list, weights: list[float]) -> datasets.Dataset | datasets.IterableDataset:
+    """One data set from several with the same columns."""
     if isinstance(parts[0], datasets.IterableDataset):
         if set(weights) == {1.0}:
             return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
@@ -68,8 +81,8 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
             files = {split.partition("[")[0]: str(path)}
             rows = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, **options)
         elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            rows = datasets.load_from_disk(str(path))
-            rows = rows[split] if isinstance(rows, dict) else rows
+            rows = _saved(path, split)
+            rows = rows.to_iterable_dataset() if options["streaming"] else rows
         else:
             rows = datasets.load_dataset(str(path) if path.is_dir() else source.path, source.name, **options)
         if rows.column_names is None:
@@ -84,6 +97,20 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
     if source.limit is None:
         return rows
     return rows.take(source.limit) if options["streaming"] else rows.select(range(min(source.limit, len(rows))))
+
+
+def _saved(path: Path, split: str) -> datasets.Dataset:
+    """`split` of a set saved to disk, slices and sums (`train[:90%]+test`) as load_dataset has them. A saved Dataset
+    has no splits: it goes by any name. Raises ValueError for another split, listing those there are."""
+    saved = datasets.load_from_disk(str(path))
+    splits = saved if isinstance(saved, dict) else {split.partition("[")[0]: saved}
+    wanted = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(rows) for name, rows in splits.items()})
+    parts = []
+    for part in wanted:
+        rows = splits[part.splitname]
+        whole = (part.from_, part.to) == (0, len(rows))
+        parts.append(rows if whole else rows.select(range(part.from_, part.to)))
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
 def _malformed_line(path: Path) -> str | None:
@@ -101,7 +128,8 @@ def _rename(rows: Any, columns: dict[str, str], where: str) -> Any:
     """`columns` is {our name: theirs}."""
     for ours, theirs in columns.items():
         if theirs not in rows.column_names:
-            near, names = nearest(theirs, rows.column_names), ", ".join(rows.column_names)
+            near = nearest(theirs, rows.column_names, listed=False, aside=True)
+            names = ", ".join(rows.column_names)
             raise InputError(f"{where}: no column {theirs!r} for {ours!r}{near}; there are {names}")
     taken = [ours for ours in columns if ours in rows.column_names and ours not in columns.values()]
     return rows.remove_columns(taken).rename_columns({theirs: ours for ours, theirs in columns.items()})
@@ -117,9 +145,3 @@ def _times(rows: datasets.Dataset, weight: float) -> datasets.Dataset:
 
 def _as_list(sources: Any) -> list:
     return list(sources) if isinstance(sources, list | tuple) else [sources]
-
-
-def nearest(name: str, names: list[str]) -> str:
-    """The end of a message about an unknown name: " (did you mean 'x'?)", or nothing."""
-    near = difflib.get_close_matches(name, names, 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
