@@ -1,7 +1,16 @@
-"""Meter: exact global means from (sum, count) pairs on device, one reduction each time they are logged."""
+"""What is read at log steps alone, without waiting for the device in between.
+
+Meter         exact global means from (sum, count) pairs, one reduction each time they are logged
+FiniteWatch   the first step whose loss was not finite
+"""
+
+import logging
+from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class Meter:
@@ -28,3 +37,25 @@ class Meter:
         pairs = dict(zip(self.totals, totals.tolist(), strict=True))
         self.totals = {}
         return {name: total / count for name, (total, count) in pairs.items() if count}
+
+
+class FiniteWatch:
+    """Remembers, on the device, the first step whose loss was not finite, and names it once."""
+
+    def __init__(self) -> None:
+        self.first: Tensor | None = None
+        self.named = False
+
+    def note(self, loss: Tensor, step: int) -> None:
+        """Look at the loss (a scalar) of a step."""
+        bad = torch.where(torch.isfinite(loss), torch.inf, float(step))
+        self.first = bad if self.first is None else torch.minimum(self.first, bad)
+
+    def report(self, accelerator: Any) -> None:
+        """Warn, once, if there was such a step on any rank."""
+        if self.first is None or self.named:
+            return
+        step = accelerator.gather(self.first).min().item()
+        if step < float("inf"):
+            self.named = True
+            logger.warning("the loss was not finite at step %d; lower the learning rate or look at its batch", step)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from transformers.trainer_utils import has_length
 
 from . import data, policy, reference, scoring
@@ -27,7 +26,8 @@ from .attention import choose_layout
 from .batch import IGNORE
 from .config import PostTrainConfig
 from .errors import InputError
-from .metrics import Meter
+from .metrics import FiniteWatch, Meter
+from .router import balancing_loss, router_coef
 from .tiles import TileFunction
 
 logger = logging.getLogger(__name__)
@@ -86,12 +86,11 @@ class PostTrainer(Trainer):
         model = policy.for_training(model, peft_config, args)
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.scoring_checked = {"train": Meter(), "eval": Meter()}, False
-        self.first_bad_step: Tensor | None = None
-        self.bad_step_named = False
-        self.router_coef = _router_coef(scoring.causal_lm(model).config, args)
+        self.finite = FiniteWatch()
+        self.router_coef = router_coef(scoring.causal_lm(model).config, args.router_aux_loss_coef)
         self.scored = [scoring.causal_lm(model)]
         collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
-        train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
+        train = data.with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
         evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
 
@@ -177,9 +176,9 @@ class PostTrainer(Trainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """HF's training, from the seed: its numbers do not hang on what was drawn since the trainer was built."""
         set_seed(self.args.seed)
-        self.meters["train"], self.first_bad_step = Meter(), None
+        self.meters["train"], self.finite = Meter(), FiniteWatch()
         output = super().train(*args, **kwargs)
-        self._warn_if_not_finite()
+        self.finite.report(self.accelerator)
         return output
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
@@ -202,20 +201,14 @@ class PostTrainer(Trainer):
         items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
         loss = (losses.values * losses.weights).sum() / torch.as_tensor(items).clamp(min=1)
         self._note("train", losses)
-        self._note_step(loss.detach())
+        self.finite.note(loss.detach(), self.state.global_step + 1)
         if self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
         if losses.router_logits is not None:
-            loss = loss + self._router_loss(losses.router_logits, inputs) / self.current_gradient_accumulation_steps
+            config, weights = scoring.causal_lm(self.model).config, inputs["router_weights"]
+            balance = self.router_coef * balancing_loss(losses.router_logits, config, weights)
+            loss = loss + balance / self.current_gradient_accumulation_steps
         return (loss, losses) if return_outputs else loss
-
-    def _router_loss(self, router_logits: Any, batch: dict[str, Tensor]) -> Tensor:
-        """Load balancing over real tokens, a shared prompt's once for each branch (Switch Transformer eq. 4-6)."""
-        config = scoring.causal_lm(self.model).config.get_text_config()
-        experts = getattr(config, "num_experts", None) or config.num_local_experts
-        weights = batch["router_weights"]
-        loss: Any = load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, weights)
-        return self.router_coef * loss
 
     def _note(self, stage: str, losses: Losses) -> None:
         meter = self.meters[stage]
@@ -224,25 +217,11 @@ class PostTrainer(Trainer):
         if stage == "eval":
             meter.add("loss", losses.values, losses.weights)
 
-    def _note_step(self, loss: Tensor) -> None:
-        """Keep the first step whose loss is not finite, on the device; read at log steps."""
-        step = torch.where(torch.isfinite(loss), torch.inf, float(self.state.global_step + 1))
-        self.first_bad_step = step if self.first_bad_step is None else torch.minimum(self.first_bad_step, step)
-
-    def _warn_if_not_finite(self) -> None:
-        """Name the first step whose loss was not finite, once."""
-        if self.first_bad_step is None or self.bad_step_named:
-            return
-        step = self.accelerator.gather(self.first_bad_step).min().item()
-        if step < float("inf"):
-            self.bad_step_named = True
-            logger.warning("the loss was not finite at step %d; lower the learning rate or look at its batch", step)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the training metrics, reduced over ranks, to each log of the loss."""
         if "loss" in logs:
             logs |= self.finish_metrics("train", self.meters["train"].averages(self.accelerator))
-            self._warn_if_not_finite()
+            self.finite.report(self.accelerator)
         super().log(logs, start_time)
 
     # ---- evaluation
@@ -320,24 +299,3 @@ def _checked(args: PostTrainConfig, config_class: type, kwargs: dict) -> PostTra
             "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
         )
     return args
-
-
-def with_lengths(rows: Any, args: PostTrainConfig) -> Any:
-    """The column that HF's samplers by length read, where one of them is asked for: tokens of each row."""
-    wanted = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
-    if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
-        return rows
-    lengths = [sum(len(ids) for name, ids in row.items() if name.endswith("_ids")) for row in rows]
-    return rows.add_column(args.length_column_name, lengths)
-
-
-def _router_coef(config: Any, args: PostTrainConfig) -> float:
-    """Weight of the router's auxiliary loss, 0 where there is none."""
-    config = config.get_text_config()
-    if not hasattr(config, "router_aux_loss_coef"):
-        if args.router_aux_loss_coef:
-            raise InputError("router_aux_loss_coef is set and the model is no mixture of experts")
-        return 0.0
-    if args.router_aux_loss_coef is not None:
-        return args.router_aux_loss_coef
-    return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0

@@ -148,3 +148,17 @@ def _keep_streamed(state: int, row: int, name: str) -> bool:
     if state == DROPPED:
         logger.warning("%s: row %d dropped (no trained token left)", name, row)
     return state != DROPPED
+
+
+def with_lengths(rows: Any, args: Any) -> Any:
+    """Prepared rows with the column that HF's samplers by length read, where one is asked for: tokens of each row."""
+    wanted = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
+    if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
+        return rows
+    lengths = [sum(_tokens(ids) for name, ids in row.items() if name.endswith("_ids")) for row in rows]
+    return rows.add_column(args.length_column_name, lengths)
+
+
+def _tokens(ids: list) -> int:
+    """Of an example, or of the examples of a packed row."""
+    return sum(map(len, ids)) if ids and isinstance(ids[0], list) else len(ids)
