@@ -206,12 +206,6 @@ def _dtype(section: ModelSection, config: PretrainedConfig, whole: bool, device:
         return torch.bfloat16 if device.type != "cpu" and not whole else torch.float32
     own = getattr(config.get_text_config(), "dtype", None) or torch.float32
     dtype = own if section.dtype == "auto" else getattr(torch, section.dtype)
-    if whole and dtype in (torch.bfloat16, torch.float16):
-        logger.warning(
-            "dtype: all weights are trained in %s, whose steps are coarser than most updates: at learning rate 5e-7 the"
-            " weights moved by 1.4 %% of what they should. Use dtype: default (float32, with bf16 autocast) or lora",
-            dtype,
-        )
     return dtype
 
 

@@ -1,6 +1,5 @@
 """Tokenizers, models and adapters from a recipe's section; vocabularies; what a saved model stops at."""
 
-import logging
 
 import peft
 import pytest
@@ -114,12 +113,6 @@ def test_dtype_rule(folder, dtype, lora, trainable, device, expected, caplog):
     assert {p.dtype for p in model.parameters()} == {expected}
     assert {p.requires_grad for p in model.parameters()} == {trainable}
     assert not caplog.records
-
-
-def test_bfloat16_fully_trained_warns_with_the_reason(folder, caplog):
-    with caplog.at_level(logging.WARNING):
-        models.load_model(ModelSection(folder, dtype="bfloat16"))
-    assert "weights moved by 1.4 %" in caplog.text
 
 
 def test_attention_implementation(folder, tmp_path):

@@ -479,3 +479,13 @@ def test_predict_after_evaluate_with_persistent_workers_sees_its_own_rows(tmp_pa
     other = token_rows("sft", 3, seed=8)
     assert trainer.predict(other).metrics["test_loss"] != first
     assert trainer.evaluate()["eval_loss"] == first
+
+
+@pytest.mark.parametrize(
+    ("dtype", "adapted", "warns"), [("bfloat16", False, True), ("float32", False, False), ("bfloat16", True, False)]
+)
+def test_bfloat16_fully_trained_warns_with_the_reason(dtype, adapted, warns, tmp_path, caplog):
+    lora = peft.LoraConfig(target_modules="all-linear") if adapted else None
+    with caplog.at_level(logging.WARNING):
+        trainer_for("sft", tiny_model().to(getattr(torch, dtype)), token_rows("sft"), tmp_path, peft_config=lora)
+    assert ("weights moved by 1.4 %" in caplog.text) == warns
