@@ -82,8 +82,8 @@ def for_training(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> n
     low = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
     if low and not isinstance(model, peft.PeftModel):
         logger.warning(
-            "all weights are trained in %s, whose steps are coarser than most updates: at learning rate 5e-7 the"
-            " weights moved by 1.4 %% of what they should. Use float32 (model.dtype: default) with bf16 autocast, or lora",
+            "all weights are trained in %s, whose steps are coarser than most updates: at rate 5e-7 the weights"
+            " moved by 1.4 %% of what they should. Use float32 (model.dtype: default) with bf16 autocast, or lora",
             low.pop(),
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
