@@ -81,7 +81,7 @@ def choose_layout(models: Sequence[PreTrainedModel], layout: str) -> str:
         able = [name for name in able if name in theirs]
         reasons.append(f"{type(model).__name__}: {reason}")
     if layout == "auto":
-        logger.info("layout: %s (%s)", able[0], "; ".join(reasons))
+        logger.info("layout: %s (%s)", able[0], "; ".join(dict.fromkeys(reasons)))
         return able[0]
     if layout not in able:
         raise InputError(f"layout={layout!r} does not work here ({'; '.join(reasons)}): use layout={able[0]!r} or auto")

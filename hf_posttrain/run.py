@@ -25,7 +25,7 @@ from typing import Any
 from .errors import InputError
 from .recipe import Recipe, load_recipe, train_config
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
 METHODS = {  # method: (module, Config, Trainer), imported when it is used
     "sft": ("hf_posttrain.sft", "SFTConfig", "SFTTrainer"),
