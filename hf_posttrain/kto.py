@@ -100,23 +100,22 @@ class KTOTrainer(PostTrainer):
     def collate_rows(rows: list[dict], layout: str, config: KTOConfig) -> dict[str, Any]:
         """Rows -> a batch of own completions, `label` [B], and for the estimates without gradient two more batches:
 
-        `mismatch` with the partner's completion, and `pair` with own and (for the KL) partner's completion, which is
-        what the reference scores.
+        `mismatch` with the partner's completion, and `pair` with own and partner's completion, which is what the
+        reference scores (without a KL estimate it scores the batch itself).
         """
         batch: dict[str, Any] = {"index": torch.tensor([row["index"] for row in rows])}
         batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
         own = [Example(row["prompt_ids"], [Branch(row["completion_ids"])]) for row in rows]
         batch |= layouts.collate(own, layout)
-        pairs = own
         if "mismatch_ids" in rows[0]:
             others = [Branch(row["mismatch_ids"]) for row in rows]
             mismatched = [Example(row["prompt_ids"], [branch]) for row, branch in zip(rows, others, strict=True)]
             batch["mismatch"] = layouts.collate(mismatched, layout)
-            pairs = [Example(one.prompt, [*one.branches, branch]) for one, branch in zip(own, others, strict=True)]
+            if "ref_logps" not in rows[0]:
+                pairs = [Example(one.prompt, [*one.branches, branch]) for one, branch in zip(own, others, strict=True)]
+                batch["pair"] = layouts.collate(pairs, layout)
         if "ref_logps" in rows[0]:
             batch["ref_logps"] = torch.tensor([row["ref_logps"] for row in rows])
-        else:
-            batch["pair"] = layouts.collate(pairs, layout)
         return batch
 
     def get_batch_samples(self, *args: Any) -> tuple[list, Tensor | int | None]:

@@ -6,7 +6,7 @@ from typing import Any
 import peft
 import torch
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from . import chat, models, scoring
 from .config import PostTrainConfig
@@ -46,12 +46,12 @@ def terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_
     return list(dict.fromkeys(ids))
 
 
-def align(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> GenerationConfig:
+def align(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
     """Make the model, once saved, stop where it is trained to stop; returns the generation config to save."""
     inner = scoring.causal_lm(model)
     if getattr(inner, "generation_config", None) is None:
         inner.generation_config = GenerationConfig.from_model_config(inner.config)
-    models.align_generation_config(inner, tokenizer, terminal_ids(model, tokenizer, template_kwargs))
+    models.align_generation_config(inner, tokenizer, ends)
     return inner.generation_config
 
 
@@ -100,8 +100,3 @@ def disable_dropout(model: nn.Module) -> None:
         for name in ("attention_dropout", "dropout", "activation_dropout", "attn_dropout", "layerdrop"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
-
-
-def is_adapted(model: nn.Module | PreTrainedModel) -> bool:
-    """Does the model carry a PEFT adapter?"""
-    return isinstance(scoring.unwrapped(model), peft.PeftModel)

@@ -145,10 +145,10 @@ def score(
     weights: Tensor | None = None,
     router_logits: bool = False,
 ) -> dict[str, Any]:
-    """Values and stats of the N scored tokens of a batch from `batch.collate`, and the hidden states behind them.
+    """Values and stats of the N scored tokens of a batch from `batch.collate`.
 
-    Returns {"value": [N], "hidden": [N, H], **stats of the tile function, and "router_logits" on request}.
-    tile None returns the hidden states alone: a teacher's, whose head runs later beside the student's.
+    Returns {"value": [N], **stats of the tile function, and "router_logits" on request}; with tile None
+    {"hidden": [N, H]} instead: a teacher's, whose head runs later beside the student's.
     """
 
     def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:

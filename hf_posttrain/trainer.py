@@ -82,7 +82,7 @@ class PostTrainer(Trainer):
         args = _checked(args or self.config_class(output_dir="outputs"), self.config_class, kwargs)
         model, self.tokenizer = policy.resolve(model, processing_class, peft_config)
         self.terminal_ids = policy.terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
-        self.generation_config = policy.align(model, self.tokenizer, args.chat_template_kwargs)
+        self.generation_config = policy.align(model, self.tokenizer, self.terminal_ids)
         model = policy.for_training(model, peft_config, args)
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.scoring_checked = {"train": Meter(), "eval": Meter()}, False

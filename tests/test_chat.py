@@ -74,7 +74,8 @@ def test_pain_07_a_config_of_another_tokenizer_ends_no_answer(own):
     model = tiny_model("llama")
     model.generation_config.eos_token_id = own
     assert policy.terminal_ids(model, tok.base_tokenizer(), None) == [258, 256]
-    assert policy.align(model, tok.base_tokenizer(), None).eos_token_id == [258, 256]
+    ends = policy.terminal_ids(model, tok.base_tokenizer(), None)
+    assert policy.align(model, tok.base_tokenizer(), ends).eos_token_id == [258, 256]
 
 
 def test_pain_07_special_ends_of_the_generation_config_are_kept():
