@@ -33,7 +33,7 @@ venv: $(STAMP) ## .venv with the tested versions; installed again only after set
 $(STAMP): setup.cfg constraints.txt
 	@$(call check_python)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,plot]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,plot,deepspeed,quant]'
 	@touch $@
 
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference

@@ -8,6 +8,7 @@ exact_match   the whole evaluation, for a trainer
 
 import re
 from collections.abc import Iterable
+from decimal import Context, InvalidOperation
 from functools import partial
 from typing import Any
 
@@ -23,6 +24,8 @@ _PATTERNS = (
     r"\\boxed\{([^{}]*)\}",
     r"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*([-$]*[\d.,]*\d)",  # an "A" or "answer" alone is a word
 )
+
+_EXACT = Context(prec=999, Emax=999, Emin=-999, traps=[InvalidOperation])  # finite: 1e999999999 is not written out
 
 
 def final_answer(text: str) -> str:
@@ -43,8 +46,8 @@ def _normal(answer: str) -> str:
     """One spelling for equal answers."""
     answer = answer.strip().strip("$.").replace(",", "").replace("$", "")
     try:
-        return f"{float(answer):.10g}"
-    except ValueError:
+        return f"{_EXACT.create_decimal(answer).normalize(_EXACT):f}"
+    except InvalidOperation:
         return answer.lower()
 
 

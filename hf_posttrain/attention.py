@@ -70,18 +70,21 @@ def flex_mask(batch: dict[str, Tensor], window: int | None) -> Any:
 
 
 def choose_layout(models: Sequence[PreTrainedModel], layout: str) -> str:
-    """The layout to use for all of `models`: an explicit one that they can take, or for `auto` the cheapest, logged.
+    """The layout to use for all of `models`: an explicit one that they can take, or for `auto` the cheapest.
 
+    That is logged unless it is what the models before the last one have already.
     Raises InputError where a model cannot take the explicit layout.
     """
-    able = ["shared", "packed", "padded"]
-    reasons = []
+    able, before = ["shared", "packed", "padded"], None
+    reasons: list[str] = []
     for model in models:
         theirs, reason = _able(model)
+        before = able[0] if reasons else None
         able = [name for name in able if name in theirs]
         reasons.append(f"{type(model).__name__}: {reason}")
     if layout == "auto":
-        logger.info("layout: %s (%s)", able[0], "; ".join(dict.fromkeys(reasons)))
+        if able[0] != before:
+            logger.info("layout: %s (%s)", able[0], "; ".join(dict.fromkeys(reasons)))
         return able[0]
     if layout not in able:
         raise InputError(f"layout={layout!r} does not work here ({'; '.join(reasons)}): use layout={able[0]!r} or auto")

@@ -65,7 +65,7 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     Returns input_ids, position_ids, shift_labels, router_weights [R, L]; document, branch [R, L] where a mask is
     needed (document is -1 on padding); attention_mask [R, L] in the padded layout;
     scored [N], indices into R * L of the positions with a target, in order, and owner [N], the number of their branch,
-    counted over all examples (example * K + branch where all have K).
+    counted over all examples (example * K + branch where all have K); row [branches], the number of their example.
     """
     documents = _shared(examples) if layout == "shared" else _separate(examples)
     if layout == "packed":
@@ -75,6 +75,7 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     else:
         rows = _first_fit_decreasing(documents)
     batch = _to_tensors(rows, pad_id)
+    batch["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
     if layout == "shared" and _needs_mask(rows):
         batch |= _document_ids(rows, batch["input_ids"].shape)
     if layout == "padded":

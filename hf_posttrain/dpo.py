@@ -133,7 +133,7 @@ class DPOTrainer(PostTrainer):
             values = values + self.args.nll_coef * chosen_nll(pairs, options)
         predictions = torch.cat([logps, ref], dim=1).detach()
         return Losses(
-            values, torch.ones_like(values), self._metrics(pairs), scores.get("router_logits"), predictions, lengths
+            values, self.weights(batch), self._metrics(pairs), scores.get("router_logits"), predictions, lengths
         )
 
     def _metrics(self, pairs: Pairs) -> dict[str, tuple[Tensor, None]]:

@@ -1,12 +1,13 @@
-"""A second, frozen model: how it is held, how it scores, and rows that it scored once and that are kept on disk.
+"""A second, frozen model: where it is kept, how it scores, and rows that it scored once and that are kept on disk.
 
 `reference.py` and `teacher.py` are its two uses.
 """
 
+import contextlib
 import hashlib
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,43 @@ import datasets
 import pyarrow as pa
 import torch
 import xxhash
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
+from tqdm.auto import tqdm
 
-from . import scoring
+from . import engine, scoring
 from .batch import per_branch, targets
 from .tiles import LogProb
 
 logger = logging.getLogger(__name__)
 
 
-def freeze(model: nn.Module) -> nn.Module:
-    """Eval mode, no gradients, and a forward that takes a scorer."""
-    model.requires_grad_(False)
-    scoring.enable_scoring(model)
-    return model.eval()
+class Frozen:
+    """A model in eval mode and without gradients, prepared for the engine by its first use: cut over the ranks where
+    the policy is. Enter it to use it; with `offload` it waits on CPU in between.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator, offload: bool = False):
+        model.requires_grad_(False)
+        scoring.enable_scoring(model)
+        self.model, self.accelerator, self.offload = model.eval(), accelerator, offload
+        self.prepared = False
+
+    def __enter__(self) -> nn.Module:
+        if not self.prepared:
+            self.model = engine.prepare_frozen(self.model, self.accelerator, self.offload)
+            self.prepared = engine.shards(self.accelerator)
+        return self.model
+
+    def __exit__(self, *error: Any) -> None:
+        if self.offload:
+            self.release()
+
+    def release(self) -> None:
+        """Give back the device's memory; the next use takes it again. Shards stay where they are."""
+        if not self.prepared:
+            self.model.to("cpu")
 
 
 def branch_logps(model: nn.Module, batch: dict[str, Any], examples: int, branches: int) -> Tensor:
@@ -40,29 +64,61 @@ def branch_logps(model: nn.Module, batch: dict[str, Any], examples: int, branche
 # ---- rows computed once
 
 
-def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str) -> datasets.Dataset:
-    """The rows under `key`, computed and written at once (beside, then renamed) where they are not there yet."""
-    name = hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]
+def cached(
+    key: list[Any], compute: Callable[[], datasets.Dataset], what: str, accelerator: Accelerator
+) -> datasets.Dataset:
+    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
+
+    The first rank's key counts: on the others a sharded model may be empty until it is prepared.
+    """
+    [name] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{what}-{name}"
-    if folder.exists():
+    if all(gather_object([folder.exists()])):
         logger.info("%s: taken from the cache %s", what, folder)
         return datasets.load_from_disk(str(folder))
     rows = compute()
-    partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    rows.save_to_disk(str(partial))
-    partial.rename(folder)
+    if accelerator.is_local_main_process and not folder.exists():
+        partial = folder.with_name(f"{name}.{accelerator.process_index}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        rows.save_to_disk(str(partial))
+        with contextlib.suppress(OSError):  # another machine on the same disk was first
+            partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+    accelerator.wait_for_everyone()
     return datasets.load_from_disk(str(folder))
+
+
+def score_rows(
+    trainer: Any, rows: datasets.Dataset, size: int, score: Callable[[dict, int], Sequence[Any]], title: str
+) -> list[Any]:
+    """What `score` says of each row, in the rows' order, on every rank; longest rows first, `size` at a time.
+
+    score: (batch on the device, its number of rows) -> one picklable value a row. Every rank makes the same number of
+    calls, since a sharded model's forward needs all of them: one that has run out scores its last rows again.
+    """
+    accelerator = trainer.accelerator
+    lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
+    mine: dict[int, Any] = {}
+    world, rank = accelerator.num_processes, accelerator.process_index
+    for first in tqdm(range(0, len(parts), world), desc=title, disable=not accelerator.is_local_main_process):
+        chosen = parts[min(first + rank, len(parts) - 1)]
+        batch = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
+        mine |= zip(chosen, score(batch, len(chosen)), strict=True)
+    found = {number: value for part in gather_object([mine]) for number, value in part.items()}
+    return [found[number] for number in range(len(rows))]
 
 
 def weights_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of every weight's name, dtype and bytes; without those of LoRA adapters where they are switched off."""
     digest = xxhash.xxh3_128()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
             continue
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        with engine.gathered(tensor):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

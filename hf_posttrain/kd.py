@@ -18,7 +18,7 @@ from .config import PostTrainConfig
 from .errors import InputError
 from .scoring import full_logits
 from .sft import collate_supervised
-from .teacher import TeacherCallback, check_teacher, precompute_top_k
+from .teacher import add_teacher, precompute_top_k
 from .trainer import Losses, PostTrainer
 
 
@@ -57,7 +57,8 @@ class KDConfig(PostTrainConfig):
 
 
 class KDTrainer(PostTrainer):
-    """KD of a causal LM; further argument: `teacher_model`, with the same token ids. Rows as for SFT.
+    """KD of a causal LM; further arguments: `teacher_model`, with the same token ids, and `teacher_offload`, which
+    keeps it on CPU between uses. Rows as for SFT.
 
     `compute_metrics` gets the student's full logits and shift_labels, [rows, L, V] and [rows, L].
     """
@@ -66,12 +67,15 @@ class KDTrainer(PostTrainer):
     unit = "tokens"
     config_class = KDConfig
 
-    def __init__(self, *args: Any, teacher_model: nn.Module | str | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        teacher_model: nn.Module | str | None = None,
+        teacher_offload: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.teacher = TeacherCallback(check_teacher(teacher_model, self.model, self.tokenizer), self.accelerator)
-        self.add_callback(self.teacher)
-        self.score_beside(self.teacher.model)
-        self.vocabulary = min(model.config.get_text_config().vocab_size for model in self.scored)
+        self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         if self.args.precompute_teacher_top_k is not None:
             self.check_scoring(self.model)
             self.train_dataset = precompute_top_k(self, self.train_dataset, "train")
@@ -96,10 +100,10 @@ class KDTrainer(PostTrainer):
             tile = distill.top_k(function, *cache, targets, config.temperature, ce_coef, self.vocabulary)
         else:
             tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, 1 - config.kd_coef)
-        ones = torch.ones_like(targets, dtype=torch.float32)
-        scores = self.score(model, batch, tile, ones)
+        weights = self.weights(batch)
+        scores = self.score(model, batch, tile, weights)
         metrics = {f"distill/{name}": (scores[name], None) for name in ("ce", "divergence") if name in scores}
-        return Losses(scores["value"], ones, metrics, scores.get("router_logits"))
+        return Losses(scores["value"], weights, metrics, scores.get("router_logits"))
 
     def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Tensor, Tensor]:
         """Full logits [rows, L, V] and shift_labels [rows, L]: the only place where they exist."""

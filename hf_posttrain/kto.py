@@ -129,8 +129,8 @@ class KTOTrainer(PostTrainer):
         """BCO's delta, or the mean KL over the window and all ranks, not clamped: a scalar."""
         if self.args.loss_type == "bco":
             return self.delta.update(self.accelerator)
-        kl = torch.cat([batch["kl"] for batch in batches])
-        total, count = self.accelerator.reduce(torch.stack([kl.sum(), kl.new_tensor(len(kl))]), "sum")
+        kl, weights = (torch.cat(parts) for parts in zip(*((b["kl"], self.weights(b)) for b in batches), strict=True))
+        total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
         return total / count
 
     def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
@@ -154,15 +154,15 @@ class KTOTrainer(PostTrainer):
         self.reference.check_start(logps, ref, per_branch(torch.ones_like(scores["value"]), batch["owner"], size, 1))
 
         log_ratio = (logps - ref)[:, 0]
-        values = self.row_losses(log_ratio, label, batch["shift"])
+        values, weights = self.row_losses(log_ratio, label, batch["shift"]), self.weights(batch)
         if logps.requires_grad:
-            self.delta.add(self.args.beta * log_ratio)
+            self.delta.add(self.args.beta * log_ratio[weights > 0])
         else:
-            self.evaluated.append(torch.stack([log_ratio, label.to(log_ratio), batch["kl"]], dim=1).cpu())
-        return Losses(
-            values, torch.ones_like(values), self._metrics(logps[:, 0], log_ratio, batch), scores.get("router_logits"),
-            torch.cat([logps, ref], dim=1).detach(), label,
-        )  # fmt: skip
+            evaluated = torch.stack([log_ratio, label.to(log_ratio), batch["kl"]], dim=1)
+            self.evaluated.append(evaluated[weights > 0].cpu())
+        metrics = self._metrics(logps[:, 0], log_ratio, batch, weights)
+        predictions = torch.cat([logps, ref], dim=1).detach()
+        return Losses(values, weights, metrics, scores.get("router_logits"), predictions, label)
 
     def row_losses(self, log_ratio: Tensor, label: Tensor, shift: Tensor) -> Tensor:
         """The loss of each row with its class weight, [B]; shift: KL estimate (clamped here) or BCO's delta."""
@@ -172,13 +172,16 @@ class KTOTrainer(PostTrainer):
         desirable, undesirable = self.class_weights
         return losses * torch.where(label, desirable, undesirable)
 
-    def _metrics(self, logps: Tensor, log_ratio: Tensor, batch: dict) -> dict[str, tuple[Tensor, Tensor | None]]:
+    def _metrics(
+        self, logps: Tensor, log_ratio: Tensor, batch: dict, weights: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor | None]]:
         label, shift = batch["label"], batch["shift"]
+        desirable, undesirable = weights * label, weights * ~label
         rewards = self.args.beta * log_ratio.detach()
         metrics = {
-            "rewards/chosen": (rewards, label), "rewards/rejected": (rewards, ~label),
-            "logps/chosen": (logps, label), "logps/rejected": (logps, ~label),
-            "logps/chosen_change": (log_ratio, label),
+            "rewards/chosen": (rewards, desirable), "rewards/rejected": (rewards, undesirable),
+            "logps/chosen": (logps, desirable), "logps/rejected": (logps, undesirable),
+            "logps/chosen_change": (log_ratio, desirable),
         }  # fmt: skip
         if self.args.loss_type == "kto":
             metrics |= {"kl": (shift, None), "kl_clamped": ((shift < 0).float(), None)}

@@ -24,7 +24,7 @@ from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
 from .losses import DIVERGENCES, policy_gradient
-from .teacher import TeacherCallback, check_teacher
+from .teacher import add_teacher
 from .tiles import LogProb
 from .trainer import Losses, PostTrainer
 
@@ -90,7 +90,8 @@ class Prompts:
 
 
 class OPDTrainer(PostTrainer):
-    """OPD of a causal LM; further argument: `teacher_model`, with the same token ids. Rows: prompt (and completion).
+    """OPD of a causal LM; further arguments: `teacher_model`, with the same token ids, and `teacher_offload`, which
+    keeps it on CPU between uses. Rows: prompt (and completion).
 
     `compute_metrics` gets summed log-probabilities of the rollouts [prompts, K, 2] (student, teacher) and their lengths
     [prompts, K] as label_ids.
@@ -100,14 +101,17 @@ class OPDTrainer(PostTrainer):
     unit = "tokens"
     config_class = OPDConfig
 
-    def __init__(self, *args: Any, teacher_model: nn.Module | str | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        *args: Any,
+        teacher_model: nn.Module | str | None = None,
+        teacher_offload: bool = False,
+        **kwargs: Any,
+    ):
         super().__init__(*args, **kwargs)
-        self.teacher = TeacherCallback(check_teacher(teacher_model, self.model, self.tokenizer), self.accelerator)
-        self.add_callback(self.teacher)
-        self.score_beside(self.teacher.model)
+        self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         theirs = policy.terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
         self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
-        self.vocabulary = min(model.config.get_text_config().vocab_size for model in self.scored)
         rollout.warn_if_altered(self.generation_config)
         if self.args.lmbda < 1:
             require_completions(self.train_dataset)
@@ -117,7 +121,7 @@ class OPDTrainer(PostTrainer):
         """Prompts alone; `rolled_out` makes them a batch."""
         return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Prompts(rows, layout)}
 
-    def count_units(self, batch: dict[str, Any]) -> Tensor | int:
+    def count_units(self, batch: dict[str, Any]) -> Tensor | float:
         """Rollout tokens; prompts alone have none yet."""
         return super().count_units(batch) if "shift_labels" in batch else 0
 
@@ -161,7 +165,8 @@ class OPDTrainer(PostTrainer):
         """A micro-batch on the device. Of each branch: `last_id`, and whether it was `sampled`."""
         branches = [(branch.ids[-1], on_policy) for example, on_policy in parts for branch in example.branches]
         made = layouts.collate([example for example, _ in parts], batch["prompts"].layout)
-        made |= {"index": batch["index"], "last_id": torch.tensor([last for last, _ in branches])}
+        made |= {name: batch[name] for name in ("index", "row_weights") if name in batch}
+        made |= {"last_id": torch.tensor([last for last, _ in branches])}
         made["sampled"] = torch.tensor([on_policy for _, on_policy in branches])
         return self._prepare_inputs(made)
 
@@ -172,17 +177,17 @@ class OPDTrainer(PostTrainer):
         if "shift_labels" not in batch:  # evaluation
             [batch] = self.rolled_out(model, [batch], EVALUATION, int(batch["index"][0]) % 2**32)
         config, targets = self.args, layouts.targets(batch)
-        ones = torch.ones_like(targets, dtype=torch.float32)
+        weights = self.weights(batch)
         if config.loss_type == POLICY_GRADIENT:
-            values, scores = self._policy_gradient(model, batch, targets, ones)
+            values, scores = self._policy_gradient(model, batch, targets, weights)
         else:
             function = distill.divergence(config.loss_type, config.beta, config.skew_alpha)
             tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, ce_coef=0.0)
-            scores = self.score(model, batch, tile, ones)
+            scores = self.score(model, batch, tile, weights)
             values = scores["value"]
-        lengths = per_branch(ones, batch["owner"], len(batch["sampled"]), 1)[:, 0]
-        metrics = self._metrics(scores, batch, lengths)
-        return Losses(values, ones, metrics, scores.get("router_logits"), *self._of_rollouts(scores, batch, lengths))
+        lengths = per_branch(torch.ones_like(values), batch["owner"], len(batch["sampled"]), 1)[:, 0]
+        metrics = self._metrics(scores, batch, lengths, weights)
+        return Losses(values, weights, metrics, scores.get("router_logits"), *self._of_rollouts(scores, batch, lengths))
 
     def _of_rollouts(self, scores: dict, batch: dict, lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """In evaluation, where every prompt has K rollouts: log-probabilities [B, K, 2] and lengths [B, K]."""
@@ -192,13 +197,13 @@ class OPDTrainer(PostTrainer):
         summed = [per_branch(scores[name], batch["owner"], size, count) for name in ("student", "teacher")]
         return torch.stack(summed, dim=-1), lengths.view(size, count)
 
-    def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, ones: Tensor) -> tuple[Tensor, dict]:
+    def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, weights: Tensor) -> tuple[Tensor, dict]:
         """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
         temperature, discount = self.args.temperature, self.args.discount
         teacher = self.teacher.score(batch, LogProb(targets, temperature, vocabulary=self.vocabulary))["value"]
         if discount == 0:
             scores = self.score(
-                model, batch, distill.SampledPolicyGradient(targets, teacher, temperature, self.vocabulary), ones
+                model, batch, distill.SampledPolicyGradient(targets, teacher, temperature, self.vocabulary), weights
             )
             return scores["value"], scores
         scores = self.score(model, batch, LogProb(targets, temperature, True, self.vocabulary))
@@ -206,13 +211,16 @@ class OPDTrainer(PostTrainer):
         advantage = distill.credited(teacher - student, batch["owner"], discount)
         return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
 
-    def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
+    def _metrics(
+        self, scores: dict, batch: dict, lengths: Tensor, weights: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor | None]]:
         student, teacher = scores["student"], scores["teacher"]
-        rolled = batch["sampled"]
+        rolled = batch["sampled"] * self.row_weights(batch)[batch["row"]]
         stopped = torch.isin(batch["last_id"], torch.tensor(self.terminal_ids, device=rolled.device)).float()
         gap = teacher - student
         exact = self.args.loss_type == "reverse_kl"
-        reverse_kl = (scores["divergence"], None) if exact else (-gap, rolled[batch["owner"]])  # its sampled estimate
+        sampled = weights * batch["sampled"][batch["owner"]]
+        reverse_kl = (scores["divergence"], None) if exact else (-gap, sampled)  # its sampled estimate
         metrics = {
             "logprob/student": (student, None), "logprob/teacher": (teacher, None), "logprob/gap": (gap, None),
             "distill/advantage": (gap, None), "distill/reverse_kl": reverse_kl,

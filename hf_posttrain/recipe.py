@@ -225,6 +225,9 @@ def _model_contradictions(section: ModelSection, key: str, recipe: Recipe) -> It
         yield f"{key}.quantization", f"{key}.quantization and {key}.from_scratch exclude each other: no weights to load"
     if section.adapter and section.from_scratch:
         yield f"{key}.adapter", f"{key}.adapter and {key}.from_scratch exclude each other: it belongs to saved weights"
+    if section.lora is not None and section.from_scratch:
+        problem = f"{key}.lora and {key}.from_scratch exclude each other: an adapter is saved without its random base"
+        yield f"{key}.lora", f"{problem}; drop {key}.lora, or save the random model first"
     if section.adapter and section.lora is not None:
         yield f"{key}.lora", f"{key}.adapter and {key}.lora exclude each other: continue an adapter or begin a new one"
     if quantised and key == "model" and not section.adapter and section.lora is None:

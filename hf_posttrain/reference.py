@@ -8,13 +8,11 @@ from typing import Any
 
 import datasets
 import peft
-import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
-from . import models, scoring
+from . import engine, models, scoring
 from .errors import InputError
-from .frozen import branch_logps, cached, freeze, rows_key, weights_key
+from .frozen import Frozen, branch_logps, cached, rows_key, score_rows, weights_key
 from .recipe import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -31,23 +29,25 @@ class Reference:
 
     def __init__(self, trainer: Any, ref_model: nn.Module | str | None):
         self.trainer, self.policy = trainer, trainer.model
-        self.model = None if ref_model is None else freeze(_loaded(ref_model, trainer))
+        self.frozen = None if ref_model is None else Frozen(_loaded(ref_model, trainer), trainer.accelerator)
         self.adapter: str | None = None
         self.starts_equal, self.checked = ref_model is None, False
         adapted, precompute = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs
-        if self.model is None and adapted and not trainer.new_adapter:
+        if self.frozen is None and adapted and not trainer.new_adapter:
             self.adapter = self.policy.active_adapter
             _copy_adapter(self.policy, self.adapter)
-        if self.model is None and not adapted and not precompute:
-            self.model = freeze(copy.deepcopy(self.policy))
+        sharded = engine.shards(trainer.accelerator)
+        if self.frozen is None and (sharded if precompute else not adapted):  # a shard of the policy cannot score yet
+            self.frozen = Frozen(engine.copied(self.policy), trainer.accelerator)
         self.online = not precompute or (adapted and ref_model is None)
-        if self.model is not None:
-            trainer.score_beside(self.model)
+        if self.frozen is not None:
+            trainer.score_beside(self.frozen)
         if precompute:
-            trainer.check_scoring(self.policy)
+            trainer.check_scoring(None if sharded else self.policy.to(trainer.accelerator.device))
             trainer.train_dataset = self.precompute(trainer.train_dataset, "train")
             trainer.eval_dataset = self.precompute(trainer.eval_dataset, "eval")
-            self.model, trainer.scored = None, trainer.scored[:1]
+            self.frozen = None
+            trainer.score_beside(None)
 
     def logps(self, policy: nn.Module, batch: dict[str, Any], part: dict[str, Any], branches: int) -> Tensor:
         """Summed log-probabilities of each branch of `part` under the reference, [B, K], or those cached in `batch`.
@@ -64,16 +64,16 @@ class Reference:
         return self._score(policy, part, len(batch["index"]), branches)
 
     def _score(self, policy: nn.Module, part: dict[str, Any], examples: int, branches: int) -> Tensor:
-        accelerator = self.trainer.accelerator
-        if self.model is not None:
-            with accelerator.autocast():
-                return branch_logps(self.model.to(accelerator.device), part, examples, branches)
-        with self._switched(scoring.unwrapped(policy)), accelerator.autocast():
-            return branch_logps(policy, part, examples, branches)
+        with self.trainer.accelerator.autocast():
+            if self.frozen is None:
+                with self._switched(scoring.unwrapped(policy)):
+                    return branch_logps(policy, part, examples, branches)
+            with self.frozen as model, self._switched(scoring.unwrapped(model)):
+                return branch_logps(model, part, examples, branches)
 
     def _switched(self, policy: nn.Module) -> Any:
-        """The policy as its own reference: adapter off, the frozen copy on, or (precomputing, no adapter) as it is."""
-        if not isinstance(policy, peft.PeftModel):
+        """The policy or a copy as its own reference: a new adapter off, the copy of a continued one on."""
+        if not isinstance(policy, peft.PeftModel) or not self.starts_equal:
             return nullcontext()
         return policy.disable_adapter() if self.adapter is None else _reference_adapter(policy, self.adapter)
 
@@ -85,30 +85,27 @@ class Reference:
             return {key: self.precompute(part, f"{name} {key}") for key, part in rows.items()}
         if not isinstance(rows, datasets.Dataset):
             raise InputError("precompute_ref_log_probs needs a data set of known length, not a stream")
-        model = self.model if self.model is not None else self.policy
+        args, accelerator = self.trainer.args, self.trainer.accelerator
+        model = self.frozen.model if self.frozen is not None else self.policy
         own = getattr(model, "peft_config", {}).get(self.adapter)  # a new adapter is off: only its base counts
         key = [
-            weights_key(model, with_adapter=own is not None or self.model is not None), rows_key(rows),
-            self.trainer.method, self.trainer.args.bf16, self.trainer.args.fp16, own and own.to_dict(),
+            weights_key(model, with_adapter=own is not None or not self.starts_equal), rows_key(rows),
+            self.trainer.method, args.bf16, args.fp16, own and own.to_dict(),
         ]  # fmt: skip
-        found = cached(key, lambda: self._score_rows(rows, name), "reference")
+        found = cached(key, lambda: self._score_rows(rows, name), "reference", accelerator)
         return rows.add_column("ref_logps", found["ref_logps"][:])
 
     def _score_rows(self, rows: datasets.Dataset, name: str) -> datasets.Dataset:
-        """Each row is scored by one rank and the ranks' tables added up, so that odd sizes need no padding."""
-        trainer, accelerator = self.trainer, self.trainer.accelerator
-        size = trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
-        lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
-        order = sorted(range(len(rows)), key=lambda i: -lengths[i])
-        starts = range(accelerator.process_index * size, len(order), size * accelerator.num_processes)
+        """The summed log-probabilities of each row's branches."""
+        args = self.trainer.args
+        size = args.precompute_ref_batch_size or args.per_device_eval_batch_size
         branches = 2 if "chosen_ids" in rows.column_names or "mismatch_ids" in rows.column_names else 1
-        table = torch.zeros(len(rows), branches, device=accelerator.device, dtype=torch.float32)
-        for start in tqdm(starts, desc=f"Reference log-probs of {name}", disable=not accelerator.is_local_main_process):
-            chosen = order[start : start + size]
-            batch = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
-            table[chosen] = self._score(self.policy, batch.get("pair", batch), len(chosen), branches).float()
-        table = accelerator.reduce(table, "sum").cpu()
-        return datasets.Dataset.from_dict({"ref_logps": table.tolist()})
+
+        def score(batch: dict, count: int) -> list[list[float]]:
+            return self._score(self.policy, batch.get("pair", batch), count, branches).float().tolist()
+
+        found = score_rows(self.trainer, rows, size, score, f"Reference log-probs of {name}")
+        return datasets.Dataset.from_dict({"ref_logps": found})
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
         """Warn, once, where policy and reference, one model, differ before the first step. All three [B, K]."""

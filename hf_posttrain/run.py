@@ -153,10 +153,10 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
     given = {name: sources for name in ("train", "eval") if (sources := getattr(recipe.data, name)) is not None}
     rows = {}
     for name, sources in given.items():
-        with _placed(recipe, f"data.{name}"):
+        with _placed(recipe, f"data.{name}.path"):
             data.check_sources(sources, name)
     for name, sources in given.items():
-        with _placed(recipe, f"data.{name}"), config.main_process_first(desc=f"tokenising {name}"):
+        with _placed(recipe, f"data.{name}.path"), config.main_process_first(desc=f"tokenising {name}"):
             raw = data.load(sources, name)
             prepared = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
             if name == "eval" and config.eval_exact_match:

@@ -63,6 +63,23 @@ class LMHead:
             module = own or module.modules_to_save[module.active_adapters[0]]
         return Head(module.weight, module.bias, self.finish) if type(module) is nn.Linear else None
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of its weights, or None without any."""
+        return getattr(getattr(self.module, "weight", None), "dtype", None)
+
+    def copied(self) -> "LMHead":
+        """The same head with weights of its own. Raises InputError where it is more than a linear layer."""
+        if isinstance(self.module, nn.Identity):
+            return self
+        if (head := self.plain) is None:
+            raise InputError(
+                "the teacher's head is no plain linear layer (an adapter on it, or quantised): merge it, or do not "
+                "shard or offload the teacher"
+            )
+        weight, bias = head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone()
+        return LMHead(self.module, lambda hidden: nn.functional.linear(hidden, weight, bias), self.finish)
+
     def score(self, hidden: Tensor, tile: TileFunction, weights: Tensor | None = None) -> tuple[Tensor, dict]:
         """`head.score_tokens` on hidden states [N, H], by the way that this head allows."""
         if (head := self.plain) is not None:
@@ -141,24 +158,40 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def score(
     model: nn.Module,
     batch: dict[str, Tensor],
-    tile: TileFunction | None,
+    tile: TileFunction,
     weights: Tensor | None = None,
     router_logits: bool = False,
 ) -> dict[str, Any]:
     """Values and stats of the N scored tokens of a batch from `batch.collate`.
 
-    Returns {"value": [N], **stats of the tile function, and "router_logits" on request}; with tile None
-    {"hidden": [N, H]} instead: a teacher's, whose head runs later beside the student's.
+    Returns {"value": [N], **stats of the tile function, and "router_logits" on request}.
     """
 
     def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-        hidden = hidden.flatten(0, 1).index_select(0, batch["scored"])
-        if tile is None:
-            return {"hidden": hidden}
-        value, stats = head.score(hidden, tile, weights)
+        value, stats = head.score(_scored(hidden, batch), tile, weights)
         return {"value": value, **stats}
 
     return run(model, batch, scorer, **({"output_router_logits": True} if router_logits else {}))
+
+
+def hidden_states(model: nn.Module, batch: dict[str, Tensor], copy_head: bool) -> tuple[LMHead, Tensor]:
+    """A teacher's head, to run later beside the student's, and its hidden states [N, H] at the scored positions.
+
+    copy_head: the head's weights are whole inside the forward alone, so they are copied there.
+    """
+    heads: list[LMHead] = []
+
+    def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
+        heads.append(head.copied() if copy_head else head)
+        return {"hidden": _scored(hidden, batch)}
+
+    hidden = run(model, batch, scorer)["hidden"]
+    return heads[0], hidden
+
+
+def _scored(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """[R, L, H] -> [N, H]."""
+    return hidden.flatten(0, 1).index_select(0, batch["scored"])
 
 
 def run(model: nn.Module, batch: dict[str, Tensor], scorer: Scorer, **kwargs: Any) -> dict[str, Any]:
@@ -210,14 +243,15 @@ def trusted_layout(models: Sequence[nn.Module], layout: str, explicit: bool, tol
     """
     for model in models:
         name = type(causal_lm(model)).__name__
-        if layout != "padded" and not check(model, layout) <= tolerance and check(model, "padded") <= tolerance:
+        wrong = not check(model, layout) <= tolerance
+        if wrong and layout != "padded" and check(model, "padded") <= tolerance:
             if explicit:
                 raise InputError(
                     f"layout={layout!r} gives {name} other numbers than its own forward: use layout=padded"
                 )
             logger.warning("%s scores wrongly in layout %s: using padded", name, layout)
-            layout = "padded"
-        if not check(model, layout) <= tolerance:
+            layout, wrong = "padded", False
+        if wrong:
             setattr(causal_lm(model), OWN_LOGITS, True)
             said = "the head of %s does more than scale, softcap and bias: its own forward is used, with all logits"
             logger.warning(said, name)

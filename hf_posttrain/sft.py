@@ -44,19 +44,20 @@ class SFTConfig(PostTrainConfig):
 
 def collate_supervised(rows: list[dict], layout: str) -> dict[str, Tensor]:
     """Rows of prompt_ids, completion_ids, completion_mask, packed or not -> batch with one branch an example."""
-    rows = [one for row in rows for one in _unpack(row)]
-    examples = [Example(row["prompt_ids"], [Branch(row["completion_ids"], row.get("completion_mask"))]) for row in rows]
-    index = torch.tensor([row.get("index", -1) for row in rows])
-    return {"index": index, **layouts.collate(examples, layout)}
+    numbered = [(number, one) for number, row in enumerate(rows) for one in _unpack(row)]
+    branches = [Branch(one["completion_ids"], one.get("completion_mask")) for _, one in numbered]
+    examples = [Example(one["prompt_ids"], [branch]) for (_, one), branch in zip(numbered, branches, strict=True)]
+    batch = {"index": torch.tensor([row.get("index", -1) for row in rows]), **layouts.collate(examples, layout)}
+    return batch | {"row": torch.tensor([number for number, _ in numbered])}
 
 
 def _unpack(row: dict) -> list[dict]:
-    """The examples of a packed row (lists of lists), each with its `index`, or the row itself."""
+    """The examples of a packed row (lists of lists), or the row itself."""
     if not row["completion_ids"] or not isinstance(row["completion_ids"][0], list):
         return [row]
     names = [name for name in row if isinstance(row[name], list)]
     columns = zip(*(row[name] for name in names), strict=True)
-    return [{"index": row["index"], **dict(zip(names, values, strict=True))} for values in columns]
+    return [dict(zip(names, values, strict=True)) for values in columns]
 
 
 class SFTTrainer(PostTrainer):
@@ -85,12 +86,12 @@ class SFTTrainer(PostTrainer):
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """-log pi of each trained token, [N]."""
-        ones = torch.ones_like(batch["owner"], dtype=torch.float32)
-        scores = self.score(model, batch, LogProb(layouts.targets(batch), stats=True), ones)
+        weights = self.weights(batch)
+        scores = self.score(model, batch, LogProb(layouts.targets(batch), stats=True), weights)
         metrics: dict[str, tuple[Tensor, Tensor | None]] = {
             "mean_token_accuracy": (scores["correct"], None), "entropy": (scores["entropy"], None)
         }  # fmt: skip
-        return Losses(-scores["value"], ones, metrics, scores.get("router_logits"))
+        return Losses(-scores["value"], weights, metrics, scores.get("router_logits"))
 
     def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Tensor, Tensor]:
         """Full logits [rows, L, V] and shift_labels [rows, L]: the only place where they exist."""

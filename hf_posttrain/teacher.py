@@ -4,41 +4,56 @@ import logging
 from typing import Any
 
 import datasets
+import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from . import models, scoring
+from . import engine, models, scoring
 from .distill import Teacher
 from .errors import InputError
-from .frozen import cached, freeze, rows_key, weights_key
+from .frozen import Frozen, cached, rows_key, score_rows, weights_key
 from .recipe import ModelSection
-from .tiles import Tile
+from .tiles import Tile, TileFunction
 
 logger = logging.getLogger(__name__)
 
 
 class TeacherCallback(TrainerCallback):
-    """Holds the teacher. It is on the device from its first use until training ends; its forward builds no graph."""
+    """Holds the teacher: prepared for the engine by its first use, freed when training ends; it builds no graph."""
 
-    def __init__(self, model: nn.Module, accelerator: Any):
-        self.model, self.accelerator = freeze(model), accelerator
+    def __init__(self, model: nn.Module, accelerator: Accelerator, offload: bool = False):
+        self.frozen = Frozen(model, accelerator, offload)
+
+    @property
+    def model(self) -> nn.Module:
+        """The teacher, wrapped by its engine once it was used."""
+        return self.frozen.model
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give the device's memory back; a later evaluation brings the teacher back by itself."""
-        self.model.to("cpu")
+        self.frozen.release()
 
-    def score(self, batch: dict[str, Any], tile: Any = None) -> dict[str, Any]:
-        """`scoring.score` of the teacher without gradient: hidden states [N, H], or what `tile` makes of its logits."""
-        with torch.no_grad(), self.accelerator.autocast():
-            return scoring.score(self.model.to(self.accelerator.device), batch, tile)
+    def score(self, batch: dict[str, Any], tile: TileFunction) -> dict[str, Any]:
+        """`scoring.score` of the teacher without gradient."""
+        with torch.no_grad(), self.frozen.accelerator.autocast(), self.frozen as model:
+            return scoring.score(model, batch, tile)
 
     def side(self, batch: dict[str, Any]) -> Teacher:
         """The teacher's head and its hidden states at the scored positions, for a tile function."""
-        hidden = self.score(batch)["hidden"]
-        head = scoring.LMHead.of(scoring.causal_lm(self.model))
-        return Teacher(head, hidden.to(getattr(getattr(head.module, "weight", hidden), "dtype", hidden.dtype)))
+        whole = not (engine.shards(self.frozen.accelerator) or self.frozen.offload)
+        with torch.no_grad(), self.frozen.accelerator.autocast(), self.frozen as model:
+            head, hidden = scoring.hidden_states(model, batch, copy_head=not whole)
+        return Teacher(head, hidden.to(head.dtype or hidden.dtype))
+
+
+def add_teacher(trainer: Any, model: nn.Module | str | None, offload: bool) -> tuple[TeacherCallback, int]:
+    """The trainer's teacher, and the number of token ids that both models have. Raises InputError: `check_teacher`."""
+    teacher = TeacherCallback(check_teacher(model, trainer.model, trainer.tokenizer), trainer.accelerator, offload)
+    trainer.add_callback(teacher)
+    trainer.score_beside(teacher.frozen)
+    return teacher, min(model.config.get_text_config().vocab_size for model in trainer.scored)
 
 
 def check_teacher(teacher: nn.Module | str | None, student: nn.Module, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
@@ -99,8 +114,8 @@ def precompute_top_k(trainer: Any, rows: Any, name: str) -> Any:
         weights_key(trainer.teacher.model), rows_key(rows), vocabulary, args.precompute_teacher_top_k, args.temperature,
         args.bf16, args.fp16, trainer.vocabulary,
     ]  # fmt: skip
-    found = cached(key, lambda: _score_rows(trainer, rows, name), "teacher")
-    trainer.teacher.model.to("cpu")
+    found = cached(key, lambda: _score_rows(trainer, rows, name), "teacher", trainer.accelerator)
+    trainer.teacher.frozen.release()
     return datasets.concatenate_datasets([rows, found], axis=1)
 
 
@@ -108,14 +123,12 @@ def _score_rows(trainer: Any, rows: datasets.Dataset, name: str) -> datasets.Dat
     """Every row's top tokens, in the order of the rows."""
     args = trainer.args
     tile = _TopTokens(args.precompute_teacher_top_k, args.temperature, trainer.vocabulary)
-    size = args.per_device_eval_batch_size
-    columns: dict[str, list] = {"teacher_ids": [], "teacher_logps": []}
-    for start in tqdm(range(0, len(rows), size), desc=f"Teacher's top tokens of {name}"):
-        part = [rows[i] for i in range(start, min(start + size, len(rows)))]
-        batch = trainer._prepare_inputs(trainer.data_collator(part))
+
+    def score(batch: dict, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
         scores = trainer.teacher.score(batch, tile)
-        for number in range(len(part)):
-            own = batch["owner"] == number
-            columns["teacher_ids"].append(scores["ids"][own].cpu().numpy())
-            columns["teacher_logps"].append(scores["logps"][own].float().cpu().numpy())
-    return datasets.Dataset.from_dict(columns)
+        own = [batch["owner"] == number for number in range(count)]
+        return [(scores["ids"][o].cpu().numpy(), scores["logps"][o].float().cpu().numpy()) for o in own]
+
+    found = score_rows(trainer, rows, args.per_device_eval_batch_size, score, f"Teacher's top tokens of {name}")
+    ids, logps = zip(*found, strict=True)
+    return datasets.Dataset.from_dict({"teacher_ids": list(ids), "teacher_logps": list(logps)})

@@ -9,6 +9,7 @@ ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 ==
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -23,9 +24,9 @@ from transformers.trainer_utils import has_length
 from . import data, policy, reference, scoring
 from .answers import exact_match
 from .attention import choose_layout
-from .batch import IGNORE
 from .config import PostTrainConfig
 from .errors import InputError
+from .frozen import Frozen
 from .metrics import FiniteWatch, Meter
 from .router import balancing_loss, router_coef
 from .tiles import TileFunction
@@ -41,9 +42,9 @@ class Losses:
     values: Tensor
     """[units] loss of each token or example, not reduced."""
     weights: Tensor
-    """[units] 1, or 0 for what must not count."""
+    """[units] 1, or 0 for what must not count, as `PostTrainer.weights` has it."""
     metrics: Mapping[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    """name -> (values, weights or None): averaged exactly, over ranks and the logging interval."""
+    """name -> (values, weights; None: those of the loss): averaged exactly, over ranks and the logging interval."""
     router_logits: Any = None
     """Router logits of each layer of a mixture of experts whose auxiliary loss is on."""
     predictions: Tensor | None = None
@@ -89,8 +90,10 @@ class PostTrainer(Trainer):
         self.finite = FiniteWatch()
         self.router_coef = router_coef(scoring.causal_lm(model).config, args.router_aux_loss_coef)
         self.scored = [scoring.causal_lm(model)]
+        self.beside: Frozen | None = None
         collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
         train = data.with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
+        data.warn_if_too_long(train, self.scored[0].config, args)
         evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
 
@@ -105,9 +108,9 @@ class PostTrainer(Trainer):
         """The losses of a micro-batch, in training and in evaluation."""
         raise NotImplementedError
 
-    def count_units(self, batch: dict[str, Any]) -> Tensor | int:
+    def count_units(self, batch: dict[str, Any]) -> Tensor | float:
         """How many tokens or examples of this micro-batch the loss is averaged over."""
-        return (batch["shift_labels"] != IGNORE).sum() if self.unit == "tokens" else len(batch["index"])
+        return self.weights(batch).sum()
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """The last word on the means of a logging interval ("train") or an evaluation ("eval", `loss` among them)."""
@@ -141,9 +144,10 @@ class PostTrainer(Trainer):
 
     # ---- scoring
 
-    def score_beside(self, model: nn.Module) -> None:
-        """A second model scores the same batches: their layout must suit it too."""
-        self.scored.append(scoring.causal_lm(model))
+    def score_beside(self, second: Frozen | None) -> None:
+        """A second model scores the same batches (or no longer does): their layout must suit it too."""
+        self.beside = second
+        self.scored = self.scored[:1] + ([scoring.causal_lm(second.model)] if second else [])
         self.data_collator.keywords["layout"] = choose_layout(self.scored, self.args.layout)
 
     @property
@@ -151,14 +155,19 @@ class PostTrainer(Trainer):
         """Is everything computed in float32?"""
         return not self.args.bf16 and not self.args.fp16 and all(m.dtype == torch.float32 for m in self.scored)
 
-    def check_scoring(self, model: nn.Module) -> None:
-        """Once, before the first batch: does each model score as its own forward says? See `scoring.trusted_layout`."""
+    def check_scoring(self, model: nn.Module | None) -> None:
+        """Once, before the first batch: does each model score as its own forward says? See `scoring.trusted_layout`.
+
+        model: the policy, or None where it cannot score yet and a copy of it is beside.
+        """
         if self.scoring_checked:
             return
         self.scoring_checked = True
         choice = self.data_collator.keywords
         explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if self.exact else 0.3
-        choice["layout"] = scoring.trusted_layout([model, *self.scored[1:]], choice["layout"], explicit, tolerance)
+        with self.beside or nullcontext() as second:
+            models = [one for one in (model, second) if one is not None]
+            choice["layout"] = scoring.trusted_layout(models, choice["layout"], explicit, tolerance)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
         model, dataloader = super()._prepare_for_training(*args)
@@ -180,6 +189,28 @@ class PostTrainer(Trainer):
         output = super().train(*args, **kwargs)
         self.finite.report(self.accelerator)
         return output
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The micro-batches of one optimizer step, with `row_weights`."""
+        return super().get_batch_samples(map(self._weigh, epoch_iterator), num_batches, device)
+
+    def _weigh(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Add `row_weights` [rows], just after the batch was drawn: 0 for rows that only fill up the last batch of a
+        pass over the data (accelerate repeats the first ones there, `even_batches`), so that no row counts twice."""
+        drawn, size = self.accelerator.gradient_state, len(batch["index"])
+        left = drawn.remainder if drawn.end_of_dataloader and drawn.remainder > 0 else size * self.args.world_size
+        place = torch.arange(size) + size * self.accelerator.process_index
+        return batch | {"row_weights": (place < left).float()}
+
+    def row_weights(self, batch: dict[str, Any]) -> Tensor:
+        """1 or 0 for each row, see `_weigh`: [rows], on the batch's device."""
+        given = batch.get("row_weights")
+        return (torch.ones(len(batch["index"])) if given is None else given).to(batch["index"].device)
+
+    def weights(self, batch: dict[str, Any]) -> Tensor:
+        """The same for each unit of the loss, [units]."""
+        rows = self.row_weights(batch)
+        return rows if self.unit == "examples" else rows[batch["row"]][batch["owner"]]
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
         if not batch_samples:
@@ -213,7 +244,7 @@ class PostTrainer(Trainer):
     def _note(self, stage: str, losses: Losses) -> None:
         meter = self.meters[stage]
         for name, (values, weights) in losses.metrics.items():
-            meter.add(name, values, weights)
+            meter.add(name, values, losses.weights if weights is None and values.ndim else weights)
         if stage == "eval":
             meter.add("loss", losses.values, losses.weights)
 
@@ -230,7 +261,7 @@ class PostTrainer(Trainer):
         self, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """The training losses without gradient, added up exactly; predictions for `compute_metrics`."""
-        inputs = self._prepare_inputs(inputs)
+        inputs = self._prepare_inputs(self._weigh(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.losses(model, inputs)
             self._note("eval", losses)
@@ -241,13 +272,12 @@ class PostTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """HF's, for raw rows too, and with a row for each example where `compute_metrics` is given rows of logits."""
+        packed, kept = self.data_collator, self.__dict__.get("_eval_dataloaders")
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self.prepare(eval_dataset, self.tokenizer, self.args, "eval")
-        packed, kept = self.data_collator, self.__dict__.get("_eval_dataloaders")
+            self.__dict__.pop("_eval_dataloaders", None)  # HF keeps loaders by name; these rows have none
         if self.compute_metrics is not None:
             self.data_collator = partial(packed.func, **packed.keywords | {"layout": "padded"})
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            self.__dict__.pop("_eval_dataloaders", None)  # HF keeps loaders by name; these rows have none
         try:
             return super().get_eval_dataloader(eval_dataset)
         finally:

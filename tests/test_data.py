@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import datasets
 import pytest
 import tokenizers_for_tests as tok
-from transformers import ByT5Tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from hf_posttrain import data
+from hf_posttrain.data.formats import FORMATS, detect
 from hf_posttrain.errors import InputError
 from hf_posttrain.kto import partners
 from hf_posttrain.sft import collate_supervised
@@ -251,6 +253,50 @@ def test_pain_03_rows_without_target_are_dropped_and_counted(caplog):
     assert [row[2] for row in texts(rows, "sft", assistant_only_loss=True, max_length=60)] == ["4" + END] * 2
 
 
+def test_rows_with_unknown_tokens_are_counted(caplog):
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    rows = [{"prompt": p, "chosen": c, "rejected": "b"} for p, c in (("a", "a"), ("a x", "b"), ("a", "y y"))]
+    for method in ("dpo", "kto"):  # KTO makes two examples of a row
+        caplog.clear()
+        prepare(rows, method, tokenizer)
+        assert caplog.messages == [
+            "train: 2 rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows 1, 2): "
+            "clean them, or use another tokenizer"
+        ]
+    caplog.clear()
+    prepare(rows[:1], "dpo", tokenizer)
+    tokenizer.unk_token = "</s>"  # as GPT-2's, which is no sign of an unknown text
+    prepare(rows, "dpo", tokenizer)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "opd"])
+def test_rows_longer_than_the_models_positions(method, caplog):
+    keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
+    rows = [{"prompt": "p" * n, **dict.fromkeys(keys, "aaa")} for n in (4, 5, 7)]  # and an end: 8, 9 and 11 tokens
+    options = {"max_completion_length": 4} if method == "opd" else {}
+    prepared = prepare(rows, method, **options)
+    data.warn_if_too_long(prepared, GPT2Config(n_positions=11), config(**options))
+    data.warn_if_too_long(prepared.to_iterable_dataset(), GPT2Config(n_positions=8), config(**options))
+    assert caplog.messages == []
+    data.warn_if_too_long(prepared, GPT2Config(n_positions=8), config(**options))
+    assert caplog.messages == [
+        "train: 2 examples are longer than the model's 8 positions (max_position_embeddings), the longest has 11 "
+        "tokens: set train.max_length=8"
+    ]
+
+
+def test_packed_examples_are_measured_one_by_one(caplog):
+    packed = data.pack(prepare([{"prompt": "p" * n, "completion": "aaa"} for n in (4, 5, 7)], "sft"), 20)
+    assert len(packed) == 2
+    data.warn_if_too_long(packed, GPT2Config(n_positions=11), config())
+    assert caplog.messages == []
+    data.warn_if_too_long(packed, GPT2Config(n_positions=10), config())
+    assert "1 examples are longer than the model's 10 positions" in caplog.text
+
+
 @pytest.mark.parametrize("method", ["sft", "kd", "dpo", "kto"])
 def test_pain_03_every_branch_keeps_a_token_to_train(method):
     row = {"prompt": "p" * 50, **(ANSWERS if method in ("dpo", "kto") else {"completion": "c" * 50})}
@@ -357,7 +403,8 @@ GOOD = {"prompt": "q", "completion": "a"}
     ("row", "method", "message"),
     [
         ({"prompt": "q", "completion": 7}, "sft", "row 1: column 'completion': expected a string or a list .*found 7"),
-        ({"prompt": None, "completion": "a"}, "sft", "row 1: column 'prompt': .*found None"),
+        ({"completion": "a"}, "sft", "row 1: column 'prompt': missing or null, this row has completion$"),
+        ({"messages": None, "extra": 1}, "sft", "row 1: column 'messages': missing or null, this row has extra$"),
         ({"prompt": "q", "completion": ""}, "sft", "row 1: column 'completion': empty completion"),
         ({"prompt": [USER], "completion": [REPLY]}, "sft", "row 1: .*plain text and some hold messages"),
         ({"prompt": [USER], "completion": "a"}, "sft", "row 1: .*expected one kind"),
@@ -366,12 +413,13 @@ GOOD = {"prompt": "q", "completion": "a"}
     ],
 )
 def test_pain_33_bad_rows_name_row_column_and_expectation(row, method, message, tmp_path):
-    rows = data.load(source(jsonl(tmp_path / "bad.jsonl", [GOOD, row])))
+    good = {"messages": [USER, REPLY]} if "messages" in row else GOOD
+    rows = data.load(source(jsonl(tmp_path / "bad.jsonl", [good, row])))
     with pytest.raises(InputError, match="mine, " + message):
         prepare(rows, method, name="mine")
 
 
-@pytest.mark.parametrize("label", ["yes", 2, None, 0.5])
+@pytest.mark.parametrize("label", ["yes", 2, 0.5])
 def test_pain_33_label_that_is_not_boolean(label, tmp_path):
     rows = [{**GOOD, "label": True}, {**GOOD, "label": label}]
     with pytest.raises(InputError, match="row 1: column 'label': expected true or false"):
@@ -416,6 +464,12 @@ def test_detect_names_what_the_method_reads():
     message = r"columns prompt, completions are none .* \(did you mean 'completions'\?\): .*prompt \+ completion"
     with pytest.raises(InputError, match=message):
         data.detect(["prompt", "completions"], "sft")
+
+
+@pytest.mark.parametrize(("columns", "method"), [(["prompt", "chosen"], "dpo"), (["prompt", "completion"], "kto")])
+def test_a_column_that_is_right_is_no_suggestion(columns, method):
+    with pytest.raises(InputError, match=f"columns {', '.join(columns)} are none that {method} reads: "):
+        data.detect(columns, method)
 
 
 def test_contradictory_loss_options():
@@ -482,11 +536,27 @@ def test_pain_33_unreadable_files(name, content, message, tmp_path):
         data.load(source(tmp_path / name), "data.train")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "content"), [("rows.jsonl", '{"text": b}\n'), ("rows.csv", 'a,b\n1,2,3\n"')])
+def test_a_broken_file_is_said_once(name, content, streaming, tmp_path, caplog):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=f"cannot read .*{name}: "):
+        data.load(source(tmp_path / name, streaming=streaming))
+    assert caplog.messages == []
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "part.jsonl").write_text('{"text": b}\n')
+    with pytest.raises(InputError, match=r"cannot read .*folder: "):
+        data.load(source(tmp_path / "folder", streaming=streaming))
+    assert "part.jsonl" in caplog.text  # only this log names the file
+
+
 def test_pain_33_wrong_column_or_split(tmp_path):
     path = jsonl(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}])
     message = r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\); there are question, answer"
     with pytest.raises(InputError, match=message):
         data.load(source(path, columns={"prompt": "qestion"}))
+    with pytest.raises(InputError, match=r"no column 'questions' for 'completion'; there are question, answer"):
+        data.load(source(path, columns={"prompt": "question", "completion": "questions"}))
     with pytest.raises(InputError, match="Unknown split"):
         data.load(source(tmp_path, split="test"))
 
@@ -636,3 +706,10 @@ def test_plain_prompts_as_chat_beside_messages():
     as_messages = [{"prompt": [USER], "completion": [REPLY]}]
     mixed = prepare([{"prompt": "2+2?", "completion": [REPLY]}], "sft", apply_chat_template=True)
     assert mixed[:] == prepare(as_messages, "sft")[:]
+
+
+def test_columns_of_another_format_change_nothing():
+    row = {"prompt_ids": [1, 2], "completion_ids": [3], "chosen_ids": [4], "rejected_ids": [5], "input_ids": [6, 7]}
+    for method, branches in (("sft", [[3]]), ("dpo", [[4], [5]]), ("opd", [[3]])):
+        sample = FORMATS[detect(list(row), method)](row)
+        assert (sample.prompt, sample.branches) == ([1, 2], branches)

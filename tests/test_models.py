@@ -1,5 +1,6 @@
-"""Tokenizers, models and adapters from a recipe's section; vocabularies; what a saved model stops at."""
+"""Tokenizers, models and adapters from a recipe's section; vocabularies; layouts; what a saved model stops at."""
 
+import logging
 
 import peft
 import pytest
@@ -7,7 +8,7 @@ import torch
 from tokenizers_for_tests import CHATML, base_tokenizer, bos_tokenizer, byte_tokenizer, words_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
 
-from hf_posttrain import models, scoring
+from hf_posttrain import attention, models, scoring
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import ModelSection
 
@@ -134,6 +135,15 @@ def test_a_model_that_refuses_sdpa_falls_back_to_eager(tmp_path):
         assert "does not support an attention implementation" in refusal(models.load_model, asked)
     else:
         assert models.load_model(asked).config._attn_implementation == "sdpa"
+
+
+def test_a_layout_is_logged_when_it_is_new(caplog):
+    model, flash = (AutoModelForCausalLM.from_config(tiny_config()) for _ in range(2))
+    flash.config._attn_implementation = "flash_attention_2"
+    caplog.set_level(logging.INFO, "hf_posttrain")
+    for beside in ([], [model], [flash]):  # a trainer's own model, then with a second one
+        attention.choose_layout([model, *beside], "auto")
+    assert [message.split(" (")[0] for message in caplog.messages] == ["layout: shared", "layout: packed"]
 
 
 def test_quantization_needs_lora_and_its_package(folder, monkeypatch):

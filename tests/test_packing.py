@@ -75,8 +75,9 @@ def test_training_rows_are_packed_and_evaluation_rows_are_not(tmp_path):
     trainer = trainer_for("sft", tiny_model(), rows, tmp_path, eval_rows=rows, packing=True, max_length=40)
     assert len(trainer.train_dataset) < 6
     assert len(trainer.eval_dataset) == 12
-    batch = trainer.data_collator([trainer.train_dataset[1]])  # every example carries the number of its packed row
-    assert batch["index"].tolist() == [1] * len(trainer.train_dataset[1]["prompt_ids"])
+    batch = trainer.data_collator([trainer.train_dataset[1]])
+    assert batch["index"].tolist() == [1]
+    assert batch["row"].tolist() == [0] * len(trainer.train_dataset[1]["prompt_ids"])  # its examples are one row
 
 
 def test_streams_are_not_packed(tmp_path):

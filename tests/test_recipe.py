@@ -190,6 +190,11 @@ def test_pain_33_mistakes_in_the_file_name_the_line_and_the_nearest_key(recipe, 
             ["model.quantization=4bit", "model.from_scratch=true"],
             "model.quantization and model.from_scratch exclude each other",
         ),
+        (
+            ["model.from_scratch=true"],
+            "dpo.yaml:4: model.lora and model.from_scratch exclude each other: an adapter is saved without its random "
+            "base; drop model.lora, or save the random model first",
+        ),
         (["model.adapter=x"], "model.adapter and model.lora exclude each other"),
         (
             ["model.lora=null", "model.adapter=x", "model.from_scratch=true"],

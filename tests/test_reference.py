@@ -36,7 +36,7 @@ def test_pain_18_sft_lora_continues_into_dpo_with_one_base(tmp_path):
     policy = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
 
     dpo = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=4, learning_rate=1e-2)
-    assert dpo.reference.model is None  # no second base
+    assert dpo.reference.frozen is None  # no second base
     adapters = sum(p.numel() for name, p in dpo.model.named_parameters() if "lora_" in name)
     assert sum(p.numel() for p in dpo.model.parameters()) == size + adapters
     assert adapters == 2 * sum(p.numel() for n, p in sft.model.named_parameters() if "lora_" in n)
@@ -64,10 +64,10 @@ def test_a_policy_changed_in_memory_is_its_own_reference(method, tmp_path):
     with torch.no_grad():
         policy.model.layers[0].mlp.up_proj.weight.mul_(1.7)
     trainer = trainer_for(method, policy, token_rows(method), tmp_path, max_steps=3, learning_rate=1e-3)
-    before = parameters_of(trainer.reference.model)
+    before = parameters_of(trainer.reference.frozen.model)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(LN2 if method == "dpo" else 0.5, abs=1e-5)
-    assert all(torch.equal(p, before[name]) for name, p in trainer.reference.model.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in trainer.reference.frozen.model.named_parameters())
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
@@ -124,7 +124,7 @@ def test_pain_17_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tm
         "dpo", tiny_model(), rows, tmp_path, eval_rows=rows.select(range(5)), precompute_ref_log_probs=True,
         max_steps=4, learning_rate=1e-2,
     )  # fmt: skip
-    assert trainer.reference.model is None
+    assert trainer.reference.frozen is None
     trainer.train()
     assert trainer.evaluate()["eval_rewards/margins"] > 0.1
     with pytest.raises(InputError, match="not scored by the reference"):

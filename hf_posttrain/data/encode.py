@@ -38,7 +38,14 @@ class Plan(NamedTuple):
 
 
 def read(row: dict, plan: Plan) -> list[Sample]:
-    """The samples of a row for this method: KTO splits pairs; OPD splits a conversation at its last turn."""
+    """The samples of a row for this method: KTO splits pairs; OPD splits a conversation at its last turn.
+
+    Raises InputError for a missing column: `datasets` puts None where only some rows of a file have it.
+    """
+    present = [column for column, value in row.items() if value is not None]
+    for column in plan.form.split(" + "):
+        if column not in present:
+            raise InputError(f"column {column!r}: missing or null, this row has {', '.join(present) or 'no columns'}")
     sample = FORMATS[plan.form](row)
     if plan.as_chat and isinstance(sample.prompt, str):
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]

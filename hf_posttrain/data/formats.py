@@ -96,8 +96,7 @@ def _read_completion(row: dict) -> Sample:
 
 
 def _read_label(row: dict) -> Sample:
-    sample = _read_ids(row) if "prompt_ids" in row else _read_completion(row)
-    return sample._replace(label=_label(row))
+    return _read_completion(row)._replace(label=_label(row))
 
 
 def _read_preference(row: dict) -> Sample:
@@ -124,12 +123,16 @@ def _read_prompt(row: dict) -> Sample:
 
 
 def _read_ids(row: dict) -> Sample:
-    if "input_ids" in row:
-        return _read_input_ids(row)
-    names = ("chosen_ids", "rejected_ids") if "chosen_ids" in row else ("completion_ids",)
-    branches = [_ids(row, name) for name in names if name in row]
-    mask = row.get("completion_mask")
+    branches, mask = [_ids(row, "completion_ids")] if "completion_ids" in row else [], row.get("completion_mask")
     return Sample(_ids(row, "prompt_ids"), branches, mask=_mask(mask, branches[0]) if mask and branches else None)
+
+
+def _read_label_ids(row: dict) -> Sample:
+    return _read_ids(row)._replace(label=_label(row))
+
+
+def _read_preference_ids(row: dict) -> Sample:
+    return Sample(_ids(row, "prompt_ids"), [_ids(row, "chosen_ids"), _ids(row, "rejected_ids")])
 
 
 def _read_input_ids(row: dict) -> Sample:
@@ -148,11 +151,11 @@ def _mask(mask: list[int], ids: list[int]) -> list[int]:
 
 
 FORMATS: dict[str, Callable[[dict], Sample]] = {  # the name is the columns it needs
-    "prompt_ids + completion_ids + label": _read_label,
-    "prompt_ids + chosen_ids + rejected_ids": _read_ids,
+    "prompt_ids + completion_ids + label": _read_label_ids,
+    "prompt_ids + chosen_ids + rejected_ids": _read_preference_ids,
     "prompt_ids + completion_ids": _read_ids,
     "prompt_ids": _read_ids,
-    "input_ids": _read_ids,
+    "input_ids": _read_input_ids,
     "prompt + completion + label": _read_label,
     "prompt + chosen + rejected": _read_preference,
     "chosen + rejected": _read_preference,
@@ -178,8 +181,9 @@ def detect(columns: list[str], method: str) -> str:
     for form in ACCEPTS[method]:
         if {*form.split(" + ")} <= {*columns}:
             return form
-    missing = {c for form in ACCEPTS[method] for c in form.split(" + ")} - {*columns}
-    near = next((hint for c in sorted(missing) if (hint := nearest(c, columns, listed=False, aside=True))), "")
+    known = {c for form in ACCEPTS[method] for c in form.split(" + ")}
+    missing, others = sorted(known - {*columns}), {*columns} - known
+    near = next((hint for c in missing if (hint := nearest(c, others, listed=False, aside=True))), "")
     raise InputError(
         f"columns {', '.join(columns)} are none that {method} reads{near}: {' | '.join(ACCEPTS[method])}; "
         "rename yours with data.train.columns, for instance {prompt: question}"

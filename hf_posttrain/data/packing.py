@@ -1,7 +1,8 @@
 """Short examples -> full rows, best-fit decreasing; each example stays its own attention document.
 
-pack        prepared rows -> rows that are lists of examples
-best_fit    lengths -> the bins they fall into
+pack          prepared rows -> rows that are lists of examples
+best_fit      lengths -> the bins they fall into
+lengths_of    tokens of each example, packed or not
 """
 
 import logging
@@ -28,7 +29,7 @@ def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datase
     """
     if isinstance(rows.features["completion_ids"].feature, datasets.List):
         return rows
-    lengths = _lengths(rows, "prompt_ids") + _lengths(rows, "completion_ids")
+    lengths = lengths_of(rows, "prompt_ids") + lengths_of(rows, "completion_ids")
     if (longest := int(lengths.max())) > max_length:
         raise InputError(f"{name}, row {lengths.argmax()}: {longest} tokens do not fit into a row of {max_length}")
     bins = best_fit(lengths.tolist(), max_length)
@@ -67,8 +68,11 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(items) for items in bins)
 
 
-def _lengths(rows: datasets.Dataset, column: str) -> np.ndarray:
-    return np.asarray(pc.list_value_length(rows.with_format("arrow")[column][:]))
+def lengths_of(rows: datasets.Dataset, column: str) -> np.ndarray:
+    """[examples] tokens of each example in a column of ids."""
+    ids = rows.with_format("arrow")[column][:]
+    packed = isinstance(rows.features[column].feature, datasets.List)
+    return np.asarray(pc.list_value_length(pc.list_flatten(ids) if packed else ids))
 
 
 def _gather(rows: datasets.Dataset, bins: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:

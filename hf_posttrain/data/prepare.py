@@ -2,6 +2,7 @@
 
 COLUMNS    what each method's rows hold, beside `index` (row number)
 prepare    a data set in any of FORMATS -> COLUMNS[method], truncated and counted; prepared rows pass through
+with_lengths, warn_if_too_long    what HF's samplers by length and the model's positions need to know of them
 """
 
 import logging
@@ -10,11 +11,12 @@ from typing import Any
 import datasets
 import numpy as np
 import xxhash
-from transformers import PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from ..errors import InputError
 from .encode import DROPPED, TRUNCATED, Plan, context, encode, fit, read
 from .formats import detect, located
+from .packing import lengths_of
 
 logger = logging.getLogger(__package__)
 
@@ -27,6 +29,8 @@ COLUMNS = {
 }
 
 
+BESIDE = ("row", "state", "unknown")
+"""What `_tokenise` says of each row: where it came from; KEPT, TRUNCATED or DROPPED; has it the unknown token?"""
 ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
 """What trainers add to prepared rows."""
 
@@ -41,7 +45,7 @@ def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, confi
     dataset_num_proc, apply_chat_template and chat_template_kwargs from `config`.
     max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left, then branches from
     the right. For OPD, max_length - max_completion_length bounds the prompt and completions stay whole. Rows with no
-    trained token left are dropped; counts are logged.
+    trained token left are dropped; counts are logged, of rows with the tokenizer's unknown token too (not of streams).
     Raises InputError for the first bad row.
     """
     columns = dataset.column_names or list(next(iter(dataset), {}))
@@ -95,8 +99,8 @@ def _plan(form: str, method: str, config: Any, name: str) -> Plan:
     return Plan(method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs, as_chat)
 
 
-def _features(method: str, beside: tuple[str, ...] = ("row", "state")) -> datasets.Features:
-    single = {"label": "bool", "prompt_key": "int64", "row": "int64", "state": "int8"}
+def _features(method: str, beside: tuple[str, ...] = BESIDE) -> datasets.Features:
+    single = {"label": "bool", "prompt_key": "int64", "row": "int64", "state": "int8", "unknown": "bool"}
     return datasets.Features({
         column: datasets.Value(single[column]) if column in single else datasets.List(datasets.Value("int32"))
         for column in (*COLUMNS[method], *beside)
@@ -104,7 +108,7 @@ def _features(method: str, beside: tuple[str, ...] = ("row", "state")) -> datase
 
 
 def _tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> dict:
-    """A batch of raw rows -> columns of ids, plus `row` (where it came from) and `state` (KEPT, TRUNCATED, DROPPED)."""
+    """A batch of raw rows -> columns of ids, and BESIDE."""
     samples, origin = [], []
     for n, row in enumerate(rows):
         with located(f"{plan.name}, row {row}"):
@@ -112,16 +116,24 @@ def _tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedToke
         samples += found
         origin += [row] * len(found)
     samples = samples if "_ids" in plan.form else encode(samples, origin, tokenizer, plan)
-    out: dict[str, list] = {column: [] for column in (*COLUMNS[plan.method], "row", "state")}
+    out: dict[str, list] = {column: [] for column in (*COLUMNS[plan.method], *BESIDE)}
+    unknown = _unknown_id(tokenizer)
     for row, sample in zip(origin, samples, strict=True):
         with located(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
             sample, state = fit(whole, plan)
         extra = {"dpo": [], "opd": [], "kto": [sample.label, _key(whole.prompt)]}.get(plan.method, [sample.mask])
         branches = sample.branches or [[]]
-        for column, value in zip(out, [sample.prompt, *branches, *extra, row, state], strict=True):
+        beside = row, state, unknown is not None and any(unknown in ids for ids in (sample.prompt, *branches))
+        for column, value in zip(out, [sample.prompt, *branches, *extra, *beside], strict=True):
             out[column].append(value)
     return out
+
+
+def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id for text without a token; None where there is none, or it also is the eos or bos (as GPT-2's)."""
+    unknown = tokenizer.unk_token_id
+    return None if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id) else unknown
 
 
 def _key(ids: list[int]) -> int:
@@ -130,7 +142,7 @@ def _key(ids: list[int]) -> int:
 
 
 def _count(mapped: datasets.Dataset, read: int, plan: Plan) -> datasets.Dataset:
-    """Drops what has to go, numbers the rest in `index`, and logs one line of counts."""
+    """Drops what has to go, numbers the rest in `index`, and logs one line of counts, and one of unknown tokens."""
     state, row = np.array(mapped["state"][:]), np.array(mapped["row"][:])
     dropped, truncated = row[state == DROPPED], int((state == TRUNCATED).sum())
     line = f"{plan.name}: {read} rows read" + (f" as {len(mapped)} examples" if len(mapped) != read else "")
@@ -140,6 +152,12 @@ def _count(mapped: datasets.Dataset, read: int, plan: Plan) -> datasets.Dataset:
     logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
     if len(dropped) == len(mapped):
         raise InputError(f"{line}: nothing to train on; raise max_length")
+    unknown = np.unique(row[(state != DROPPED) & mapped["unknown"][:]])
+    if len(unknown):
+        logger.warning(
+            "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
+            "them, or use another tokenizer", plan.name, len(unknown), ", ".join(map(str, unknown[:5])),
+        )  # fmt: skip
     kept = mapped.select(np.flatnonzero(state != DROPPED)) if len(dropped) else mapped
     return kept.select_columns(list(COLUMNS[plan.method])).add_column("index", list(range(len(kept))))
 
@@ -157,6 +175,21 @@ def with_lengths(rows: Any, args: Any) -> Any:
         return rows
     lengths = [sum(_tokens(ids) for name, ids in row.items() if name.endswith("_ids")) for row in rows]
     return rows.add_column(args.length_column_name, lengths)
+
+
+def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str = "train") -> None:
+    """Warn of prepared rows, not of a stream, that are longer than the positions that the model's config names."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or not isinstance(rows, datasets.Dataset):
+        return
+    branches = [column for column in ("completion_ids", "chosen_ids", "rejected_ids") if column in rows.column_names]
+    rollout = getattr(args, "max_completion_length", None)  # OPD's completions are yet to be sampled
+    lengths = lengths_of(rows, "prompt_ids") + (rollout or np.max([lengths_of(rows, c) for c in branches], axis=0))
+    if count := int((lengths > positions).sum()):
+        logger.warning(
+            "%s: %d examples are longer than the model's %d positions (max_position_embeddings), the longest has %d "
+            "tokens: set train.max_length=%d", name, count, positions, lengths.max(), positions,
+        )  # fmt: skip
 
 
 def _tokens(ids: list) -> int:

@@ -5,7 +5,10 @@ load             sources -> one datasets.Dataset (or IterableDataset)
 """
 
 import json
+import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +80,17 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
     path, split = Path(source.path).expanduser(), source.split or "train"
     options = {"split": split, "streaming": bool(source.streaming)}
     try:
-        if path.is_file():
-            files = {split.partition("[")[0]: str(path)}
-            rows = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, **options)
-        elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-            rows = _saved(path, split)
-            rows = rows.to_iterable_dataset() if options["streaming"] else rows
-        else:
-            rows = datasets.load_dataset(str(path) if path.is_dir() else source.path, source.name, **options)
-        if rows.column_names is None:
-            rows = rows._resolve_features()
+        with _unlogged(BUILDERS[path.suffix]) if path.is_file() else nullcontext():  # of a folder, the log has the file
+            if path.is_file():
+                files = {split.partition("[")[0]: str(path)}
+                rows = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, **options)
+            elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+                rows = _saved(path, split)
+                rows = rows.to_iterable_dataset() if options["streaming"] else rows
+            else:
+                rows = datasets.load_dataset(str(path) if path.is_dir() else source.path, source.name, **options)
+            if rows.column_names is None:
+                rows = rows._resolve_features()
     except Exception as error:
         line = _malformed_line(path) if path.is_file() and BUILDERS[path.suffix] == "json" else None
         local = "" if path.exists() else " (it is no file or folder here, so the hub was asked)"
@@ -97,6 +101,17 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
     if source.limit is None:
         return rows
     return rows.take(source.limit) if options["streaming"] else rows.select(range(min(source.limit, len(rows))))
+
+
+@contextmanager
+def _unlogged(builder: str) -> Iterator[None]:
+    """Keeps `datasets` from logging that a file is broken, which it raises as well."""
+    logger = logging.getLogger(f"datasets.packaged_modules.{builder}.{builder}")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _saved(path: Path, split: str) -> datasets.Dataset:
@@ -128,7 +143,7 @@ def _rename(rows: Any, columns: dict[str, str], where: str) -> Any:
     """`columns` is {our name: theirs}."""
     for ours, theirs in columns.items():
         if theirs not in rows.column_names:
-            near = nearest(theirs, rows.column_names, listed=False, aside=True)
+            near = nearest(theirs, {*rows.column_names} - {*columns.values()}, listed=False, aside=True)
             names = ", ".join(rows.column_names)
             raise InputError(f"{where}: no column {theirs!r} for {ours!r}{near}; there are {names}")
     taken = [ours for ours in columns if ours in rows.column_names and ours not in columns.values()]

@@ -1,0 +1,131 @@
+"""What differs between engines: one process, DDP, FSDP2 and DeepSpeed ZeRO-1, 2 and 3.
+
+    shards          does the engine cut the weights of a model over the ranks?
+    prepare_frozen  a second model, ready to score: cut over the ranks where the policy is
+    gathered        inside it these weights are whole, where DeepSpeed cut them while the model was loaded
+    copied          a deep copy of the policy as it is in memory, cut or not
+    whole_weights   inside it every rank has all weights of the policy: one gather for a whole generation
+
+The rest is Accelerate's: `trainer.model_wrapped` is called like the model itself on every engine.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+
+def shards(accelerator: Any) -> bool:
+    """FSDP2 or ZeRO-3."""
+    return accelerator.is_fsdp2 or zero_stage(accelerator) == 3
+
+
+def zero_stage(accelerator: Any) -> int:
+    """0 without DeepSpeed."""
+    plugin = accelerator.state.deepspeed_plugin
+    return 0 if plugin is None else plugin.zero_stage
+
+
+def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool = False) -> nn.Module:
+    """`model`, wrapped and cut as the policy is, or moved to the device where nothing is cut. Changes it in place.
+
+    offload: shards live in CPU memory (the caller moves a model that is not cut by itself).
+    """
+    if accelerator.is_fsdp2:
+        return _with_fsdp2(model, accelerator, offload)
+    if zero_stage(accelerator) == 3:
+        return _with_zero3(model, accelerator, offload)
+    return model.to(accelerator.device)
+
+
+def _with_fsdp2(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
+    """Accelerate's own wrapping, around the layers of this model's architecture instead of the policy's."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = accelerator.state.fsdp_plugin
+    changed = ("transformer_cls_names_to_wrap", "auto_wrap_policy", "cpu_offload")
+    kept = {name: getattr(plugin, name) for name in changed}
+    layers = {type(module).__name__ for module in model.modules()}
+    if plugin.transformer_cls_names_to_wrap and not layers & set(plugin.transformer_cls_names_to_wrap):
+        plugin.transformer_cls_names_to_wrap = None  # another architecture than the policy's: its own layers
+    if offload:
+        plugin.cpu_offload = CPUOffloadPolicy()
+    try:
+        return fsdp2_prepare_model(accelerator, model).eval()
+    finally:
+        for name, value in kept.items():
+            setattr(plugin, name, value)
+
+
+def _with_zero3(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
+    """An engine of its own without optimizer."""
+    import deepspeed
+
+    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    for name in ("optimizer", "scheduler"):
+        config.pop(name, None)
+    zero = config["zero_optimization"]
+    zero.pop("offload_optimizer", None)
+    if offload:
+        zero["offload_param"] = {"device": "cpu", "pin_memory": accelerator.device.type == "cuda"}
+    wrapped = deepspeed.initialize(model=model, config=config)[0]
+    wrapped.eval()
+    return wrapped
+
+
+def gathered(*tensors: nn.Parameter | Any) -> AbstractContextManager:
+    """All of these weights on each rank inside, where DeepSpeed cut them while the model was loaded (zero.Init)."""
+    cut = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not cut:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(cut)
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """A deep copy with whole weights in CPU memory where DeepSpeed had cut them, one weight at a time."""
+    twin = copy.deepcopy(model)
+    for own, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        if hasattr(own, "ds_id"):  # what was copied is an empty stand-in
+            with gathered(own):
+                theirs.data = own.detach().to("cpu", copy=True)
+    return twin
+
+
+@contextmanager
+def whole_weights(model: Any, accelerator: Any) -> Iterator[nn.Module]:
+    """The unwrapped policy with all its weights on each rank, without hooks: inside no forward waits for another rank.
+
+    model: the wrapped policy. All ranks enter together; it costs one gather of all weights, and their memory.
+    """
+    if zero_stage(accelerator) == 3 and hasattr(model, "module"):
+        from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+        with unwrap_model_for_generation(model):
+            yield model.module
+    elif accelerator.is_fsdp2 and isinstance(model, FSDPModule):
+        with _unsharded(model, accelerator.state.fsdp_plugin):
+            yield accelerator.unwrap_model(model)
+    else:
+        yield accelerator.unwrap_model(model)
+
+
+@contextmanager
+def _unsharded(model: Any, plugin: Any) -> Iterator[None]:
+    """Every unit of an FSDP2 model gathered now, and kept so by forwards."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    layers = set(plugin.transformer_cls_names_to_wrap or model._no_split_modules)
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()  # embeddings and head stay gathered from forward to backward, as Accelerate has it
+            is_layer = type(unit).__name__.removeprefix("FSDP") in layers
+            unit.set_reshard_after_forward(plugin.reshard_after_forward and is_layer, recurse=False)
