@@ -16,7 +16,6 @@ import datasets
 import evaluate
 import torch
 
-from . import rollout
 from .errors import InputError
 
 _PATTERNS = (
@@ -88,15 +87,13 @@ def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     Each rank answers its share of the rows. Raises InputError for rows without a prompt or an answer.
     """
     prompts, gold = answerable(rows)
-    args, accelerator, tokenizer = trainer.args, trainer.accelerator, trainer.tokenizer
+    args, accelerator = trainer.args, trainer.accelerator
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
-    with accelerator.autocast():
-        answers = rollout.generate(
-            trainer.model_wrapped, prompts[mine], args.eval_max_completion_length,
-            trainer.terminal_ids, tokenizer.pad_token_id, batch_size=args.eval_batch_size,
-        )  # fmt: skip
-    decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
-    score = ExactMatch().compute(predictions=decode(answers), references=decode(gold[mine]))["exact_match"]
-    hits = torch.tensor([score * len(answers), len(answers)], device=accelerator.device)
+    answers = trainer.generate(prompts[mine], args.eval_max_completion_length, batch_size=args.eval_batch_size)
+    decode = partial(trainer.tokenizer.batch_decode, skip_special_tokens=True)
+    hits = torch.zeros(2, device=accelerator.device)
+    if answers:  # a rank may have none
+        score = ExactMatch().compute(predictions=decode(answers), references=decode(gold[mine]))["exact_match"]
+        hits += torch.tensor([score * len(answers), len(answers)], device=accelerator.device)
     right, count = accelerator.reduce(hits, "sum").tolist()
     return right / count

@@ -10,6 +10,7 @@ from transformers import TrainingArguments
 
 from .batch import LAYOUTS
 from .errors import InputError
+from .launch import check_engine
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +81,16 @@ class PostTrainConfig(TrainingArguments):
     """The older name of activation_checkpointing_kwargs."""
     bf16: bool | None = None  # type: ignore[assignment]
     """bf16 autocast; None: on where the GPU has it (and fp16 is not asked for), off on CPU."""
+    fsdp: bool | str | None = None  # type: ignore[assignment]
+    """True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way."""
     remove_unused_columns: bool = False
     """Our collators read their own columns; leave it off."""
     logging_nan_inf_filter: bool = False
     """Hide non-finite losses from the logged mean (HF's default); off, they are shown and their step is named."""
     max_length: int | None = 1024
     """Longest prompt + completion in tokens: the prompt is trimmed first, from its left; None for no limit."""
+    merge_lora: bool = False
+    """Save the model at the end with its adapter merged into the base, as one plain model."""
     layout: str = "auto"
     """How examples are laid out: auto, shared (a prompt once for all its answers), packed or padded. Same numbers."""
     dataset_num_proc: int | None = None
@@ -136,6 +141,7 @@ class PostTrainConfig(TrainingArguments):
                 self.n_gpu,
             )
             self._n_gpu = 1
+        check_engine(self)
 
     def _keep_batches_whole(self) -> None:
         """Accelerate must not cut a laid-out batch by rows, as it does by default with streams."""

@@ -1,5 +1,8 @@
 """What differs between engines: one process, DDP, FSDP2 and DeepSpeed ZeRO-1, 2 and 3.
 
+    name            which of them it is
+    plain_class     the class of a module that FSDP2 wrapped
+    keep_scores_whole   what FSDP2's mixed precision must not round
     shards          does the engine cut the weights of a model over the ranks?
     prepare_frozen  a second model, ready to score: cut over the ranks where the policy is
     gathered        inside it these weights are whole, where DeepSpeed cut them while the model was loaded
@@ -10,10 +13,12 @@ The rest is Accelerate's: `trainer.model_wrapped` is called like the model itsel
 """
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
@@ -29,15 +34,39 @@ def zero_stage(accelerator: Any) -> int:
     return 0 if plugin is None else plugin.zero_stage
 
 
+def name(accelerator: Any) -> str:
+    """single, ddp, fsdp2, zero1, zero2 or zero3."""
+    if accelerator.state.deepspeed_plugin is not None:
+        return f"zero{zero_stage(accelerator)}"
+    return "fsdp2" if accelerator.is_fsdp2 else "single" if accelerator.num_processes == 1 else "ddp"
+
+
+def plain_class(module: nn.Module) -> Any:
+    """The module's class without what FSDP2 adds to it."""
+    return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
+
+
+def keep_scores_whole(accelerator: Any) -> None:
+    """Mixed precision of FSDP2 without what Accelerate adds: log-probabilities rounded to bf16, and gradients summed
+    over the ranks in bf16."""
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and plugin.mixed_precision_policy is not None:
+        exact = {"output_dtype": None, "reduce_dtype": torch.float32}
+        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, **exact)
+
+
 def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool = False) -> nn.Module:
     """`model`, wrapped and cut as the policy is, or moved to the device where nothing is cut. Changes it in place.
 
+    Under DeepSpeed it gets the policy's dtype: bf16 means bf16 weights there, not autocast.
     offload: shards live in CPU memory (the caller moves a model that is not cut by itself).
     """
     if accelerator.is_fsdp2:
         return _with_fsdp2(model, accelerator, offload)
     if zero_stage(accelerator) == 3:
         return _with_zero3(model, accelerator, offload)
+    if zero_stage(accelerator) and not getattr(model, "is_quantized", False):
+        model.to(dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision))
     return model.to(accelerator.device)
 
 
@@ -103,15 +132,29 @@ def whole_weights(model: Any, accelerator: Any) -> Iterator[nn.Module]:
     model: the wrapped policy. All ranks enter together; it costs one gather of all weights, and their memory.
     """
     if zero_stage(accelerator) == 3 and hasattr(model, "module"):
-        from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
-
-        with unwrap_model_for_generation(model):
+        with _without_zero3(model):
             yield model.module
     elif accelerator.is_fsdp2 and isinstance(model, FSDPModule):
         with _unsharded(model, accelerator.state.fsdp_plugin):
             yield accelerator.unwrap_model(model)
     else:
         yield accelerator.unwrap_model(model)
+
+
+@contextmanager
+def _without_zero3(model: Any) -> Iterator[None]:
+    """Every weight gathered now and DeepSpeed's hooks off; its own context leaves the one that compares ranks."""
+    from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+    weights = model.optimizer.parameter_offload
+    model.empty_partition_cache()  # what a forward prefetched for the next one
+    weights.fwd_pre_hook.remove()
+    try:
+        with unwrap_model_for_generation(model):
+            yield
+    finally:
+        compare = lambda *_: weights.get_param_coordinator().reset_step()  # noqa: E731
+        weights.fwd_pre_hook = model.module.register_forward_pre_hook(compare)
 
 
 @contextmanager

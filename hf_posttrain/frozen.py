@@ -5,6 +5,7 @@
 
 import contextlib
 import hashlib
+import json
 import logging
 import shutil
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import xxhash
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from . import engine, scoring
@@ -25,6 +27,7 @@ from .batch import per_branch, targets
 from .tiles import LogProb
 
 logger = logging.getLogger(__name__)
+_NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_cache")
 
 
 class Frozen:
@@ -110,15 +113,19 @@ def score_rows(
     return [found[number] for number in range(len(rows))]
 
 
-def weights_key(model: nn.Module, with_adapter: bool = True) -> str:
-    """A hash of every weight's name, dtype and bytes; without those of LoRA adapters where they are switched off."""
-    digest = xxhash.xxh3_128()
-    for name, tensor in model.state_dict(keep_vars=True).items():
+def model_key(model: nn.Module, with_adapter: bool = True) -> str:
+    """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
+    inner = scoring.causal_lm(model)
+    config = {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
+    described = f"{engine.plain_class(inner).__name__} {json.dumps(config, sort_keys=True, default=str)}"
+    digest = xxhash.xxh3_128(described.encode())
+    for name, tensor in scoring.unwrapped(model).state_dict(keep_vars=True).items():
         if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
             continue
         with engine.gathered(tensor):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+            digest.update(whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -91,13 +91,19 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_model(section: ModelSection, trainable: bool = True, device: torch.device | None = None) -> PreTrainedModel:
+def load_model(
+    section: ModelSection,
+    trainable: bool = True,
+    device: torch.device | None = None,
+    storage: torch.dtype = torch.uint8,
+) -> PreTrainedModel:
     """The model of `section`, frozen and in eval mode unless `trainable`; a new `lora` is left to the trainer.
 
     `device`, by default a GPU if there is one, is where it will run: it decides the default dtype, and quantised
-    weights are placed there, while others stay on CPU. `from_scratch` draws weights from torch's global generator, so
-    seed it first. Raises InputError for a model that is not there, an attention implementation that it refuses, and
-    quantised weights that would all be trained.
+    weights are placed there, while others stay on CPU. 4-bit weights are kept as `storage`: what their engine can cut
+    (`launch.quantised_storage`). `from_scratch` draws weights from torch's global generator, so seed it first. Raises
+    InputError for a model that is not there, an attention implementation that it refuses, and quantised weights that
+    would all be trained.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = check_model(section)
@@ -114,7 +120,7 @@ def load_model(section: ModelSection, trainable: bool = True, device: torch.devi
         if section.from_scratch:
             model = AutoModelForCausalLM.from_config(config, **kwargs)
         else:
-            quantised = _quantization(section, kwargs["dtype"], device)
+            quantised = _quantization(section, kwargs["dtype"], device, storage)
             safe = None if section.trust_remote_code else True  # pickled weights can run code as well
             model = AutoModelForCausalLM.from_pretrained(
                 section.name_or_path, config=config, use_safetensors=safe, **kwargs, **quantised
@@ -209,7 +215,9 @@ def _dtype(section: ModelSection, config: PretrainedConfig, whole: bool, device:
     return dtype
 
 
-def _quantization(section: ModelSection, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def _quantization(
+    section: ModelSection, dtype: torch.dtype, device: torch.device, storage: torch.dtype
+) -> dict[str, Any]:
     """from_pretrained's arguments for bitsandbytes; on GPU weights must be placed while they are loaded."""
     if section.quantization == "none":
         return {}
@@ -219,6 +227,7 @@ def _quantization(section: ModelSection, dtype: torch.dtype, device: torch.devic
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=storage,
     )
     return {"quantization_config": bits} | ({} if device.type == "cpu" else {"device_map": {"": device}})
 

@@ -132,17 +132,17 @@ class OPDTrainer(PostTrainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if not batches:
             return batches, None
-        batches = self.rolled_out(self.model_wrapped, batches, self.state.global_step)
+        batches = self.rolled_out(batches, self.state.global_step)
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def rolled_out(self, model: nn.Module, batches: list[dict], *seed: int) -> list[dict]:
+    def rolled_out(self, batches: list[dict], *seed: int) -> list[dict]:
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
         args, rows = self.args, [row for batch in batches for row in batch["prompts"].rows]
         with rollout.seeded(self.accelerator.device, args.seed, *seed, self.accelerator.process_index):
             share = 1.0 if seed[0] == EVALUATION else args.lmbda
             own = (torch.rand(len(rows)) < share).tolist()
             prompts = [row["prompt_ids"] for row, on_policy in zip(rows, own, strict=True) if on_policy]
-            rollouts = iter(self._sample(model, [prompt for prompt in prompts for _ in range(args.num_generations)]))
+            rollouts = iter(self._sample([prompt for prompt in prompts for _ in range(args.num_generations)]))
         examples = [
             Example(row["prompt_ids"], [Branch(ids) for ids in islice(rollouts, args.num_generations)])
             if on_policy else Example(row["prompt_ids"], [Branch(row["completion_ids"][: args.max_completion_length])])
@@ -153,13 +153,10 @@ class OPDTrainer(PostTrainer):
         parts = iter(zip(examples, own, strict=True))
         return [self._collated(batch, list(islice(parts, len(batch["prompts"].rows)))) for batch in batches]
 
-    def _sample(self, model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+    def _sample(self, prompts: list[list[int]]) -> list[list[int]]:
         args = self.args
-        with self.accelerator.autocast():
-            return rollout.generate(
-                model, prompts, args.max_completion_length, self.terminal_ids, self.tokenizer.pad_token_id,
-                args.temperature, args.generation_batch_size, self.vocabulary,
-            )  # fmt: skip
+        options = {"temperature": args.temperature, "batch_size": args.generation_batch_size}
+        return self.generate(prompts, args.max_completion_length, vocabulary=self.vocabulary, **options)
 
     def _collated(self, batch: dict, parts: list[tuple[Example, bool]]) -> dict:
         """A micro-batch on the device. Of each branch: `last_id`, and whether it was `sampled`."""
@@ -175,7 +172,7 @@ class OPDTrainer(PostTrainer):
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """The loss of each rollout token, [N]."""
         if "shift_labels" not in batch:  # evaluation
-            [batch] = self.rolled_out(model, [batch], EVALUATION, int(batch["index"][0]) % 2**32)
+            [batch] = self.rolled_out([batch], EVALUATION, int(batch["index"][0]) % 2**32)
         config, targets = self.args, layouts.targets(batch)
         weights = self.weights(batch)
         if config.loss_type == POLICY_GRADIENT:

@@ -10,9 +10,9 @@ import datasets
 import peft
 from torch import Tensor, nn
 
-from . import engine, models, scoring
+from . import engine, launch, models, scoring
 from .errors import InputError
-from .frozen import Frozen, branch_logps, cached, rows_key, score_rows, weights_key
+from .frozen import Frozen, branch_logps, cached, model_key, rows_key, score_rows
 from .recipe import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class Reference:
         model = self.frozen.model if self.frozen is not None else self.policy
         own = getattr(model, "peft_config", {}).get(self.adapter)  # a new adapter is off: only its base counts
         key = [
-            weights_key(model, with_adapter=own is not None or not self.starts_equal), rows_key(rows),
+            model_key(model, with_adapter=own is not None or not self.starts_equal), rows_key(rows),
             self.trainer.method, args.bf16, args.fp16, own and own.to_dict(),
         ]  # fmt: skip
         found = cached(key, lambda: self._score_rows(rows, name), "reference", accelerator)
@@ -124,7 +124,8 @@ class Reference:
 def _loaded(ref_model: nn.Module | str, trainer: Any) -> nn.Module:
     """An explicit reference, by name too. Raises InputError where it is the policy itself."""
     if isinstance(ref_model, str):
-        return models.load_model(ModelSection(name_or_path=ref_model), trainable=False)
+        ref_model = models.load_model(ModelSection(name_or_path=ref_model), trainable=False)
+    launch.check_model(ref_model, trainer.args)
     if scoring.causal_lm(ref_model) is scoring.causal_lm(trainer.model):
         raise InputError("ref_model is the policy itself, which moves: leave it out, a frozen reference is kept anyway")
     return ref_model

@@ -54,7 +54,9 @@ def generate(
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             ids, mask = _left_padded([prompts[i] for i in chosen], pad_id, inner.device)
-            output = inner.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            output = inner.generate(
+                input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False
+            )  # whole weights on each rank: none waits for another
             for i, row in zip(chosen, output[:, ids.shape[1] :].tolist(), strict=True):
                 completions[i] = until_terminal(row, terminal_ids)
     return completions

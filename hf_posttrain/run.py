@@ -4,7 +4,6 @@
 
     main       arguments, exit codes: 0, 2 for a mistake in the input (one line on stderr), 130 for Ctrl-C
     run        the steps in order; everything that can be wrong is found before weights are loaded
-    find_checkpoint     the newest complete checkpoint, for train.resume_from_checkpoint: auto
     save       what is left in train.output_dir
 
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
@@ -12,10 +11,8 @@ Heavy imports come after the recipe has been read, so that its errors and --help
 
 import argparse
 import importlib
-import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,12 +38,6 @@ _EXAMPLES = """examples:
   hf-posttrain recipes/sft.yaml train.resume_from_checkpoint=auto
   accelerate launch -m hf_posttrain.run recipes/kto.yaml
 """
-_WEIGHTS = ("*.safetensors", "*.bin", "pytorch_model_fsdp_0", "global_step*")
-_TRAINING_STATE = {  # what a checkpoint holds beside weights, under the names of each engine
-    "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
-    "scheduler": ("scheduler.pt", "global_step*"),
-    "random state": ("rng_state*.pth",),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,6 +94,9 @@ def run(recipe: Recipe) -> dict[str, float]:
         **load_models(recipe, config),
     )
     result = trainer.train(resume_from_checkpoint=checkpoint)
+    if trainer.preemption.happened:
+        logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
+        return dict(result.metrics)
     save(trainer, recipe)
     metrics = dict(result.metrics)
     _keep_metrics(trainer, "train", result.metrics)
@@ -115,13 +109,23 @@ def run(recipe: Recipe) -> dict[str, float]:
 
 
 def contradictions(recipe: Recipe, config: Any) -> Iterator[tuple[str, str]]:
-    """(key, problem) where the train and data sections contradict each other; HF's Trainer finds it with the model
-    loaded, and some of it only in the first evaluation."""
+    """(key, problem) where the train section contradicts others; HF's Trainer finds it with the model loaded, and some
+    of it only in the first evaluation."""
+    from .launch import quantisation_problem
+
     needs_eval = ("eval_on_start", "eval_exact_match") if config.eval_strategy == "no" else ("eval_strategy",)
     for name in needs_eval:
         if getattr(config, name) and recipe.data.eval is None:
             given = str(getattr(getattr(config, name), "value", "true"))
             yield f"train.{name}", f"train.{name}: {given} needs data.eval, the rows to evaluate on"
+    if config.merge_lora and not recipe.model.lora and not recipe.model.adapter:
+        yield "train.merge_lora", "train.merge_lora: true needs model.lora or model.adapter, the adapter to merge"
+    if config.merge_lora and recipe.model.quantization != "none":
+        yield "train.merge_lora", "train.merge_lora: true: a quantised base would round the adapter away, merge later"
+    for name, section in (("model", recipe.model), ("teacher", recipe.teacher)):
+        bits = section.quantization if section else "none"
+        if bits != "none" and (problem := quantisation_problem(bits, config)):
+            yield f"{name}.quantization", f"{name}.quantization: {problem}"
     if config.save_strategy == "best" and config.metric_for_best_model is None:
         yield "train.save_strategy", "train.save_strategy: best needs train.metric_for_best_model, such as eval_loss"
     train = recipe.data.train
@@ -175,19 +179,22 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
     """The trainer's model and, for kd and opd, teacher_model; random weights are drawn from train.seed."""
     from transformers import set_seed
 
-    from . import models
+    from . import launch, models
 
     set_seed(config.seed)
+    place: dict[str, Any] = {"device": config.device, "storage": launch.quantised_storage(config)}
     with _placed(recipe, "model"):
-        loaded = {"model": models.load_model(recipe.model, device=config.device)}
+        loaded = {"model": models.load_model(recipe.model, **place)}
     if recipe.teacher:
         with _placed(recipe, "teacher"):
-            loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, device=config.device)
+            loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, **place)
     return loaded
 
 
 def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
     """The folder that `train.resume_from_checkpoint` means. Raises InputError where it is missing or incomplete."""
+    from .checkpoint import find_checkpoint, lacking
+
     wanted, folder = config.resume_from_checkpoint, config.output_dir
     if Path(folder).exists() and not Path(folder).is_dir():
         raise InputError(f"{recipe.where('train.output_dir')}: train.output_dir: {folder} is a file, not a folder")
@@ -204,35 +211,9 @@ def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
     place = recipe.where("train.resume_from_checkpoint")
     if not Path(wanted).is_dir():
         raise InputError(f"{place}: train.resume_from_checkpoint: there is no folder {wanted}")
-    if lacking := _lacking(Path(wanted), config.save_only_model):
-        raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(lacking)}")
+    if absent := lacking(Path(wanted), config.save_only_model):
+        raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
     return wanted
-
-
-def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
-    """The newest complete `checkpoint-N` in `output_dir`, or None.
-
-    Complete: a readable trainer_state.json, weights and, unless `weights_only` (save_only_model), optimizer, scheduler
-    and random state. Incomplete ones, of a run killed while saving, are passed over with a line in the log.
-    """
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
-    for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
-        lacking = _lacking(path, weights_only)
-        if not lacking:
-            return str(path)
-        logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(lacking))
-    return None
-
-
-def _lacking(folder: Path, weights_only: bool) -> list[str]:
-    """What keeps a checkpoint from being resumed."""
-    wanted = {"weights": _WEIGHTS} | ({} if weights_only else _TRAINING_STATE)
-    lacking = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
-    try:
-        json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
-    except (OSError, ValueError, KeyError):
-        lacking.append("trainer_state.json")
-    return lacking
 
 
 def save(trainer: Any, recipe: Recipe) -> None:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from .attention import attention_mask
 from .batch import Branch, Example, collate, targets
+from .engine import plain_class
 from .errors import InputError
 from .head import Finish, Head, score_tokens, score_tokens_through
 from .tiles import LogProb, TileFunction
@@ -61,7 +62,7 @@ class LMHead:
         if hasattr(module, "modules_to_save"):  # PEFT's trained copy of the head
             own = module.original_module if module.disable_adapters else None
             module = own or module.modules_to_save[module.active_adapters[0]]
-        return Head(module.weight, module.bias, self.finish) if type(module) is nn.Linear else None
+        return Head(module.weight, module.bias, self.finish) if plain_class(module) is nn.Linear else None
 
     @property
     def dtype(self) -> torch.dtype | None:

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from . import engine, models, scoring
+from . import engine, launch, models, scoring
 from .distill import Teacher
 from .errors import InputError
-from .frozen import Frozen, cached, rows_key, score_rows, weights_key
+from .frozen import Frozen, cached, model_key, rows_key, score_rows
 from .recipe import ModelSection
 from .tiles import Tile, TileFunction
 
@@ -50,7 +50,9 @@ class TeacherCallback(TrainerCallback):
 
 def add_teacher(trainer: Any, model: nn.Module | str | None, offload: bool) -> tuple[TeacherCallback, int]:
     """The trainer's teacher, and the number of token ids that both models have. Raises InputError: `check_teacher`."""
-    teacher = TeacherCallback(check_teacher(model, trainer.model, trainer.tokenizer), trainer.accelerator, offload)
+    model = check_teacher(model, trainer.model, trainer.tokenizer)
+    launch.check_model(model, trainer.args)
+    teacher = TeacherCallback(model, trainer.accelerator, offload)
     trainer.add_callback(teacher)
     trainer.score_beside(teacher.frozen)
     return teacher, min(model.config.get_text_config().vocab_size for model in trainer.scored)
@@ -111,7 +113,7 @@ def precompute_top_k(trainer: Any, rows: Any, name: str) -> Any:
     args = trainer.args
     vocabulary = sorted(trainer.tokenizer.get_vocab().items())
     key = [
-        weights_key(trainer.teacher.model), rows_key(rows), vocabulary, args.precompute_teacher_top_k, args.temperature,
+        model_key(trainer.teacher.model), rows_key(rows), vocabulary, args.precompute_teacher_top_k, args.temperature,
         args.bf16, args.fp16, trainer.vocabulary,
     ]  # fmt: skip
     found = cached(key, lambda: _score_rows(trainer, rows, name), "teacher", trainer.accelerator)

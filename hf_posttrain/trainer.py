@@ -15,13 +15,14 @@ from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import datasets
+import peft
 import torch
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import has_length
 
-from . import data, policy, reference, scoring
+from . import checkpoint, data, engine, launch, policy, reference, rollout, saving, scoring
 from .answers import exact_match
 from .attention import choose_layout
 from .config import PostTrainConfig
@@ -82,6 +83,7 @@ class PostTrainer(Trainer):
     ):
         args = _checked(args or self.config_class(output_dir="outputs"), self.config_class, kwargs)
         model, self.tokenizer = policy.resolve(model, processing_class, peft_config)
+        launch.check_model(model, args)
         self.terminal_ids = policy.terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         self.generation_config = policy.align(model, self.tokenizer, self.terminal_ids)
         model = policy.for_training(model, peft_config, args)
@@ -95,7 +97,14 @@ class PostTrainer(Trainer):
         train = data.with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
         data.warn_if_too_long(train, self.scored[0].config, args)
         evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
+        if args.merge_lora:
+            saving.check_mergeable(model)
         super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
+        launch.check_accelerator(self.accelerator, args)
+        engine.keep_scores_whole(self.accelerator)
+        self.preemption = checkpoint.Preemption(self.accelerator)
+        self.add_callback(self.preemption)
+        self.saving_in: str | None = None
 
     # ---- what a method defines
 
@@ -165,7 +174,7 @@ class PostTrainer(Trainer):
         self.scoring_checked = True
         choice = self.data_collator.keywords
         explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if self.exact else 0.3
-        with self.beside or nullcontext() as second:
+        with self.accelerator.autocast(), self.beside or nullcontext() as second:
             models = [one for one in (model, second) if one is not None]
             choice["layout"] = scoring.trusted_layout(models, choice["layout"], explicit, tolerance)
 
@@ -182,11 +191,28 @@ class PostTrainer(Trainer):
         """`scoring.score`, with the router's logits where their loss is on."""
         return scoring.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """HF's training, from the seed: its numbers do not hang on what was drawn since the trainer was built."""
+    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
+        """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
+        with self.accelerator.autocast(), engine.whole_weights(self.model_wrapped, self.accelerator) as model:
+            ends, pad_id = self.terminal_ids, self.tokenizer.pad_token_id
+            return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, **options)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """HF's training, from the seed: its numbers do not hang on what was drawn since the trainer was built.
+
+        resume_from_checkpoint: a folder, "auto" for the newest complete checkpoint of output_dir or a fresh start, or
+        True, which wants one. Raises InputError where this run could not go on as the one that wrote it.
+        """
+        if resume_from_checkpoint in (True, "auto"):
+            found = checkpoint.find_checkpoint(self.args.output_dir, self.args.save_only_model)
+            if found is None and resume_from_checkpoint is True:
+                raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {self.args.output_dir}")
+            resume_from_checkpoint = found
+        if isinstance(resume_from_checkpoint, str):
+            checkpoint.check_launch(self, resume_from_checkpoint)
         set_seed(self.args.seed)
         self.meters["train"], self.finite = Meter(), FiniteWatch()
-        output = super().train(*args, **kwargs)
+        output = super().train(resume_from_checkpoint, *args, **kwargs)
         self.finite.report(self.accelerator)
         return output
 
@@ -311,6 +337,45 @@ class PostTrainer(Trainer):
         return output
 
     # ---- saving
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every weight under every engine, read again and compared; merged where merge_lora says so.
+
+        All ranks call it. Raises RuntimeError where what was saved is not the whole model.
+        """
+        folder = output_dir or self.args.output_dir
+        if self.args.merge_lora and not _internal_call:
+            saving.save_merged(self, folder)
+        else:
+            self._save(folder, saving.whole_state(self, isinstance(self.model, peft.PeftModel)))
+            if self.args.should_save:
+                saving.check_saved(self.model, folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
+        own = self.model if model is None else model
+        if engine.name(self.accelerator) not in ("single", "ddp") or not isinstance(own, PreTrainedModel):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            own.load_state_dict(type(own).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
+
+    def _load_best_model(self) -> None:
+        if engine.name(self.accelerator) in ("single", "ddp") and isinstance(self.model, PreTrainedModel):
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        states: Any = self.state.stateful_callbacks
+        states[checkpoint.LAUNCH] = checkpoint.launched(self)
+        with checkpoint.complete_or_invisible(self) as self.saving_in:
+            super()._save_checkpoint(model, trial)
+        self.saving_in = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.saving_in or super()._get_output_dir(trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Also the generation config, with the trained turn end, next to an adapter."""

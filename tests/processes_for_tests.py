@@ -5,6 +5,7 @@ rank returned. Workers are forked from a server that has the slow imports behind
 """
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import socket
@@ -48,27 +49,31 @@ def on_two(case: Callable[..., Any], engine: str, *args: Any, world: int = 2, ti
         port = probe.getsockname()[1]
         probe.close()
         ranks = [
-            context.Process(target=_rank, args=(case, engine, rank, world, port, folder, args)) for rank in range(world)
+            context.Process(target=_rank, args=(case, engine, rank, world, port, folder, timeout, args))
+            for rank in range(world)
         ]
         for process in ranks:
             process.start()
         for process in ranks:
-            process.join(timeout)
+            process.join(timeout)  # a rank that is stuck writes where just before
         stuck = [process for process in ranks if process.is_alive()]
         for process in stuck:
             process.kill()
             process.join()
         files = [Path(folder) / str(rank) for rank in range(world)]
+        logs = [(file.with_suffix(".log")).read_text(errors="replace")[-3000:] for file in files]
         results = [torch.load(file, weights_only=False) if file.exists() else ("lost", None) for file in files]
     errors = [f"rank {rank}: {value}" for rank, (state, value) in enumerate(results) if state == "error"]
     lost = [rank for rank, (state, _) in enumerate(results) if state == "lost"]
     assert not errors, "\n".join(errors)
-    assert not stuck, f"ranks {lost} did not end within {timeout} s"
+    assert not stuck, f"ranks {lost} did not end within {timeout} s\n" + "\n".join(logs)
     assert not lost, f"ranks {lost} ended without a result: {[process.exitcode for process in ranks]}"
     return [value for _, value in results]
 
 
-def _rank(case: Callable, engine: str, rank: int, world: int, port: int, folder: str, args: tuple) -> None:
+def _rank(
+    case: Callable, engine: str, rank: int, world: int, port: int, folder: str, timeout: float, args: tuple
+) -> None:
     """One worker: set up the engine, run the case, leave its result in a file, and end without Python's exit."""
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
@@ -79,6 +84,7 @@ def _rank(case: Callable, engine: str, rank: int, world: int, port: int, folder:
     with log.open("w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
+    faulthandler.dump_traceback_later(0.9 * timeout)
     try:
         if world > 1:
             _set_up(engine)

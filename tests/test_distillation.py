@@ -74,7 +74,7 @@ def test_pain_06_rollouts_train_their_end_and_nothing_after_it(tmp_path, monkeyp
     fix_rollouts(monkeypatch)
     trainer = trainer_for("opd", tiny_model(), token_rows("opd", 3), tmp_path, second=tiny_model(seed=9))
     batch = next(iter(trainer.get_train_dataloader()))
-    [made] = trainer.rolled_out(trainer.model, [batch], 0)
+    [made] = trainer.rolled_out([batch], 0)
     targets = made["shift_labels"].flatten()[made["scored"]]
     for branch in range(3):
         own = targets[made["owner"] == branch].tolist()
@@ -200,7 +200,7 @@ def test_pain_26_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path)
         student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
     trainer = trainer_for("opd", student, token_rows("opd"), tmp_path, second=teacher, loss_type="policy_gradient")
     assert trainer.vocabulary == 300
-    answers = trainer._sample(trainer.model, [[1, 2, 3]] * 300)
+    answers = trainer._sample([[1, 2, 3]] * 300)
     assert max(max(ids) for ids in answers) < 300
     free = rollout.generate(trainer.model, [[1, 2, 3]] * 300, 6, trainer.terminal_ids, 256, temperature=1.0)
     assert max(max(ids) for ids in free) >= 300

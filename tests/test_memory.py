@@ -86,7 +86,7 @@ def test_pain_23_the_teacher_builds_no_graph(tmp_path, monkeypatch):
         trainer = trainer_for(method, model(), rows(method), tmp_path, second=model(1))
         batch = next(iter(trainer.get_train_dataloader()))
         if method == "opd":
-            [batch] = trainer.rolled_out(trainer.model, [batch], 0)
+            [batch] = trainer.rolled_out([batch], 0)
         assert not trainer.teacher.side(batch).hidden.requires_grad
         assert not any(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
 

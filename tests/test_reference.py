@@ -106,7 +106,7 @@ def test_pain_17_cache_notices_what_changes_the_numbers(tmp_path):
 
     def key_of(model, rows, **config):
         trainer = trainer_for("dpo", model, rows, tmp_path, **config)
-        return frozen.weights_key(trainer.reference.policy), frozen.rows_key(trainer.train_dataset)
+        return frozen.model_key(trainer.reference.policy), frozen.rows_key(trainer.train_dataset)
 
     rows = token_rows("dpo")
     base = key_of(tiny_model(), rows)

@@ -13,6 +13,7 @@ from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from hf_posttrain import data, run
+from hf_posttrain.checkpoint import find_checkpoint
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import load_recipe
 
@@ -160,6 +161,8 @@ def stub_method(monkeypatch, name):
     made = []
 
     class Trainer:
+        preemption = types.SimpleNamespace(happened=False)
+
         @staticmethod
         def prepare(rows, tokenizer, args, name_of_rows):
             return data.prepare(rows, name, tokenizer, args, name_of_rows)
@@ -239,7 +242,7 @@ def checkpoint(path, *without):
 
 
 def test_newest_complete_checkpoint(tmp_path, caplog):
-    assert run.find_checkpoint(tmp_path / "none") is None
+    assert find_checkpoint(tmp_path / "none") is None
     good = checkpoint(tmp_path / "checkpoint-9")
     checkpoint(tmp_path / "checkpoint-5")
     weights_only = checkpoint(tmp_path / "checkpoint-10", "optimizer.pt", "scheduler.pt", "rng_state.pth")
@@ -247,10 +250,10 @@ def test_newest_complete_checkpoint(tmp_path, caplog):
     checkpoint(tmp_path / "checkpoint-12", "model.safetensors")
     Path(checkpoint(tmp_path / "checkpoint-13"), "trainer_state.json").write_text('{"global_st')
     checkpoint(tmp_path / "checkpoint-14-tmp")
-    assert run.find_checkpoint(tmp_path) == good
+    assert find_checkpoint(tmp_path) == good
     assert "checkpoint-13 is incomplete, without trainer_state.json: passed over" in caplog.text
     assert "checkpoint-10 is incomplete, without optimizer, scheduler, random state: passed over" in caplog.text
-    assert run.find_checkpoint(tmp_path, weights_only=True) == weights_only
+    assert find_checkpoint(tmp_path, weights_only=True) == weights_only
 
 
 def test_what_is_resumed(folder, caplog, monkeypatch):

@@ -1,0 +1,163 @@
+"""Checkpoints: complete or invisible, found again, and resumed only where the numbers stay the same.
+
+    complete_or_invisible   a checkpoint is written beside and renamed when every rank is done
+    find_checkpoint         the newest complete one, for resume_from_checkpoint: auto
+    launched, check_launch  how a run was launched; a checkpoint of another kind of launch is refused
+    Preemption              SIGTERM: finish the step, save, stop
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.trainer_utils import rotate_checkpoints
+
+from . import engine
+from .errors import InputError
+
+logger = logging.getLogger(__name__)
+SAVING = ".saving"
+"""Folder in output_dir where a checkpoint is until it is complete."""
+LAUNCH = "launch"
+"""Key of `launched` among the callbacks' states in trainer_state.json."""
+_WEIGHTS = ("*.safetensors", "*.bin", "pytorch_model_fsdp_0", "global_step*")
+_TRAINING_STATE = {  # what a checkpoint holds beside weights, under the names of each engine
+    "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
+    "scheduler": ("scheduler.pt", "global_step*"),
+    "random state": ("rng_state*.pth",),
+}
+
+
+# ---- written
+
+
+@contextmanager
+def complete_or_invisible(trainer: Any) -> Iterator[str]:
+    """The folder `output_dir/.saving` for the trainer's checkpoint, which is then renamed, and older ones deleted.
+
+    A kill at any moment leaves the previous checkpoint the newest. All ranks enter together.
+    """
+    args, state, accelerator = trainer.args, trainer.state, trainer.accelerator
+    run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
+    if args.should_save:
+        shutil.rmtree(run / SAVING, ignore_errors=True)  # of a run that was killed
+    accelerator.wait_for_everyone()
+    yield str(run / SAVING)
+    if state.best_model_checkpoint == str(run / SAVING / name):
+        state.best_model_checkpoint = str(run / name)
+    accelerator.wait_for_everyone()
+    if args.should_save:
+        state.save_to_json(str(run / SAVING / name / "trainer_state.json"))
+        shutil.rmtree(run / name, ignore_errors=True)  # the same step of an earlier run
+        (run / SAVING / name).rename(run / name)
+        (run / SAVING).rmdir()
+        rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+    accelerator.wait_for_everyone()
+
+
+def launched(trainer: Any) -> dict[str, Any]:
+    """What must be the same again for a resumed run to go on as if nothing had happened."""
+    args, accelerator = trainer.args, trainer.accelerator
+    rows = trainer._train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    return {"engine": engine.name(accelerator), "processes": accelerator.num_processes, "rows_per_step": rows}
+
+
+# ---- found again
+
+
+def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
+    """The newest complete `checkpoint-N` in `output_dir`, or None.
+
+    Complete: a readable trainer_state.json, weights and, unless `weights_only` (save_only_model), optimizer, scheduler
+    and random state. Incomplete ones, of a run killed while saving or deleting, are passed over with a line in the log.
+    """
+    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
+    for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
+        absent = lacking(path, weights_only)
+        if not absent:
+            return str(path)
+        logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
+    return None
+
+
+def lacking(folder: Path, weights_only: bool) -> list[str]:
+    """What keeps a checkpoint from being resumed."""
+    wanted = {"weights": _WEIGHTS} | ({} if weights_only else _TRAINING_STATE)
+    absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    try:
+        _state(folder)["global_step"]
+    except (OSError, ValueError, KeyError):
+        absent.append("trainer_state.json")
+    return absent
+
+
+def check_launch(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
+    """Raises InputError where this run would not go on as the one that wrote the checkpoint."""
+    callbacks = _state(Path(checkpoint)).get("stateful_callbacks", {})
+    if LAUNCH not in callbacks:
+        return  # not written by this package
+    then, now = callbacks[LAUNCH], launched(trainer)
+    free = then["engine"] in ("single", "ddp") and now["engine"] in ("single", "ddp")  # one format, whole on rank 0
+    if not free and then["engine"] != now["engine"]:
+        raise InputError(
+            f"the checkpoint {checkpoint} was written under {then['engine']} and this run is {now['engine']}: its "
+            f"optimizer state cannot be read here. Launch as before, or start a new run from its weights "
+            f"(model.name_or_path={checkpoint})"
+        )
+    if now["engine"].startswith("zero") and then["processes"] != now["processes"]:
+        raise InputError(
+            f"the checkpoint {checkpoint} was written by {then['processes']} processes and this run has "
+            f"{now['processes']}: DeepSpeed cut its optimizer state for the former. Launch as many, or start a new run "
+            f"from its weights (model.name_or_path={checkpoint})"
+        )
+    if then["rows_per_step"] != now["rows_per_step"] and not trainer.args.ignore_data_skip:
+        raise InputError(
+            f"the checkpoint {checkpoint} trained {then['rows_per_step']} rows a step and this run "
+            f"{now['rows_per_step']}, so rows would be skipped or seen twice: keep per_device_train_batch_size x "
+            "gradient_accumulation_steps x processes, or set ignore_data_skip to begin the epoch again"
+        )
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """trainer_state.json."""
+    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+
+
+# ---- preemption
+
+
+class Preemption(TrainerCallback):
+    """SIGTERM to any rank: all finish the optimizer step, save a checkpoint and leave `train`."""
+
+    def __init__(self, accelerator: Any):
+        self.accelerator = accelerator
+        self.asked = self.happened = False
+        self.before: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Listen to the signal while training, in the main thread (others cannot)."""
+        self.asked = self.happened = False
+        if threading.current_thread() is threading.main_thread():
+            self.before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop together: the ranks hear of it at different moments."""
+        if self.asked:
+            self.accelerator.set_trigger()
+        if self.accelerator.check_trigger():
+            self.happened = control.should_save = control.should_training_stop = True
+            logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What the signal did before."""
+        if self.before is not None:
+            signal.signal(signal.SIGTERM, self.before)

@@ -1,0 +1,175 @@
+"""The same numbers on one process and on two: DDP, FSDP2, ZeRO-2 and ZeRO-3, for every method, fully trained and LoRA.
+
+Each case trains past the end of an odd-sized epoch with rows of unequal lengths and accumulation 2, evaluates on the
+way, and is compared with one process that sees the same rows in each step.
+"""
+
+import tempfile
+
+import datasets
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from processes_for_tests import ENGINES, engine_arguments, on_two
+from training_for_tests import METHODS, fake_generate, token_rows, trainer_for
+
+from hf_posttrain import engine as engines
+from hf_posttrain import rollout, saving, scoring
+
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
+TIMES = ("runtime", "per_second", "total_flos", "train_loss")
+
+
+def second_for(method):
+    """The teacher of KD and OPD."""
+    return tiny_model(seed=5) if method in ("kd", "opd") else None
+
+
+def logs_and_weights(trainer, lora):
+    """What a run logged, without its times, and its trained weights, whole."""
+    logs = [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
+    policy = engines_inner(trainer)
+    state = saving.whole_state(trainer, adapter_only=lora) or policy.state_dict()
+    return logs, {name: tensor.clone() for name, tensor in state.items() if not lora or "lora_" in name}
+
+
+def engines_inner(trainer):
+    """The model inside the wrappers."""
+    return trainer.accelerator.unwrap_model(trainer.model_wrapped)
+
+
+def trained(rank, method, engine, lora, **config):
+    """(engine that really ran, processes, logs, weights) of six steps of four or eight rows."""
+    rollout.generate = fake_generate
+    peft_config = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+    torch.manual_seed(0)
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method, 13), tempfile.mkdtemp(), second_for(method),
+        eval_rows=token_rows(method, 7, seed=3), max_steps=6, learning_rate=1e-3, max_grad_norm=1.0,
+        gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, train_sampling_strategy="random",
+        **engine_arguments(engine), **peft_config, **config,
+    )  # fmt: skip
+    trainer.train()
+    name, count = engines.name(trainer.accelerator), trainer.accelerator.num_processes
+    return name, count, *logs_and_weights(trainer, lora)
+
+
+@pytest.fixture(scope="module")
+def on_one():
+    """The runs of one process, made once."""
+    made = {}
+
+    def run(method, lora):
+        if (method, lora) not in made:
+            made[method, lora] = trained_alone(method, lora)
+        return made[method, lora]
+
+    return run
+
+
+def trained_alone(method, lora):
+    return on_two(trained_case, "single", method, "single", lora, 4, world=1)[0]
+
+
+def trained_case(rank, method, engine, lora, size):
+    return trained(rank, method, engine, lora, per_device_train_batch_size=size, per_device_eval_batch_size=size)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pain_02_and_35_two_processes_give_the_numbers_of_one(engine, method, lora, on_one):
+    _, _, logs, weights = on_one(method, lora)
+    (name, count, found, weights_found), (*_, found_by_other, _) = on_two(trained_case, engine, method, engine, lora, 2)
+    assert (name, count) == (engine, 2)
+    assert found == found_by_other  # metrics are global, not rank 0's
+    assert len(found) == len(logs) > 6
+    for own, theirs in zip(found, logs, strict=True):
+        assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert weights_found.keys() == weights.keys()
+    for key, tensor in weights.items():
+        torch.testing.assert_close(weights_found[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
+
+
+# ---- generation
+
+
+def sampled(rank, engine, lora):
+    """Rollouts really sampled, of unequal number, length and end on the two ranks: (collectives inside, rollouts)."""
+    real, inside, rollouts = rollout.generate, [], []
+
+    def watched(*args, **kwargs):
+        group = torch.distributed.distributed_c10d._get_default_group()
+        before = group._get_sequence_number_for_group()
+        rollouts.append(real(*args, **kwargs))
+        inside.append(group._get_sequence_number_for_group() - before)
+        return rollouts[-1]
+
+    rollout.generate = watched
+    rows = datasets.Dataset.from_list([{"prompt_ids": [1, 2, 3], "completion_ids": [5]}] * 13)
+    peft_config = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+    trainer = trainer_for(
+        "opd", tiny_model(), rows, tempfile.mkdtemp(), second_for("opd"), eval_rows=token_rows("opd", 5, seed=3),
+        eval_strategy="steps", eval_steps=2, eval_exact_match=True, eval_max_completion_length=4 + rank, max_steps=4,
+        learning_rate=1e-3, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_completion_length=20,
+        generation_batch_size=1 + 3 * rank, lmbda=0.6, **engine_arguments(engine), **peft_config,
+    )  # fmt: skip
+    trainer.terminal_ids = list(range(0, 300, 10 + 20 * rank))  # one rank stops much earlier
+    trainer.train()
+    return inside, rollouts, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_pain_28_and_32_ranks_generate_alone_after_one_gather(engine, lora):
+    (inside, first, losses), (inside_other, second, _) = on_two(sampled, engine, engine, lora, timeout=120)
+    assert set(inside + inside_other) == {0}  # whole weights: no token waits for another rank
+    assert len(inside) == len(inside_other) >= 8
+    assert len({len(part) for part in (*first, *second)}) > 1  # lmbda: the ranks sample different numbers of prompts
+    assert not {tuple(ids) for ids in first[0]} & {tuple(ids) for ids in second[0]}  # of one prompt, by one seed
+    assert len(losses) == 4
+
+
+def test_rollouts_do_not_hang_on_the_engine():
+    """Sampled tokens and losses are the same, whatever holds the weights."""
+    results = [on_two(sampled, engine, engine, False, timeout=120) for engine in ENGINES]
+    for other in results[1:]:
+        for (_, rollouts, losses), (_, expected, expected_losses) in zip(other, results[0], strict=True):
+            assert rollouts[:2] == expected[:2]
+            assert losses == pytest.approx(expected_losses, rel=1e-3)
+
+
+# ---- precision
+
+
+def hidden_dtypes(rank, method, engine, lora):
+    """The dtypes of a hidden activation of policy and second model, and of the trained weights."""
+    rollout.generate = fake_generate
+    peft_config = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+    second = tiny_model(seed=5) if method != "sft" else None
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method, 8), tempfile.mkdtemp(), second, bf16=True, max_steps=1,
+        learning_rate=1e-3, activation_checkpointing=True, per_device_train_batch_size=2,
+        **engine_arguments(engine), **peft_config,
+    )  # fmt: skip
+    seen = {}
+
+    def watch(name):
+        return lambda module, args, output: seen.setdefault(name, set()).add(output.dtype)
+
+    for name, model in {"policy": trainer.model, "second": trainer.beside and trainer.beside.model}.items():
+        if model is not None:
+            scoring.causal_lm(model).model.layers[1].mlp.down_proj.register_forward_hook(watch(name))
+    trainer.train()
+    weights = {p.dtype for p in engines_inner(trainer).parameters() if p.requires_grad}
+    return {name: [str(d) for d in found] for name, found in seen.items()}, [str(d) for d in weights]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method):
+    lora = method in ("sft", "kto")
+    for seen, weights in on_two(hidden_dtypes, engine, method, engine, lora):
+        assert seen == {name: ["torch.bfloat16"] for name in (["policy"] if method == "sft" else ["policy", "second"])}
+        assert weights == ["torch.bfloat16" if engine.startswith("zero") else "torch.float32"]
