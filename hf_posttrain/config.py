@@ -3,11 +3,12 @@
 import dataclasses
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
 
+from . import sequence
 from .batch import LAYOUTS
 from .errors import InputError
 from .launch import check_engine
@@ -69,6 +70,8 @@ class PostTrainConfig(TrainingArguments):
     Raises InputError for fields that cannot be honoured and for contradictions.
     """
 
+    can_cut_rows: ClassVar[bool] = False
+    """Does the method know sequence parallelism, `parallelism_config` with sp_size?"""
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
     activation_checkpointing: bool | None = None
@@ -135,6 +138,10 @@ class PostTrainConfig(TrainingArguments):
                 raise InputError(f"{name}={getattr(self, name)!r} cannot be honoured: {reason}")
         if self.eval_exact_match and self.eval_max_completion_length < 1:
             raise InputError("eval_max_completion_length must be at least 1")
+        self.parallelism_config = sequence.settle(self)
+        if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
+            logger.info("layout: padded (with sequence parallelism a row is one document)")
+            self.layout = "padded"
         if self.n_gpu > 1:
             logger.warning(
                 "%d GPUs are visible and no launcher is used: training on one. Use accelerate launch for all.",

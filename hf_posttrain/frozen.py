@@ -123,9 +123,10 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
         if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
             continue
         with engine.gathered(tensor):
-            whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            digest.update(whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            flat: Any = whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            digest.update(flat)
     return digest.hexdigest()
 
 

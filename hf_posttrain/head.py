@@ -82,9 +82,9 @@ class Head:
 
 
 def tiles(tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of the N tokens, each with at most TILE_ELEMENTS logits (one token at least)."""
+    """Slices of the N tokens, each with at most TILE_ELEMENTS logits (one token at least); one where N is 0."""
     rows = max(1, TILE_ELEMENTS // vocabulary)
-    return (slice(start, min(start + rows, tokens)) for start in range(0, tokens, rows))
+    return (slice(start, min(start + rows, tokens)) for start in range(0, max(tokens, 1), rows))
 
 
 def score_tokens(
@@ -137,12 +137,10 @@ class _ScoreTokens(torch.autograd.Function):
                     head_grad.add(raw_grad, run.weights[rows], cast[rows])
                 elif keep:
                     run.kept.append(raw_grad)
-        run.stats.update(
-            {name: torch.cat([tile.stats[name] for tile in done]) for name in (done[0].stats if done else ())}
-        )
+        run.stats.update({name: torch.cat([tile.stats[name] for tile in done]) for name in done[0].stats})
         ctx.save_for_backward(hidden, weight, bias, grad_hidden)
         ctx.run, ctx.head_grad = run, head_grad
-        return torch.cat([tile.value for tile in done]) if done else hidden.new_zeros(0, dtype=torch.float32)
+        return torch.cat([tile.value for tile in done])
 
     @staticmethod
     @once_differentiable
@@ -204,6 +202,8 @@ def _late_head_gradient(run: _Run, hidden: Tensor, weight: Tensor, bias: Tensor 
 
 def _promised_scale(grad: Tensor, weights: Tensor) -> Tensor:
     """The multiple s in grad = s * weights, checked without waiting for the device."""
+    if not len(grad):
+        return grad.sum()
     weights = weights.to(grad.dtype)
     scale = (grad * weights).sum() / (weights * weights).sum().clamp(min=1e-30)
     broken = (grad - scale * weights).abs().max() > 1e-3 * scale.abs() * weights.abs().max() + 1e-30
@@ -225,9 +225,8 @@ def score_tokens_through(
         return checkpoint(one, hidden[rows], use_reentrant=False), box
 
     results = [run(rows) for rows in tiles(hidden.shape[0], vocabulary)]
-    names = results[0][1] if results else ()
-    values = torch.cat([value for value, _ in results]) if results else hidden.new_zeros(0, dtype=torch.float32)
-    return values, {name: torch.cat([stats[name] for _, stats in results]) for name in names}
+    values = torch.cat([value for value, _ in results])
+    return values, {name: torch.cat([stats[name] for _, stats in results]) for name in results[0][1]}
 
 
 class _TileValue(torch.autograd.Function):

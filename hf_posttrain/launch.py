@@ -81,19 +81,6 @@ def _wrong_engine(args: Any, env: Mapping[str, str]) -> Iterator[str]:
             "load_best_model_at_end crashes or loads wrong weights with FSDP2's SHARDED_STATE_DICT:"
             " set state_dict_type: FULL_STATE_DICT in fsdp_config (accelerate: fsdp_state_dict_type)"
         )
-    size = _sequence_ranks(args, env)
-    if size > 1 and engine.zero != 3:
-        yield (
-            f"parallelism_config: sp_size={size} (Ulysses) needs DeepSpeed ZeRO-3: on ZeRO-2 the gradient norm is"
-            " doubled, and without DeepSpeed there is no Ulysses. Use ZeRO-3, or sp_size=1"
-        )
-
-
-def _sequence_ranks(args: Any, env: Mapping[str, str]) -> int:
-    """Over how many ranks a sequence is cut."""
-    if args.parallelism_config is not None:
-        return getattr(args.parallelism_config, "sp_size", None) or 1
-    return int(env.get("PARALLELISM_CONFIG_SP_SIZE", "1")) if _on("ACCELERATE_USE_PARALLELISM_CONFIG", env) else 1
 
 
 def _on(name: str, env: Mapping[str, str]) -> bool:

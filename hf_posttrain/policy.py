@@ -75,6 +75,10 @@ def for_training(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> n
         model.enable_input_require_grads()  # checkpointed layers need an input with a gradient where the base is frozen
     if args.disable_dropout:
         disable_dropout(model)
+    module: Any
+    for module in model.modules():  # on CPU bitsandbytes repacks weights in a first forward without gradient, and its
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # backward then reads them wrongly
+            module.support_avx512bf16_for_cpu = False
     if isinstance(model, peft.PeftModel) and args.bf16:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.dtype == torch.bfloat16:

@@ -7,7 +7,7 @@ assistants' turns of `messages` with assistant_only_loss.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import torch
@@ -27,6 +27,7 @@ from .trainer import Losses, PostTrainer
 class SFTConfig(PostTrainConfig):
     """Options of SFT; every other field of TrainingArguments and PostTrainConfig works as well."""
 
+    can_cut_rows: ClassVar[bool] = True
     learning_rate: float = 2e-5
     """Peak learning rate of AdamW."""
     completion_only_loss: bool | None = None

@@ -22,7 +22,7 @@ from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import has_length
 
-from . import checkpoint, data, engine, launch, policy, reference, rollout, saving, scoring
+from . import checkpoint, data, engine, launch, policy, reference, rollout, saving, scoring, sequence
 from .answers import exact_match
 from .attention import choose_layout
 from .config import PostTrainConfig
@@ -92,6 +92,7 @@ class PostTrainer(Trainer):
         self.finite = FiniteWatch()
         self.router_coef = router_coef(scoring.causal_lm(model).config, args.router_aux_loss_coef)
         self.scored = [scoring.causal_lm(model)]
+        sequence.check_model(self.scored[0], self.router_coef, args)
         self.beside: Frozen | None = None
         collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
         train = data.with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
@@ -181,7 +182,7 @@ class PostTrainer(Trainer):
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
         model, dataloader = super()._prepare_for_training(*args)
         self.check_scoring(model)
-        return model, dataloader
+        return model, sequence.split(self, dataloader)
 
     # ---- training
 
@@ -218,18 +219,21 @@ class PostTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of one optimizer step, with `row_weights`."""
-        return super().get_batch_samples(map(self._weigh, epoch_iterator), num_batches, device)
+        return super().get_batch_samples(map(self.weigh, epoch_iterator), num_batches, device)
 
-    def _weigh(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def weigh(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add `row_weights` [rows], just after the batch was drawn: 0 for rows that only fill up the last batch of a
-        pass over the data (accelerate repeats the first ones there, `even_batches`), so that no row counts twice."""
+        pass over the data (accelerate repeats the first ones there, `even_batches`), so that no row counts twice.
+        What `sequence.split` cut was weighed before."""
+        if "row_weights" in batch:
+            return batch
         drawn, size = self.accelerator.gradient_state, len(batch["index"])
         left = drawn.remainder if drawn.end_of_dataloader and drawn.remainder > 0 else size * self.args.world_size
         place = torch.arange(size) + size * self.accelerator.process_index
         return batch | {"row_weights": (place < left).float()}
 
     def row_weights(self, batch: dict[str, Any]) -> Tensor:
-        """1 or 0 for each row, see `_weigh`: [rows], on the batch's device."""
+        """1 or 0 for each row, see `weigh`: [rows], on the batch's device."""
         given = batch.get("row_weights")
         return (torch.ones(len(batch["index"])) if given is None else given).to(batch["index"].device)
 
@@ -287,7 +291,7 @@ class PostTrainer(Trainer):
         self, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """The training losses without gradient, added up exactly; predictions for `compute_metrics`."""
-        inputs = self._prepare_inputs(self._weigh(inputs))
+        inputs = self._prepare_inputs(self.weigh(inputs))
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.losses(model, inputs)
             self._note("eval", losses)

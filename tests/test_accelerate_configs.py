@@ -209,7 +209,7 @@ def asking(**fields):
     """A Config as far as launch.py looks at it: DDP on two processes in float32, changed by `fields`."""
     plain = {
         "world_size": 2, "fsdp": None, "fsdp_plugin_args": None, "deepspeed": None, "deepspeed_plugin": None,
-        "bf16": False, "fp16": False, "load_best_model_at_end": False, "parallelism_config": None,
+        "bf16": False, "fp16": False, "load_best_model_at_end": False,
     }  # fmt: skip
     return SimpleNamespace(**plain | fields)
 
@@ -224,7 +224,6 @@ def zero(stage, **fields):
 
 RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}
 BY_FSDP = RANK | {"ACCELERATE_USE_FSDP": "true"}
-ULYSSES = SimpleNamespace(sp_size=2)
 SHARDED_BEST = "load_best_model_at_end crashes or loads wrong weights with FSDP2's SHARDED_STATE_DICT"
 
 
@@ -236,13 +235,6 @@ SHARDED_BEST = "load_best_model_at_end crashes or loads wrong weights with FSDP2
         (asking(), BY_FSDP | {"FSDP_VERSION": "1"}, "set version: 2 in fsdp_config"),
         (fsdp(state="sharded_state_dict", load_best_model_at_end=True), RANK, SHARDED_BEST),
         (asking(load_best_model_at_end=True), BY_FSDP | {"FSDP_VERSION": "2"}, SHARDED_BEST),  # its default again
-        (zero(2, parallelism_config=ULYSSES), RANK, "sp_size=2 (Ulysses) needs DeepSpeed ZeRO-3: on ZeRO-2"),
-        (fsdp(parallelism_config=ULYSSES), RANK, "sp_size=2 (Ulysses) needs DeepSpeed ZeRO-3"),
-        (
-            asking(),
-            RANK | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "4"},
-            "parallelism_config: sp_size=4",
-        ),
         (asking(world_size=1), RANK, "WORLD_SIZE says 2 processes, and this one would train alone: start all with"),
         (asking(world_size=1), {"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS says 8 processes"),
         (
@@ -270,7 +262,7 @@ def test_what_is_refused(args, env, message):
         (asking(world_size=16), RANK | {"SLURM_STEP_NUM_TASKS": "2"}),  # torchrun on two machines
         (fsdp(state="SHARDED_STATE_DICT"), RANK),
         (fsdp(load_best_model_at_end=True), BY_FSDP),  # the config comes first
-        (zero(3, parallelism_config=ULYSSES, load_best_model_at_end=True), RANK),
+        (zero(3, load_best_model_at_end=True), RANK),
         (asking(bf16=True), RANK | {"ACCELERATE_MIXED_PRECISION": "bf16"}),
     ],
 )

@@ -127,9 +127,11 @@ def test_extreme_logits_in_bfloat16_stay_finite():
     assert torch.isfinite(weight.grad).all()
 
 
-def test_no_token_gives_no_value_and_zero_gradient():
+@pytest.mark.parametrize("promised", [True, False])
+def test_no_token_gives_no_value_and_zero_gradient(promised):
     hidden, weight, bias, _ = tensors()
-    values, _ = H.score_tokens(H.Head(weight, bias), hidden[:0], LogProb(torch.zeros(0, dtype=torch.long)))
+    tile, token_weights = LogProb(torch.zeros(0, dtype=torch.long), stats=True), torch.ones(0) if promised else None
+    values, stats = H.score_tokens(H.Head(weight, bias), hidden[:0], tile, token_weights)
     (values.sum() + 0 * hidden.sum()).backward()
-    assert values.shape == (0,)
+    assert values.shape == stats["entropy"].shape == stats["correct"].shape == (0,)
     assert weight.grad.abs().sum() == 0

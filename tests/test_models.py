@@ -5,7 +5,9 @@ import logging
 import peft
 import pytest
 import torch
+from models_for_tests import tiny_model
 from tokenizers_for_tests import CHATML, base_tokenizer, bos_tokenizer, byte_tokenizer, words_tokenizer
+from training_for_tests import assert_same_step, one_step, token_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
 
 from hf_posttrain import attention, models, scoring
@@ -254,3 +256,18 @@ def test_pain_07_adapter_model_and_unsaveable_generation_config(folder, adapter,
     model.generation_config.save_pretrained(tmp_path)
     saved = GenerationConfig.from_pretrained(tmp_path)
     assert (saved.eos_token_id, saved.pad_token_id, saved.do_sample) == (258, 256, True)
+
+
+def test_a_4bit_base_has_the_gradients_of_its_dequantised_weights(tmp_path):
+    """After a forward in eval mode too, which the check of the first batch makes."""
+    pytest.importorskip("bitsandbytes")
+    tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path / "base")
+    section = ModelSection(str(tmp_path / "base"), quantization="4bit", lora={})
+
+    def step(change):
+        model = change(models.load_model(section))
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        return one_step("sft", adapted, token_rows("sft"), tmp_path)
+
+    assert_same_step(step(lambda model: model), step(lambda model: model.dequantize().float()), relative=1e-4)
