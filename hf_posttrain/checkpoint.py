@@ -29,12 +29,13 @@ SAVING = ".saving"
 """Folder in output_dir where a checkpoint is until it is complete."""
 LAUNCH = "launch"
 """Key of `launched` among the callbacks' states in trainer_state.json."""
-_WEIGHTS = ("*.safetensors", "*.bin", "pytorch_model_fsdp_0", "global_step*")
+_WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp_0", "global_step*")
 _TRAINING_STATE = {  # what a checkpoint holds beside weights, under the names of each engine
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
     "scheduler": ("scheduler.pt", "global_step*"),
     "random state": ("rng_state*.pth",),
 }
+_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 
 
 # ---- written
@@ -52,14 +53,19 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         shutil.rmtree(run / SAVING, ignore_errors=True)  # of a run that was killed
     accelerator.wait_for_everyone()
     yield str(run / SAVING)
-    if state.best_model_checkpoint == str(run / SAVING / name):
-        state.best_model_checkpoint = str(run / name)
+    best = run / f"checkpoint-{state.best_global_step}"
+    if best.name == name or best.is_dir():
+        state.best_model_checkpoint = str(best)
     accelerator.wait_for_everyone()
     if args.should_save:
-        state.save_to_json(str(run / SAVING / name / "trainer_state.json"))
-        shutil.rmtree(run / name, ignore_errors=True)  # the same step of an earlier run
-        (run / SAVING / name).rename(run / name)
-        (run / SAVING).rmdir()
+        new = run / SAVING / name
+        files = {str(file.relative_to(new)): file.stat().st_size for file in new.rglob("*") if file.suffix in _TENSORS}
+        state.stateful_callbacks[LAUNCH] = launched(trainer) | {"files": files}
+        state.save_to_json(str(new / "trainer_state.json"))
+        if (run / name).exists():  # the same step of an earlier run
+            (run / name).rename(run / SAVING / "replaced")
+        new.rename(run / name)
+        shutil.rmtree(run / SAVING)
         rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
     accelerator.wait_for_everyone()
 
@@ -68,7 +74,10 @@ def launched(trainer: Any) -> dict[str, Any]:
     """What must be the same again for a resumed run to go on as if nothing had happened."""
     args, accelerator = trainer.args, trainer.accelerator
     rows = trainer._train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
-    return {"engine": engine.name(accelerator), "processes": accelerator.num_processes, "rows_per_step": rows}
+    name = engine.name(accelerator)
+    if name == "fsdp2":
+        name += f" with {accelerator.state.fsdp_plugin.state_dict_type.name}"
+    return {"engine": name, "processes": accelerator.num_processes, "rows_per_step": rows}
 
 
 # ---- found again
@@ -78,7 +87,8 @@ def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = Fal
     """The newest complete `checkpoint-N` in `output_dir`, or None.
 
     Complete: a readable trainer_state.json, weights and, unless `weights_only` (save_only_model), optimizer, scheduler
-    and random state. Incomplete ones, of a run killed while saving or deleting, are passed over with a line in the log.
+    and random state; every file of tensors that was saved, as long as it was. Incomplete ones, half deleted or from a
+    full disk, are passed over with a line in the log.
     """
     numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
     for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
@@ -89,15 +99,25 @@ def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = Fal
     return None
 
 
+def newest(args: Any) -> str | None:
+    """`find_checkpoint` for a Config, said in the log."""
+    found = find_checkpoint(args.output_dir, args.save_only_model)
+    logger.info("resuming %s" if found else "no complete checkpoint in %s: a fresh start", found or args.output_dir)
+    return found
+
+
 def lacking(folder: Path, weights_only: bool) -> list[str]:
     """What keeps a checkpoint from being resumed."""
     wanted = {"weights": _WEIGHTS} | ({} if weights_only else _TRAINING_STATE)
     absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
     try:
-        _state(folder)["global_step"]
+        state = _state(folder)
+        state["global_step"]
     except (OSError, ValueError, KeyError):
-        absent.append("trainer_state.json")
-    return absent
+        return [*absent, "trainer_state.json"]
+    files = state.get("stateful_callbacks", {}).get(LAUNCH, {}).get("files", {})
+    found = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
+    return absent or [f"the whole of {name}" for name, size in files.items() if found.get(name, 0) < size]
 
 
 def check_launch(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
@@ -141,23 +161,35 @@ class Preemption(TrainerCallback):
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator
         self.asked = self.happened = False
-        self.before: Any = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Listen to the signal while training, in the main thread (others cannot)."""
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around a training; in the main thread alone, others cannot."""
         self.asked = self.happened = False
-        if threading.current_thread() is threading.main_thread():
-            self.before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop together: the ranks hear of it at different moments."""
+        """Stop together: the ranks hear of it at different moments. Time is short, so nothing is evaluated."""
         if self.asked:
             self.accelerator.set_trigger()
         if self.accelerator.check_trigger():
             self.happened = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
             logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What the signal did before."""
-        if self.before is not None:
-            signal.signal(signal.SIGTERM, self.before)
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The best model is not loaded now, and the checkpoint not deleted in its favour; on disk it is still known."""
+        if self.happened:
+            state.best_model_checkpoint = None
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is due at an epoch's end is not, in its middle."""
+        if self.happened:
+            control.should_save = control.should_evaluate = False

@@ -21,7 +21,8 @@ from .losses import LABEL_SMOOTHED, PAIRED, REFERENCE_FREE, PairedOptions, Pairs
 from .losses.preference import sft as chosen_nll
 from .reference import Reference
 from .tiles import LogProb
-from .trainer import Losses, PostTrainer
+from .trainer import PostTrainer
+from .units import Losses
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@
     plain_class     the class of a module that FSDP2 wrapped
     keep_scores_whole   what FSDP2's mixed precision must not round
     shards          does the engine cut the weights of a model over the ranks?
+    changes_weights     does it cut or cast them?
     prepare_frozen  a second model, ready to score: cut over the ranks where the policy is
     gathered        inside it these weights are whole, where DeepSpeed cut them while the model was loaded
     copied          a deep copy of the policy as it is in memory, cut or not
@@ -26,6 +27,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 def shards(accelerator: Any) -> bool:
     """FSDP2 or ZeRO-3."""
     return accelerator.is_fsdp2 or zero_stage(accelerator) == 3
+
+
+def changes_weights(accelerator: Any) -> bool:
+    """Does the engine cut or cast weights when training begins, so that the policy cannot score (rightly) before?"""
+    return shards(accelerator) or zero_stage(accelerator) > 0
 
 
 def zero_stage(accelerator: Any) -> int:
@@ -81,7 +87,7 @@ def _with_fsdp2(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
     if plugin.transformer_cls_names_to_wrap and not layers & set(plugin.transformer_cls_names_to_wrap):
         plugin.transformer_cls_names_to_wrap = None  # another architecture than the policy's: its own layers
     if offload:
-        plugin.cpu_offload = CPUOffloadPolicy()
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda")
     try:
         return fsdp2_prepare_model(accelerator, model).eval()
     finally:
@@ -93,16 +99,22 @@ def _with_zero3(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
     """An engine of its own without optimizer."""
     import deepspeed
 
-    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-    for name in ("optimizer", "scheduler"):
-        config.pop(name, None)
-    zero = config["zero_optimization"]
-    zero.pop("offload_optimizer", None)
+    config = _without_training(accelerator)
     if offload:
-        zero["offload_param"] = {"device": "cpu", "pin_memory": accelerator.device.type == "cuda"}
+        pinned = accelerator.device.type == "cuda"
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
     wrapped = deepspeed.initialize(model=model, config=config)[0]
     wrapped.eval()
     return wrapped
+
+
+def _without_training(accelerator: Any) -> dict[str, Any]:
+    """DeepSpeed's config of the run, for a model that is not trained."""
+    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    for name in ("optimizer", "scheduler"):
+        config.pop(name, None)
+    config["zero_optimization"].pop("offload_optimizer", None)
+    return config
 
 
 def gathered(*tensors: nn.Parameter | Any) -> AbstractContextManager:
@@ -115,13 +127,16 @@ def gathered(*tensors: nn.Parameter | Any) -> AbstractContextManager:
     return deepspeed.zero.GatheredParameters(cut)
 
 
-def copied(model: nn.Module) -> nn.Module:
-    """A deep copy with whole weights in CPU memory where DeepSpeed had cut them, one weight at a time."""
+def copied(model: nn.Module, accelerator: Any) -> nn.Module:
+    """A deep copy; where DeepSpeed has cut the weights they are gathered, copied and cut one by one."""
     twin = copy.deepcopy(model)
     for own, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         if hasattr(own, "ds_id"):  # what was copied is an empty stand-in
+            import deepspeed
+
             with gathered(own):
-                theirs.data = own.detach().to("cpu", copy=True)
+                theirs.data = own.detach().clone()
+            deepspeed.zero.Init(nn.ParameterList([theirs]), config_dict_or_path=_without_training(accelerator))
     return twin
 
 
@@ -149,12 +164,10 @@ def _without_zero3(model: Any) -> Iterator[None]:
     weights = model.optimizer.parameter_offload
     model.empty_partition_cache()  # what a forward prefetched for the next one
     weights.fwd_pre_hook.remove()
-    try:
-        with unwrap_model_for_generation(model):
-            yield
-    finally:
-        compare = lambda *_: weights.get_param_coordinator().reset_step()  # noqa: E731
-        weights.fwd_pre_hook = model.module.register_forward_pre_hook(compare)
+    with unwrap_model_for_generation(model):
+        yield
+    compare = lambda *_: weights.get_param_coordinator().reset_step()  # noqa: E731
+    weights.fwd_pre_hook = model.module.register_forward_pre_hook(compare)
 
 
 @contextmanager
@@ -162,10 +175,10 @@ def _unsharded(model: Any, plugin: Any) -> Iterator[None]:
     """Every unit of an FSDP2 model gathered now, and kept so by forwards."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     layers = set(plugin.transformer_cls_names_to_wrap or model._no_split_modules)
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.unshard()
     try:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
         yield
     finally:
         for unit in units:

@@ -119,13 +119,16 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     config = {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
     described = f"{engine.plain_class(inner).__name__} {json.dumps(config, sort_keys=True, default=str)}"
     digest = xxhash.xxh3_128(described.encode())
-    for name, tensor in scoring.unwrapped(model).state_dict(keep_vars=True).items():
+    weights: dict[str, Any] = scoring.unwrapped(model).state_dict(keep_vars=True)
+    for name, tensor in weights.items():
         if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
             continue
         with engine.gathered(tensor):
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-            flat: Any = whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            if isinstance(tensor, DTensor):  # an offloaded one where its collectives run
+                whole: Any = tensor.to(tensor.device_mesh.device_type)
+                tensor = whole.full_tensor()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            flat: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
             digest.update(flat)
     return digest.hexdigest()
 

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as layouts
-from . import distill
+from . import distill, engine
 from .config import PostTrainConfig
 from .errors import InputError
 from .scoring import full_logits
 from .sft import collate_supervised
 from .teacher import add_teacher, precompute_top_k
-from .trainer import Losses, PostTrainer
+from .trainer import PostTrainer
+from .units import Losses
 
 
 @dataclass
@@ -77,7 +78,7 @@ class KDTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         if self.args.precompute_teacher_top_k is not None:
-            self.check_scoring(self.model)
+            self.check_scoring(None if engine.changes_weights(self.accelerator) else self.model)
             self.train_dataset = precompute_top_k(self, self.train_dataset, "train")
             self.eval_dataset = precompute_top_k(self, self.eval_dataset, "eval")
 

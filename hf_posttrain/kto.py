@@ -24,7 +24,8 @@ from .frozen import branch_logps
 from .losses import UNPAIRED
 from .reference import Reference
 from .tiles import LogProb
-from .trainer import Losses, PostTrainer
+from .trainer import PostTrainer
+from .units import Losses
 from .unpaired import RunningMean, class_weights, partners
 
 
@@ -76,7 +77,7 @@ class KTOTrainer(PostTrainer):
         labels = None if self.train_dataset is None else self.train_dataset["label"]
         self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
         self.reference = Reference(self, ref_model)
-        self.delta = RunningMean()
+        self.delta = RunningMean(self.accelerator)
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
 
@@ -128,7 +129,7 @@ class KTOTrainer(PostTrainer):
     def _window_shift(self, batches: list[dict]) -> Tensor:
         """BCO's delta, or the mean KL over the window and all ranks, not clamped: a scalar."""
         if self.args.loss_type == "bco":
-            return self.delta.update(self.accelerator)
+            return self.delta.mean.to(self.accelerator.device, torch.float32)
         kl, weights = (torch.cat(parts) for parts in zip(*((b["kl"], self.weights(b)) for b in batches), strict=True))
         total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
         return total / count
@@ -142,6 +143,11 @@ class KTOTrainer(PostTrainer):
         with self.accelerator.autocast():
             mismatch = branch_logps(model, batch["mismatch"], size, 1)[:, 0]
         return batch | {"ref_logps": ref, "kl": mismatch - ref[:, 1]}
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Also forgets what an evaluation that was broken off has left."""
+        self.evaluated = []
+        return super().evaluation_loop(*args, **kwargs)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One weighted loss for each row, [B]."""

@@ -26,7 +26,8 @@ from .errors import InputError
 from .losses import DIVERGENCES, policy_gradient
 from .teacher import add_teacher
 from .tiles import LogProb
-from .trainer import Losses, PostTrainer
+from .trainer import PostTrainer
+from .units import Losses, row_weights
 
 POLICY_GRADIENT = "policy_gradient"
 EVALUATION = 2**31
@@ -212,7 +213,7 @@ class OPDTrainer(PostTrainer):
         self, scores: dict, batch: dict, lengths: Tensor, weights: Tensor
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
         student, teacher = scores["student"], scores["teacher"]
-        rolled = batch["sampled"] * self.row_weights(batch)[batch["row"]]
+        rolled = batch["sampled"] * row_weights(batch)[batch["row"]]
         stopped = torch.isin(batch["last_id"], torch.tensor(self.terminal_ids, device=rolled.device)).float()
         gap = teacher - student
         exact = self.args.loss_type == "reverse_kl"

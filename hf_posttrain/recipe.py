@@ -76,6 +76,8 @@ class ModelSection:
     """Train a new LoRA adapter: r, alpha, dropout, target_modules (all-linear) and every other LoraConfig field."""
     chat_template: str | None = None
     """A file with a Jinja chat template, for a tokenizer that has none or the wrong one."""
+    offload: bool = False
+    """Keep the model on CPU between uses: for a teacher."""
 
 
 @dataclass
@@ -202,6 +204,8 @@ def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
     if recipe.teacher and not distils:
         yield "teacher", f"method {recipe.method} uses no teacher; that section belongs to kd and opd"
     yield from _model_contradictions(recipe.model, "model", recipe)
+    if recipe.model.offload:
+        yield "model.offload", "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
     if recipe.teacher:
         yield from _model_contradictions(recipe.teacher, "teacher", recipe)
         if recipe.teacher.lora is not None:

@@ -36,14 +36,14 @@ class Reference:
         if self.frozen is None and adapted and not trainer.new_adapter:
             self.adapter = self.policy.active_adapter
             _copy_adapter(self.policy, self.adapter)
-        sharded = engine.shards(trainer.accelerator)
-        if self.frozen is None and (sharded if precompute else not adapted):  # a shard of the policy cannot score yet
-            self.frozen = Frozen(engine.copied(self.policy), trainer.accelerator)
+        unready = engine.changes_weights(trainer.accelerator)
+        if self.frozen is None and (unready if precompute else not adapted):
+            self.frozen = Frozen(engine.copied(self.policy, trainer.accelerator), trainer.accelerator)
         self.online = not precompute or (adapted and ref_model is None)
         if self.frozen is not None:
             trainer.score_beside(self.frozen)
         if precompute:
-            trainer.check_scoring(None if sharded else self.policy.to(trainer.accelerator.device))
+            trainer.check_scoring(None if unready else self.policy)
             trainer.train_dataset = self.precompute(trainer.train_dataset, "train")
             trainer.eval_dataset = self.precompute(trainer.eval_dataset, "eval")
             self.frozen = None
@@ -132,12 +132,18 @@ def _loaded(ref_model: nn.Module | str, trainer: Any) -> nn.Module:
 
 
 @contextmanager
-def without_reference_adapter(model: nn.Module) -> Iterator[None]:
-    """Keep the reference adapter out of what is saved."""
+def without_reference_adapter(model: nn.Module, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
+    """Keep the reference adapter out of what is saved: inside, PEFT knows neither its config nor its tensors.
+
+    state: what would be saved, None for the model's own state_dict; gives what is.
+    """
     configs = getattr(model, "peft_config", {})
     config = configs.pop(REFERENCE_ADAPTER, None)
+    if config is not None:
+        whole = model.state_dict() if state is None else state
+        state = {name: tensor for name, tensor in whole.items() if f".{REFERENCE_ADAPTER}." not in name}
     try:
-        yield
+        yield state
     finally:
         if config is not None:
             configs[REFERENCE_ADAPTER] = config

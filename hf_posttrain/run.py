@@ -176,7 +176,7 @@ def _with_file(name: str, sources: Any) -> str:
 
 
 def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
-    """The trainer's model and, for kd and opd, teacher_model; random weights are drawn from train.seed."""
+    """The trainer's model and, for kd and opd, its teacher; random weights are drawn from train.seed."""
     from transformers import set_seed
 
     from . import launch, models
@@ -184,16 +184,17 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
     set_seed(config.seed)
     place: dict[str, Any] = {"device": config.device, "storage": launch.quantised_storage(config)}
     with _placed(recipe, "model"):
-        loaded = {"model": models.load_model(recipe.model, **place)}
+        loaded: dict[str, Any] = {"model": models.load_model(recipe.model, **place)}
     if recipe.teacher:
         with _placed(recipe, "teacher"):
             loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, **place)
+        loaded["teacher_offload"] = recipe.teacher.offload
     return loaded
 
 
 def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
     """The folder that `train.resume_from_checkpoint` means. Raises InputError where it is missing or incomplete."""
-    from .checkpoint import find_checkpoint, lacking
+    from .checkpoint import lacking
 
     wanted, folder = config.resume_from_checkpoint, config.output_dir
     if Path(folder).exists() and not Path(folder).is_dir():
@@ -203,11 +204,7 @@ def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
             logger.info("%s holds an earlier run: its files will be overwritten", folder)
         return None
     if wanted == "auto":
-        found = find_checkpoint(folder, config.save_only_model)
-        logger.info("resuming %s", found) if found else logger.info(
-            "no complete checkpoint in %s: a fresh start", folder
-        )
-        return found
+        return wanted
     place = recipe.where("train.resume_from_checkpoint")
     if not Path(wanted).is_dir():
         raise InputError(f"{place}: train.resume_from_checkpoint: there is no folder {wanted}")

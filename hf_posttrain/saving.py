@@ -5,6 +5,7 @@
     save_merged   a LoRA model as one plain model (merge_lora)
 """
 
+import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,9 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
     Raises RuntimeError where a file cannot be read or a weight is missing, empty or of another shape.
     """
     saved: dict[str, list[int]] = {}
-    for file in sorted(Path(folder).glob("*.safetensors")):
+    adapter = getattr(scoring.unwrapped(model), "active_adapter", "default")
+    place = Path(folder) if adapter == "default" else Path(folder, adapter)  # as PEFT has it
+    for file in sorted(place.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
                 saved |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
@@ -79,7 +82,10 @@ def save_merged(trainer: Any, folder: str) -> None:
         return
     inner = policy.get_base_model()
     base = engine.plain_class(inner)(inner.config).to(inner.dtype)  # not through from_config: DeepSpeed would cut it
-    twin = peft.get_peft_model(base, policy.peft_config[policy.active_adapter], adapter_name=policy.active_adapter)
+    config = copy.deepcopy(policy.peft_config[policy.active_adapter])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # its weights come next: PiSSA and its kin would decompose random ones
+    twin = peft.get_peft_model(base, config, adapter_name=policy.active_adapter)
     others = {name for name in policy.peft_config if name != policy.active_adapter}
     state = {name: t for name, t in state.items() if not others & set(name.split("."))}
     twin.load_state_dict(state)

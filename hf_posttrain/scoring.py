@@ -216,12 +216,11 @@ def full_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return run(model, batch, scorer)["logits"]
 
 
-def check(model: nn.Module, layout: str) -> float:
-    """Score a prompt with two answers and compare with the model's own forward on each answer alone.
+def check(model: nn.Module, layout: str, device: torch.device | str = "cpu") -> float:
+    """Score a prompt with two answers on `device` and compare with the model's own forward on each answer alone.
 
     Returns the mean difference of a token's log-probability. It is rounding where layout and head are right.
     """
-    device = next(model.parameters()).device
     prompt, answers = [5, 9, 6, 7], [[8, 5, 7, 9, 6], [6, 8, 5]]
     examples = [Example(prompt, [Branch(ids) for ids in answers]), Example([7], [Branch([5, 6])])]
     batch = {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
@@ -236,7 +235,9 @@ def check(model: nn.Module, layout: str) -> float:
     return torch.cat(found).mean().item()
 
 
-def trusted_layout(models: Sequence[nn.Module], layout: str, explicit: bool, tolerance: float) -> str:
+def trusted_layout(
+    models: Sequence[nn.Module], layout: str, explicit: bool, tolerance: float, device: torch.device | str = "cpu"
+) -> str:
     """`layout` if every model scores in it as its own forward does; otherwise `padded`, said in the log.
 
     A model that is wrong even then does something behind its head that `Finish` does not know: it is set to be scored
@@ -244,8 +245,8 @@ def trusted_layout(models: Sequence[nn.Module], layout: str, explicit: bool, tol
     """
     for model in models:
         name = type(causal_lm(model)).__name__
-        wrong = not check(model, layout) <= tolerance
-        if wrong and layout != "padded" and check(model, "padded") <= tolerance:
+        wrong = not check(model, layout, device) <= tolerance
+        if wrong and layout != "padded" and check(model, "padded", device) <= tolerance:
             if explicit:
                 raise InputError(
                     f"layout={layout!r} gives {name} other numbers than its own forward: use layout=padded"

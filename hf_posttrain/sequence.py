@@ -29,6 +29,7 @@ from .batch import IGNORE, Branch, Example, collate, targets
 from .errors import InputError
 from .scoring import eval_mode
 from .tiles import LogProb
+from .units import weigh
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}
 """What is put behind rows to make their length divisible."""
@@ -147,7 +148,7 @@ class _Parts(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self.loader.set_epoch(int(self.trainer.state.epoch or 0))  # Trainer tells it to DataLoaders of accelerate alone
         for batch in self.loader:
-            own = {name: tensor.cpu() for name, tensor in self.trainer.weigh(batch).items()}
+            own = {name: tensor.cpu() for name, tensor in weigh(batch, self.trainer.accelerator).items()}
             drawn: list[Any] = [None] * self.parts
             torch.distributed.all_gather_object(drawn, own, group=self.group)
             for whole in drawn:

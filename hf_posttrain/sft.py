@@ -20,7 +20,8 @@ from .config import PostTrainConfig
 from .errors import InputError
 from .scoring import full_logits
 from .tiles import LogProb
-from .trainer import Losses, PostTrainer
+from .trainer import PostTrainer
+from .units import Losses
 
 
 @dataclass
@@ -28,6 +29,7 @@ class SFTConfig(PostTrainConfig):
     """Options of SFT; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     can_cut_rows: ClassVar[bool] = True
+    """Sequence parallelism works."""
     learning_rate: float = 2e-5
     """Peak learning rate of AdamW."""
     completion_only_loss: bool | None = None

@@ -129,7 +129,7 @@ def _score_rows(trainer: Any, rows: datasets.Dataset, name: str) -> datasets.Dat
     def score(batch: dict, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
         scores = trainer.teacher.score(batch, tile)
         own = [batch["owner"] == number for number in range(count)]
-        return [(scores["ids"][o].cpu().numpy(), scores["logps"][o].float().cpu().numpy()) for o in own]
+        return [(scores["ids"][o].int().cpu().numpy(), scores["logps"][o].float().cpu().numpy()) for o in own]
 
     found = score_rows(trainer, rows, args.per_device_eval_batch_size, score, f"Teacher's top tokens of {name}")
     ids, logps = zip(*found, strict=True)

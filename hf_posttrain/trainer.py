@@ -8,21 +8,21 @@ ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 ==
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import datasets
 import peft
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import has_length
 
-from . import checkpoint, data, engine, launch, policy, reference, rollout, saving, scoring, sequence
+from . import checkpoint, data, engine, launch, policy, reference, rollout, saving, scoring, sequence, units
 from .answers import exact_match
 from .attention import choose_layout
 from .config import PostTrainConfig
@@ -31,27 +31,10 @@ from .frozen import Frozen
 from .metrics import FiniteWatch, Meter
 from .router import balancing_loss, router_coef
 from .tiles import TileFunction
+from .units import Losses
 
 logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
-
-
-@dataclass
-class Losses:
-    """What a method says of one micro-batch."""
-
-    values: Tensor
-    """[units] loss of each token or example, not reduced."""
-    weights: Tensor
-    """[units] 1, or 0 for what must not count, as `PostTrainer.weights` has it."""
-    metrics: Mapping[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    """name -> (values, weights; None: those of the loss): averaged exactly, over ranks and the logging interval."""
-    router_logits: Any = None
-    """Router logits of each layer of a mixture of experts whose auxiliary loss is on."""
-    predictions: Tensor | None = None
-    """What `compute_metrics` gets as predictions, [B, ...]."""
-    labels: Tensor | None = None
-    """What it gets as label_ids, [B, ...]."""
 
 
 class PostTrainer(Trainer):
@@ -98,6 +81,9 @@ class PostTrainer(Trainer):
         train = data.with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
         data.warn_if_too_long(train, self.scored[0].config, args)
         evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
+        parts = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
+        if args.world_size > 1 and any(isinstance(part, datasets.IterableDataset) for part in parts):
+            raise InputError("eval: a stream on several processes would be counted unevenly: set streaming: false")
         if args.merge_lora:
             saving.check_mergeable(model)
         super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
@@ -106,6 +92,7 @@ class PostTrainer(Trainer):
         self.preemption = checkpoint.Preemption(self.accelerator)
         self.add_callback(self.preemption)
         self.saving_in: str | None = None
+        self.ready = False
 
     # ---- what a method defines
 
@@ -172,15 +159,16 @@ class PostTrainer(Trainer):
         """
         if self.scoring_checked:
             return
-        self.scoring_checked = True
+        self.scoring_checked = model is not None
         choice = self.data_collator.keywords
         explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if self.exact else 0.3
         with self.accelerator.autocast(), self.beside or nullcontext() as second:
             models = [one for one in (model, second) if one is not None]
-            choice["layout"] = scoring.trusted_layout(models, choice["layout"], explicit, tolerance)
+            choice["layout"] = scoring.trusted_layout(models, choice["layout"], explicit, tolerance, self.args.device)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
         model, dataloader = super()._prepare_for_training(*args)
+        self.ready = True
         self.check_scoring(model)
         return model, sequence.split(self, dataloader)
 
@@ -204,8 +192,10 @@ class PostTrainer(Trainer):
         resume_from_checkpoint: a folder, "auto" for the newest complete checkpoint of output_dir or a fresh start, or
         True, which wants one. Raises InputError where this run could not go on as the one that wrote it.
         """
+        if self.ready and engine.changes_weights(self.accelerator):
+            raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
         if resume_from_checkpoint in (True, "auto"):
-            found = checkpoint.find_checkpoint(self.args.output_dir, self.args.save_only_model)
+            [found] = broadcast_object_list([checkpoint.newest(self.args)])  # the first rank's view of the disk
             if found is None and resume_from_checkpoint is True:
                 raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {self.args.output_dir}")
             resume_from_checkpoint = found
@@ -213,34 +203,22 @@ class PostTrainer(Trainer):
             checkpoint.check_launch(self, resume_from_checkpoint)
         set_seed(self.args.seed)
         self.meters["train"], self.finite = Meter(), FiniteWatch()
-        output = super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.preemption.listening():
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
         self.finite.report(self.accelerator)
         return output
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of one optimizer step, with `row_weights`."""
-        return super().get_batch_samples(map(self.weigh, epoch_iterator), num_batches, device)
-
-    def weigh(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Add `row_weights` [rows], just after the batch was drawn: 0 for rows that only fill up the last batch of a
-        pass over the data (accelerate repeats the first ones there, `even_batches`), so that no row counts twice.
-        What `sequence.split` cut was weighed before."""
-        if "row_weights" in batch:
-            return batch
-        drawn, size = self.accelerator.gradient_state, len(batch["index"])
-        left = drawn.remainder if drawn.end_of_dataloader and drawn.remainder > 0 else size * self.args.world_size
-        place = torch.arange(size) + size * self.accelerator.process_index
-        return batch | {"row_weights": (place < left).float()}
-
-    def row_weights(self, batch: dict[str, Any]) -> Tensor:
-        """1 or 0 for each row, see `weigh`: [rows], on the batch's device."""
-        given = batch.get("row_weights")
-        return (torch.ones(len(batch["index"])) if given is None else given).to(batch["index"].device)
+        if self.state.global_step >= self.state.max_steps:
+            return [], None  # a finished run that is resumed: HF would train one step more
+        return super().get_batch_samples(
+            (units.weigh(batch, self.accelerator) for batch in epoch_iterator), num_batches, device
+        )
 
     def weights(self, batch: dict[str, Any]) -> Tensor:
-        """The same for each unit of the loss, [units]."""
-        rows = self.row_weights(batch)
-        return rows if self.unit == "examples" else rows[batch["row"]][batch["owner"]]
+        """1 for each unit of the loss, 0 where its row must not count: [units]."""
+        return units.weights(batch, self.unit)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
         if not batch_samples:
@@ -291,7 +269,7 @@ class PostTrainer(Trainer):
         self, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """The training losses without gradient, added up exactly; predictions for `compute_metrics`."""
-        inputs = self._prepare_inputs(self.weigh(inputs))
+        inputs = self._prepare_inputs(units.weigh(inputs, self.accelerator))
         with torch.no_grad(), self.compute_loss_context_manager():
             losses = self.losses(model, inputs)
             self._note("eval", losses)
@@ -330,6 +308,8 @@ class PostTrainer(Trainer):
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """HF's loop, with means over the whole set instead of means of batch means."""
+        if not self.ready and engine.changes_weights(self.accelerator):
+            raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
         self.check_scoring(self.model_wrapped)
         self.meters["eval"] = Meter()
         output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
@@ -348,7 +328,7 @@ class PostTrainer(Trainer):
         All ranks call it. Raises RuntimeError where what was saved is not the whole model.
         """
         folder = output_dir or self.args.output_dir
-        if self.args.merge_lora and not _internal_call:
+        if self.args.merge_lora and not (_internal_call and output_dir):  # HF's own saves but that of push_to_hub
             saving.save_merged(self, folder)
         else:
             self._save(folder, saving.whole_state(self, isinstance(self.model, peft.PeftModel)))
@@ -372,18 +352,24 @@ class PostTrainer(Trainer):
             super()._load_best_model()
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        states: Any = self.state.stateful_callbacks
-        states[checkpoint.LAUNCH] = checkpoint.launched(self)
-        with checkpoint.complete_or_invisible(self) as self.saving_in:
-            super()._save_checkpoint(model, trial)
-        self.saving_in = None
+        try:
+            with checkpoint.complete_or_invisible(self) as self.saving_in:
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.saving_in = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.saving_in is None:  # not a folder that is about to be renamed
+            super()._push_from_checkpoint(checkpoint_folder)
 
     def _get_output_dir(self, trial: Any) -> str:
         return self.saving_in or super()._get_output_dir(trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Also the generation config, with the trained turn end, next to an adapter."""
-        with reference.without_reference_adapter(self.model):
+        with reference.without_reference_adapter(self.model, state_dict) as state_dict:
             super()._save(output_dir, state_dict)
         if self.args.should_save:
             self.generation_config.save_pretrained(output_dir or self.args.output_dir)

@@ -63,7 +63,8 @@ def class_weights(
 class RunningMean(TrainerCallback, ExportableState):
     """BCO's delta: the mean reward of every row trained so far, on all ranks; it moves once a window and is saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
         self.total = torch.zeros(2, dtype=torch.float64)
         self.pending: list[Tensor] = []
 
@@ -77,23 +78,19 @@ class RunningMean(TrainerCallback, ExportableState):
         rewards = rewards.detach()
         self.pending.append(torch.stack([rewards.sum(), rewards.new_tensor(len(rewards))]))
 
-    def update(self, accelerator: Any) -> Tensor:
-        """Take in what was added since the last window, over all ranks; returns the mean, a scalar on the device."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take in what the window added, over all ranks."""
         if self.pending:
-            added = accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
-            self.total = self.total.to(added.device) + added
-            self.pending = []
-        return self.mean.to(accelerator.device, torch.float32)
+            added = self.accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
+            self.total, self.pending = self.total.to(added.device) + added, []
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        pending = torch.stack(self.pending).sum(0).tolist() if self.pending else [0.0, 0.0]
-        return {"args": {}, "attributes": {"total": self.total.tolist(), "pending": pending}}
+        return {"args": {}, "attributes": {"total": self.total.tolist()}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take up the mean of the checkpoint that training resumes from."""
-        kept = state.stateful_callbacks.get(type(self).__name__)
-        if kept and state.global_step:
-            attributes = (kept[0] if isinstance(kept, list) else kept)["attributes"]
-            self.total = torch.tensor(attributes["total"], dtype=torch.float64)
-            self.pending = [torch.tensor(attributes["pending"])]
+        """Begin anew, or with the mean of the checkpoint that training resumes from."""
+        kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        kept = kept[0] if isinstance(kept, list) else kept
+        total = kept["attributes"]["total"] if kept else [0.0, 0.0]
+        self.total, self.pending = torch.tensor(total, dtype=torch.float64), []

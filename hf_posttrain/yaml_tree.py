@@ -31,6 +31,8 @@ _PLAIN_SCALARS = (  # YAML 1.2 core schema; PyYAML's own is 1.1, where 5e-7 is a
 
 
 class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the plain scalars of YAML 1.2."""
+
     yaml_implicit_resolvers: dict = {}
 
 

@@ -45,3 +45,12 @@ def gsm8k():
     if not folder.is_dir():
         pytest.skip(f"no {folder}")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _same_environment():
+    """Launch settings that a test leaves behind (transformers and deepspeed write them) do not reach the next one."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)

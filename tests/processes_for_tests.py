@@ -42,18 +42,8 @@ def engine_arguments(engine: str, layer: str = "Qwen3DecoderLayer", **fsdp: Any)
 
 def on_two(case: Callable[..., Any], engine: str, *args: Any, world: int = 2, timeout: float = 240) -> list[Any]:
     """[what rank 0 returned, what rank 1 returned]; a rank's error is raised here with its traceback."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        ranks = [
-            context.Process(target=_rank, args=(case, engine, rank, world, port, folder, timeout, args))
-            for rank in range(world)
-        ]
-        for process in ranks:
-            process.start()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = start(case, engine, folder, *args, world=world, timeout=timeout)
         for process in ranks:
             process.join(timeout)  # a rank that is stuck writes where just before
         stuck = [process for process in ranks if process.is_alive()]
@@ -69,6 +59,24 @@ def on_two(case: Callable[..., Any], engine: str, *args: Any, world: int = 2, ti
     assert not stuck, f"ranks {lost} did not end within {timeout} s\n" + "\n".join(logs)
     assert not lost, f"ranks {lost} ended without a result: {[process.exitcode for process in ranks]}"
     return [value for _, value in results]
+
+
+def start(
+    case: Callable[..., Any], engine: str, folder: str, *args: Any, world: int = 2, timeout: float = 240
+) -> list[Any]:
+    """The processes of `on_two`, running; what they return and write is left in `folder`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        context.Process(target=_rank, args=(case, engine, rank, world, port, folder, timeout, args))
+        for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
 def _rank(

@@ -5,6 +5,7 @@ way, and is compared with one process that sees the same rows in each step.
 """
 
 import tempfile
+from pathlib import Path
 
 import datasets
 import peft
@@ -12,31 +13,17 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from processes_for_tests import ENGINES, engine_arguments, on_two
-from training_for_tests import METHODS, fake_generate, token_rows, trainer_for
+from training_for_tests import LORA, METHODS, fake_generate, logs_and_weights, policy_of, token_rows, trainer_for
+from transformers import AutoModelForCausalLM
 
+from hf_posttrain import SFTConfig, rollout, scoring
 from hf_posttrain import engine as engines
-from hf_posttrain import rollout, saving, scoring
-
-LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
-TIMES = ("runtime", "per_second", "total_flos", "train_loss")
+from hf_posttrain.errors import InputError
 
 
 def second_for(method):
     """The teacher of KD and OPD."""
     return tiny_model(seed=5) if method in ("kd", "opd") else None
-
-
-def logs_and_weights(trainer, lora):
-    """What a run logged, without its times, and its trained weights, whole."""
-    logs = [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
-    policy = engines_inner(trainer)
-    state = saving.whole_state(trainer, adapter_only=lora) or policy.state_dict()
-    return logs, {name: tensor.clone() for name, tensor in state.items() if not lora or "lora_" in name}
-
-
-def engines_inner(trainer):
-    """The model inside the wrappers."""
-    return trainer.accelerator.unwrap_model(trainer.model_wrapped)
 
 
 def trained(rank, method, engine, lora, **config):
@@ -120,8 +107,11 @@ def sampled(rank, engine, lora):
     return inside, rollouts, [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("engine", "lora"),
+    [("fsdp2", False), ("zero3", False), ("zero3", True)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", False), ("fsdp2", True), ("zero2", False))],
+)
 def test_pain_28_and_32_ranks_generate_alone_after_one_gather(engine, lora):
     (inside, first, losses), (inside_other, second, _) = on_two(sampled, engine, engine, lora, timeout=120)
     assert set(inside + inside_other) == {0}  # whole weights: no token waits for another rank
@@ -131,6 +121,7 @@ def test_pain_28_and_32_ranks_generate_alone_after_one_gather(engine, lora):
     assert len(losses) == 4
 
 
+@pytest.mark.slow
 def test_rollouts_do_not_hang_on_the_engine():
     """Sampled tokens and losses are the same, whatever holds the weights."""
     results = [on_two(sampled, engine, engine, False, timeout=120) for engine in ENGINES]
@@ -162,14 +153,66 @@ def hidden_dtypes(rank, method, engine, lora):
         if model is not None:
             scoring.causal_lm(model).model.layers[1].mlp.down_proj.register_forward_hook(watch(name))
     trainer.train()
-    weights = {p.dtype for p in engines_inner(trainer).parameters() if p.requires_grad}
+    weights = {p.dtype for p in policy_of(trainer).parameters() if p.requires_grad}
     return {name: [str(d) for d in found] for name, found in seen.items()}, [str(d) for d in weights]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["sft", "kto", "kd", *(pytest.param(method, marks=pytest.mark.slow) for method in ("dpo", "opd"))]
+)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method):
     lora = method in ("sft", "kto")
     for seen, weights in on_two(hidden_dtypes, engine, method, engine, lora):
         assert seen == {name: ["torch.bfloat16"] for name in (["policy"] if method == "sft" else ["policy", "second"])}
         assert weights == ["torch.bfloat16" if engine.startswith("zero") else "torch.float32"]
+
+
+# ---- models that DeepSpeed cut while they were loaded
+
+
+def with_reference(rank, method, precompute, folder):
+    """The losses of a run whose policy was loaded under zero.Init, with a reference copied from it in memory."""
+    datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+    engine = engine_arguments("zero3") if rank is not None else {}
+    config = {"output_dir": f"{folder}/out", "use_cpu": True, "report_to": "none"}
+    kept = SFTConfig(**config, **engine)  # from here on from_pretrained cuts what it loads
+    policy = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+    assert hasattr(next(policy.parameters()), "ds_id") == (rank is not None)
+    trainer = trainer_for(
+        method, policy, token_rows(method, 13), f"{folder}/out", max_steps=5, learning_rate=1e-3,
+        per_device_train_batch_size=4 if rank is not None else 8, precompute_ref_log_probs=precompute, **engine,
+    )  # fmt: skip
+    trainer.train()
+    assert kept is not None
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("method", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_pain_20_the_reference_of_a_policy_loaded_in_pieces(method, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    alone = with_reference(None, method, False, str(tmp_path))
+    for precompute in (False, True):
+        first, second = on_two(with_reference, "zero3", method, precompute, str(tmp_path))
+        assert first == second == pytest.approx(alone, rel=1e-4)
+
+
+def out_of_order(rank, engine):
+    """What evaluate() before train() and a second train() say."""
+    rows, said = token_rows("sft", 8), []
+    trainer = trainer_for("sft", tiny_model(), rows, tempfile.mkdtemp(), eval_rows=rows, **engine_arguments(engine))
+    for step in (trainer.evaluate, trainer.train, trainer.evaluate, trainer.train):
+        try:
+            step()
+            said.append(None)
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_evaluation_before_training_and_a_second_training_are_refused(engine):
+    for before, first, after, second in on_two(out_of_order, engine, engine):
+        assert (first, after) == (None, None)
+        assert before == "FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead"
+        assert second == "train() runs once under FSDP2 and DeepSpeed: build another trainer"

@@ -13,7 +13,7 @@ from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from hf_posttrain import data, run
-from hf_posttrain.checkpoint import find_checkpoint
+from hf_posttrain.checkpoint import find_checkpoint, newest
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import load_recipe
 
@@ -206,7 +206,7 @@ def test_steps_of_a_distillation_run(folder, monkeypatch):
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("tiny")).save_pretrained("base")
     byte_tokenizer().save_pretrained("base")
     overrides = ["method=kd", "model={name_or_path: base, lora: {r: 2}}",
-                 "teacher={name_or_path: tiny, from_scratch: true}", "data.eval.path=rows.jsonl",
+                 "teacher={name_or_path: tiny, from_scratch: true, offload: true}", "data.eval.path=rows.jsonl",
                  "data.eval.columns={prompt: question, completion: answer}"]  # fmt: skip
     metrics = run.run(load_recipe("sft.yaml", overrides))
     ((given, done),) = made
@@ -219,6 +219,7 @@ def test_steps_of_a_distillation_run(folder, monkeypatch):
     assert all(p.requires_grad for p in given["model"].parameters())
     assert not any(p.requires_grad for p in given["teacher_model"].parameters())
     assert not given["teacher_model"].training
+    assert given["teacher_offload"] is True
     assert load_recipe("out/recipe.yaml").model.lora == {"r": 2}
 
 
@@ -259,12 +260,14 @@ def test_newest_complete_checkpoint(tmp_path, caplog):
 def test_what_is_resumed(folder, caplog, monkeypatch):
     made = stub_method(monkeypatch, "sft")
     caplog.set_level("INFO", "hf_posttrain")
-    run.run(load_recipe("sft.yaml", ["train.resume_from_checkpoint=auto"]))
+    found = lambda: newest(types.SimpleNamespace(output_dir="out", save_only_model=False))  # noqa: E731
+    assert found() is None
     assert "no complete checkpoint in out: a fresh start" in caplog.text
     path = checkpoint(folder / "out/checkpoint-1")
+    assert found() == "out/checkpoint-1"
     run.run(load_recipe("sft.yaml", ["train.resume_from_checkpoint=auto"]))
     run.run(load_recipe("sft.yaml", [f"train.resume_from_checkpoint={path}"]))
-    assert [done[0] for _, done in made] == [("train", None), ("train", "out/checkpoint-1"), ("train", path)]
+    assert [done[0] for _, done in made] == [("train", "auto"), ("train", path)]  # auto: the first rank decides
     Path(path, "optimizer.pt").unlink()
     with pytest.raises(InputError, match=r"command line: the checkpoint .* is incomplete, without optimizer"):
         run.run(load_recipe("sft.yaml", [f"train.resume_from_checkpoint={path}"]))

@@ -9,8 +9,10 @@ from tokenizers_for_tests import byte_tokenizer
 from transformers import TrainerCallback
 
 import hf_posttrain
-from hf_posttrain import rollout
+from hf_posttrain import rollout, saving
 
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
+TIMES = ("runtime", "per_second", "total_flos", "train_loss")
 METHODS = ("sft", "dpo", "kto", "kd", "opd")
 COLUMNS = {
     "sft": ("prompt_ids", "completion_ids", "completion_mask"),
@@ -54,6 +56,18 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
         model, getattr(hf_posttrain, f"{name}Config")(**config), rows, eval_rows, byte_tokenizer(),
         peft_config=peft_config, callbacks=callbacks, **kwargs,
     )  # fmt: skip
+
+
+def policy_of(trainer):
+    """The model inside the wrappers."""
+    return trainer.accelerator.unwrap_model(trainer.model_wrapped)
+
+
+def logs_and_weights(trainer, lora):
+    """What a run logged, without its times, and its trained weights, whole on rank 0; all ranks call it."""
+    logs = [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
+    state = saving.whole_state(trainer, adapter_only=lora) or policy_of(trainer).state_dict()
+    return logs, {name: tensor.clone() for name, tensor in state.items() if not lora or "lora_" in name}
 
 
 class Gradients(TrainerCallback):
