@@ -45,8 +45,8 @@ test: lint types ## lint, types and all tests but the slow ones
 test-all: lint types ## the same with the slow tests
 	$(BIN)/python $(SUITE) $(PYTEST)
 
-test-floor: $(FLOOR_STAMP) ## the tests with the oldest versions that setup.cfg allows (torch: FLOOR_TORCH)
-	$(FLOOR_VENV)/bin/python $(SUITE) -m "not slow" $(PYTEST)
+test-floor: $(FLOOR_STAMP) ## the tests of one process with the oldest versions that setup.cfg allows (torch: FLOOR_TORCH)
+	$(FLOOR_VENV)/bin/python $(SUITE) -m "not slow and not engines" $(PYTEST)
 
 $(FLOOR_STAMP): setup.cfg constraints-floor.txt
 	@$(call check_python)

@@ -24,6 +24,8 @@ from hf_posttrain import SFTConfig, engine, launch, models, run
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import ModelSection, load_recipe
 
+pytestmark = pytest.mark.engines
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {file.stem: file for file in sorted((ROOT / "accelerate_configs").glob("*.yaml"))}
 NAMES = {"single", "ddp", "fsdp2", "fsdp2_offload", "zero1", "zero2", "zero3", "zero3_offload", "multi_node"}

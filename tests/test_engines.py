@@ -20,6 +20,8 @@ from hf_posttrain import SFTConfig, rollout, scoring
 from hf_posttrain import engine as engines
 from hf_posttrain.errors import InputError
 
+pytestmark = pytest.mark.engines
+
 
 def second_for(method):
     """The teacher of KD and OPD."""

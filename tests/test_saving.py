@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from hf_posttrain import checkpoint, frozen, reference, rollout, saving, teacher
 from hf_posttrain.errors import InputError
 
+pytestmark = pytest.mark.engines
+
 ENGINES = ("ddp", "fsdp2", "fsdp2-sharded", "zero2", "zero3")
 KINDS = ("full", "lora")
 

@@ -16,6 +16,8 @@ from hf_posttrain.engine import gathered
 from hf_posttrain.errors import InputError
 from hf_posttrain.sequence import cut
 
+pytestmark = pytest.mark.engines
+
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 SETTINGS = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "per_device_eval_batch_size": 2,
