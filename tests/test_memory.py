@@ -57,7 +57,8 @@ def rows(method):
 
 
 CASES = [
-    ("sft", {}), ("dpo", {}), ("kto", {}), ("kd", {}), ("kd", {"divergence": "jsd"}), ("opd", {}),
+    ("sft", {}), ("dpo", {}), ("kto", {}), ("kd", {}), ("opd", {}),
+    pytest.param("kd", {"divergence": "jsd"}, marks=pytest.mark.slow),
     ("opd", {"loss_type": "policy_gradient"}), ("opd", {"loss_type": "policy_gradient", "discount": 0.9}),
 ]  # fmt: skip
 
