@@ -214,7 +214,8 @@ def test_evaluation_is_exact_for_every_batch_size(method, tmp_path, monkeypatch)
             method, tiny_model(), token_rows(method), tmp_path, second=second_for(method),
             eval_rows=token_rows(method, 7, seed=4), per_device_eval_batch_size=size,
         )  # fmt: skip
-        results.append({k: v for k, v in trainer.evaluate().items() if not k.endswith(("second", "runtime", "time"))})
+        hung = ("second", "runtime", "time", "kl_clamped")  # on the clock, or on the sign of a KL of equal models
+        results.append({k: v for k, v in trainer.evaluate().items() if not k.endswith(hung)})
     assert results[1] == pytest.approx(results[0], rel=1e-5, abs=1e-5)  # the KL of equal models is rounding alone
     assert results[2] == pytest.approx(results[0], rel=1e-5, abs=1e-5)
 
