@@ -31,7 +31,7 @@ def shards(accelerator: Any) -> bool:
 
 def changes_weights(accelerator: Any) -> bool:
     """Does the engine cut or cast weights when training begins, so that the policy cannot score (rightly) before?"""
-    return shards(accelerator) or zero_stage(accelerator) > 0
+    return name(accelerator) not in ("single", "ddp")
 
 
 def zero_stage(accelerator: Any) -> int:
@@ -71,9 +71,9 @@ def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool = False) ->
         return _with_fsdp2(model, accelerator, offload)
     if zero_stage(accelerator) == 3:
         return _with_zero3(model, accelerator, offload)
-    if zero_stage(accelerator) and not getattr(model, "is_quantized", False):
-        model.to(dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision))
-    return model.to(accelerator.device)
+    casts = zero_stage(accelerator) and not getattr(model, "is_quantized", False)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision) if casts else None
+    return model.to(accelerator.device, dtype)
 
 
 def _with_fsdp2(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:

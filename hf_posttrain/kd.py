@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as layouts
-from . import distill, engine
+from . import distill
 from .config import PostTrainConfig
 from .errors import InputError
 from .scoring import full_logits
@@ -78,7 +78,7 @@ class KDTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         if self.args.precompute_teacher_top_k is not None:
-            self.check_scoring(None if engine.changes_weights(self.accelerator) else self.model)
+            self.check_scoring(self.model)
             self.train_dataset = precompute_top_k(self, self.train_dataset, "train")
             self.eval_dataset = precompute_top_k(self, self.eval_dataset, "eval")
 

@@ -164,7 +164,7 @@ class OPDTrainer(PostTrainer):
         branches = [(branch.ids[-1], on_policy) for example, on_policy in parts for branch in example.branches]
         made = layouts.collate([example for example, _ in parts], batch["prompts"].layout)
         made |= {name: batch[name] for name in ("index", "row_weights") if name in batch}
-        made |= {"last_id": torch.tensor([last for last, _ in branches])}
+        made["last_id"] = torch.tensor([last for last, _ in branches])
         made["sampled"] = torch.tensor([on_policy for _, on_policy in branches])
         return self._prepare_inputs(made)
 

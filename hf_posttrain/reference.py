@@ -43,7 +43,7 @@ class Reference:
         if self.frozen is not None:
             trainer.score_beside(self.frozen)
         if precompute:
-            trainer.check_scoring(None if unready else self.policy)
+            trainer.check_scoring(self.policy)
             trainer.train_dataset = self.precompute(trainer.train_dataset, "train")
             trainer.eval_dataset = self.precompute(trainer.eval_dataset, "eval")
             self.frozen = None

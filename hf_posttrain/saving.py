@@ -38,8 +38,9 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
     Raises RuntimeError where a file cannot be read or a weight is missing, empty or of another shape.
     """
     saved: dict[str, list[int]] = {}
-    adapter = getattr(scoring.unwrapped(model), "active_adapter", "default")
-    place = Path(folder) if adapter == "default" else Path(folder, adapter)  # as PEFT has it
+    inner, place = scoring.unwrapped(model), Path(folder)
+    if isinstance(inner, peft.PeftModel) and inner.active_adapter != "default":
+        place = place / inner.active_adapter  # as PEFT has it
     for file in sorted(place.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:

@@ -42,9 +42,9 @@ class TeacherCallback(TrainerCallback):
 
     def side(self, batch: dict[str, Any]) -> Teacher:
         """The teacher's head and its hidden states at the scored positions, for a tile function."""
-        whole = not (engine.shards(self.frozen.accelerator) or self.frozen.offload)
+        leaves = engine.shards(self.frozen.accelerator) or self.frozen.offload  # after the forward
         with torch.no_grad(), self.frozen.accelerator.autocast(), self.frozen as model:
-            head, hidden = scoring.hidden_states(model, batch, copy_head=not whole)
+            head, hidden = scoring.hidden_states(model, batch, copy_head=leaves)
         return Teacher(head, hidden.to(head.dtype or hidden.dtype))
 
 

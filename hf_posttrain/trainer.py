@@ -152,18 +152,18 @@ class PostTrainer(Trainer):
         """Is everything computed in float32?"""
         return not self.args.bf16 and not self.args.fp16 and all(m.dtype == torch.float32 for m in self.scored)
 
-    def check_scoring(self, model: nn.Module | None) -> None:
+    def check_scoring(self, model: nn.Module) -> None:
         """Once, before the first batch: does each model score as its own forward says? See `scoring.trusted_layout`.
 
-        model: the policy, or None where it cannot score yet and a copy of it is beside.
+        model: the policy. Where its engine has yet to prepare it, it is left for later; what is beside it is checked.
         """
         if self.scoring_checked:
             return
-        self.scoring_checked = model is not None
+        self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)
         choice = self.data_collator.keywords
         explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if self.exact else 0.3
         with self.accelerator.autocast(), self.beside or nullcontext() as second:
-            models = [one for one in (model, second) if one is not None]
+            models = ([model] if self.scoring_checked else []) + ([second] if second is not None else [])
             choice["layout"] = scoring.trusted_layout(models, choice["layout"], explicit, tolerance, self.args.device)
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
@@ -339,17 +339,22 @@ class PostTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
-        own = self.model if model is None else model
-        if engine.name(self.accelerator) not in ("single", "ddp") or not isinstance(own, PreTrainedModel):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
+        if self._loads_pretrained:
+            own = self.model if model is None else model
             own.load_state_dict(type(own).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if engine.name(self.accelerator) in ("single", "ddp") and isinstance(self.model, PreTrainedModel):
+        if self._loads_pretrained:
             self._load_from_checkpoint(str(self.state.best_model_checkpoint))
         else:
             super()._load_best_model()
+
+    @property
+    def _loads_pretrained(self) -> bool:
+        """Is the policy a whole model in one piece, not an adapter and not in an engine's own files?"""
+        return isinstance(self.model, PreTrainedModel) and not engine.changes_weights(self.accelerator)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         try:

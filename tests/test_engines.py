@@ -4,6 +4,7 @@ Each case trains past the end of an odd-sized epoch with rows of unequal lengths
 way, and is compared with one process that sees the same rows in each step.
 """
 
+import functools
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,16 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from processes_for_tests import ENGINES, engine_arguments, on_two
-from training_for_tests import LORA, METHODS, fake_generate, logs_and_weights, policy_of, token_rows, trainer_for
+from training_for_tests import (
+    LORA,
+    METHODS,
+    fake_generate,
+    logs_and_weights,
+    policy_of,
+    quick,
+    token_rows,
+    trainer_for,
+)
 from transformers import AutoModelForCausalLM
 
 from hf_posttrain import SFTConfig, rollout, scoring
@@ -44,20 +54,9 @@ def trained(rank, method, engine, lora, **config):
     return name, count, *logs_and_weights(trainer, lora)
 
 
-@pytest.fixture(scope="module")
-def on_one():
-    """The runs of one process, made once."""
-    made = {}
-
-    def run(method, lora):
-        if (method, lora) not in made:
-            made[method, lora] = trained_alone(method, lora)
-        return made[method, lora]
-
-    return run
-
-
-def trained_alone(method, lora):
+@functools.cache
+def on_one(method, lora):
+    """The run of one process, made once."""
     return on_two(trained_case, "single", method, "single", lora, 4, world=1)[0]
 
 
@@ -68,7 +67,7 @@ def trained_case(rank, method, engine, lora, size):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_pain_02_and_35_two_processes_give_the_numbers_of_one(engine, method, lora, on_one):
+def test_pain_02_and_35_two_processes_give_the_numbers_of_one(engine, method, lora):
     _, _, logs, weights = on_one(method, lora)
     (name, count, found, weights_found), (*_, found_by_other, _) = on_two(trained_case, engine, method, engine, lora, 2)
     assert (name, count) == (engine, 2)
@@ -159,9 +158,7 @@ def hidden_dtypes(rank, method, engine, lora):
     return {name: [str(d) for d in found] for name, found in seen.items()}, [str(d) for d in weights]
 
 
-@pytest.mark.parametrize(
-    "method", ["sft", "kto", "kd", *(pytest.param(method, marks=pytest.mark.slow) for method in ("dpo", "opd"))]
-)
+@pytest.mark.parametrize("method", quick("sft", "kto", "kd", among=METHODS))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method):
     lora = method in ("sft", "kto")
@@ -190,7 +187,7 @@ def with_reference(rank, method, precompute, folder):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("method", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", quick("dpo", among=("dpo", "kto")))
 def test_pain_20_the_reference_of_a_policy_loaded_in_pieces(method, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     alone = with_reference(None, method, False, str(tmp_path))

@@ -19,7 +19,7 @@ import torch
 from models_for_tests import tiny_model
 from processes_for_tests import engine_arguments, on_two, start
 from safetensors.torch import load_file, save_file
-from training_for_tests import LORA, fake_generate, logs_and_weights, token_rows, trainer_for
+from training_for_tests import LORA, fake_generate, logs_and_weights, quick, token_rows, trainer_for
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_posttrain import checkpoint, frozen, reference, rollout, saving, teacher
@@ -29,13 +29,6 @@ pytestmark = pytest.mark.engines
 
 ENGINES = ("ddp", "fsdp2", "fsdp2-sharded", "zero2", "zero3")
 KINDS = ("full", "lora")
-
-
-def quick(*names, among=ENGINES):
-    """All of them as parameters, those that are not named marked slow."""
-    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
-
-
 REPOSITORY = Path(__file__).parents[1]
 SETTINGS = {
     "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 5, "learning_rate": 1e-3,
@@ -144,7 +137,7 @@ def assert_same_logs(found, expected, relative=0.0):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", quick("fsdp2", "fsdp2-sharded", "zero3"))
+@pytest.mark.parametrize("engine", quick("fsdp2", "fsdp2-sharded", "zero3", among=ENGINES))
 def test_pain_29_30_31_saved_on_two_and_loaded_on_one(engine, kind, trained):
     folder, _, weights = trained(engine, "dpo", kind)
     assert_same(weights, loaded(folder / "saved"))
@@ -155,7 +148,7 @@ def test_pain_29_30_31_saved_on_two_and_loaded_on_one(engine, kind, trained):
         assert_same(merged.state_dict(), loaded(folder / "merged"))
 
 
-@pytest.mark.parametrize("engine", quick("zero3"))
+@pytest.mark.parametrize("engine", quick("zero3", among=ENGINES))
 @pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "full"), ("llama", "modules")])
 def test_pain_29_30_31_experts_and_trained_copies(engine, name, kind, trained):
     """The hub's names of experts differ from the runtime's; modules_to_save are whole modules beside an adapter."""
@@ -173,7 +166,7 @@ def test_pain_30_zero3_that_is_told_not_to_gather(trained):
     assert_same(weights, loaded(folder / "saved"))
 
 
-@pytest.mark.parametrize("engine", quick("fsdp2", "zero3"))
+@pytest.mark.parametrize("engine", quick("fsdp2", "zero3", among=ENGINES))
 def test_an_adapter_continued_by_dpo(engine, trained):
     """Two processes give the numbers of one, and the reference beside the policy's adapter is not saved."""
     model = {"dropout": 0.0}
@@ -218,7 +211,7 @@ def test_an_incomplete_save_raises(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", quick("ddp", "fsdp2", "zero3"))
+@pytest.mark.parametrize("engine", quick("ddp", "fsdp2", "zero3", among=ENGINES))
 @pytest.mark.parametrize(
     ("method", "config"),
     [
@@ -344,7 +337,7 @@ def test_incomplete_checkpoints_are_passed_over(trained, tmp_path, caplog):
         assert f"checkpoint-{step} is incomplete, without {part}" in caplog.text
 
 
-@pytest.mark.parametrize("engine", quick("fsdp2"))
+@pytest.mark.parametrize("engine", quick("fsdp2", among=ENGINES))
 def test_a_run_that_got_sigterm_on_one_rank_goes_on_as_the_uninterrupted(engine, trained, tmp_path):
     _, logs, weights = trained(engine, "dpo", "lora")
     *_, happened = on(engine, tmp_path, "dpo", "lora", signalled=1)

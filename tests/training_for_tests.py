@@ -4,6 +4,7 @@ import copy
 import random
 
 import datasets
+import pytest
 import torch
 from tokenizers_for_tests import byte_tokenizer
 from transformers import TrainerCallback
@@ -21,6 +22,11 @@ COLUMNS = {
     "kto": ("prompt_ids", "completion_ids", "label"),
     "opd": ("prompt_ids", "completion_ids"),
 }
+
+
+def quick(*names, among):
+    """All of them as parameters, those that are not named marked slow."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
 
 
 def token_rows(method, count=8, seed=0):

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +80,16 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
     path, split = Path(source.path).expanduser(), source.split or "train"
     options = {"split": split, "streaming": bool(source.streaming)}
     try:
-        with _unlogged(BUILDERS[path.suffix]) if path.is_file() else nullcontext():  # of a folder, the log has the file
-            if path.is_file():
-                files = {split.partition("[")[0]: str(path)}
-                rows = datasets.load_dataset(BUILDERS[path.suffix], data_files=files, **options)
-            elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
-                rows = _saved(path, split)
-                rows = rows.to_iterable_dataset() if options["streaming"] else rows
-            else:
-                rows = datasets.load_dataset(str(path) if path.is_dir() else source.path, source.name, **options)
-            if rows.column_names is None:
-                rows = rows._resolve_features()
+        if path.is_file():
+            files = {split.partition("[")[0]: str(path)}
+            with _unlogged(BUILDERS[path.suffix]):
+                rows = _with_columns(datasets.load_dataset(BUILDERS[path.suffix], data_files=files, **options))
+        elif (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+            rows = _saved(path, split)
+            rows = rows.to_iterable_dataset() if options["streaming"] else rows
+        else:  # of a folder, the log has the broken file
+            folder = str(path) if path.is_dir() else source.path
+            rows = _with_columns(datasets.load_dataset(folder, source.name, **options))
     except Exception as error:
         line = _malformed_line(path) if path.is_file() and BUILDERS[path.suffix] == "json" else None
         local = "" if path.exists() else " (it is no file or folder here, so the hub was asked)"
@@ -101,6 +100,11 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
     if source.limit is None:
         return rows
     return rows.take(source.limit) if options["streaming"] else rows.select(range(min(source.limit, len(rows))))
+
+
+def _with_columns(rows: Any) -> Any:
+    """Rows whose columns are known: those of a stream are in its first row."""
+    return rows._resolve_features() if rows.column_names is None else rows
 
 
 @contextmanager
