@@ -1,9 +1,11 @@
-"""Speed and memory against TRL on the same rows: CPU, float32, a random Qwen3 of 44 million weights, GSM8K.
+"""Speed and memory against TRL on the same rows: random Qwen3 models on GSM8K, by default 44M in float32 on CPU.
 
     python -m benchmarks.run --method all --against trl [--rows 64 --batch 8 --repeats 3 --data FILE_OR_FOLDER]
+        [--shots 3] [--vocabulary 151936] [--shape qwen3-0.6b --device cuda --dtype bfloat16 --lora]
 
-Each run is a process of its own (`worker.py`); the sides take turns, so that a busy machine hurts both. Rows per second
-are measured after the first step; caching the reference is not part of them. Prints a table, writes JSON.
+Each run is a process of its own (`worker.py`); the sides take turns, so that a busy machine hurts both. Rates are
+measured after the first step; caching the reference is not part of them. `busy` is the share of the machine's matrix
+rate, measured in each process, that went into useful arithmetic (`flops.py`). Prints a table, writes JSON.
 """
 
 import argparse
@@ -18,12 +20,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from .setting import read_rows, write_model
+from .setting import BPE_VOCABULARY, SHAPES, read_rows, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
-CASES = {"sft": ("sft",), "dpo": ("dpo", "dpo-cached"), "kto": ("kto", "kto-cached"), "kd": ("kd",)}
-HEADER = ("case", "ours rows/s", "theirs rows/s", "speed", "ours GB", "theirs GB", "peak", "beyond model")
+CASES = {
+    "sft": ("sft", "sft-packed"), "dpo": ("dpo", "dpo-cached"), "kto": ("kto", "kto-cached"), "kd": ("kd",),
+    "opd": ("opd",),
+}  # fmt: skip
+PACKED_BATCH = 2
+HEADER = ("case", "side", "rows/s", "tokens/s", "busy", "peak GB", "ours: speed", "peak", "beyond model")
+Runs = dict[str, list[dict[str, float]]]
+"""side -> the results of its processes."""
 
 
 def main() -> int:
@@ -31,9 +39,9 @@ def main() -> int:
     given = arguments()
     cases = [case for method in (CASES if given.method == "all" else [given.method]) for case in CASES[method]]
     with tempfile.TemporaryDirectory() as scratch:
-        write_model(Path(scratch), given.data)
+        write_model(Path(scratch), given.data, given.shape, given.vocabulary)
         results = {case: run_case(case, given, Path(scratch)) for case in cases}
-    summaries = {case: summary(runs, given.against) for case, runs in results.items()}
+    summaries = {case: summary(runs) for case, runs in results.items()}
     print_table(summaries)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(report(given, results, summaries), indent=1) + "\n", encoding="utf-8")
@@ -45,10 +53,18 @@ def arguments() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Speed and memory against TRL.")
     parser.add_argument("--method", choices=[*CASES, "all"], default="all")
-    parser.add_argument("--against", choices=["trl"], default="trl", help="the other side")
+    parser.add_argument("--against", choices=["trl", "none"], default="trl", help="the other side")
     parser.add_argument("--rows", type=int, default=64, help="rows of one run")
     parser.add_argument("--batch", type=int, default=8, help="rows of one step")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each side")
+    parser.add_argument("--shape", choices=[*SHAPES], default="small", help="the model")
+    parser.add_argument("--vocabulary", type=int, default=BPE_VOCABULARY, help="rows of its embedding")
+    parser.add_argument("--shots", type=int, default=0, help="solved examples before each prompt: long prompts")
+    parser.add_argument("--max-length", type=int, default=1024, help="tokens of a row")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights")
+    parser.add_argument("--attention", default="sdpa", help="transformers' attn_implementation, of both sides")
+    parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16 on all linear layers")
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of each run")
     parser.add_argument("--data", type=Path, default=GSM8K, help="GSM8K's folder, or a file of question, answer rows")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark.json"), help="where the JSON goes")
@@ -64,17 +80,24 @@ def run_case(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, l
     """All runs of both sides, in turns: side -> results."""
     method, _, variant = case.partition("-")
     rows = scratch / f"{case}.jsonl"
-    rows.write_text("\n".join(map(json.dumps, read_rows(given.data, method, given.rows))), encoding="utf-8")
-    spec = {"method": method, "cached": variant == "cached", "rows": str(rows), "batch": given.batch}
-    runs: dict[str, list[dict[str, float]]] = {"ours": [], given.against: []}
+    plain = read_rows(given.data, method, given.rows, given.shots)
+    rows.write_text("\n".join(map(json.dumps, plain)), encoding="utf-8")
+    names = ("shape", "device", "dtype", "attention", "lora", "max_length")
+    spec = {"method": method, "variant": variant, "rows": str(rows), "folder": str(scratch), "batch": given.batch}
+    spec |= {name: getattr(given, name) for name in names}
+    if variant == "packed":  # as many tokens in a step: a packed row is as long as max_length
+        spec["batch"] = PACKED_BATCH
+    sides = ["ours"] if given.against == "none" else ["ours", given.against]
+    runs: Runs = {side: [] for side in sides}
     for repeat in range(given.repeats):
-        for side in runs if repeat % 2 == 0 else reversed(runs):
-            runs[side].append(run_worker(spec | {"side": side}, given.threads, scratch))
-            result = runs[side][-1]
-            print(f"{case:11s} {side:5s} {result['rows_per_second']:7.2f} rows/s, peak {result['peak_gb']:.2f} GB, "
-                  f"loss {result['loss']:.4f}, {result['tokens']:.0f} tokens", flush=True)  # fmt: skip
+        for side in sides if repeat % 2 == 0 else reversed(sides):
+            result = run_worker(spec | {"side": side}, given.threads, scratch)
+            runs[side].append(result)
+            rates = f"{result['rows_per_second']:7.2f} rows/s, {result['tokens_per_second']:6.0f} tokens/s"
+            told = f"peak {result['peak_gb']:.2f} GB, loss {result['loss']:.4f}, {result['tokens']:.0f} tokens"
+            print(f"{case:11s} {side:5s} {rates}, {told}", flush=True)
     tokens = {side: results[0]["tokens"] for side, results in runs.items()}
-    if len(set(tokens.values())) > 1:
+    if method != "opd" and len(set(tokens.values())) > 1:  # rollouts differ
         print(f"{case}: the sides train different tokens: {tokens}", file=sys.stderr)
     return runs
 
@@ -82,13 +105,15 @@ def run_case(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, l
 def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, float]:
     """One process with caches of its own. Raises SystemExit with the end of its output where it fails."""
     with tempfile.TemporaryDirectory(dir=scratch) as home:
-        spec = spec | {"folder": str(scratch), "result": f"{home}/result.json"}
+        spec = spec | {"result": f"{home}/result.json"}
         Path(home, "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads), "HF_HOME": home, "HF_DATASETS_CACHE": f"{home}/datasets",
-            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": str(ROOT), "TRL_EXPERIMENTAL_SILENCE": "1",
+            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT),
+            "TRL_EXPERIMENTAL_SILENCE": "1",
         }  # fmt: skip
+        if spec["device"] == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "benchmarks.worker", f"{home}/spec.json"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
@@ -96,31 +121,31 @@ def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, f
         return json.loads(Path(spec["result"]).read_text(encoding="utf-8"))
 
 
-def summary(runs: dict[str, list[dict[str, float]]], against: str) -> dict[str, float]:
-    """Medians with their spread, and ratios: speed is ours / theirs, memory too (below 1 is less)."""
-    found: dict[str, float] = {}
-    for side, name in (("ours", "ours"), (against, "theirs")):
-        rates = [run["rows_per_second"] for run in runs[side]]
-        found |= {f"{name}_rate": statistics.median(rates), f"{name}_low": min(rates), f"{name}_high": max(rates)}
-        for key in ("peak_gb", "added_gb"):
-            found[f"{name}_{key}"] = statistics.median(run[key] for run in runs[side])
-    found["speed"] = found["ours_rate"] / found["theirs_rate"]
-    for key in ("peak", "added"):
-        found[key] = found[f"ours_{key}_gb"] / found[f"theirs_{key}_gb"]
+def summary(runs: Runs) -> dict[str, dict[str, float]]:
+    """side -> medians of its runs, the spread of rows_per_second, and `busy`."""
+    found = {}
+    for side, results in runs.items():
+        medians = {key: statistics.median(run[key] for run in results) for key in results[0]}
+        rates = [run["rows_per_second"] for run in results]
+        useful = runs["ours"][0]["token_flops"] * medians["tokens_per_second"]
+        found[side] = medians | {"low": min(rates), "high": max(rates), "busy": useful / medians["machine_flops"]}
     return found
 
 
-def table(summaries: dict[str, dict[str, float]]) -> Iterator[tuple[str, ...]]:
+def table(summaries: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, ...]]:
     """The rows of the table, as text."""
     yield HEADER
     yield tuple("---" for _ in HEADER)
-    for case, s in summaries.items():
-        rates = [f"{s[f'{n}_rate']:.2f} ({s[f'{n}_low']:.2f}-{s[f'{n}_high']:.2f})" for n in ("ours", "theirs")]
-        memory = [f"{s['ours_peak_gb']:.2f}", f"{s['theirs_peak_gb']:.2f}", f"{s['peak']:.2f}x", f"{s['added']:.2f}x"]
-        yield (case, *rates, f"{s['speed']:.2f}x", *memory)
+    for case, sides in summaries.items():
+        for side, s in sides.items():
+            rate = f"{s['rows_per_second']:.2f} ({s['low']:.2f}-{s['high']:.2f})"
+            own = (rate, f"{s['tokens_per_second']:.0f}", f"{100 * s['busy']:.0f} %", f"{s['peak_gb']:.2f}")
+            keys = ("tokens_per_second", "peak_gb", "added_gb")
+            ratios = ("",) * 3 if side == "ours" else (f"{sides['ours'][key] / s[key]:.2f}x" for key in keys)
+            yield (case, side, *own, *ratios)
 
 
-def print_table(summaries: dict[str, dict[str, float]]) -> None:
+def print_table(summaries: dict[str, dict[str, dict[str, float]]]) -> None:
     """Markdown with aligned columns."""
     rows = list(table(summaries))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
@@ -131,8 +156,9 @@ def print_table(summaries: dict[str, dict[str, float]]) -> None:
 
 def report(given: argparse.Namespace, results: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:
     """What the JSON holds: settings, versions, medians, every run."""
-    setting = {name: getattr(given, name) for name in ("rows", "batch", "repeats", "threads", "against")}
-    packages = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", given.against)}
+    setting = {name: value for name, value in vars(given).items() if name not in ("data", "out")}
+    others = [] if given.against == "none" else [given.against]
+    packages = {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets", *others)}
     return {"setting": setting | {"cpus": os.cpu_count()}, "versions": packages, "summary": summaries, "runs": results}
 
 

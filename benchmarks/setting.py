@@ -1,8 +1,10 @@
-"""What both sides of a benchmark are given: rows of GSM8K, a tokenizer and a model of 44 million random weights.
+"""What both sides of a benchmark are given: rows of GSM8K, a tokenizer and a model of random weights.
 
+    SHAPES           the models: `small` (44 million weights) for CPU, Qwen3's sizes for GPUs
     read_rows        method -> rows of plain strings, evenly spaced over the file
     write_model      a byte-level BPE tokenizer trained on the rows' text, and config.json, in one folder
-    build_model      the folder -> random weights from a seed, float32
+    build_model      the folder -> random weights from a seed
+    ends             what ends a rollout of them
 """
 
 import json
@@ -10,21 +12,46 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-VOCABULARY = 32_768
+BPE_VOCABULARY = 32_768
+ENDS = 80
+"""One in so many tokens ends a rollout: random weights would hardly ever draw the one EOS."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "small": {
+        "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,
+    },
+    "qwen3-0.6b": {
+        "hidden_size": 1024, "num_hidden_layers": 28, "intermediate_size": 3072, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    },
+    "qwen3-1.7b": {
+        "hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    },
+}  # fmt: skip
 SPECIALS = ["<|endoftext|>", "<|pad|>"]
 PLAIN = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 """A chat template that adds nothing but the end: the same tokens as prompt and completion as strings."""
-FILES = {"sft": "train.jsonl", "kd": "train.jsonl", "dpo": "preference.jsonl", "kto": "unpaired.jsonl"}
+FILES = {"dpo": "preference.jsonl", "kto": "unpaired.jsonl"}
+"""The others read train.jsonl."""
 Row = dict[str, Any]
 
 
-def read_rows(data: Path, method: str, count: int) -> list[Row]:
+def read_rows(data: Path, method: str, count: int, shots: int = 0) -> list[Row]:
     """`count` rows in the columns that both sides read. data: GSM8K's folder, or a file of question and answer rows.
 
     A plain file has no preferences: another row's answer stands in for the rejected or undesirable one.
+    shots: so many solved examples stand before each prompt (long prompts, short answers).
     Raises SystemExit where there are too few rows.
     """
-    rows = list(_lines(data / FILES[method] if data.is_dir() else data))
+    rows = _plain_rows(data, method, count)
+    solved = [row["prompt"] + row["chosen" if method == "dpo" else "completion"] + "\n\n" for row in rows]
+    texts = ["".join(solved[(n + 1 + k) % len(rows)] for k in range(shots)) for n in range(len(rows))]
+    return [row | {"prompt": text + row["prompt"]} for row, text in zip(rows, texts, strict=True)]
+
+
+def _plain_rows(data: Path, method: str, count: int) -> list[Row]:
+    rows = list(_lines(data / FILES.get(method, "train.jsonl") if data.is_dir() else data))
     if len(rows) < count:
         raise SystemExit(f"error: {method}: {count} rows are wanted and {data} has {len(rows)}")
     rows = [rows[n * len(rows) // count] for n in range(count)]
@@ -51,8 +78,11 @@ def _lines(file: Path) -> Iterator[Row]:
         yield from map(json.loads, lines)
 
 
-def write_model(folder: Path, data: Path) -> None:
-    """Tokenizer and config.json of a Qwen3 with hidden 512, 8 layers and tied embeddings of 32768 rows (padded)."""
+def write_model(folder: Path, data: Path, shape: str = "small", vocabulary: int = BPE_VOCABULARY) -> None:
+    """Tokenizer and config.json of a Qwen3 with tied embeddings, in `folder`.
+
+    vocabulary: rows of the embedding; the tokenizer fills the first 32768 of them at most.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast, Qwen3Config
 
@@ -60,7 +90,7 @@ def write_model(folder: Path, data: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=SPECIALS, show_progress=False,
+        vocab_size=min(vocabulary, BPE_VOCABULARY), special_tokens=SPECIALS, show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     texts = (text for row in _lines(data / "train.jsonl" if data.is_dir() else data) for text in row.values())
@@ -69,16 +99,25 @@ def write_model(folder: Path, data: Path) -> None:
     tokenizer.chat_template = PLAIN
     tokenizer.save_pretrained(folder)
     Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=512, num_hidden_layers=8, intermediate_size=1536, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, max_position_embeddings=2048, tie_word_embeddings=True,
-        eos_token_id=0, pad_token_id=1, bos_token_id=None,
+        vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=0, pad_token_id=1, bos_token_id=None,
+        **SHAPES[shape],
     ).save_pretrained(folder)  # fmt: skip
 
 
-def build_model(folder: Path, seed: int) -> Any:
-    """The model with random weights, the same for every caller with this seed."""
+def build_model(spec: Row, seed: int) -> Any:
+    """The model with random weights from a seed. spec: folder, device, dtype, attention."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    config = AutoConfig.from_pretrained(spec["folder"])
+    with torch.device(spec["device"]):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, spec["dtype"]), attn_implementation=spec["attention"]
+        )
+    return model
+
+
+def ends(vocabulary: int) -> list[int]:
+    """What ends a rollout."""
+    return [0, *range(ENDS, vocabulary, ENDS)]

@@ -1,8 +1,6 @@
 """One training run of one side, in a process of its own so that its peak memory is its own.
 
     python -m benchmarks.worker SPEC.json       the spec of `benchmarks.run`; the result is written to spec["result"]
-
-Both sides: AdamW, float32, no activation checkpointing, no evaluation, no saving, the same batches in the same order.
 """
 
 import json
@@ -12,103 +10,107 @@ import time
 from pathlib import Path
 from typing import Any
 
-import datasets
 import psutil
+import torch
 from transformers import AutoTokenizer, TrainerCallback
 
+from . import flops
 from .setting import build_model
+from .sides import SIDES
 
 GB = 2**30
 
 
 class Clock(TrainerCallback):
-    """The time at the end of each optimizer step."""
+    """When the first and the last optimizer step ended, and the tokens that were trained between."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str) -> None:
+        self.device = device
         self.times: list[float] = []
+        self.tokens = 0
+        self.steps = 0
+
+    def watch(self, trainer: Any) -> None:
+        """Count the tokens of each micro-batch on its way to the loss."""
+        compute = trainer.compute_loss
+
+        def counting(model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+            if self.steps:
+                self.tokens += trained_tokens(inputs)
+            return compute(model, inputs, *args, **kwargs)
+
+        trainer.compute_loss = counting
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note it."""
-        self.times.append(time.perf_counter())
+        """Note the time; a device is waited for only where it counts."""
+        self.steps += 1
+        if self.steps == 1 or self.steps == state.max_steps:
+            flops.wait(self.device)
+            self.times.append(time.perf_counter())
+
+    @property
+    def seconds(self) -> float:
+        """From the end of the first step to the end of the last."""
+        return self.times[-1] - self.times[0]
 
 
-def common(spec: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that both sides take."""
-    return {
-        "output_dir": spec["folder"] + "/out", "per_device_train_batch_size": spec["batch"], "num_train_epochs": 1,
-        "optim": "adamw_torch", "learning_rate": 1e-6, "lr_scheduler_type": "constant", "max_length": 1024,
-        "train_sampling_strategy": "sequential", "logging_steps": 10**6, "save_strategy": "no", "eval_strategy": "no",
-        "report_to": "none", "use_cpu": True, "bf16": False, "disable_tqdm": True, "seed": 0,
-    }  # fmt: skip
-
-
-def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
-    """The trainer of hf_posttrain."""
-    import hf_posttrain
-
-    method = spec["method"]
-    options: dict[str, Any] = {"precompute_ref_log_probs": True} if spec["cached"] else {}
-    if method == "kd":  # what GKD at lmbda 0 minimises
-        options = {"kd_coef": 1.0, "divergence": "forward_kl"}
-        given["teacher_model"] = build_model(Path(spec["folder"]), seed=1)
-    config, trainer = (getattr(hf_posttrain, method.upper() + kind) for kind in ("Config", "Trainer"))
-    args = config(**common(spec), activation_checkpointing=False, **options)
-    return trainer(args=args, train_dataset=datasets.Dataset.from_list(rows), **given)
-
-
-def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
-    """TRL's trainer for it: its fused head is the default, its activation checkpointing is turned off."""
-    import trl
-    from trl.experimental import gkd
-
-    method = spec["method"]
-    options: dict[str, Any] = {"precompute_ref_log_probs": True} if spec["cached"] else {}
-    module: Any = trl
-    name = method.upper()
-    if method == "kd":
-        module, name = gkd, "GKD"
-        options = {"lmbda": 0.0, "beta": 0.0, "temperature": 1.0}
-        given["teacher_model"] = build_model(Path(spec["folder"]), seed=1)
-        roles = (("user", "prompt"), ("assistant", "completion"))
-        rows = [{"messages": [{"role": role, "content": row[column]} for role, column in roles]} for row in rows]
-    elif method in ("dpo", "kto") and not spec["cached"]:
-        given["ref_model"] = build_model(Path(spec["folder"]), seed=0)  # it would load the reference by name
-    args = getattr(module, f"{name}Config")(**common(spec), gradient_checkpointing=False, **options)
-    return getattr(module, f"{name}Trainer")(args=args, train_dataset=datasets.Dataset.from_list(rows), **given)
-
-
-SIDES = {"ours": ours, "trl": trl}
-
-
-def trained_tokens(trainer: Any) -> int:
-    """Tokens that the loss is over in one pass: the check that both sides do the same work."""
-    total = 0
-    for batch in trainer.get_train_dataloader():
-        if "completion_mask" in batch:
-            total += int(batch["completion_mask"].sum())
-        else:
-            total += int((batch["shift_labels" if "shift_labels" in batch else "labels"] != -100).sum())
-    return total
+def trained_tokens(batch: dict[str, Any]) -> int:
+    """Tokens that the loss of this batch is over."""
+    if "completion_mask" in batch:
+        return int(batch["completion_mask"].sum())
+    return int((batch["shift_labels" if "shift_labels" in batch else "labels"] != -100).sum())
 
 
 def measure(spec: dict[str, Any]) -> dict[str, float]:
-    """Rows per second after the first step, and memory in GB: the peak, and how much of it came after the model."""
+    """Rates after the first step, and memory in GB: the peak, and how much of it came after the model."""
     rows = [json.loads(line) for line in Path(spec["rows"]).read_text(encoding="utf-8").splitlines()]
-    folder, clock = Path(spec["folder"]), Clock()
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), build_model(folder, seed=0)
-    before = psutil.Process().memory_info().rss
+    device, clock = spec["device"], Clock(spec["device"])
+    tokenizer, model = AutoTokenizer.from_pretrained(spec["folder"]), build_model(spec, seed=0)
+    costs = flops.Costs.of(model.config, sum(weight.numel() for weight in model.parameters()), spec["lora"])
+    before = memory(device)
     trainer = SIDES[spec["side"]](spec, rows, model=model, processing_class=tokenizer, callbacks=[clock])
+    clock.watch(trainer)
     loss = trainer.train().training_loss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    seconds = clock.times[-1] - clock.times[0]
+    peak = peak_memory(device)
+    count = spec["batch"] * (clock.steps - 1)
+    useful = 0.0  # known from rows as ours prepares them
+    if spec["side"] == "ours":
+        useful = useful_flops(costs, spec, trainer.train_dataset, clock.tokens // count)
     return {
-        "rows_per_second": spec["batch"] * (len(clock.times) - 1) / seconds,
+        "rows_per_second": count / clock.seconds,
+        "tokens_per_second": clock.tokens / clock.seconds,
         "peak_gb": peak / GB,
         "added_gb": (peak - before) / GB,
         "loss": loss,
-        "tokens": trained_tokens(trainer),
-        "steps": len(clock.times),
+        "tokens": clock.tokens,
+        "steps": clock.steps,
+        "token_flops": useful / clock.tokens,
+        "machine_flops": flops.machine_rate(device, getattr(torch, spec["dtype"])),
     }
+
+
+def useful_flops(costs: flops.Costs, spec: dict[str, Any], rows: Any, rollout: int) -> float:
+    """Of all rows after the first step; a packed row is worth its examples."""
+    rows = rows.select(range(spec["batch"], len(rows)))
+    if spec["variant"] == "packed":
+        pairs = (pair for row in rows for pair in zip(row["prompt_ids"], row["completion_ids"], strict=True))
+        examples = [{"prompt_ids": prompt, "completion_ids": answer} for prompt, answer in pairs]
+    else:
+        examples = [row | {"completion": rollout} for row in rows]
+    cached = spec["variant"] == "cached"
+    return sum(flops.of_row(costs, spec["method"], example, cached) for example in examples)
+
+
+def memory(device: str) -> int:
+    """Bytes in use."""
+    return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
+
+
+def peak_memory(device: str) -> int:
+    """The most bytes that were in use: of the device, or of the process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
+from .decode import Sampler, can_decode, decode, left_padded
 from .scoring import causal_lm, eval_mode
 
 logger = logging.getLogger(__name__)
@@ -38,28 +40,46 @@ def generate(
     Prompts are sorted by length and generated batch_size at a time (None: all at once).
     """
     inner = causal_lm(model)
+    own = inner.config.get_text_config().vocab_size
+    sampler = Sampler(temperature, own if vocabulary is None else min(vocabulary, own))
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     size = batch_size or max(len(prompts), 1)
     completions: list[list[int]] = [[] for _ in prompts]
-    sampling = {"do_sample": False} if temperature is None else {
-        "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0
-    }  # fmt: skip
+    with torch.no_grad(), eval_mode(model):
+        for start in range(0, len(order), size):
+            chosen = order[start : start + size]
+            given = [prompts[i] for i in chosen]
+            if can_decode(inner):
+                found = decode(inner, given, max_new_tokens, terminal_ids, sampler)
+            else:
+                found = _by_transformers(inner, given, max_new_tokens, terminal_ids, sampler, pad_id)
+            for i, ids in zip(chosen, found, strict=True):
+                completions[i] = ids
+    return completions
+
+
+def _by_transformers(
+    model: Any,
+    prompts: list[Sequence[int]],
+    max_new_tokens: int,
+    terminal_ids: list[int],
+    sampler: Sampler,
+    pad_id: int,
+) -> list[list[int]]:
+    """The same by `transformers.generate`, for models whose state between steps is more than keys and values."""
+    sampling: dict[str, Any] = {"do_sample": False}
+    if sampler.temperature is not None:
+        sampling = {"do_sample": True, "temperature": sampler.temperature, "top_k": 0, "top_p": 1.0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, eos_token_id=terminal_ids, pad_token_id=pad_id, use_cache=True, **sampling
     )
-    own = inner.config.get_text_config().vocab_size
-    if vocabulary is not None and vocabulary < own:
-        config.suppress_tokens = list(range(vocabulary, own))
-    with torch.no_grad(), eval_mode(model), _only(inner, config):
-        for start in range(0, len(order), size):
-            chosen = order[start : start + size]
-            ids, mask = _left_padded([prompts[i] for i in chosen], pad_id, inner.device)
-            output = inner.generate(
-                input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False
-            )  # whole weights on each rank: none waits for another
-            for i, row in zip(chosen, output[:, ids.shape[1] :].tolist(), strict=True):
-                completions[i] = until_terminal(row, terminal_ids)
-    return completions
+    config.suppress_tokens = [*range(sampler.vocabulary, model.config.get_text_config().vocab_size)] or None
+    ids, mask = left_padded(prompts, pad_id, model.device)
+    with _only(model, config):
+        output = model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False
+        )  # whole weights on each rank: none waits for another
+    return [until_terminal(row, terminal_ids) for row in output[:, ids.shape[1] :].tolist()]
 
 
 def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
@@ -101,11 +121,3 @@ def _only(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def _left_padded(prompts: list[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """ids and mask, [prompts, longest]."""
-    longest = max(map(len, prompts))
-    ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

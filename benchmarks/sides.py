@@ -1,0 +1,84 @@
+"""The two sides of a benchmark: a trainer of hf_posttrain and TRL's best supported setting of the same method.
+
+Both: AdamW, no activation checkpointing, no evaluation, no saving, the same rows in the same order.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from .setting import build_model, ends
+
+NEW_TOKENS = 128
+"""Longest rollout of OPD."""
+
+
+def common(spec: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that both sides take."""
+    return {
+        "output_dir": str(Path(spec["folder"], "out")), "per_device_train_batch_size": spec["batch"],
+        "num_train_epochs": 1, "optim": "adamw_torch", "learning_rate": 1e-6, "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential", "logging_steps": 10**6, "save_strategy": "no", "eval_strategy": "no",
+        "report_to": "none", "use_cpu": spec["device"] == "cpu", "bf16": False, "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+
+
+def lora(spec: dict[str, Any]) -> dict[str, Any]:
+    """The adapter that both sides train, on request."""
+    import peft
+
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    return {"peft_config": config} if spec["lora"] else {}
+
+
+def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
+    """The trainer of hf_posttrain."""
+    import hf_posttrain
+
+    method = spec["method"]
+    options: dict[str, Any] = {"max_length": spec["max_length"]}
+    options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
+    options |= {"packing": True} if spec["variant"] == "packed" else {}
+    if method == "kd":  # what GKD at lmbda 0 minimises
+        options |= {"kd_coef": 1.0, "divergence": "forward_kl"}
+    if method == "opd":
+        options |= {"max_completion_length": NEW_TOKENS}
+    if method in ("kd", "opd"):
+        given["teacher_model"] = build_model(spec, seed=1)
+    config, trainer = (getattr(hf_posttrain, method.upper() + kind) for kind in ("Config", "Trainer"))
+    args = config(**common(spec), activation_checkpointing=False, **options)
+    built = trainer(args=args, train_dataset=datasets.Dataset.from_list(rows), **given, **lora(spec))
+    if method == "opd":
+        built.terminal_ids = ends(built.vocabulary)
+    return built
+
+
+def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
+    """TRL's trainer for it: its fused head is the default, its activation checkpointing is turned off."""
+    import trl
+    from trl.experimental import gkd
+
+    method, name = spec["method"], spec["method"].upper()
+    module: Any = trl
+    options: dict[str, Any] = {"max_length": spec["max_length"]}
+    options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
+    options |= {"packing": True} if spec["variant"] == "packed" else {}
+    if method in ("kd", "opd"):
+        given["teacher_model"] = build_model(spec, seed=1)
+    if method == "kd":
+        module, name = gkd, "GKD"
+        options |= {"lmbda": 0.0, "beta": 0.0, "temperature": 1.0}
+        roles = (("user", "prompt"), ("assistant", "completion"))
+        rows = [{"messages": [{"role": role, "content": row[column]} for role, column in roles]} for row in rows]
+    elif method == "opd":
+        given["model"].generation_config.eos_token_id = ends(given["model"].config.vocab_size)
+        name, options = "Distillation", {"max_completion_length": NEW_TOKENS, "beta": 1.0, "shuffle_dataset": False}
+    elif method in ("dpo", "kto") and spec["variant"] != "cached" and not spec["lora"]:
+        given["ref_model"] = build_model(spec, seed=0)  # it would load the reference by name
+    args = getattr(module, f"{name}Config")(**common(spec), gradient_checkpointing=False, **options)
+    trainer = getattr(module, f"{name}Trainer")
+    return trainer(args=args, train_dataset=datasets.Dataset.from_list(rows), **given, **lora(spec))
+
+
+SIDES = {"ours": ours, "trl": trl}

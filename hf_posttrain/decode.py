@@ -1,0 +1,85 @@
+"""Decoding a batch of prompts token by token: shared prompts are read once, finished rows leave the batch.
+
+`transformers.generate` computes a whole static batch until its last row ends; here a step costs the rows that go on.
+It is for plain decoder caches (`can_decode`); other models are left to `generate`.
+
+Legend: n rows that go on, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is chosen."""
+
+    temperature: float | None
+    """Draws from softmax(logits / temperature); None is greedy."""
+    vocabulary: int
+    """Ids from there on are never chosen."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[n, V] -> [n]."""
+        logits = logits[:, : self.vocabulary].float()
+        if self.temperature is None:
+            return logits.argmax(-1)
+        return torch.multinomial(torch.softmax(logits / self.temperature, dim=-1), 1).squeeze(-1)
+
+
+def can_decode(model: PreTrainedModel) -> bool:
+    """Does the model keep plain keys and values, and no more, between steps?"""
+    if getattr(type(model), "prepare_inputs_for_generation", None) is not GenerationMixin.prepare_inputs_for_generation:
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    terminal_ids: Sequence[int],
+    sampler: Sampler,
+) -> list[list[int]]:
+    """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens."""
+    unique = {tuple(prompt): None for prompt in prompts}
+    number = {prompt: n for n, prompt in enumerate(unique)}
+    ids, mask = left_padded(list(unique), 0, model.device)
+    cache = DynamicCache(config=model.config)
+    position = mask.cumsum(-1).sub(1).clamp(min=0)
+    given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **given).logits[:, -1]
+    rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=ids.device)
+    if len(unique) < len(prompts):
+        cache.batch_select_indices(rows)
+    logits, mask, position = logits[rows], mask[rows], position[rows, -1:]
+    terminal = torch.tensor(list(terminal_ids), device=ids.device)
+    alive = torch.arange(len(prompts), device=ids.device)
+    completions = torch.full((len(prompts), max_new_tokens), -1, device=ids.device)
+    for step in range(max_new_tokens):
+        token = sampler(logits)
+        completions[alive, step] = token
+        going = torch.isin(token, terminal, invert=True)
+        if not going.all():
+            kept = going.nonzero().squeeze(-1)
+            alive, token, mask, position = alive[kept], token[kept], mask[kept], position[kept]
+            cache.batch_select_indices(kept)
+        if len(alive) == 0 or step == max_new_tokens - 1:
+            break
+        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), position + 1
+        logits = model(input_ids=token[:, None], attention_mask=mask, position_ids=position, **given).logits[:, -1]
+    return [[token for token in row if token >= 0] for row in completions.tolist()]
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """ids and mask, [prompts, longest]."""
+    longest = max(map(len, prompts))
+    ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)

@@ -1,0 +1,75 @@
+"""Decoding: the completions of `transformers.generate`, for the cost of the rows that go on."""
+
+import pytest
+import torch
+from models_for_tests import CONFIGS, tiny_model
+
+from hf_posttrain import decode, rollout
+
+PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
+ENDS = list(range(0, 300, 7))
+"""So many that rows end at different steps."""
+
+
+def alone(model, prompt, count, ends):
+    """One prompt, no padding, no cache: obviously right."""
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
+        if ids[-1] in ends:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_completions_are_those_of_each_prompt_alone(name):
+    model = tiny_model(name)
+    assert decode.can_decode(model)
+    free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
+    ends = [free[0][2], free[2][6]]
+    found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=3)
+    assert found == [alone(model, prompt, 12, ends) for prompt in PROMPTS]
+    assert len({len(ids) for ids in found}) > 1  # some end early
+
+
+def test_models_with_another_state_are_left_to_transformers(monkeypatch):
+    model = tiny_model()
+    expected = rollout.generate(model, PROMPTS, 12, ENDS, 256)
+    monkeypatch.setattr(rollout, "can_decode", lambda model: False)
+    monkeypatch.setattr(rollout, "decode", None)
+    assert rollout.generate(model, PROMPTS, 12, ENDS, 256) == expected
+
+
+def test_can_decode_knows_plain_caches():
+    from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30}
+    for config in (MambaConfig(**small), Qwen3NextConfig(**small, num_attention_heads=2, num_key_value_heads=1)):
+        with torch.device("meta"):
+            assert not decode.can_decode(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_step_costs_the_rows_that_go_on_and_a_shared_prompt_is_read_once(monkeypatch):
+    model, sizes = tiny_model(), []
+    real = model.forward
+
+    def watched(input_ids, **kwargs):
+        sizes.append(tuple(input_ids.shape))
+        return real(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(model, "forward", watched)
+    torch.manual_seed(3)
+    found = rollout.generate(model, [[1, 2, 3]] * 4 + [[5, 6]] * 2, 10, ENDS, 256, temperature=1.0)
+    lengths = [len(ids) for ids in found]
+    assert sizes[0] == (2, 3)  # two prompts, once each
+    going = [sum(length > step for length in lengths) for step in range(1, 10)]
+    assert sizes[1:] == [(count, 1) for count in going if count]
+    assert len(set(lengths)) > 2
+
+
+def test_ids_beyond_the_shared_vocabulary_are_never_drawn():
+    model = tiny_model()
+    drawn = rollout.generate(model, [[1, 2]] * 200, 3, [], 256, temperature=5.0, vocabulary=40)
+    assert {len(ids) for ids in drawn} == {3}
+    assert max(max(ids) for ids in drawn) == 39
