@@ -171,6 +171,20 @@ def _document_ids(rows: list[list[Document]], shape: torch.Size) -> dict[str, Te
     return {"document": document, "branch": branch}
 
 
+def balanced(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Numbers of the items in each group, in order: group g has sizes[g] of them, all groups cost about the same.
+
+    The dearest item first, each into the cheapest group that has room; sum(sizes) is the number of items.
+    """
+    groups: list[list[int]] = [[] for _ in sizes]
+    sums = [0] * len(sizes)
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        chosen = min((g for g in range(len(sizes)) if len(groups[g]) < sizes[g]), key=lambda g: sums[g])
+        groups[chosen].append(item)
+        sums[chosen] += costs[item]
+    return [sorted(group) for group in groups]
+
+
 def per_branch(values: Tensor, owner: Tensor, examples: int, branches: int) -> Tensor:
     """Sum the values [N] of each branch: -> [B, K]."""
     sums = values.new_zeros(examples * branches).index_add(0, owner, values)

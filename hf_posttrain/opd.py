@@ -82,6 +82,10 @@ class OPDConfig(PostTrainConfig):
                 raise InputError(f"{name}={getattr(self, name)} must be positive")
 
 
+ROWS = ("index", "row_weights")
+"""What a batch of prompts says of its rows."""
+
+
 @dataclass(frozen=True)
 class Prompts:
     """Rows on their way to the rollouts; opaque to what moves batches to a device."""
@@ -151,22 +155,30 @@ class OPDTrainer(PostTrainer):
         ]  # fmt: skip
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
-        parts = iter(zip(examples, own, strict=True))
-        return [self._collated(batch, list(islice(parts, len(batch["prompts"].rows)))) for batch in batches]
+        return self._collated(batches, examples, own)
 
     def _sample(self, prompts: list[list[int]]) -> list[list[int]]:
         args = self.args
         options = {"temperature": args.temperature, "batch_size": args.generation_batch_size}
         return self.generate(prompts, args.max_completion_length, vocabulary=self.vocabulary, **options)
 
-    def _collated(self, batch: dict, parts: list[tuple[Example, bool]]) -> dict:
-        """A micro-batch on the device. Of each branch: `last_id`, and whether it was `sampled`."""
-        branches = [(branch.ids[-1], on_policy) for example, on_policy in parts for branch in example.branches]
-        made = layouts.collate([example for example, _ in parts], batch["prompts"].layout)
-        made |= {name: batch[name] for name in ("index", "row_weights") if name in batch}
-        made["last_id"] = torch.tensor([last for last, _ in branches])
-        made["sampled"] = torch.tensor([on_policy for _, on_policy in branches])
-        return self._prepare_inputs(made)
+    def _collated(self, batches: list[dict], examples: list[Example], own: list[bool]) -> list[dict]:
+        """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other.
+
+        Of each branch: `last_id`, and whether it was `sampled`.
+        """
+        tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
+        groups = layouts.balanced(tokens, [len(batch["prompts"].rows) for batch in batches])
+        rows = {name: torch.cat([batch[name] for batch in batches]) for name in ROWS if name in batches[0]}
+        made = []
+        for group in groups:
+            batch = layouts.collate([examples[row] for row in group], batches[0]["prompts"].layout)
+            branches = [(branch.ids[-1], own[row]) for row in group for branch in examples[row].branches]
+            batch["last_id"] = torch.tensor([last for last, _ in branches])
+            batch["sampled"] = torch.tensor([on_policy for _, on_policy in branches])
+            batch |= {name: values[group] for name, values in rows.items()}
+            made.append(self._prepare_inputs(batch))
+        return made
 
     # ---- losses
 

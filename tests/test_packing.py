@@ -9,6 +9,7 @@ from models_for_tests import tiny_model
 from training_for_tests import assert_same_step, one_step, token_rows, trainer_for
 
 from hf_posttrain import data
+from hf_posttrain.batch import balanced
 from hf_posttrain.data.packing import best_fit
 from hf_posttrain.errors import InputError
 from hf_posttrain.sft import collate_supervised
@@ -85,3 +86,13 @@ def test_streams_are_not_packed(tmp_path):
     assert isinstance(stream, datasets.IterableDataset)
     with pytest.raises(InputError, match="packing needs a data set of known length"):
         trainer_for("sft", tiny_model(), stream, tmp_path, packing=True, max_length=40)
+
+
+def test_micro_batches_are_balanced_by_tokens():
+    costs = [100, 1, 2, 90, 50, 3, 60]
+    groups = balanced(costs, [2, 2, 2, 1])
+    assert sorted(item for group in groups for item in group) == list(range(7))
+    assert [len(group) for group in groups] == [2, 2, 2, 1]
+    assert sorted(sum(costs[item] for item in group) for group in groups) == [50, 63, 92, 101]
+    assert all(group == sorted(group) for group in groups)
+    assert balanced([5, 9, 7], [3]) == [[0, 1, 2]]
