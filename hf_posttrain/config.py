@@ -11,6 +11,7 @@ from transformers import TrainingArguments
 from . import sequence
 from .batch import LAYOUTS
 from .errors import InputError
+from .keys import advice
 from .launch import check_engine
 
 logger = logging.getLogger(__name__)
@@ -23,44 +24,6 @@ _REFUSED = {
     "restore_callback_states_from_checkpoint": (False, "our callbacks restore themselves"),
     "batch_eval_metrics": (False, "metrics are exact sums over the whole set; leave it off"),
 }
-_TRL_ADVICE = {
-    "padding_free": "use layout: packed (or auto)",
-    "pad_to_multiple_of": "rows are packed, there is nothing to pad to",
-    "truncation_mode": "the prompt is trimmed from its left first, then the completion from its right",
-    "model_init_kwargs": "use the model section (dtype, attn_implementation, ...) or pass a loaded model",
-    "teacher_model_init_kwargs": "use the teacher section or pass a loaded teacher_model",
-    "teacher_model_name_or_path": "use the teacher section or pass teacher_model",
-    "chat_template_path": "use model.chat_template",
-    "eos_token": "the turn end of the chat template is found and trained",
-    "pad_token": "padding never touches the loss; set it in the tokenizer if you must",
-    "dataset_kwargs": "use the data section",
-    "shuffle_dataset": "every epoch is shuffled; train_sampling_strategy: sequential turns that off",
-    "max_prompt_length": "use max_length: the prompt is trimmed first, the completion kept",
-    "ld_alpha": "it is not supported",
-    "f_divergence_type": "only reverse KL is supported",
-    "f_alpha_divergence_coef": "only reverse KL is supported",
-    "use_weighting": "it is not supported",
-    "discopop_tau": "it is not supported",
-    "sync_ref_model": "the reference never moves",
-    "activation_offloading": "use activation_checkpointing_kwargs: {offload: true}",
-    "max_new_tokens": "use max_completion_length",
-    "seq_kd": "train on the teacher's answers as completions",
-    "top_k": "rollouts come from the distribution that is scored: top_k is 0",
-    "top_p": "rollouts come from the distribution that is scored: top_p is 1",
-    "min_p": "rollouts come from the distribution that is scored: min_p is off",
-    "repetition_penalty": "rollouts come from the distribution that is scored: no penalties",
-    "use_vllm": "vLLM rollouts are not there yet",
-    "eval_packing": "evaluation is exact with any batch; leave it out",
-    "packing_strategy": "packing is best-fit decreasing",
-    "rpo_alpha": "use nll_coef",
-    "loss_type": "kd calls it divergence; sft has one loss",
-    "divergence": "opd calls it loss_type",
-}
-
-
-def trl_advice(name: str) -> str | None:
-    """What to do instead of a TRL config field that we lack, or None where it is no such field."""
-    return _TRL_ADVICE.get(name)
 
 
 @dataclass
@@ -117,8 +80,8 @@ class PostTrainConfig(TrainingArguments):
         """Names that TRL's configs have and this one lacks raise with what to use instead."""
         names = {f.name for f in dataclasses.fields(cls)}
         for name in kwargs:
-            if name not in names and (advice := trl_advice(name)):
-                raise InputError(f"{cls.__name__} has no {name}: {advice}")
+            if name not in names and (instead := advice(name)):
+                raise InputError(f"{cls.__name__} has no {name}: {instead}")
         return super().__new__(cls)
 
     def __post_init__(self):

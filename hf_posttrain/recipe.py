@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from .errors import InputError
+from .keys import advice, train_fields
 from .strict import build, nearest_path, typed
 from .yaml_tree import place_of, read_tree, write_tree
 
@@ -32,25 +33,6 @@ _LORA_LIMITS = {  # name: (type, allowed, what is wrong otherwise); other names 
     "alpha": (int, lambda alpha: alpha > 0, "must be at least 1"),
     "dropout": (float, lambda p: 0 <= p < 1, "must be at least 0 and below 1"),
     "target_modules": (str | list[str], bool, "must not be empty"),
-}
-_GONE = {  # names of other versions and libraries, and what to say instead
-    "evaluation_strategy": "use eval_strategy",
-    "warmup_ratio": "use warmup_steps, where a value below 1 is a ratio of all steps",
-    "group_by_length": "use train_sampling_strategy: group_by_length",
-    "save_safetensors": "files are always safetensors",
-    "no_cuda": "use use_cpu",
-    "use_mps_device": "MPS is used where it is found",
-    "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
-    "overwrite_output_dir": "an existing output_dir is used as it is",
-    "per_gpu_train_batch_size": "use per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "use per_device_eval_batch_size",
-    "include_tokens_per_second": "use include_num_input_tokens_seen",
-    "include_inputs_for_metrics": "use include_for_metrics",
-    "tokenizer": "the tokenizer comes from model.name_or_path",
-    "max_seq_length": "use max_length",
-    "lr": "use learning_rate",
-    "epochs": "use num_train_epochs",
-    "batch_size": "use per_device_train_batch_size",
 }
 
 
@@ -158,15 +140,21 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return recipe
 
 
+def check_train(recipe: Recipe) -> None:
+    """Names and types of the train section, as far as they are known without importing transformers.
+
+    Raises InputError as `train_config` does.
+    """
+    build(train_fields(recipe.method), recipe.train, "train", recipe.where, advice)
+
+
 def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
     """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float).
 
     Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a
     package that an option needs and that is not installed.
     """
-    from .config import trl_advice  # here, since it brings torch
-
-    values = build(config_class, recipe.train, "train", recipe.where, lambda name: _GONE.get(name) or trl_advice(name))
+    values = build(config_class, recipe.train, "train", recipe.where, advice)
     try:
         return config_class(**values)
     except (ValueError, ImportError) as error:  # a contradiction, or a package that an option needs

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import InputError
-from .recipe import Recipe, load_recipe, train_config
+from .recipe import Recipe, check_train, load_recipe, train_config
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
@@ -77,6 +77,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(recipe: Recipe) -> dict[str, float]:
     """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded."""
+    check_train(recipe)
     module, config_name, trainer_name = METHODS[recipe.method]
     method = importlib.import_module(module)
     config = train_config(recipe, getattr(method, config_name))

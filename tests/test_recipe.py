@@ -1,6 +1,7 @@
 """Recipes: what is read, what is refused, and that a message says where, what, and what to do."""
 
 import dataclasses
+import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Literal
 import pytest
 
 from hf_posttrain.errors import InputError
+from hf_posttrain.keys import train_fields
 from hf_posttrain.recipe import Recipe, load_recipe, train_config
 from hf_posttrain.run import METHODS
 
@@ -299,3 +301,30 @@ def test_reading_a_recipe_imports_no_torch(recipe, tmp_path):
     environment = {"PYTHONPATH": str(REPOSITORY), "PATH": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_keys_read_from_source_are_the_fields_of_the_config(method):
+    module, config, _ = METHODS[method]
+    fields = {f.name for f in dataclasses.fields(getattr(importlib.import_module(module), config)) if f.init}
+    assert {f.name for f in dataclasses.fields(train_fields(method))} == fields
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [("{betta: 1}", "unknown key train.betta; did you mean 'beta'?"),
+     ("{beta: much}", "train.beta must be a number or null, not 'much'"),
+     ("{max_steps: 1.5}", "train.max_steps must be a whole number, not 1.5"),
+     ("{warmup_ratio: 0.1}", "train.warmup_ratio does not exist: use warmup_steps")],
+)  # fmt: skip
+def test_a_wrong_key_or_type_is_said_before_torch_is_imported(train, message, tmp_path):
+    recipe = tmp_path / "dpo.yaml"
+    recipe.write_text(f"method: dpo\nmodel: {{name_or_path: m}}\ndata: {{train: {{path: d}}}}\ntrain: {train}\n")
+    code = (
+        "import sys; from hf_posttrain.run import main; ended = main([sys.argv[1]]); "
+        "sys.exit(3 if {'torch', 'transformers'} & {*sys.modules} else ended)"
+    )
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code, recipe], capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: {recipe}:4: {message}")
