@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -161,6 +163,7 @@ class Preemption(TrainerCallback):
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator
         self.asked = self.happened = False
+        self.group: Any = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -177,12 +180,20 @@ class Preemption(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop together: the ranks hear of it at different moments. Time is short, so nothing is evaluated."""
-        if self.asked:
-            self.accelerator.set_trigger()
-        if self.accelerator.check_trigger():
+        if self._any_asked():
             self.happened = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
             logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
+
+    def _any_asked(self) -> bool:
+        """Was any rank asked to stop? A word between hosts: no device is waited for."""
+        if self.accelerator.num_processes == 1:
+            return self.asked
+        if self.group is None:
+            self.group = dist.new_group(backend="gloo")
+        asked = torch.tensor(float(self.asked))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        return asked.item() > 0
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The best model is not loaded now, and the checkpoint not deleted in its favour; on disk it is still known."""

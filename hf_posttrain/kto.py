@@ -162,7 +162,7 @@ class KTOTrainer(PostTrainer):
         log_ratio = (logps - ref)[:, 0]
         values, weights = self.row_losses(log_ratio, label, batch["shift"]), self.weights(batch)
         if logps.requires_grad:
-            self.delta.add(self.args.beta * log_ratio[weights > 0])
+            self.delta.add(self.args.beta * log_ratio, weights)
         else:
             evaluated = torch.stack([log_ratio, label.to(log_ratio), batch["kl"]], dim=1)
             self.evaluated.append(evaluated[weights > 0].cpu())

@@ -73,10 +73,10 @@ class RunningMean(TrainerCallback, ExportableState):
         """The mean so far, a scalar; 0 before the first window."""
         return self.total[0] / self.total[1].clamp(min=1)
 
-    def add(self, rewards: Tensor) -> None:
-        """Remember the rewards of a micro-batch for the next window."""
-        rewards = rewards.detach()
-        self.pending.append(torch.stack([rewards.sum(), rewards.new_tensor(len(rewards))]))
+    def add(self, rewards: Tensor, weights: Tensor) -> None:
+        """Remember the rewards of a micro-batch for the next window, [B] each; weight 0 leaves a row out."""
+        counted = torch.where(weights == 0, 0.0, rewards.detach() * weights)
+        self.pending.append(torch.stack([counted.sum(), weights.sum()]))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take in what the window added, over all ranks."""
