@@ -47,8 +47,9 @@ class DPOConfig(PostTrainConfig):
     """SimPO's target margin."""
     nll_coef: float = 0.0
     """Adds this much of the chosen answer's NLL per token: against falling chosen log-probabilities."""
-    precompute_ref_log_probs: bool = False
-    """Score the data with the reference once, before training, into a cache on disk; no second model while training."""
+    precompute_ref_log_probs: bool | None = None
+    """Score the data with the reference once, before training, into a cache on disk. True: and keep no second model
+    while training; None: where more than one pass over the data is planned."""
     precompute_ref_batch_size: int | None = None
     """Batch size of that; None: per_device_eval_batch_size."""
 

@@ -45,8 +45,9 @@ class KTOConfig(PostTrainConfig):
     """Weight of desirable rows; auto: as many as needed for both classes to weigh the same, never below 1."""
     undesirable_weight: float | str = 1.0
     """Weight of undesirable rows; auto as above."""
-    precompute_ref_log_probs: bool = False
-    """Score the data with the reference once, before training, into a cache on disk; no second model while training."""
+    precompute_ref_log_probs: bool | None = None
+    """Score the data with the reference once, before training, into a cache on disk. True: and keep no second model
+    while training; None: where more than one pass over the data is planned."""
     precompute_ref_batch_size: int | None = None
     """Batch size of that; None: per_device_eval_batch_size."""
 

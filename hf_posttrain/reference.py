@@ -24,7 +24,8 @@ class Reference:
 
     Under an adapter it costs no second model: a new adapter is switched off; one that was continued is kept as a
     frozen copy beside it. Otherwise it is a copy of the policy in memory, never a reload by name. With
-    precompute_ref_log_probs the trainer's data sets are scored now, and no reference is kept.
+    precompute_ref_log_probs the trainer's data sets are scored now, and no reference is kept; left to itself (None), it
+    scores them now if that is cheaper, and keeps the reference for rows that come later.
     """
 
     def __init__(self, trainer: Any, ref_model: nn.Module | str | None):
@@ -32,22 +33,27 @@ class Reference:
         self.frozen = None if ref_model is None else Frozen(_loaded(ref_model, trainer), trainer.accelerator)
         self.adapter: str | None = None
         self.starts_equal, self.checked = ref_model is None, False
-        adapted, precompute = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs
+        adapted, asked = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs
+        precompute = _is_cheaper(trainer) if asked is None else asked
         if self.frozen is None and adapted and not trainer.new_adapter:
             self.adapter = self.policy.active_adapter
             _copy_adapter(self.policy, self.adapter)
-        unready = engine.changes_weights(trainer.accelerator)
-        if self.frozen is None and (unready if precompute else not adapted):
+        by_adapter = adapted and ref_model is None
+        self.online = not asked or by_adapter
+        unready = precompute and engine.changes_weights(trainer.accelerator)
+        if self.frozen is None and (unready or not (asked or by_adapter)):
             self.frozen = Frozen(engine.copied(self.policy, trainer.accelerator), trainer.accelerator)
-        self.online = not precompute or (adapted and ref_model is None)
         if self.frozen is not None:
             trainer.score_beside(self.frozen)
         if precompute:
             trainer.check_scoring(self.policy)
             trainer.train_dataset = self.precompute(trainer.train_dataset, "train")
             trainer.eval_dataset = self.precompute(trainer.eval_dataset, "eval")
-            self.frozen = None
-            trainer.score_beside(None)
+            if asked or by_adapter:
+                self.frozen = None
+                trainer.score_beside(None)
+            elif self.frozen is not None:
+                self.frozen.release()
 
     def logps(self, policy: nn.Module, batch: dict[str, Any], part: dict[str, Any], branches: int) -> Tensor:
         """Summed log-probabilities of each branch of `part` under the reference, [B, K], or those cached in `batch`.
@@ -119,6 +125,18 @@ class Reference:
                 "before the first step the policy differs from its reference by %.2g in log-probability per token: is "
                 "dropout on, or does the adapter's initialisation change the base?", gap,
             )  # fmt: skip
+
+
+def _is_cheaper(trainer: Any) -> bool:
+    """Are the training rows planned to be seen more than once?"""
+    args, rows = trainer.args, trainer.train_dataset
+    if not isinstance(rows, datasets.Dataset):
+        return False
+    step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    passes = args.max_steps * step / len(rows) if args.max_steps > 0 else args.num_train_epochs
+    if passes > 1:
+        logger.info("reference: the data is scored once beforehand, since %.3g passes over it are planned", passes)
+    return passes > 1
 
 
 def _loaded(ref_model: nn.Module | str, trainer: Any) -> nn.Module:

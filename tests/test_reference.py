@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from models_for_tests import tiny_model
-from training_for_tests import token_rows, trainer_for
+from training_for_tests import LORA, token_rows, trainer_for
 
 import hf_posttrain
 from hf_posttrain import frozen
@@ -137,6 +137,30 @@ def test_pain_17_second_run_takes_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(type(first.reference), "_score_rows", lambda *args: pytest.fail("scored again"))
     second = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True)
     assert first.train_dataset["ref_logps"][:] == second.train_dataset["ref_logps"][:]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("planned", "cached"),
+    [({"max_steps": 2}, False), ({"max_steps": 3}, True), ({"max_steps": -1, "num_train_epochs": 1}, False),
+     ({"max_steps": -1, "num_train_epochs": 2}, True)],
+)  # fmt: skip
+def test_left_to_itself_the_reference_scores_once_what_is_seen_twice(planned, cached, lora, tmp_path, caplog):
+    rows = token_rows("dpo")  # 8, two steps a pass
+    given = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+    with caplog.at_level(logging.INFO):
+        trainer = trainer_for(
+            "dpo", tiny_model(), rows, tmp_path, eval_rows=rows.select(range(5)), learning_rate=1e-2,
+            precompute_ref_log_probs=None, **planned, **given,
+        )  # fmt: skip
+    for part in (trainer.train_dataset, trainer.eval_dataset):
+        assert ("ref_logps" in part.column_names) == cached
+    assert ("scored once beforehand" in caplog.text) == cached
+    trainer.train()
+    online = trainer.prepare(token_rows("dpo").select(range(5)), trainer.tokenizer, trainer.args, "other")
+    later = trainer.evaluate(online)  # rows that come later are scored by the reference that was kept
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(later["eval_loss"], rel=1e-5)
+    assert later["eval_rewards/margins"] > 0.01
 
 
 def test_pain_22_chosen_change_is_logged_and_nll_lifts_it(tmp_path):

@@ -24,6 +24,14 @@ COLUMNS = {
 }
 
 
+OF_METHOD = {
+    "opd": {"max_completion_length": 6},
+    "dpo": {"precompute_ref_log_probs": False},
+    "kto": {"precompute_ref_log_probs": False},
+}
+"""Options that tests have unless they say otherwise."""
+
+
 def quick(*names, among):
     """All of them as parameters, those that are not named marked slow."""
     return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
@@ -56,7 +64,7 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
         "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True, "activation_checkpointing": False, "lr_scheduler_type": "constant",
         "train_sampling_strategy": "sequential",
-    } | ({"max_completion_length": 6} if method == "opd" else {}) | config  # fmt: skip
+    } | OF_METHOD.get(method, {}) | config  # fmt: skip
     kwargs = {} if second is None else {"teacher_model" if method in ("kd", "opd") else "ref_model": second}
     return getattr(hf_posttrain, f"{name}Trainer")(
         model, getattr(hf_posttrain, f"{name}Config")(**config), rows, eval_rows, byte_tokenizer(),
