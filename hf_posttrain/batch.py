@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,18 +46,18 @@ class Example:
 
 @dataclass
 class Document:
-    """One attention document: parallel lists over its tokens."""
+    """One attention document: parallel arrays over its tokens."""
 
-    ids: list[int]
-    positions: list[int]
-    branch: list[int]
+    ids: np.ndarray
+    positions: np.ndarray
+    branch: np.ndarray
     """0 for what every token of the document may see, k >= 1 for branch k."""
-    targets: list[int]
+    targets: np.ndarray
     """The token that a position predicts where that is trained, else IGNORE."""
-    owners: list[int]
-    """For each scored position, in order: the number of its branch, counted over all examples."""
-    weights: list[int]
+    weights: np.ndarray
     """How many branches share the token (the router's auxiliary loss counts it so often)."""
+    owners: np.ndarray
+    """For each scored position, in order: the number of its branch, counted over all examples."""
 
 
 def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[str, Tensor]:
@@ -88,11 +89,13 @@ def _shared(examples: Sequence[Example]) -> list[Document]:
     """One document an example: its prompt once, then its branches."""
     documents, owner = [], count()
     for example in examples:
-        prefix, start, branches = list(example.prompt[:-1]), len(example.prompt) - 1, len(example.branches)
-        document = Document(prefix, list(range(start)), [0] * start, [IGNORE] * start, [], [branches] * start)
+        prompt, start = np.asarray(example.prompt), len(example.prompt) - 1
+        several = len(example.branches) > 1
+        parts = [_prefix(prompt[:-1], len(example.branches))]
         for k, branch in enumerate(example.branches):
-            _append(document, example.prompt[-1], branch, start, k + 1 if branches > 1 else 0, next(owner))
-        documents.append(document)
+            parts.append(_continued(prompt[-1:], branch, start, k + 1 if several else 0, next(owner)))
+        columns = zip(*(vars(part).values() for part in parts), strict=True)
+        documents.append(Document(*map(np.concatenate, columns)))
     return documents
 
 
@@ -101,18 +104,24 @@ def _separate(examples: Sequence[Example]) -> list[Document]:
     return _shared([Example(example.prompt, [branch]) for example in examples for branch in example.branches])
 
 
-def _append(document: Document, last_prompt_id: int, branch: Branch, start: int, number: int, owner: int) -> None:
-    """Add [last prompt token, branch without its last token] with the branch as targets, up to the last trained one."""
-    size, targets = len(branch.ids), list(branch.ids)
-    if branch.mask is not None and not all(branch.mask):
-        size -= next((i for i, trained in enumerate(reversed(branch.mask)) if trained), size)
-        targets = [token if trained else IGNORE for token, trained in zip(targets[:size], branch.mask, strict=False)]
-    document.ids += [last_prompt_id, *branch.ids[: size - 1]][:size]
-    document.positions += range(start, start + size)
-    document.branch += [number] * size
-    document.targets += targets
-    document.owners += [owner] * (size - targets.count(IGNORE))
-    document.weights += [1] * size
+def _prefix(ids: np.ndarray, branches: int) -> Document:
+    """The prompt but its last token, which no branch trains."""
+    size, none = len(ids), np.empty(0, dtype=np.int64)
+    everyone, untrained = np.zeros(size, dtype=np.int64), np.full(size, IGNORE)
+    return Document(ids, np.arange(size), everyone, untrained, np.full(size, branches), none)
+
+
+def _continued(last_prompt_id: np.ndarray, branch: Branch, start: int, number: int, owner: int) -> Document:
+    """[last prompt token, branch without its last token] with the branch as targets, up to the last trained one."""
+    ids = targets = np.asarray(branch.ids)
+    if branch.mask is not None:
+        targets = np.where(np.asarray(branch.mask, dtype=bool), ids, IGNORE)
+    trained = np.flatnonzero(targets != IGNORE)
+    size = int(trained[-1]) + 1 if len(trained) else 0
+    shown = np.concatenate([last_prompt_id, ids[: max(size - 1, 0)]])[:size]
+    ones = np.ones(size, dtype=np.int64)
+    owners = np.full(len(trained), owner)
+    return Document(shown, np.arange(start, start + size), number * ones, targets[:size], ones, owners)
 
 
 def _first_fit_decreasing(documents: list[Document]) -> list[list[Document]]:
@@ -133,42 +142,41 @@ def _first_fit_decreasing(documents: list[Document]) -> list[list[Document]]:
 
 def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
     """What every layout ships. Padding goes on counting positions, so that a lone document shows no seam."""
-    length = max(sum(len(d.ids) for d in row) for row in rows)
-    columns: dict[str, list[list[int]]] = {name: [] for name in ("ids", "positions", "targets", "weights")}
-    for row in rows:
-        for name, lines in columns.items():
-            lines.append([value for document in row for value in getattr(document, name)])
-        last = columns["positions"][-1][-1] if columns["positions"][-1] else -1
-        missing = length - len(columns["ids"][-1])
-        columns["ids"][-1] += [pad_id] * missing
-        columns["positions"][-1] += range(last + 1, last + 1 + missing)
-        columns["targets"][-1] += [IGNORE] * missing
-        columns["weights"][-1] += [0] * missing
-    shift_labels = torch.tensor(columns["targets"])
+    shape = len(rows), max(sum(len(d.ids) for d in row) for row in rows)
+    fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0}
+    columns = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}
+    for r, row in enumerate(rows):
+        for name, table in columns.items():
+            values = np.concatenate([getattr(document, name) for document in row])
+            table[r, : len(values)] = values
+        end = len(values)
+        last = columns["positions"][r, end - 1] if end else -1
+        columns["positions"][r, end:] = np.arange(last + 1, last + 1 + shape[1] - end)
+    shift_labels = torch.from_numpy(columns["targets"])
     return {
-        "input_ids": torch.tensor(columns["ids"]),
-        "position_ids": torch.tensor(columns["positions"]),
+        "input_ids": torch.from_numpy(columns["ids"]),
+        "position_ids": torch.from_numpy(columns["positions"]),
         "shift_labels": shift_labels,
-        "router_weights": torch.tensor(columns["weights"]),
+        "router_weights": torch.from_numpy(columns["weights"]),
         "scored": (shift_labels.flatten() != IGNORE).nonzero().squeeze(-1),
-        "owner": torch.tensor([owner for row in rows for document in row for owner in document.owners]).long(),
+        "owner": torch.from_numpy(np.concatenate([document.owners for row in rows for document in row])),
     }
 
 
 def _needs_mask(rows: list[list[Document]]) -> bool:
     """Plain causal attention is enough where each row is a single document without branches."""
-    return any(len(row) > 1 or any(row[0].branch) for row in rows)
+    return any(len(row) > 1 or row[0].branch.any() for row in rows)
 
 
 def _document_ids(rows: list[list[Document]], shape: torch.Size) -> dict[str, Tensor]:
     """document [R, L], -1 on padding, and branch [R, L]."""
-    document, branch = torch.full(shape, -1), torch.zeros(shape, dtype=torch.long)
+    document, branch = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
     for r, row in enumerate(rows):
         ends = [0, *accumulate(len(d.ids) for d in row)]
         for number, d in enumerate(row):
             document[r, ends[number] : ends[number + 1]] = number
-            branch[r, ends[number] : ends[number + 1]] = torch.tensor(d.branch)
-    return {"document": document, "branch": branch}
+            branch[r, ends[number] : ends[number + 1]] = d.branch
+    return {"document": torch.from_numpy(document), "branch": torch.from_numpy(branch)}
 
 
 def balanced(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
