@@ -44,7 +44,8 @@ save_and_requeue() {
 }
 trap save_and_requeue USR1
 
+# --cpus-per-task: srun does not take it over from sbatch, and would bind all processes to one core
 # --wait: five minutes after one machine has ended, the others end too, instead of waiting for it for ever
-srun --wait=300 "${launcher[@]}" -m hf_posttrain.run "$recipe" train.resume_from_checkpoint=auto "${@:2}" &
+srun --wait=300 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" "${launcher[@]}" -m hf_posttrain.run "$recipe" train.resume_from_checkpoint=auto "${@:2}" &
 step=$!
 wait "$step"

@@ -74,8 +74,8 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
 
 def launched(trainer: Any) -> dict[str, Any]:
     """What must be the same again for a resumed run to go on as if nothing had happened."""
-    args, accelerator = trainer.args, trainer.accelerator
-    rows = trainer._train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    accelerator = trainer.accelerator
+    rows = trainer.get_total_train_batch_size(trainer.args)
     name = engine.name(accelerator)
     if name == "fsdp2":
         name += f" with {accelerator.state.fsdp_plugin.state_dict_type.name}"
@@ -124,6 +124,11 @@ def lacking(folder: Path, weights_only: bool) -> list[str]:
 
 def check_launch(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
     """Raises InputError where this run would not go on as the one that wrote the checkpoint."""
+    if engine.changes_weights(trainer.accelerator) and (absent := lacking(Path(checkpoint), weights_only=False)):
+        raise InputError(
+            f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
+            f"DeepSpeed cannot resume it: start a new run from its weights ({_start_from(checkpoint)})"
+        )
     callbacks = _state(Path(checkpoint)).get("stateful_callbacks", {})
     if LAUNCH not in callbacks:
         return  # not written by this package
@@ -133,13 +138,13 @@ def check_launch(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
         raise InputError(
             f"the checkpoint {checkpoint} was written under {then['engine']} and this run is {now['engine']}: its "
             f"optimizer state cannot be read here. Launch as before, or start a new run from its weights "
-            f"(model.name_or_path={checkpoint})"
+            f"({_start_from(checkpoint)})"
         )
     if now["engine"].startswith("zero") and then["processes"] != now["processes"]:
         raise InputError(
             f"the checkpoint {checkpoint} was written by {then['processes']} processes and this run has "
             f"{now['processes']}: DeepSpeed cut its optimizer state for the former. Launch as many, or start a new run "
-            f"from its weights (model.name_or_path={checkpoint})"
+            f"from its weights ({_start_from(checkpoint)})"
         )
     if then["rows_per_step"] != now["rows_per_step"] and not trainer.args.ignore_data_skip:
         raise InputError(
@@ -147,6 +152,12 @@ def check_launch(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
             f"{now['rows_per_step']}, so rows would be skipped or seen twice: keep per_device_train_batch_size x "
             "gradient_accumulation_steps x processes, or set ignore_data_skip to begin the epoch again"
         )
+
+
+def _start_from(checkpoint: str | os.PathLike[str]) -> str:
+    """The override that begins a run with a checkpoint's weights."""
+    adapter = Path(checkpoint, "adapter_config.json").exists()
+    return f"model.lora=null model.adapter={checkpoint}" if adapter else f"model.name_or_path={checkpoint}"
 
 
 def _state(folder: Path) -> dict[str, Any]:

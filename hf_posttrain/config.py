@@ -94,6 +94,10 @@ class PostTrainConfig(TrainingArguments):
         self._keep_batches_whole()
         if self.layout not in LAYOUTS:
             raise InputError(f"layout={self.layout!r} is not one of {', '.join(LAYOUTS)}")
+        if self.train_sampling_strategy == "batch_rebalance":
+            raise InputError(
+                "train_sampling_strategy: batch_rebalance repeats rows unseen: use random or group_by_length"
+            )
         if self.max_length is not None and self.max_length < 2:
             raise InputError(f"max_length={self.max_length}: a prompt and a completion need 2 tokens at least")
         for name, (off, reason) in _REFUSED.items():

@@ -1,4 +1,4 @@
-"""The one exception for a user's mistake: recipe, data or arguments."""
+"""The exception for a user's mistake: recipe, data or arguments."""
 
 
 class InputError(ValueError):
@@ -6,3 +6,7 @@ class InputError(ValueError):
 
     The command prints the message alone and exits with 2; in Python it is an ordinary `ValueError`.
     """
+
+
+class LaunchError(InputError):
+    """A mistake in how a run was launched, or in the engine it asks for: no line of the recipe is to blame."""

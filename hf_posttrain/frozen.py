@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,10 @@ def cached(
         return datasets.load_from_disk(str(folder))
     rows = compute()
     if accelerator.is_local_main_process and not folder.exists():
-        partial = folder.with_name(f"{name}.{accelerator.process_index}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=".partial", dir=folder.parent))
         rows.save_to_disk(str(partial))
-        with contextlib.suppress(OSError):  # another machine on the same disk was first
+        with contextlib.suppress(OSError):  # another run or machine on the same disk was first
             partial.rename(folder)
         shutil.rmtree(partial, ignore_errors=True)
     accelerator.wait_for_everyone()

@@ -18,7 +18,7 @@ from .config import PostTrainConfig
 from .errors import InputError
 from .scoring import full_logits
 from .sft import collate_supervised
-from .teacher import add_teacher, precompute_top_k
+from .teacher import TeacherCallback, add_teacher, precompute_top_k
 from .trainer import PostTrainer
 from .units import Losses
 
@@ -67,6 +67,7 @@ class KDTrainer(PostTrainer):
     method = "kd"
     unit = "tokens"
     config_class = KDConfig
+    teacher: TeacherCallback | None
 
     def __init__(
         self,
@@ -81,6 +82,9 @@ class KDTrainer(PostTrainer):
             self.check_scoring(self.model)
             self.train_dataset = precompute_top_k(self, self.train_dataset, "train")
             self.eval_dataset = precompute_top_k(self, self.eval_dataset, "eval")
+            self.score_beside(None)
+            self.remove_callback(self.teacher)
+            self.teacher = None  # with its memory
 
     @staticmethod
     def collate_rows(rows: list[dict], layout: str, config: KDConfig) -> dict[str, Tensor]:
@@ -99,6 +103,11 @@ class KDTrainer(PostTrainer):
         if "teacher_ids" in batch:
             cache, ce_coef = (batch["teacher_ids"], batch["teacher_logps"]), 1 - config.kd_coef
             tile = distill.top_k(function, *cache, targets, config.temperature, ce_coef, self.vocabulary)
+        elif self.teacher is None:
+            raise InputError(
+                "this data set was not scored by the teacher: with precompute_teacher_top_k, pass every data set when "
+                "the trainer is built"
+            )
         else:
             tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, 1 - config.kd_coef)
         weights = self.weights(batch)

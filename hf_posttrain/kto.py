@@ -120,12 +120,11 @@ class KTOTrainer(PostTrainer):
             batch["ref_logps"] = torch.tensor([row["ref_logps"] for row in rows])
         return batch
 
-    def get_batch_samples(self, *args: Any) -> tuple[list, Tensor | int | None]:
-        """The micro-batches of one optimizer step, each with the reference's scores and the shift of the window."""
-        batches, items = super().get_batch_samples(*args)
+    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Each micro-batch with the reference's scores and the shift of the window."""
         batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
-        shift = self._window_shift(batches) if batches else None
-        return [batch | {"shift": shift} for batch in batches], items
+        shift = self._window_shift(batches)
+        return [batch | {"shift": shift} for batch in batches]
 
     def _window_shift(self, batches: list[dict]) -> Tensor:
         """BCO's delta, or the mean KL over the window and all ranks, not clamped: a scalar."""

@@ -5,6 +5,7 @@
     check_model         a quantised model on an engine that cannot cut its weights; `quantisation_problem` knows it
                         before one is loaded, `quantised_storage` how to load 4-bit weights so that they can be cut
     check_accelerator   did Accelerate build what was asked for?
+    described           what really runs, in words for the log
 
 All raise InputError. What is refused would train wrong numbers, something else than was asked for, or fail late.
 """
@@ -15,7 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .errors import InputError
+from . import engine as engines
+from .errors import InputError, LaunchError
 
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 _START_ALL = "start all with torchrun --nproc_per_node N or accelerate launch --multi_gpu (on CPU with use_cpu: true)"
@@ -51,18 +53,19 @@ def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
 
 
 def check_engine(args: Any, env: Mapping[str, str] | None = None) -> None:
-    """Raises InputError for an engine or a launch that must not train. args: a Config after HF's `__post_init__`."""
+    """Raises LaunchError for an engine or a launch that must not train. args: a Config after HF's `__post_init__`."""
     env = os.environ if env is None else env
     for problem in (*_wrong_launch(args, env), *_wrong_engine(args, env)):
-        raise InputError(problem)
+        raise LaunchError(problem)
 
 
 def _wrong_launch(args: Any, env: Mapping[str, str]) -> Iterator[str]:
     alone, sizes = args.world_size == 1, {name: int(env.get(name) or 1) for name in _SIZES}
     for name in (name for name, size in sizes.items() if alone and size > 1):
         yield f"{name} says {sizes[name]} processes, and this one would train alone: {_START_ALL}"
-    if alone and "RANK" not in env and {"MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} <= env.keys():
-        yield f"accelerate launch was asked for several processes and started one (--cpu or MULTI_CPU): {_START_ALL}"
+    several = env.get("MASTER_ADDR") == "127.0.0.1" and {"MASTER_PORT", "ACCELERATE_MIXED_PRECISION"} <= env.keys()
+    if alone and "RANK" not in env and several:  # set for the one that it starts
+        yield f"accelerate launch was asked for several processes and started one: {_START_ALL}"
     if (args.fsdp or args.deepspeed) and "LOCAL_RANK" not in env:
         name = "fsdp" if args.fsdp else "deepspeed"
         yield f"{name} needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run RECIPE.yaml"
@@ -98,6 +101,15 @@ def check_accelerator(accelerator: Any, args: Any) -> None:
             f"{'fsdp' if fsdp_lost else 'deepspeed'} is asked for, but Accelerate would train without it on"
             f" {accelerator.device.type}, each rank with all weights: leave it out there, or run on GPUs"
         )
+
+
+def described(trainer: Any) -> str:
+    """Engine, processes, rows of an optimizer step and precision."""
+    args, accelerator = trainer.args, trainer.accelerator
+    rows = trainer.get_total_train_batch_size(args)
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no mixed precision"
+    processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
+    return f"on engine {engines.name(accelerator)}, {processes}, {rows} rows a step, {precision}"
 
 
 def check_model(model: Any, args: Any) -> None:

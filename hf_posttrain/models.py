@@ -29,6 +29,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import deepspeed as hf_deepspeed
 
 from .errors import InputError
 from .recipe import ModelSection
@@ -118,7 +119,8 @@ def load_model(
         kwargs["attn_implementation"] = section.attn_implementation
     with _names_the_source("model", section.name_or_path):
         if section.from_scratch:
-            model = AutoModelForCausalLM.from_config(config, **kwargs)
+            with _whole_weights():
+                model = AutoModelForCausalLM.from_config(config, **kwargs)
         else:
             quantised = _quantization(section, kwargs["dtype"], device, storage)
             safe = None if section.trust_remote_code else True  # pickled weights can run code as well
@@ -230,6 +232,17 @@ def _quantization(
         bnb_4bit_quant_storage=storage,
     )
     return {"quantization_config": bits} | ({} if device.type == "cpu" else {"device_map": {"": device}})
+
+
+@contextmanager
+def _whole_weights() -> Iterator[None]:
+    """Random weights are the same under every engine: ZeRO-3 must not cut them while they are drawn."""
+    before = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = before
 
 
 @contextmanager

@@ -126,19 +126,11 @@ class OPDTrainer(PostTrainer):
         """Prompts alone; `rolled_out` makes them a batch."""
         return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Prompts(rows, layout)}
 
-    def count_units(self, batch: dict[str, Any]) -> Tensor | float:
-        """Rollout tokens; prompts alone have none yet."""
-        return super().count_units(batch) if "shift_labels" in batch else 0
-
     # ---- rollouts
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The micro-batches of one optimizer step, with the rollouts of all of them from one generation call."""
-        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if not batches:
-            return batches, None
-        batches = self.rolled_out(batches, self.state.global_step)
-        return batches, self._get_num_items_in_batch(batches, device)
+    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rollouts of all micro-batches, from one generation call."""
+        return self.rolled_out(batches, self.state.global_step)
 
     def rolled_out(self, batches: list[dict], *seed: int) -> list[dict]:
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""

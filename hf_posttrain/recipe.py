@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from .errors import InputError
+from .errors import InputError, LaunchError
 from .keys import advice, train_fields
 from .strict import build, nearest_path, typed
 from .yaml_tree import place_of, read_tree, write_tree
@@ -157,6 +157,8 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
     values = build(config_class, recipe.train, "train", recipe.where, advice)
     try:
         return config_class(**values)
+    except LaunchError:
+        raise
     except (ValueError, ImportError) as error:  # a contradiction, or a package that an option needs
         problem = " ".join(str(error).split())
         key = next((f"train.{name}" for name in re.findall(r"\w+", problem) if name in recipe.train), "train")

@@ -1,6 +1,7 @@
 """The reference of DPO and KTO: log-probabilities from an adapter switched off, a frozen copy, or a cache."""
 
 import copy
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -96,7 +97,7 @@ class Reference:
         own = getattr(model, "peft_config", {}).get(self.adapter)  # a new adapter is off: only its base counts
         key = [
             model_key(model, with_adapter=own is not None or not self.starts_equal), rows_key(rows),
-            self.trainer.method, args.bf16, args.fp16, own and own.to_dict(),
+            self.trainer.method, args.bf16, args.fp16, own and _written(own),
         ]  # fmt: skip
         found = cached(key, lambda: self._score_rows(rows, name), "reference", accelerator)
         return rows.add_column("ref_logps", found["ref_logps"][:])
@@ -132,11 +133,16 @@ def _is_cheaper(trainer: Any) -> bool:
     args, rows = trainer.args, trainer.train_dataset
     if not isinstance(rows, datasets.Dataset):
         return False
-    step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    step = trainer.get_total_train_batch_size(args)
     passes = args.max_steps * step / len(rows) if args.max_steps > 0 else args.num_train_epochs
     if passes > 1:
         logger.info("reference: the data is scored once beforehand, since %.3g passes over it are planned", passes)
     return passes > 1
+
+
+def _written(config: peft.PeftConfig) -> str:
+    """An adapter's config as text, the same in every process: the order of a set is not."""
+    return json.dumps(config.to_dict(), sort_keys=True, default=lambda v: sorted(v) if isinstance(v, set) else str(v))
 
 
 def _loaded(ref_model: nn.Module | str, trainer: Any) -> nn.Module:

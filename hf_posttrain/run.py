@@ -14,6 +14,7 @@ import importlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,8 @@ METHODS = {  # method: (module, Config, Trainer), imported when it is used
     "kd": ("hf_posttrain.kd", "KDConfig", "KDTrainer"),
     "opd": ("hf_posttrain.opd", "OPDConfig", "OPDTrainer"),
 }
+PATIENCE = 10
+"""Seconds that other ranks give the first one to say what is wrong, before they say it too."""
 _EXAMPLES = """examples:
   hf-posttrain recipes/dpo.yaml
   hf-posttrain recipes/dpo.yaml train.beta=0.2 train.max_steps=100 model.lora=null
@@ -49,8 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments = _arguments(argv)
         run(load_recipe(arguments.recipe, arguments.overrides))
     except InputError as error:
-        if first:
-            print(f"error: {error}", file=sys.stderr)
+        if not first:  # the first rank says it, unless the mistake is not one of its own: a launcher ends all at once
+            time.sleep(PATIENCE)
+        print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -87,6 +91,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     tokenizer, peft_config = check_models(recipe)
     trainer_class = getattr(method, trainer_name)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
+    make_output_dir(recipe, config)
     trainer = trainer_class(
         args=config,
         processing_class=tokenizer,
@@ -100,7 +105,8 @@ def run(recipe: Recipe) -> dict[str, float]:
         return dict(result.metrics)
     save(trainer, recipe)
     metrics = dict(result.metrics)
-    _keep_metrics(trainer, "train", result.metrics)
+    if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
+        _keep_metrics(trainer, "train", result.metrics)
     if recipe.data.eval is not None:
         evaluated = trainer.evaluate()
         _keep_metrics(trainer, "eval", evaluated)
@@ -198,8 +204,10 @@ def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
     from .checkpoint import lacking
 
     wanted, folder = config.resume_from_checkpoint, config.output_dir
-    if Path(folder).exists() and not Path(folder).is_dir():
-        raise InputError(f"{recipe.where('train.output_dir')}: train.output_dir: {folder} is a file, not a folder")
+    existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        problem = "may not be written to" if existing.is_dir() else "is a file, not a folder"
+        raise InputError(f"{recipe.where('train.output_dir')}: train.output_dir: {existing} {problem}")
     if wanted is None:
         if (Path(folder) / "trainer_state.json").exists():
             logger.info("%s holds an earlier run: its files will be overwritten", folder)
@@ -209,9 +217,20 @@ def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
     place = recipe.where("train.resume_from_checkpoint")
     if not Path(wanted).is_dir():
         raise InputError(f"{place}: train.resume_from_checkpoint: there is no folder {wanted}")
+    if any(Path(wanted).glob("checkpoint-*")):
+        raise InputError(f"{place}: train.resume_from_checkpoint: {wanted} holds checkpoints: name one, or auto")
     if absent := lacking(Path(wanted), config.save_only_model):
         raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
     return wanted
+
+
+def make_output_dir(recipe: Recipe, config: Any) -> None:
+    """Now that nothing else is wrong. Raises InputError where the system refuses it."""
+    try:
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        place = recipe.where("train.output_dir")
+        raise InputError(f"{place}: train.output_dir: {config.output_dir} cannot be made ({error.strerror})") from error
 
 
 def save(trainer: Any, recipe: Recipe) -> None:

@@ -11,18 +11,18 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import datasets
-import peft
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import has_length
 
-from . import checkpoint, data, engine, launch, policy, reference, rollout, saving, scoring, sequence, units
+from . import checkpoint, data, engine, launch, policy, rollout, saving, scoring, sequence, units
 from .answers import exact_match
 from .attention import choose_layout
 from .config import PostTrainConfig
@@ -30,6 +30,7 @@ from .errors import InputError
 from .frozen import Frozen
 from .metrics import FiniteWatch, Meter
 from .router import balancing_loss, router_coef
+from .saving import Saving
 from .tiles import TileFunction
 from .units import Losses
 
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
 
 
-class PostTrainer(Trainer):
+class PostTrainer(Saving):
     """Base of the five trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
 
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model.
@@ -91,7 +92,6 @@ class PostTrainer(Trainer):
         engine.keep_scores_whole(self.accelerator)
         self.preemption = checkpoint.Preemption(self.accelerator)
         self.add_callback(self.preemption)
-        self.saving_in: str | None = None
         self.ready = False
 
     # ---- what a method defines
@@ -104,10 +104,6 @@ class PostTrainer(Trainer):
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """The losses of a micro-batch, in training and in evaluation."""
         raise NotImplementedError
-
-    def count_units(self, batch: dict[str, Any]) -> Tensor | float:
-        """How many tokens or examples of this micro-batch the loss is averaged over."""
-        return self.weights(batch).sum()
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """The last word on the means of a logging interval ("train") or an evaluation ("eval", `loss` among them)."""
@@ -201,6 +197,8 @@ class PostTrainer(Trainer):
             resume_from_checkpoint = found
         if isinstance(resume_from_checkpoint, str):
             checkpoint.check_launch(self, resume_from_checkpoint)
+        saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
+        logger.info("training %s", launch.described(self))
         set_seed(self.args.seed)
         self.meters["train"], self.finite = Meter(), FiniteWatch()
         with self.preemption.listening():
@@ -208,25 +206,46 @@ class PostTrainer(Trainer):
         self.finite.report(self.accelerator)
         return output
 
+    @property
+    def has_trained(self) -> bool:
+        """Did the last `train` take a step? A finished run that is resumed does not."""
+        return self.finite.first is not None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """HF's; grouped by length too, the order depends on seed and epoch alone."""
+        return data.seeded(super()._get_train_sampler(train_dataset), self.args)
+
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The micro-batches of one optimizer step, with `row_weights`."""
+        """The micro-batches of one optimizer step, each with `row_weights`, made ready by `prepare_window`.
+
+        A stream may end within a window, on each rank at another one: HF would run what is there without a step and
+        add it to the next, and ranks would wait for each other, so that window is left out.
+        """
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run that is resumed: HF would train one step more
-        return super().get_batch_samples(
-            (units.weigh(batch, self.accelerator) for batch in epoch_iterator), num_batches, device
-        )
+        batches = [units.weigh(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
+        if not has_length(self.train_dataset):
+            found = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
+            batches = batches if found == num_batches else []
+        if not batches:
+            return [], None
+        batches = self.prepare_window(batches)
+        return batches, self._units_of_window(batches, device)
+
+    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What a method needs of all micro-batches of an optimizer step before the first of them; all ranks call it."""
+        return batches
+
+    def _units_of_window(self, batches: list[dict[str, Any]], device: torch.device) -> Tensor:
+        """Tokens or examples of the window that the loss is averaged over, on all ranks."""
+        count = torch.as_tensor(sum(self.weights(batch).sum() for batch in batches)).to(device).float()
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return count
 
     def weights(self, batch: dict[str, Any]) -> Tensor:
         """1 for each unit of the loss, 0 where its row must not count: [units]."""
         return units.weights(batch, self.unit)
-
-    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor | None:
-        if not batch_samples:
-            return None
-        count = torch.as_tensor(sum(self.count_units(batch) for batch in batch_samples)).to(device).float()
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            count = self.accelerator.gather(count).sum()
-        return count
 
     def compute_loss(
         self,
@@ -278,29 +297,31 @@ class PostTrainer(Trainer):
                 return mean, None, None
             return mean, *self.predictions(model, inputs, losses)
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """HF's, for raw rows too, and with a row for each example where `compute_metrics` is given rows of logits."""
-        packed, kept = self.data_collator, self.__dict__.get("_eval_dataloaders")
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self.prepare(eval_dataset, self.tokenizer, self.args, "eval")
-            self.__dict__.pop("_eval_dataloaders", None)  # HF keeps loaders by name; these rows have none
+    def _get_dataloader(
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
+        dataloader_key: str | None = None,
+    ) -> Any:
+        """HF's. For evaluation and `predict` it takes raw rows too, and lays out a row for each example where
+        `compute_metrics` is given rows of logits. It is not kept: HF keeps loaders by a name that such rows lack."""
+        if is_training:
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training)
+        packed, rows = self.data_collator, self.prepare(dataset, self.tokenizer, self.args, "eval")
         if self.compute_metrics is not None:
             self.data_collator = partial(packed.func, **packed.keywords | {"layout": "padded"})
         try:
-            return super().get_eval_dataloader(eval_dataset)
+            return super()._get_dataloader(rows, description, batch_size, sampler_fn)
         finally:
             self.data_collator = packed
-            if kept is not None:
-                self._eval_dataloaders = kept
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """In order, however the training rows are sampled."""
         whole = self.args.world_size <= 1 and has_length(eval_dataset)
         return SequentialSampler(eval_dataset) if whole else None
-
-    def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """The same for `predict`."""
-        return self.get_eval_dataloader(test_dataset)
 
     def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Any, Any]:
         """What `compute_metrics` is given: (predictions, label_ids)."""
@@ -319,65 +340,6 @@ class PostTrainer(Trainer):
         prefix = kwargs.get("metric_key_prefix", "eval")
         output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
         return output
-
-    # ---- saving
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every weight under every engine, read again and compared; merged where merge_lora says so.
-
-        All ranks call it. Raises RuntimeError where what was saved is not the whole model.
-        """
-        folder = output_dir or self.args.output_dir
-        if self.args.merge_lora and not (_internal_call and output_dir):  # HF's own saves but that of push_to_hub
-            saving.save_merged(self, folder)
-        else:
-            self._save(folder, saving.whole_state(self, isinstance(self.model, peft.PeftModel)))
-            if self.args.should_save:
-                saving.check_saved(self.model, folder)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
-        if self._loads_pretrained:
-            own = self.model if model is None else model
-            own.load_state_dict(type(own).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        if self._loads_pretrained:
-            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
-        else:
-            super()._load_best_model()
-
-    @property
-    def _loads_pretrained(self) -> bool:
-        """Is the policy a whole model in one piece, not an adapter and not in an engine's own files?"""
-        return isinstance(self.model, PreTrainedModel) and not engine.changes_weights(self.accelerator)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        try:
-            with checkpoint.complete_or_invisible(self) as self.saving_in:
-                super()._save_checkpoint(model, trial)
-        finally:
-            self.saving_in = None
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self.saving_in is None:  # not a folder that is about to be renamed
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self.saving_in or super()._get_output_dir(trial)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Also the generation config, with the trained turn end, next to an adapter."""
-        with reference.without_reference_adapter(self.model, state_dict) as state_dict:
-            super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            self.generation_config.save_pretrained(output_dir or self.args.output_dir)
 
 
 def _checked(args: PostTrainConfig, config_class: type, kwargs: dict) -> PostTrainConfig:

@@ -21,7 +21,7 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import token_rows, trainer_for
 
 from hf_posttrain import SFTConfig, engine, launch, models, run
-from hf_posttrain.errors import InputError
+from hf_posttrain.errors import InputError, LaunchError
 from hf_posttrain.recipe import ModelSection, load_recipe
 
 pytestmark = pytest.mark.engines
@@ -160,7 +160,7 @@ def test_offload_waits_in_host_memory(monkeypatch):
 STUBS = {
     "scontrol": 'if [[ $1 == show ]]; then printf "node7\\nnode8\\n"; else echo "scontrol $*"; fi',
     "scancel": 'echo "scancel $*"; kill -TERM "$(cat "$STUBS/pid")"',
-    "srun": 'shift; "$@" & echo $! > "$STUBS/pid"; wait $!',
+    "srun": '[[ $2 == --cpus-per-task=64 ]] || exit 9; shift 2; "$@" & echo $! > "$STUBS/pid"; wait $!',
     "torchrun": 'echo "torchrun $*"; trap "kill %1; echo saved; exit 1" TERM; sleep ${LONG:-0} & touch $STUBS/up; wait',
     "accelerate": 'echo "accelerate $*"; echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds"',
 }
@@ -172,7 +172,7 @@ def slurm(tmp_path, *arguments, **env):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     env |= {"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "31234", "SLURM_JOB_NODELIST": "node[7-8]"}
-    env |= {"STUBS": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    env |= {"SLURM_CPUS_PER_TASK": "64", "STUBS": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", "accelerate_configs/slurm.sh", *arguments]
     return subprocess.Popen(command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
@@ -196,6 +196,7 @@ def test_slurm_launches_on_every_machine(tmp_path):
 def test_slurm_saves_and_requeues_before_the_limit(tmp_path):
     job = slurm(tmp_path, "recipes/dpo.yaml", CONFIG="", LONG="30")
     while not (tmp_path / "up").exists():
+        assert job.poll() is None
         time.sleep(0.2)
     time.sleep(0.2)
     job.send_signal(signal.SIGUSR1)
@@ -241,7 +242,7 @@ SHARDED_BEST = "load_best_model_at_end crashes or loads wrong weights with FSDP2
         (asking(world_size=1), {"SLURM_STEP_NUM_TASKS": "8"}, "SLURM_STEP_NUM_TASKS says 8 processes"),
         (
             asking(world_size=1),
-            {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_MIXED_PRECISION": "no"},
+            {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"},
             "accelerate launch was asked for several processes and started one",
         ),
         (fsdp(world_size=1), {}, "fsdp needs a launcher"),
@@ -276,8 +277,18 @@ def test_a_launch_of_one_process_instead_of_two_is_refused(monkeypatch, tmp_path
     """What `accelerate launch --cpu --num_processes 2` leaves for the one process that it starts."""
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match="asked for several processes and started one"):
+    with pytest.raises(LaunchError, match="asked for several processes and started one"):
         SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    monkeypatch.setenv("MASTER_ADDR", "node1")  # the cluster's own, of a launch with single.yaml
+    SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+
+
+def test_a_mistake_of_the_launch_names_no_line_of_the_recipe(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"}.items():
+        monkeypatch.setenv(name, value)
+    assert run.main(["recipes/tiny/sft_student.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("error: accelerate launch was asked for several processes")
 
 
 def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys):
@@ -287,7 +298,7 @@ def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys):
     recipe = "recipes/tiny/dpo.yaml"
     assert run.main([recipe, "train.fsdp=true", "train.fsdp_config={version: 1}"]) == 2
     assert capsys.readouterr().err == (
-        "error: command line: fsdp needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run"
+        "error: fsdp needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run"
         " RECIPE.yaml\n"
     )
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")

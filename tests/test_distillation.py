@@ -1,7 +1,9 @@
 """KD and OPD: teachers, vocabularies, caches, rollouts, and that the student really comes closer to the teacher."""
 
 import copy
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -131,6 +133,19 @@ def test_the_student_comes_closer_to_the_teacher_on_held_out_prompts(method, con
 
 
 # ---- teachers
+
+
+def test_a_cached_teacher_is_gone_while_training(tmp_path):
+    rows = token_rows("kd")
+    second = tiny_model(seed=9)
+    alive = weakref.ref(second)
+    trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=second, precompute_teacher_top_k=4)
+    del second
+    gc.collect()
+    assert alive() is None
+    trainer.train()
+    with pytest.raises(InputError, match="not scored by the teacher"):
+        trainer.evaluate(trainer.prepare(token_rows("kd", seed=3), trainer.tokenizer, trainer.args, "other"))
 
 
 @pytest.mark.parametrize("k", [3, 300])

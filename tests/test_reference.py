@@ -2,10 +2,16 @@
 
 import copy
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import datasets
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from models_for_tests import tiny_model
 from training_for_tests import LORA, token_rows, trainer_for
 
@@ -258,3 +264,33 @@ def test_equal_rows_share_a_cache_whatever_made_them():
     again = rows.map(lambda row: row, load_from_cache_file=False)
     assert again._fingerprint != rows._fingerprint
     assert frozen.rows_key(again) == frozen.rows_key(rows)
+
+
+def test_the_key_of_an_adapters_config_is_the_same_in_every_process():
+    """Python orders the strings of a set anew in each process."""
+    code = (
+        "import peft; from hf_posttrain.reference import _written; "
+        "print(_written(peft.LoraConfig(target_modules={'q_proj', 'k_proj', 'v_proj', 'o_proj', 'up_proj'})))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(hf_posttrain.__file__).parents[1])}
+    found = {
+        subprocess.run([sys.executable, "-c", code], env=environment | {"PYTHONHASHSEED": seed}, capture_output=True,
+                       text=True, check=True).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(found) == 1
+    assert "q_proj" in found.pop()
+
+
+def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):
+    """The second begins and ends while the first computes."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    rows, accelerator = datasets.Dataset.from_dict({"x": [1, 2]}), Accelerator(cpu=True)
+
+    def compute():
+        frozen.cached(["key"], lambda: rows, "reference", accelerator)
+        return rows
+
+    assert frozen.cached(["key"], compute, "reference", accelerator)["x"][:] == [1, 2]
+    [folder] = (tmp_path / "hf_posttrain").iterdir()
+    assert folder.name.startswith("reference-")

@@ -11,7 +11,7 @@ from training_for_tests import METHODS, token_rows, trainer_for
 VARIANTS = [(method, {}) for method in METHODS] + [
     ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}),
     ("opd", {"loss_type": "policy_gradient"}), ("opd", {"lmbda": 0.5, "num_generations": 2}),
-    ("sft", {"neftune_noise_alpha": 5.0}),
+    ("sft", {"neftune_noise_alpha": 5.0}), ("dpo", {"train_sampling_strategy": "group_by_length"}),
 ]  # fmt: skip
 
 

@@ -134,10 +134,37 @@ def test_pain_26_teacher_with_another_vocabulary_ends_before_the_model_loads(fol
     assert line.startswith("error: command line: student and teacher have different vocabularies")
 
 
-def test_only_the_first_rank_prints(folder, capsys, monkeypatch):
+def test_other_ranks_leave_it_to_the_first_to_say_what_is_wrong(folder, capsys, monkeypatch):
+    """They are ended when it ends; one that is not ended has a mistake of its own."""
+    waited = []
+    monkeypatch.setattr(run.time, "sleep", lambda seconds: waited.append((seconds, capsys.readouterr().err)))
+    assert run.main(["none.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("error: no recipe none.yaml")
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert run.main(["none.yaml"]) == 2
-    assert capsys.readouterr().err == ""
+    assert waited == [(run.PATIENCE, "")]
+    assert capsys.readouterr().err.startswith("error: no recipe none.yaml")
+
+
+@pytest.mark.parametrize("place", ["rows.jsonl", "rows.jsonl/deeper", "/proc/none"])
+def test_an_output_dir_that_cannot_be_made_ends_before_the_model_loads(folder, no_weights, capsys, place):
+    line = error_line(capsys, "sft.yaml", f"train.output_dir={place}")
+    assert line.startswith("error: command line: train.output_dir: ")
+    assert "rows.jsonl is a file" in line or "/proc/none cannot be made" in line
+
+
+def test_a_folder_of_checkpoints_is_no_checkpoint(folder, no_weights, capsys):
+    (folder / "old" / "checkpoint-3").mkdir(parents=True)
+    line = error_line(capsys, "sft.yaml", "train.resume_from_checkpoint=old")
+    assert "old holds checkpoints: name one, or auto" in line
+
+
+def test_a_finished_run_that_is_resumed_keeps_its_metrics(folder):
+    run.main(["sft.yaml"])
+    metrics = (folder / "out/all_results.json").read_text()
+    assert json.loads(metrics)["train_loss"] > 0
+    run.main(["sft.yaml", "train.resume_from_checkpoint=auto"])
+    assert (folder / "out/all_results.json").read_text() == metrics
 
 
 def test_ctrl_c_is_130_and_a_bug_is_a_traceback(folder, monkeypatch):
@@ -161,7 +188,7 @@ def stub_method(monkeypatch, name):
     made = []
 
     class Trainer:
-        preemption = types.SimpleNamespace(happened=False)
+        preemption, has_trained = types.SimpleNamespace(happened=False), True
 
         @staticmethod
         def prepare(rows, tokenizer, args, name_of_rows):

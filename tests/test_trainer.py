@@ -490,3 +490,15 @@ def test_bfloat16_fully_trained_warns_with_the_reason(dtype, adapted, warns, tmp
     with caplog.at_level(logging.WARNING):
         trainer_for("sft", tiny_model().to(getattr(torch, dtype)), token_rows("sft"), tmp_path, peft_config=lora)
     assert ("weights moved by 1.4 %" in caplog.text) == warns
+
+
+def test_batch_rebalance_is_refused(tmp_path):
+    with pytest.raises(InputError, match="use random or group_by_length"):
+        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, train_sampling_strategy="batch_rebalance")
+
+
+def test_the_log_names_what_runs(tmp_path, caplog):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, gradient_accumulation_steps=2)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert "training on engine single, 1 process, 8 rows a step, no mixed precision" in caplog.text

@@ -2,16 +2,20 @@
 
 COLUMNS    what each method's rows hold, beside `index` (row number)
 prepare    a data set in any of FORMATS -> COLUMNS[method], truncated and counted; prepared rows pass through
-with_lengths, warn_if_too_long    what HF's samplers by length and the model's positions need to know of them
+with_lengths, seeded    lengths for HF's sampler by length, and that sampler with an order of its own
+warn_if_too_long    rows that are longer than the model's positions
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
 import numpy as np
+import torch
 import xxhash
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..errors import InputError
 from .encode import DROPPED, TRUNCATED, Plan, context, encode, fit, read
@@ -168,9 +172,32 @@ def _keep_streamed(state: int, row: int, name: str) -> bool:
     return state != DROPPED
 
 
+class _ByLength(LengthGroupedSampler):
+    """HF's sampler draws from the global generator: another order on each rank and after a resume."""
+
+    def __init__(self, sampler: LengthGroupedSampler, seed: int):
+        self.__dict__ |= vars(sampler)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+def seeded(sampler: Any, args: Any) -> Any:
+    """A sampler by length whose order depends on (data_seed or seed, epoch); any other as it is."""
+    if not isinstance(sampler, LengthGroupedSampler):
+        return sampler
+    return _ByLength(sampler, args.seed if args.data_seed is None else args.data_seed)
+
+
 def with_lengths(rows: Any, args: Any) -> Any:
-    """Prepared rows with the column that HF's samplers by length read, where one is asked for: tokens of each row."""
-    wanted = args.train_sampling_strategy in ("group_by_length", "batch_rebalance")
+    """Prepared rows with the column that HF's sampler by length reads, where one is asked for: tokens of each row."""
+    wanted = args.train_sampling_strategy == "group_by_length"
     if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
         return rows
     lengths = [sum(_tokens(ids) for name, ids in row.items() if name.endswith("_ids")) for row in rows]
