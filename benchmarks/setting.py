@@ -1,6 +1,6 @@
 """What both sides of a benchmark are given: rows of GSM8K, a tokenizer and a model of random weights.
 
-    SHAPES           the models: `small` (44 million weights) for CPU, Qwen3's sizes for GPUs
+    SHAPES           the models: `small` (44 million weights) for CPU, Qwen3's sizes for GPUs, `tiny` to try commands
     read_rows        method -> rows of plain strings, evenly spaced over the file
     write_model      a byte-level BPE tokenizer trained on the rows' text, and config.json, in one folder
     build_model      the folder -> random weights from a seed
@@ -16,6 +16,10 @@ BPE_VOCABULARY = 32_768
 ENDS = 80
 """One in so many tokens ends a rollout: random weights would hardly ever draw the one EOS."""
 SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 2048,
+    },
     "small": {
         "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "num_attention_heads": 8,
         "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 2048,

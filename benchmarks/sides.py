@@ -42,8 +42,8 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     options |= {"packing": True} if spec["variant"] == "packed" else {}
     if method == "kd":  # what GKD at lmbda 0 minimises
         options |= {"kd_coef": 1.0, "divergence": "forward_kl"}
-    if method == "opd":
-        options |= {"max_completion_length": NEW_TOKENS}
+    if method == "opd":  # TRL's has no limit of the prompt
+        options = {"max_completion_length": NEW_TOKENS, "max_length": spec["max_length"] + NEW_TOKENS}
     if method in ("kd", "opd"):
         given["teacher_model"] = build_model(spec, seed=1)
     config, trainer = (getattr(hf_posttrain, method.upper() + kind) for kind in ("Config", "Trainer"))

@@ -71,6 +71,8 @@ def measure(spec: dict[str, Any]) -> dict[str, float]:
     trainer = SIDES[spec["side"]](spec, rows, model=model, processing_class=tokenizer, callbacks=[clock])
     clock.watch(trainer)
     loss = trainer.train().training_loss
+    if clock.steps < 2:
+        raise SystemExit("error: all rows fit into one step, and rates are measured after the first: give more --rows")
     peak = peak_memory(device)
     count = spec["batch"] * (clock.steps - 1)
     useful = 0.0  # known from rows as ours prepares them

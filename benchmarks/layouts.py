@@ -1,0 +1,75 @@
+"""Are the layouts equal on this device? Log-probabilities and gradients of shared, packed and padded rows.
+
+    python -m benchmarks.layouts [--shape qwen3-0.6b --device cuda]
+
+In float32, against padded rows with eager attention, for each attention that the machine has. Exits 1 where two differ.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers.utils import is_flash_attn_2_available
+
+from hf_posttrain import scoring
+from hf_posttrain.batch import Branch, Example, collate, targets
+from hf_posttrain.tiles import LogProb
+
+from .setting import SHAPES
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Of log-probabilities and of a gradient's norm, relative."""
+
+
+def main() -> int:
+    """Print a line for each layout and attention; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.layouts", description="Are the layouts equal?")
+    parser.add_argument("--shape", choices=[*SHAPES], default="qwen3-0.6b")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    given = parser.parse_args()
+    expected = scored(given, "padded", "eager", torch.float32)
+    wrong = 0
+    for layout, attention, dtype in cases(given.device):
+        found = scored(given, layout, attention, dtype)
+        gaps = [((a - b).norm() / b.norm()).item() for a, b in zip(found, expected, strict=True)]
+        good = max(gaps) <= TOLERANCE[dtype]
+        wrong += not good
+        name = str(dtype).removeprefix("torch.")
+        said = f"log-probabilities {gaps[0]:.1e}, gradient {gaps[1]:.1e}"
+        print(f"{layout:7s} {attention:18s} {name:9s} {said} {'equal' if good else 'DIFFERENT'}", flush=True)
+    return int(wrong > 0)
+
+
+def cases(device: str) -> list[tuple[str, str, torch.dtype]]:
+    """(layout, attention, dtype) that this machine can run."""
+    found = [(layout, "sdpa", torch.float32) for layout in ("shared", "packed", "padded")]
+    if device == "cuda":
+        found.append(("shared", "flex_attention", torch.float32))
+        if is_flash_attn_2_available():
+            found += [(layout, "flash_attention_2", torch.bfloat16) for layout in ("packed", "padded")]
+    return found
+
+
+def scored(given: Any, layout: str, attention: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(summed log-probabilities of each answer, gradient of the first layer's query projection), float32 on CPU."""
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=32_768, tie_word_embeddings=True, **SHAPES[given.shape])
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
+    model = model.to(given.device, dtype)
+    scoring.enable_scoring(model)
+    draw = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 120, (4, 3), generator=draw).tolist()
+    ids = [[torch.randint(config.vocab_size, (n,), generator=draw).tolist() for n in row] for row in lengths]
+    examples = [Example(prompt, [Branch(answer) for answer in answers]) for prompt, *answers in ids]
+    batch = {name: tensor.to(given.device) for name, tensor in collate(examples, layout).items()}
+    values = scoring.score(model, batch, LogProb(targets(batch)))["value"]
+    sums = values.new_zeros(8).index_add(0, batch["owner"], values)
+    sums.sum().backward()
+    return sums.detach().float().cpu(), model.model.layers[0].self_attn.q_proj.weight.grad.float().cpu()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""The benchmarks still run, and count what they say they count."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import flops, layouts, run, scaling, setting
+
+REPOSITORY = Path(__file__).parents[1]
+CONFIG = SimpleNamespace(
+    vocab_size=100, hidden_size=10, tie_word_embeddings=True, num_attention_heads=2, head_dim=5, num_hidden_layers=3
+)
+
+
+def test_useful_flops():
+    costs = flops.Costs.of(CONFIG, 5000, lora=False)
+    assert (costs.token, costs.pair, costs.logit, costs.backward) == (8000, 120, 2000, 3)
+    one = costs.forward(10, 4)
+    assert one == 8000 * 14 + 120 * (10 * 5 + 4 * (10 + 2)) + 2000 * 4
+    row = {"prompt_ids": [1] * 10, "completion_ids": [1] * 4, "completion": 4, "mismatch_ids": [1] * 6}
+    pair = row | {"chosen_ids": [1] * 4, "rejected_ids": [1] * 4}
+    assert flops.of_row(costs, "sft", row, cached=False) == 3 * one
+    assert flops.of_row(costs, "kd", row, cached=False) == 4 * one
+    assert flops.of_row(costs, "opd", row, cached=False) == 5 * one
+    assert flops.of_row(costs, "dpo", pair, cached=True) == 3 * costs.forward(10, 4, 4)
+    assert flops.of_row(costs, "dpo", pair, cached=False) == 4 * costs.forward(10, 4, 4)
+    other = costs.forward(0, 6, context=10)
+    assert flops.of_row(costs, "kto", row, cached=True) == 3 * one + other
+    assert flops.Costs.of(CONFIG, 5000, lora=True).backward == 2
+    assert flops.machine_rate("cpu", torch.float32, size=64, repeats=3) > 0
+
+
+def test_rows_with_solved_examples_before_them(tmp_path):
+    rows = [{"question": f"q{n} ", "answer": f"a{n}"} for n in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    plain = setting.read_rows(tmp_path / "rows.jsonl", "dpo", 5)
+    assert plain[0] == {"prompt": "q0 ", "chosen": "a0", "rejected": "a4"}
+    shots = setting.read_rows(tmp_path / "rows.jsonl", "dpo", 5, shots=2)
+    assert shots[0]["prompt"] == "q1 a1\n\nq2 a2\n\nq0 "
+    assert shots[4]["chosen"] == "a4"
+
+
+def test_the_table_has_medians_and_ratios():
+    base = {"tokens_per_second": 100.0, "peak_gb": 1.0, "added_gb": 0.5, "token_flops": 1e6, "machine_flops": 2e8}
+    runs = {
+        "ours": [base | {"rows_per_second": rate} for rate in (1.0, 3.0, 2.0)],
+        "trl": [base | {"rows_per_second": 1.0, "tokens_per_second": 50.0, "peak_gb": 2.0, "token_flops": 0.0}],
+    }
+    header, _, ours, theirs = run.table({"sft": run.summary(runs)})
+    assert dict(zip(header, ours, strict=True))["rows/s"] == "2.00 (1.00-3.00)"
+    assert dict(zip(header, ours, strict=True))["busy"] == "50 %"
+    assert dict(zip(header, theirs, strict=True)) | {"rows/s": ""} == {
+        "case": "sft", "side": "trl", "rows/s": "", "tokens/s": "50", "busy": "25 %", "peak GB": "2.00",
+        "ours: speed": "2.00x", "peak": "0.50x", "beyond model": "1.00x",
+    }  # fmt: skip
+
+
+def test_slopes():
+    points = [{"value": v, "seconds": 3 * v**2, "added_gb": 7.0} for v in (1, 2, 4)]
+    assert scaling.slope(points, "seconds") == pytest.approx(2)
+    assert scaling.slope(points, "added_gb") == pytest.approx(0)
+
+
+def test_layouts_are_equal(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["layouts", "--shape", "tiny", "--device", "cpu"])
+    assert layouts.main() == 0
+    assert capsys.readouterr().out.count("equal") == 3
+    monkeypatch.setitem(layouts.TOLERANCE, torch.float32, -1.0)
+    assert layouts.main() == 1
+
+
+@pytest.mark.slow
+def test_the_gpu_script_runs_on_cpu(tmp_path):
+    environment = os.environ | {"DRY": "1", "PYTHON": sys.executable, "OUT": str(tmp_path)}
+    command = ["bash", "benchmarks/gpu.sh"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads((tmp_path / "full.json").read_text())["summary"]
+    assert {*results} == {case for cases in run.CASES.values() for case in cases}
+    assert all(sides["ours"]["tokens"] > 0 and 0 < sides["ours"]["busy"] < 1 for sides in results.values())
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
