@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import sort_checkpoints
 
 from . import engine
 from .errors import InputError
@@ -67,9 +67,18 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         if (run / name).exists():  # the same step of an earlier run
             (run / name).rename(run / SAVING / "replaced")
         new.rename(run / name)
+        for old in _surplus(run, args.save_total_limit, state.best_model_checkpoint):
+            old.rename(run / SAVING / old.name)
         shutil.rmtree(run / SAVING)
-        rotate_checkpoints(str(run), args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
     accelerator.wait_for_everyone()
+
+
+def _surplus(run: Path, limit: int | None, best: str | None) -> list[Path]:
+    """The oldest checkpoints beyond save_total_limit, as HF counts them: the newest and the best are kept."""
+    found = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
+    kept = {found[-1], *([Path(best)] if best else [])}
+    count = len(found) - max(limit, len(kept)) if limit and limit > 0 else 0
+    return [path for path in found if path not in kept][: max(count, 0)]
 
 
 def launched(trainer: Any) -> dict[str, Any]:

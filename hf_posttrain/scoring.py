@@ -147,7 +147,8 @@ def _replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode inside, as it was outside."""
+    """The model in eval mode inside, as it was outside; not its wrapper: DeepSpeed's says `training` all the time."""
+    model = unwrapped(model)
     was_training = model.training
     model.eval()
     try:

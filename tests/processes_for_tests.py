@@ -94,8 +94,7 @@ def _rank(
         os.dup2(output.fileno(), sys.stderr.fileno())
     faulthandler.dump_traceback_later(0.9 * timeout)
     try:
-        if world > 1:
-            _set_up(engine)
+        _set_up(engine)
         result = ("done", case(rank, *args))
     except BaseException:
         sys.stderr.flush()

@@ -14,6 +14,9 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from processes_for_tests import ENGINES, engine_arguments, on_two
+from tokenizers_for_tests import byte_tokenizer
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
 from training_for_tests import (
     LORA,
     METHODS,
@@ -25,10 +28,12 @@ from training_for_tests import (
     trainer_for,
 )
 from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from hf_posttrain import SFTConfig, rollout, scoring
+from hf_posttrain import DPOConfig, DPOTrainer, KDConfig, KDTrainer, SFTConfig, models, rollout, scoring
 from hf_posttrain import engine as engines
 from hf_posttrain.errors import InputError
+from hf_posttrain.recipe import ModelSection
 
 pytestmark = pytest.mark.engines
 
@@ -52,6 +57,11 @@ def trained(rank, method, engine, lora, **config):
     trainer.train()
     name, count = engines.name(trainer.accelerator), trainer.accelerator.num_processes
     return name, count, *logs_and_weights(trainer, lora)
+
+
+def losses_of(trainer):
+    """The loss of each step."""
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
 @functools.cache
@@ -83,15 +93,22 @@ def test_pain_02_and_35_two_processes_give_the_numbers_of_one(engine, method, lo
 # ---- generation
 
 
+def collectives():
+    """How many this rank has called, in any of its groups."""
+    return sum(group._get_sequence_number_for_group() for group in torch.distributed.distributed_c10d._world.pg_map)
+
+
 def sampled(rank, engine, lora):
-    """Rollouts really sampled, of unequal number, length and end on the two ranks: (collectives inside, rollouts)."""
+    """Rollouts really sampled, of unequal number, length and end on the two ranks.
+
+    (collectives inside each generation, in the whole training; rollouts; losses)
+    """
     real, inside, rollouts = rollout.generate, [], []
 
     def watched(*args, **kwargs):
-        group = torch.distributed.distributed_c10d._get_default_group()
-        before = group._get_sequence_number_for_group()
+        before = collectives()
         rollouts.append(real(*args, **kwargs))
-        inside.append(group._get_sequence_number_for_group() - before)
+        inside.append(collectives() - before)
         return rollouts[-1]
 
     rollout.generate = watched
@@ -104,8 +121,9 @@ def sampled(rank, engine, lora):
         generation_batch_size=1 + 3 * rank, lmbda=0.6, **engine_arguments(engine), **peft_config,
     )  # fmt: skip
     trainer.terminal_ids = list(range(0, 300, 10 + 20 * rank))  # one rank stops much earlier
+    before = collectives()
     trainer.train()
-    return inside, rollouts, [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return (inside, collectives() - before), rollouts, losses_of(trainer)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +132,11 @@ def sampled(rank, engine, lora):
     + [pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", False), ("fsdp2", True), ("zero2", False))],
 )
 def test_pain_28_and_32_ranks_generate_alone_after_one_gather(engine, lora):
-    (inside, first, losses), (inside_other, second, _) = on_two(sampled, engine, engine, lora, timeout=120)
+    results = on_two(sampled, engine, engine, lora, timeout=120)
+    ((inside, all_in), first, losses), ((inside_other, all_in_other), second, _) = results
     assert set(inside + inside_other) == {0}  # whole weights: no token waits for another rank
     assert len(inside) == len(inside_other) >= 8
+    assert all_in == all_in_other > 20
     assert len({len(part) for part in (*first, *second)}) > 1  # lmbda: the ranks sample different numbers of prompts
     assert not {tuple(ids) for ids in first[0]} & {tuple(ids) for ids in second[0]}  # of one prompt, by one seed
     assert len(losses) == 4
@@ -130,6 +150,48 @@ def test_rollouts_do_not_hang_on_the_engine():
         for (_, rollouts, losses), (_, expected, expected_losses) in zip(other, results[0], strict=True):
             assert rollouts[:2] == expected[:2]
             assert losses == pytest.approx(expected_losses, rel=1e-3)
+
+
+# ---- streams
+
+
+def streamed(rank, engine, shards):
+    """((step, rows) of each micro-batch that was trained, losses) over a stream that ends within a window."""
+    rows = token_rows("sft", 13).to_iterable_dataset(num_shards=shards)
+    trainer = trainer_for(
+        "sft", tiny_model(), rows, tempfile.mkdtemp(), max_steps=4, learning_rate=1e-3, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, **engine_arguments(engine),
+    )  # fmt: skip
+    trained, step = [], trainer.training_step
+
+    def watched(model, inputs, *args):
+        trained.append((trainer.state.global_step, len(inputs["index"])))
+        return step(model, inputs, *args)
+
+    trainer.training_step = watched
+    trainer.train()
+    return trained, losses_of(trainer)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_stream_trains_whole_windows_on_two_processes(engine, shards):
+    (trained, losses), (trained_by_other, losses_of_other) = on_two(streamed, engine, engine, shards, timeout=60)
+    assert trained == trained_by_other == [(step, 2) for step in range(4) for _ in range(2)]
+    assert losses == losses_of_other
+    assert len(losses) == 4
+
+
+def test_the_partial_window_at_the_end_of_a_stream_is_left_out(tmp_path):
+    """13 rows are three windows of four and one row, which the next pass does not begin with."""
+    rows, settings = token_rows("sft", 13), {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    settings |= {"max_steps": 8, "learning_rate": 1e-3, "disable_dropout": True}
+    stream = trainer_for("sft", tiny_model(), rows.to_iterable_dataset(), tmp_path, **settings)
+    whole = trainer_for("sft", tiny_model(), rows.select(range(12)), tmp_path, **settings)
+    stream.train()
+    whole.train()
+    assert len(losses_of(stream)) == 8
+    assert losses_of(stream) == pytest.approx(losses_of(whole), rel=1e-6)
 
 
 # ---- precision
@@ -167,6 +229,83 @@ def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method)
         assert weights == ["torch.bfloat16" if engine.startswith("zero") else "torch.float32"]
 
 
+# ---- frozen models
+
+
+def held(parameter):
+    """(numbers of it on this rank, all its numbers)."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.numel(), parameter.ds_numel
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel(), parameter.numel()
+
+
+def cut(rank, method, engine, offload):
+    """Of the layers of a trained run's frozen model: (share of their numbers on this rank, do these wait on CPU?)"""
+    config = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+    config |= {"max_steps": 2, "per_device_train_batch_size": 2, "disable_tqdm": True} | engine_arguments(engine)
+    method_config, method_trainer = {"kd": (KDConfig, KDTrainer), "dpo": (DPOConfig, DPOTrainer)}[method]
+    second = {"teacher_model": tiny_model(seed=5), "teacher_offload": offload} if method == "kd" else {}
+    trainer = method_trainer(
+        tiny_model(), method_config(**config), token_rows(method), None, byte_tokenizer(), **second
+    )  # fmt: skip
+    trainer.train()
+    model = trainer.beside.model
+    layers = scoring.causal_lm(model).model.layers
+    here, whole = map(sum, zip(*map(held, layers.parameters()), strict=True))
+    if engine == "zero3":
+        offloaded = model.config["zero_optimization"].get("offload_param", {})
+        waits = offloaded.get("device") == "cpu"
+    else:
+        groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]
+        waits = all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    return here / whole, waits
+
+
+@pytest.mark.parametrize(("method", "offload"), [("kd", True), ("kd", False), ("dpo", False)])
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_frozen_models_are_cut_over_the_ranks(engine, method, offload):
+    for share, waits in on_two(cut, engine, method, engine, offload):
+        assert 0.4 < share < 0.6
+        assert waits == offload
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_teacher_that_is_not_cut_leaves_the_device_after_each_use(offload, tmp_path):
+    teacher, moves = tiny_model(seed=5), []
+    teacher.to = lambda *where: moves.append(where) or teacher
+    config = KDConfig(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", max_steps=3)
+    KDTrainer(
+        tiny_model(), config, token_rows("kd"), None, byte_tokenizer(), teacher_model=teacher, teacher_offload=offload
+    ).train()
+    use, away = (config.device, None), ("cpu",)
+    assert moves == ([use, away] * 4 if offload else [use] * 4) + [away]  # a check of its scores and three steps
+
+
+def beside(rank, method, engine, dropout, size):
+    """(losses of a run whose frozen model came in training mode, what of that model is still trained)."""
+    second = tiny_model(seed=5, attention_dropout=dropout).train()
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method), tempfile.mkdtemp(), second, max_steps=4, learning_rate=1e-3,
+        per_device_train_batch_size=size, disable_dropout=False, **engine_arguments(engine),
+    )  # fmt: skip
+    trainer.train()
+    model = scoring.unwrapped(trainer.beside.model)
+    trained = [name for name, module in model.named_modules() if module.training]
+    trained += [name for name, p in model.named_parameters() if p.requires_grad or p.grad is not None]
+    return losses_of(trainer), trained
+
+
+@pytest.mark.parametrize("method", ["kd", "dpo"])
+@pytest.mark.parametrize("engine", quick("single", "ddp", "zero3", among=("single", *ENGINES)))
+def test_frozen_models_have_no_dropout_and_no_gradients(engine, method):
+    expected, _ = beside(None, method, "single", 0.0, 4)
+    assert len(expected) == 4
+    world = 1 if engine == "single" else 2
+    for losses, trained in on_two(beside, engine, method, engine, 0.5, 4 // world, world=world):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert not trained
+
+
 # ---- models that DeepSpeed cut while they were loaded
 
 
@@ -184,7 +323,7 @@ def with_reference(rank, method, precompute, folder):
     )  # fmt: skip
     trainer.train()
     assert kept is not None
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return losses_of(trainer)
 
 
 @pytest.mark.parametrize("method", quick("dpo", among=("dpo", "kto")))
@@ -194,6 +333,25 @@ def test_pain_20_the_reference_of_a_policy_loaded_in_pieces(method, tmp_path):
     for precompute in (False, True):
         first, second = on_two(with_reference, "zero3", method, precompute, str(tmp_path))
         assert first == second == pytest.approx(alone, rel=1e-4)
+
+
+def drawn(rank, folder):
+    """The weights of a model from scratch, which the engine has not cut yet or is told here not to have."""
+    kept = SFTConfig(f"{folder}/out", use_cpu=True, report_to="none", **engine_arguments("zero3"))
+    torch.manual_seed(0)
+    model = models.load_model(ModelSection(name_or_path=f"{folder}/model", from_scratch=True))
+    assert kept.deepspeed_plugin.zero_stage == 3
+    assert is_deepspeed_zero3_enabled()  # as it was
+    return model.state_dict()
+
+
+def test_random_weights_are_the_same_under_zero3(tmp_path):
+    tiny_model().config.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    alone = models.load_model(ModelSection(name_or_path=f"{tmp_path}/model", from_scratch=True)).state_dict()
+    for found in on_two(drawn, "zero3", str(tmp_path)):
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
 
 
 def out_of_order(rank, engine):

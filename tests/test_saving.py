@@ -183,6 +183,20 @@ def test_an_adapter_continued_by_dpo(engine, trained):
     assert_same(merged.state_dict(), loaded(folder / "merged"))
 
 
+@pytest.mark.parametrize("merged", [True, False])
+def test_an_adapter_and_a_whole_model_do_not_share_a_folder(merged, tmp_path):
+    """from_pretrained would put the one on top of the other."""
+    lora, rows = {"peft_config": peft.LoraConfig(**LORA)}, token_rows("sft")
+    trainer_for("sft", tiny_model(), rows, tmp_path, **lora, merge_lora=not merged).save_model()
+    files = {file: file.read_bytes() for file in tmp_path.glob("*.*")}
+    second = trainer_for("sft", tiny_model(), rows, tmp_path, **lora, merge_lora=merged)
+    for step in (second.train, second.save_model):
+        with pytest.raises(InputError, match="from_pretrained would add one to the other"):
+            step()
+    assert {file: file.read_bytes() for file in tmp_path.glob("*.*")} == files
+    second.save_model(str(tmp_path / "elsewhere"))
+
+
 def test_an_incomplete_save_raises(tmp_path, monkeypatch):
     model = tiny_model("llama")
     model.save_pretrained(tmp_path)
@@ -228,13 +242,15 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted(method, config, engine, kind
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_ddp_resumes_with_another_number_of_processes(before, after, trained, tmp_path):
+@pytest.mark.parametrize("kind", quick("full", among=KINDS))
+@pytest.mark.parametrize("engine", quick("ddp", "fsdp2", among=("ddp", "fsdp2", "fsdp2-sharded")))
+def test_a_run_resumes_with_another_number_of_processes(engine, kind, before, after, trained, tmp_path):
     settings = {"model": {"dropout": 0.0}}
     sizes = {world: {"world": world, "per_device_train_batch_size": 4 // world} for world in (1, 2)}
-    whole, logs, weights = trained("ddp", "sft", **settings, **sizes[before])
+    whole, logs, weights = trained(engine, "sft", kind, **settings, **sizes[before])
     shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
-    found, weights_found, _ = on("ddp", tmp_path, "sft", resume="auto", **settings, **sizes[after])
-    assert_same_logs(found, logs, 1e-4)
+    found, weights_found, _ = on(engine, tmp_path, "sft", kind, resume="auto", **settings, **sizes[after])
+    assert_same_logs(found, logs, 1e-5)
     assert_same(weights_found, weights, exact=False)
 
 
@@ -285,30 +301,55 @@ def test_the_best_model_is_loaded_at_the_end(engine, kind, limit, trained):
 # ---- stopped
 
 
+def in_saving(folder):
+    """How many files the unfinished checkpoint has."""
+    return sum(len(files) for _, _, files in os.walk(folder / checkpoint.SAVING))
+
+
+def visible(folder):
+    """The checkpoints in `folder`, oldest first."""
+    return sorted(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+
+
+def kill_when(reached, ranks):
+    """Kill a run there, halted first so that it is still there. Returns whether all of it was alive."""
+    send = lambda signum: [os.kill(rank.pid, signum) for rank in ranks]  # noqa: E731
+    while alive := all(rank.is_alive() for rank in ranks):
+        if reached():
+            send(signal.SIGSTOP)
+            if reached():
+                break
+            send(signal.SIGCONT)
+    for rank in ranks:
+        rank.kill()
+        rank.join()
+    return alive
+
+
 def killed_and_resumed(engine, world, kills, folder):
     """(logs, weights, _) of a run that saves every step and is killed, half the times while it saves, and resumed."""
-    draw = random.Random(0)
-    settings = {"save_steps": 1, "save_total_limit": 2, "max_steps": 2 * kills + 4, "resume": "auto"}
+    draw, while_saving = random.Random(0), 0
+    settings = {"save_steps": 1, "save_total_limit": 2, "max_steps": 3 * kills + 2, "resume": "auto"}
     for kill in range(kills):
-        known = set(folder.glob("checkpoint-*"))
+        known = visible(folder)
         with tempfile.TemporaryDirectory() as results:
             ranks = start(run_with, engine, results, str(folder), engine, ("sft",), settings, world=world)
-            while set(folder.glob("checkpoint-*")) <= known and all(rank.is_alive() for rank in ranks):
+            while visible(folder) == known and all(rank.is_alive() for rank in ranks):
                 time.sleep(0.005)
-            time.sleep(draw.uniform(0, 0.15))
-            while kill % 2 and not (folder / checkpoint.SAVING).exists() and all(rank.is_alive() for rank in ranks):
-                pass
-            time.sleep(draw.uniform(0, 0.02))
-            for rank in ranks:
-                rank.kill()
-                rank.join()
+            files, end = draw.randint(1, 6), time.monotonic() + draw.uniform(0, 0.06)
+            by_files, by_time = (lambda: in_saving(folder) >= files), (lambda: time.monotonic() > end)  # noqa: B023
+            assert kill_when(by_files if kill % 2 else by_time, ranks), "the run ended before it could be killed"
+        while_saving += (folder / checkpoint.SAVING).exists()
+        for path in visible(folder):
+            assert checkpoint.lacking(path, False) == [], path
+    assert while_saving
     return on(engine, folder, "sft", world=world, **settings)
 
 
 @pytest.mark.parametrize(
     ("engine", "world", "kills"),
     [
-        ("single", 1, 5),
+        ("single", 1, 3),
         pytest.param("single", 1, 20, marks=pytest.mark.slow), pytest.param("fsdp2", 2, 20, marks=pytest.mark.slow),
         pytest.param("zero3", 2, 20, marks=pytest.mark.slow),
     ],
@@ -316,10 +357,32 @@ def killed_and_resumed(engine, world, kills, folder):
 def test_killed_at_any_moment_a_run_goes_on_from_a_complete_checkpoint(engine, world, kills, tmp_path):
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
-    _, weights, _ = on(engine, tmp_path / "whole", "sft", world=world, max_steps=2 * kills + 4, save_strategy="no")
+    _, weights, _ = on(engine, tmp_path / "whole", "sft", world=world, max_steps=3 * kills + 2, save_strategy="no")
     _, found, _ = killed_and_resumed(engine, world, kills, tmp_path / "killed")
     assert_same(found, weights)
     assert not (tmp_path / "killed" / checkpoint.SAVING).exists()
+
+
+def test_killed_while_old_checkpoints_are_deleted_none_is_half_there(tmp_path, monkeypatch):
+    """It would count as the newest, being changed last, and the next save would delete complete ones in its favour."""
+
+    def killed(folder, **kwargs):
+        parts = list(Path(folder).rglob("model.safetensors"))
+        if not parts:
+            return real(folder, **kwargs)
+        parts[0].unlink()
+        raise KeyboardInterrupt
+
+    real, settings = shutil.rmtree, {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 4}
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **settings).train()
+    assert [path.name for path in visible(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
+    assert not any(checkpoint.lacking(path, False) for path in visible(tmp_path))
+    monkeypatch.undo()
+    trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **settings).train("auto")
+    assert [path.name for path in visible(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
+    assert not (tmp_path / checkpoint.SAVING).exists()
 
 
 def test_incomplete_checkpoints_are_passed_over(trained, tmp_path, caplog):
@@ -362,18 +425,26 @@ def test_sigterm_leaves_one_checkpoint_under_any_strategy(config, tmp_path):
     assert kept <= {"checkpoint-1", "checkpoint-2"}
 
 
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+
+
+def workers_of(launcher):
+    """The process ids of a launcher's ranks, in order."""
+    listed = subprocess.check_output(["ps", "-o", "pid=,args=", "--ppid", str(launcher)], text=True).splitlines()
+    return sorted(int(line.split()[0]) for line in listed if "hf_posttrain.run" in line)
+
+
 @pytest.mark.parametrize(
-    ("launcher", "code"),
+    ("launcher", "worker", "code"),
     [
-        ([], 0),
-        pytest.param(
-            ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"], 1, marks=pytest.mark.slow
-        ),
+        ([], None, 0), pytest.param(TORCHRUN, None, 1, marks=pytest.mark.slow),
+        pytest.param(TORCHRUN, 0, 0, marks=pytest.mark.slow), pytest.param(TORCHRUN, 1, 0, marks=pytest.mark.slow),
     ],
-    ids=["python", "torchrun"],
-)
-def test_sigterm_to_the_command(launcher, code, tmp_path):
-    """The command ends with 0 and says how to go on; torchrun itself returns 1."""
+    ids=["python", "torchrun", "first worker", "second worker"],
+)  # fmt: skip
+def test_sigterm_to_the_command(launcher, worker, code, tmp_path):
+    """The command ends with 0 and says how to go on; torchrun returns 1 if it gets the signal itself, and 0 only if
+    every worker does."""
     command = [
         sys.executable, *launcher, "-m", "hf_posttrain.run", "recipes/tiny/sft_student.yaml",
         f"train.output_dir={tmp_path}", "train.logging_steps=1", "train.eval_on_start=false", "train.eval_steps=400",
@@ -383,11 +454,13 @@ def test_sigterm_to_the_command(launcher, code, tmp_path):
         output = ""
         while "'loss'" not in output and (line := running.stdout.readline()):
             output += line
-        running.send_signal(signal.SIGTERM)
+        os.kill(running.pid if worker is None else workers_of(running.pid)[worker], signal.SIGTERM)
         output += running.stdout.read()
     assert running.returncode == code, output
     assert "to go on: the same command with train.resume_from_checkpoint=auto" in output
-    assert checkpoint.find_checkpoint(tmp_path)
+    [saved] = tmp_path.glob("checkpoint-*")
+    assert checkpoint.lacking(saved, False) == []
+    assert int(saved.name.split("-")[1]) < 400  # the signal came in time
 
 
 # ---- computed once
