@@ -1,6 +1,7 @@
 """Sequence parallelism: rows cut over two ranks give the losses, gradient norms and weights of one process."""
 
 import importlib.util
+import tempfile
 
 import datasets
 import peft
@@ -124,7 +125,8 @@ class Mixing(torch.nn.Module):
 
 def refusals(rank):
     """What each of these says."""
-    parallel = {"parallelism_config": {"sp_size": 2}, "output_dir": "unused", "use_cpu": True, "report_to": "none"}
+    folder = tempfile.mkdtemp()
+    parallel = {"parallelism_config": {"sp_size": 2}, "output_dir": folder, "use_cpu": True, "report_to": "none"}
     zero3 = parallel | engine_arguments("zero3")
     mixing = tiny_model()
     mixing.model.layers[0].mlp = torch.nn.Sequential(mixing.model.layers[0].mlp, Mixing())
@@ -138,11 +140,11 @@ def refusals(rank):
         "exact_match": lambda: SFTConfig(**zero3, eval_exact_match=True),
         "noise": lambda: SFTConfig(**zero3, neftune_noise_alpha=5.0),
         "context": lambda: SFTConfig(**zero3 | {"parallelism_config": {"cp_size": 2}}),
-        "eager": lambda: train("unused", zero3, "gemma2"),
-        "window": lambda: train("unused", zero3, "mistral"),
-        "gpt2": lambda: train("unused", zero3, "gpt2"),
-        "router": lambda: train("unused", zero3 | {"router_aux_loss_coef": 0.1}, "qwen3_moe"),
-        "mixing": lambda: trainer_for("sft", mixing, long_rows(), "unused", **zero3).train(),
+        "eager": lambda: train(folder, zero3, "gemma2"),
+        "window": lambda: train(folder, zero3, "mistral"),
+        "gpt2": lambda: train(folder, zero3, "gpt2"),
+        "router": lambda: train(folder, zero3 | {"router_aux_loss_coef": 0.1}, "qwen3_moe"),
+        "mixing": lambda: trainer_for("sft", mixing, long_rows(), tempfile.mkdtemp(), **zero3).train(),
     }
     said = {}
     for name, attempt in attempts.items():
@@ -171,4 +173,4 @@ def test_accelerate_launch_may_ask_for_it(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     monkeypatch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
     with pytest.raises(InputError, match=r"sp_size=2\) needs DeepSpeed"):
-        SFTConfig(output_dir="unused", use_cpu=True)
+        SFTConfig(output_dir=tempfile.mkdtemp(), use_cpu=True)
