@@ -173,7 +173,7 @@ def streamed(rank, engine, shards):
     return trained, losses_of(trainer)
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", quick(2, among=(1, 2)))
 @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
 def test_a_stream_trains_whole_windows_on_two_processes(engine, shards):
     (trained, losses), (trained_by_other, losses_of_other) = on_two(streamed, engine, engine, shards, timeout=60)
@@ -220,7 +220,7 @@ def hidden_dtypes(rank, method, engine, lora):
     return {name: [str(d) for d in found] for name, found in seen.items()}, [str(d) for d in weights]
 
 
-@pytest.mark.parametrize("method", quick("sft", "kto", "kd", among=METHODS))
+@pytest.mark.parametrize("method", quick("kto", "kd", among=METHODS))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method):
     lora = method in ("sft", "kto")
@@ -261,7 +261,9 @@ def cut(rank, method, engine, offload):
     return here / whole, waits
 
 
-@pytest.mark.parametrize(("method", "offload"), [("kd", True), ("kd", False), ("dpo", False)])
+@pytest.mark.parametrize(
+    ("method", "offload"), [("kd", True), pytest.param("kd", False, marks=pytest.mark.slow), ("dpo", False)]
+)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
 def test_frozen_models_are_cut_over_the_ranks(engine, method, offload):
     for share, waits in on_two(cut, engine, method, engine, offload):
