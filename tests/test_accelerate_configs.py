@@ -437,8 +437,7 @@ def test_torchrun_and_accelerate_launch_train_on_two_processes(tmp_path):
 def test_accelerate_launch_on_cpu_that_starts_one_process_is_refused(tmp_path):
     flags = ["launch", "--cpu", "--num_processes", "2"]
     ended = command("accelerate", *flags, *END, f"train.output_dir={tmp_path / 'out'}")
-    assert "error: recipes/tiny/sft_student.yaml" in ended.stderr
-    assert "accelerate launch was asked for several processes and started one" in ended.stderr
+    assert "error: accelerate launch was asked for several processes and started one" in ended.stderr
     assert not (tmp_path / "out").exists()
 
 
