@@ -9,14 +9,13 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 out=${OUT:-outputs/gpu}
 against=none
-"$python" -c 'import trl' 2> /dev/null && against=trl
+[[ -z ${DRY:-} ]] && "$python" -c 'import trl' 2> /dev/null && against=trl
 common=(--against "$against" --repeats 1 --threads 4)
 if [[ -n ${DRY:-} ]]; then
   small=(--shape tiny --vocabulary 512 --rows 12 --batch 2 --max-length 96)
   full=("${small[@]}") lora=("${small[@]}" --lora) long=("${small[@]}")
   words=20 more_words=40
   scaling=(--shape tiny --points 2 --repeats 1)
-  common[1]=none
 else
   gpu=(--device cuda --dtype bfloat16 --vocabulary 151936)
   full=("${gpu[@]}" --shape qwen3-0.6b --rows 32 --batch 8 --max-length 1024)

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config
 from transformers.utils import is_flash_attn_2_available
 
 from hf_posttrain import scoring
-from hf_posttrain.batch import Branch, Example, collate, targets
+from hf_posttrain.batch import per_branch, targets
 from hf_posttrain.tiles import LogProb
 
-from .setting import SHAPES
+from .setting import BPE_VOCABULARY, SHAPES, configured, random_batch, random_model
 
+LENGTHS = [[64, 103, 41], [20, 87, 118], [97, 22, 60], [113, 75, 33]]
+"""Of four prompts and the two answers of each, in tokens."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Of log-probabilities and of a gradient's norm, relative."""
 
@@ -55,18 +56,12 @@ def cases(device: str) -> list[tuple[str, str, torch.dtype]]:
 
 def scored(given: Any, layout: str, attention: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(summed log-probabilities of each answer, gradient of the first layer's query projection), float32 on CPU."""
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=32_768, tie_word_embeddings=True, **SHAPES[given.shape])
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-    model = model.to(given.device, dtype)
+    spec = {"device": given.device, "dtype": "float32", "attention": attention}
+    model = random_model(configured(given.shape, BPE_VOCABULARY), spec).to(dtype)
     scoring.enable_scoring(model)
-    draw = torch.Generator().manual_seed(0)
-    lengths = torch.randint(20, 120, (4, 3), generator=draw).tolist()
-    ids = [[torch.randint(config.vocab_size, (n,), generator=draw).tolist() for n in row] for row in lengths]
-    examples = [Example(prompt, [Branch(answer) for answer in answers]) for prompt, *answers in ids]
-    batch = {name: tensor.to(given.device) for name, tensor in collate(examples, layout).items()}
+    batch = random_batch(LENGTHS, BPE_VOCABULARY, layout, given.device)
     values = scoring.score(model, batch, LogProb(targets(batch)))["value"]
-    sums = values.new_zeros(8).index_add(0, batch["owner"], values)
+    sums = per_branch(values, batch["owner"], len(LENGTHS), 2)
     sums.sum().backward()
     return sums.detach().float().cpu(), model.model.layers[0].self_attn.q_proj.weight.grad.float().cpu()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .setting import SHAPES
+from .setting import SHAPES, configured, random_batch, random_model
 
 BASE = {"length": 512, "vocabulary": 32_768, "branches": 1, "rows": 4}
 AXES = {
@@ -75,29 +75,20 @@ def point(given: argparse.Namespace, axis: str, value: int) -> dict[str, float]:
 def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     """Seconds of a forward and backward (median), and the memory that it added in GB."""
     import torch
-    from transformers import AutoModelForCausalLM, Qwen3Config
 
     from hf_posttrain import scoring
     from hf_posttrain.attention import choose_layout
-    from hf_posttrain.batch import Branch, Example, collate, targets
+    from hf_posttrain.batch import targets
     from hf_posttrain.tiles import LogProb
 
     from .flops import wait
     from .worker import GB, memory, peak_memory
 
     torch.set_num_threads(given["threads"])
-    torch.manual_seed(0)
-    config = Qwen3Config(vocab_size=size["vocabulary"], tie_word_embeddings=True, **SHAPES[given["shape"]])
-    with torch.device(given["device"]):
-        dtype, attention = getattr(torch, given["dtype"]), given["attention"]
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    model = random_model(configured(given["shape"], size["vocabulary"]), given)
     scoring.enable_scoring(model)
-    half = size["length"] // 2
-    draw = torch.Generator().manual_seed(0)
-    ids = torch.randint(size["vocabulary"], (size["rows"], size["branches"] + 1, half), generator=draw).tolist()
-    examples = [Example(prompt, [Branch(answer) for answer in answers]) for prompt, *answers in ids]
-    layout = choose_layout([model], "auto")
-    batch = {name: tensor.to(given["device"]) for name, tensor in collate(examples, layout).items()}
+    lengths = [[size["length"] // 2] * (1 + size["branches"])] * size["rows"]
+    batch = random_batch(lengths, size["vocabulary"], choose_layout([model], "auto"), given["device"])
     weights = torch.ones(len(batch["scored"]), device=given["device"])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

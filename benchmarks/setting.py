@@ -4,6 +4,7 @@
     read_rows        method -> rows of plain strings, evenly spaced over the file
     write_model      a byte-level BPE tokenizer trained on the rows' text, and config.json, in one folder
     build_model      the folder -> random weights from a seed
+    configured, random_model, random_batch      the same without a folder, and tokens for it
     ends             what ends a rollout of them
 """
 
@@ -88,7 +89,7 @@ def write_model(folder: Path, data: Path, shape: str = "small", vocabulary: int 
     vocabulary: rows of the embedding; the tokenizer fills the first 32768 of them at most.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config
+    from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,24 +103,48 @@ def write_model(folder: Path, data: Path, shape: str = "small", vocabulary: int 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIALS[0], pad_token=SPECIALS[1])
     tokenizer.chat_template = PLAIN
     tokenizer.save_pretrained(folder)
-    Qwen3Config(
+    configured(shape, vocabulary).save_pretrained(folder)
+
+
+def configured(shape: str, vocabulary: int) -> Any:
+    """The config of a Qwen3 with tied embeddings of `vocabulary` rows."""
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
         vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=0, pad_token_id=1, bos_token_id=None,
         **SHAPES[shape],
-    ).save_pretrained(folder)  # fmt: skip
+    )  # fmt: skip
 
 
 def build_model(spec: Row, seed: int) -> Any:
-    """The model with random weights from a seed. spec: folder, device, dtype, attention."""
+    """The model of `write_model` with random weights from a seed. spec: folder, device, dtype, attention."""
+    from transformers import AutoConfig
+
+    return random_model(AutoConfig.from_pretrained(spec["folder"]), spec, seed)
+
+
+def random_model(config: Any, spec: Row, seed: int = 0) -> Any:
+    """A causal LM with random weights, the same for every caller with this seed. spec: device, dtype, attention."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    config = AutoConfig.from_pretrained(spec["folder"])
     with torch.device(spec["device"]):
-        model = AutoModelForCausalLM.from_config(
+        return AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, spec["dtype"]), attn_implementation=spec["attention"]
         )
-    return model
+
+
+def random_batch(lengths: list[list[int]], vocabulary: int, layout: str, device: str) -> dict[str, Any]:
+    """A batch on the device of examples with random tokens. lengths: of each prompt and of its answers."""
+    import torch
+
+    from hf_posttrain.batch import Branch, Example, collate
+
+    draw = torch.Generator().manual_seed(0)
+    ids = [[torch.randint(vocabulary, (n,), generator=draw).tolist() for n in row] for row in lengths]
+    examples = [Example(prompt, [Branch(answer) for answer in answers]) for prompt, *answers in ids]
+    return {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
 
 
 def ends(vocabulary: int) -> list[int]:

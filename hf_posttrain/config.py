@@ -77,7 +77,7 @@ class PostTrainConfig(TrainingArguments):
     """Longest answer in that evaluation, in tokens."""
 
     def __new__(cls, *args: Any, **kwargs: Any):
-        """Names that TRL's configs have and this one lacks raise with what to use instead."""
+        """Names that TRL's configs or older transformers have and this one lacks raise with what to use instead."""
         names = {f.name for f in dataclasses.fields(cls)}
         for name in kwargs:
             if name not in names and (instead := advice(name)):

@@ -48,15 +48,14 @@ def decode(
     sampler: Sampler,
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens."""
-    unique = {tuple(prompt): None for prompt in prompts}
-    number = {prompt: n for n, prompt in enumerate(unique)}
-    ids, mask = left_padded(list(unique), 0, model.device)
+    number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}  # of each distinct one
+    ids, mask = left_padded(list(number), 0, model.device)
     cache = DynamicCache(config=model.config)
     position = mask.cumsum(-1).sub(1).clamp(min=0)
     given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **given).logits[:, -1]
     rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=ids.device)
-    if len(unique) < len(prompts):
+    if len(number) < len(prompts):
         cache.batch_select_indices(rows)
     logits, mask, position = logits[rows], mask[rows], position[rows, -1:]
     terminal = torch.tensor(list(terminal_ids), device=ids.device)

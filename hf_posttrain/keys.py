@@ -8,7 +8,6 @@ The Config itself checks again, with what only it knows.
 
 import ast
 import dataclasses
-import functools
 import importlib.util
 import typing
 from collections.abc import Iterator
@@ -74,7 +73,6 @@ def advice(name: str) -> str | None:
     return _GONE.get(name) or _TRL_ADVICE.get(name)
 
 
-@functools.cache
 def train_fields(method: str) -> type:
     """A dataclass with the fields of the method's Config, their defaults left out.
 

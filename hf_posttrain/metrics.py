@@ -1,5 +1,6 @@
 """What is read at log steps alone, without waiting for the device in between.
 
+sum_and_count the pair that a weighted mean is made of
 Meter         exact global means from (sum, count) pairs, one reduction each time they are logged
 FiniteWatch   the first step whose loss was not finite
 """
@@ -13,6 +14,11 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 
+def sum_and_count(values: Tensor, weights: Tensor) -> Tensor:
+    """[sum of values x weights, sum of weights] of one shape; weight 0 leaves a value out even where it is NaN."""
+    return torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
+
+
 class Meter:
     """Named (sum, count) pairs. Every rank adds the same names in the same order; counts may be zero."""
 
@@ -20,11 +26,10 @@ class Meter:
         self.totals: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
-        """Add values of any shape, weighted; weight 0 leaves a value out even where it is NaN."""
+        """Add values of any shape, weighted as in `sum_and_count`."""
         values = values.detach().double() if values.device.type != "mps" else values.detach().float()
         weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
-        values = torch.where(weights == 0, 0.0, values * weights)
-        pair = torch.stack([values.sum(), weights.sum()])
+        pair = sum_and_count(values, weights)
         self.totals[name] = self.totals[name] + pair if name in self.totals else pair
 
     def averages(self, accelerator=None) -> dict[str, float]:

@@ -40,21 +40,26 @@ class Reference:
             self.adapter = self.policy.active_adapter
             _copy_adapter(self.policy, self.adapter)
         by_adapter = adapted and ref_model is None
-        self.online = not asked or by_adapter
+        keeps = not (asked or by_adapter)  # a model of its own, also for rows that come later
+        self.online = keeps or by_adapter
         unready = precompute and engine.changes_weights(trainer.accelerator)
-        if self.frozen is None and (unready or not (asked or by_adapter)):
+        if self.frozen is None and (unready or keeps):
             self.frozen = Frozen(engine.copied(self.policy, trainer.accelerator), trainer.accelerator)
         if self.frozen is not None:
             trainer.score_beside(self.frozen)
         if precompute:
-            trainer.check_scoring(self.policy)
-            trainer.train_dataset = self.precompute(trainer.train_dataset, "train")
-            trainer.eval_dataset = self.precompute(trainer.eval_dataset, "eval")
-            if asked or by_adapter:
-                self.frozen = None
-                trainer.score_beside(None)
-            elif self.frozen is not None:
-                self.frozen.release()
+            self._score_data_sets(keeps)
+
+    def _score_data_sets(self, keeps: bool) -> None:
+        """The trainer's own, now; keeps: the second model waits for others, on CPU where it is not cut."""
+        self.trainer.check_scoring(self.policy)
+        self.trainer.train_dataset = self.precompute(self.trainer.train_dataset, "train")
+        self.trainer.eval_dataset = self.precompute(self.trainer.eval_dataset, "eval")
+        if not keeps:
+            self.frozen = None
+            self.trainer.score_beside(None)
+        elif self.frozen is not None:
+            self.frozen.release()
 
     def logps(self, policy: nn.Module, batch: dict[str, Any], part: dict[str, Any], branches: int) -> Tensor:
         """Summed log-probabilities of each branch of `part` under the reference, [B, K], or those cached in `batch`.

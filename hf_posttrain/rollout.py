@@ -40,6 +40,7 @@ def generate(
     Prompts are sorted by length and generated batch_size at a time (None: all at once).
     """
     inner = causal_lm(model)
+    ours = can_decode(inner)
     own = inner.config.get_text_config().vocab_size
     sampler = Sampler(temperature, own if vocabulary is None else min(vocabulary, own))
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
@@ -49,7 +50,7 @@ def generate(
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
-            if can_decode(inner):
+            if ours:
                 found = decode(inner, given, max_new_tokens, terminal_ids, sampler)
             else:
                 found = _by_transformers(inner, given, max_new_tokens, terminal_ids, sampler, pad_id)

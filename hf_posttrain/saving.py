@@ -109,9 +109,10 @@ def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter_only)
         whole: Any = get_model_state_dict(model, options=options)
         return whole
-    if not engine.zero_stage(accelerator):
+    stage = engine.zero_stage(accelerator)
+    if not stage:
         return None
-    if engine.zero_stage(accelerator) == 3:
+    if stage == 3:
         state = model._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapter_only)
     else:
         state = accelerator.get_state_dict(model)

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from .errors import InputError
+from .metrics import sum_and_count
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,7 @@ class RunningMean(TrainerCallback, ExportableState):
 
     def add(self, rewards: Tensor, weights: Tensor) -> None:
         """Remember the rewards of a micro-batch for the next window, [B] each; weight 0 leaves a row out."""
-        counted = torch.where(weights == 0, 0.0, rewards.detach() * weights)
-        self.pending.append(torch.stack([counted.sum(), weights.sum()]))
+        self.pending.append(sum_and_count(rewards.detach(), weights))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take in what the window added, over all ranks."""
