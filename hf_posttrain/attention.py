@@ -1,5 +1,9 @@
 """Who may look at whom: the masks of the layouts of `batch.py`, and which layout a model's attention can take.
 
+    attention_mask    what a forward over a batch is given; on CPU its masks know where documents end
+    by_document       sdpa for such a mask: each document alone, so that a row costs no more than its documents
+    choose_layout     the cheapest layout that all models can take
+
 Legend: R rows, L row length.
 """
 
@@ -9,8 +13,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from .errors import InputError
 
@@ -50,8 +55,48 @@ def _prepared_mask(batch: dict[str, Tensor], implementation: str, dtype: torch.d
         return flex_mask(batch, window)
     mask = allowed(batch, window)[:, None]
     if implementation == "sdpa":
+        if mask.device.type == "cpu":
+            mask.document_masks = document_masks(batch, mask)  # type: ignore[attr-defined]
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def document_masks(batch: dict[str, Tensor], mask: Tensor) -> list[tuple[int, Tensor | None]]:
+    """(length, mask [1, 1, length, length] or None where it is plain causal) of each document in the flattened rows.
+
+    mask [R, 1, L, L]: nobody sees beyond the document; the padding of a row is a document of its own.
+    """
+    found = []
+    for row, document in enumerate(batch["document"]):
+        start = 0
+        for size in document.unique_consecutive(return_counts=True)[1].tolist():
+            own = mask[row : row + 1, :, start : start + size, start : start + size]
+            causal = int(own.sum()) == size * (size + 1) // 2
+            found.append((size, None if causal else own))
+            start += size
+    return found
+
+
+def by_document(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' sdpa; with `document_masks` on the mask each document alone. [R, heads, L, D] -> [R, L, heads, D].
+
+    A fused kernel on CPU computes all L x L pairs of a masked row, whatever the mask forbids.
+    """
+    documents = getattr(attention_mask, "document_masks", None)
+    if documents is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    sizes = [size for size, _ in documents]
+    states = zip(*(states.transpose(1, 2).flatten(0, 1).split(sizes) for states in (query, key, value)), strict=True)
+    found = []
+    for (_, mask), parts in zip(documents, states, strict=True):
+        q, k, v = (part.transpose(0, 1)[None] for part in parts)  # [1, heads, length, D]
+        found.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
+    return torch.cat(found, dim=1).unflatten(1, (query.shape[0], query.shape[2])).squeeze(0), None
+
+
+AttentionInterface.register("sdpa", by_document)  # a mask without documents is computed as ever
 
 
 def flex_mask(batch: dict[str, Tensor], window: int | None) -> Any:

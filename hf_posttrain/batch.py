@@ -8,12 +8,13 @@ shared   [p0 .. p(n-2)] [p(n-1) a1 a2 ..] [p(n-1) b1 b2 ..]: the prompt once; a 
 packed   every branch a document with its own copy of the prompt, all in one row, for FlashAttention
 padded   every branch a row, for architectures that take no custom mask
 
-Rows of `shared` are filled first-fit-decreasing and never longer than the longest example. A branch's last token
-predicts nothing and is not an input. Positions restart at 0 in each document and at n-1 in each branch.
+Rows of `shared` hold several examples: as many rows as cost least, padding and attention together. A branch's last
+token predicts nothing and is not an input. Positions restart at 0 in each document and at n-1 in each branch.
 
 Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
@@ -24,6 +25,10 @@ from torch import Tensor
 
 LAYOUTS = ("auto", "shared", "packed", "padded")
 IGNORE = -100
+ATTENTION_LENGTH = 4096
+"""So long a row costs attention as much as the layers: about 6 x hidden size by count, for small models less."""
+ROW_COUNTS = 32
+"""How many numbers of rows are compared."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     elif layout == "padded":
         rows = [[document] for document in documents]
     else:
-        rows = _first_fit_decreasing(documents)
+        rows = _cheapest_rows(documents)
     batch = _to_tensors(rows, pad_id)
     batch["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
     if layout == "shared" and _needs_mask(rows):
@@ -124,20 +129,30 @@ def _continued(last_prompt_id: np.ndarray, branch: Branch, start: int, number: i
     return Document(shown, np.arange(start, start + size), number * ones, targets[:size], ones, owners)
 
 
-def _first_fit_decreasing(documents: list[Document]) -> list[list[Document]]:
-    """Fill rows no longer than the longest document, longest first, each into the first row that has room."""
-    capacity = max((len(d.ids) for d in documents), default=0)
-    rows: list[list[Document]] = []
-    room: list[int] = []
+def _cheapest_rows(documents: list[Document]) -> list[list[Document]]:
+    """The documents in rows of about equal length, in the number of rows that costs least.
+
+    Fewer rows have less padding; longer ones have more pairs of tokens in attention.
+    """
+    step = 1 + len(documents) // ROW_COUNTS
+    return min((_levelled(documents, count) for count in range(1, len(documents) + 1, step)), key=_cost)
+
+
+def _levelled(documents: list[Document], count: int) -> list[list[Document]]:
+    """`count` rows: the longest document first, each into the shortest row."""
+    rows: list[list[Document]] = [[] for _ in range(count)]
+    shortest = [(0, number) for number in range(count)]  # a heap
     for document in sorted(documents, key=lambda d: -len(d.ids)):
-        size = len(document.ids)
-        row = next((i for i, left in enumerate(room) if left >= size), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(capacity)
-        rows[row].append(document)
-        room[row] -= size
+        length, number = shortest[0]
+        rows[number].append(document)
+        heapq.heapreplace(shortest, (length + len(document.ids), number))
     return rows
+
+
+def _cost(rows: list[list[Document]]) -> float:
+    """Of a pass over the rows, in tokens through the layers alone."""
+    length = max(sum(len(document.ids) for document in row) for row in rows)
+    return len(rows) * length * (1 + length / ATTENTION_LENGTH)
 
 
 def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:

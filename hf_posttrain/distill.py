@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .losses import DIVERGENCES, discounted, top_k_buckets, with_tail
+from .losses import DIVERGENCES, discounted, forward_kl, reverse_kl, top_k_buckets, with_tail
 from .scoring import LMHead
-from .tiles import Differentiated, LogProb, Tile, TileFunction
+from .tiles import Differentiated, LogProb, Tile, TileFunction, expectation, softmax
 
 
 def check_divergence(name: str, beta: float | None, skew_alpha: float) -> None:
@@ -59,6 +59,7 @@ def dense(
     """value = (1 - w) CE + w D(student, teacher), w = 1 - ce_coef; temperature divides both logits in D alone.
 
     stats: `divergence`, `student` and `teacher` (log-probabilities of the target at the temperature), and `ce`.
+    The two KL divergences are differentiated by hand (`KL`), the others by autograd.
     """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -70,7 +71,56 @@ def dense(
         own = q if temperature == 1 and size == logits.shape[-1] else None
         return _with_ce(total, logits, own, target, ce_coef, stats)
 
-    return Differentiated(value)
+    tile = Differentiated(value)
+    if function not in (forward_kl, reverse_kl):
+        return tile
+    return KL(function is reverse_kl, teacher, targets, temperature, ce_coef, tile)
+
+
+@dataclass(frozen=True)
+class KL:
+    """`dense` for KL(p, q) or KL(q, p), in closed form: a fifth of the memory traffic of autograd.
+
+    With logits z and t of student and teacher, c = ln sum e^z - ln sum e^t:
+    KL(p, q) = sum p (t - z) + c, of gradient q - p;  KL(q, p) = sum q (z - t) - c, of gradient q (z - t - c - KL).
+    """
+
+    reverse: bool
+    """KL(q, p), else KL(p, q)."""
+    teacher: Teacher
+    targets: Tensor
+    temperature: float
+    ce_coef: float
+    plain: Differentiated
+    """The same by autograd, for a cross-entropy that needs another softmax."""
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
+        """[n, V] -> Tile of [n]; stats as `dense`."""
+        theirs = self.teacher.logits(rows)
+        size, target = min(logits.shape[-1], theirs.shape[-1]), self.targets[rows, None]
+        if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
+            return self.plain(logits, rows, need_grad, room)
+        z, t = (_at(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
+        (q, z_total), (p, t_total) = softmax(z, room), softmax(t, torch.empty_like(t))
+        c = z_total - t_total
+        if self.reverse:
+            gap = torch.sub(z, t, out=p)
+            kl = expectation(q, gap) - c
+        else:
+            kl = expectation(p, t) - expectation(p, z) + c
+        student, teacher = z.gather(-1, target) - z_total, t.gather(-1, target) - t_total
+        stats = {"divergence": kl[:, 0], "student": student[:, 0], "teacher": teacher[:, 0]}
+        value, w = kl, self.ce_coef
+        if w:
+            value, stats = (1 - w) * kl - w * student, stats | {"ce": -student[:, 0]}
+        if not need_grad:
+            return Tile(value[:, 0], None, stats)
+        if self.reverse:
+            q.mul_(gap.sub_(c + kl).mul_(1 - w).add_(w))
+        else:
+            q.sub_(p, alpha=1 - w)
+        grad = room.scatter_add_(-1, target, torch.full_like(value, -w)) if w else room
+        return Tile(value[:, 0], grad if self.temperature == 1 else grad.div_(self.temperature), stats)
 
 
 def top_k(
@@ -123,9 +173,9 @@ class SampledPolicyGradient:
     vocabulary: int
     """Of the ids that both models have."""
 
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
-        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad)
+        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, room)
         advantage = self.teacher[rows] - tile.value
         stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
         grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])

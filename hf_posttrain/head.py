@@ -66,9 +66,12 @@ class Head:
     finish: Finish = Finish()
     """Scale and softcap."""
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[n, H] -> [n, V], float32 or float64."""
-        return self.finish(nn.functional.linear(hidden, self.weight, self.bias))
+    def logits(self, hidden: Tensor, room: Tensor | None = None) -> Tensor:
+        """[n, H] -> [n, V], float32 or float64. room [n, V] of the head's dtype takes the product (no autograd)."""
+        if room is None:
+            return self.finish(nn.functional.linear(hidden, self.weight, self.bias))
+        raw = torch.mm(hidden, self.weight.T, out=room)
+        return self.finish(raw if self.bias is None else raw.add_(self.bias))
 
     def dtype_for(self, hidden: Tensor) -> torch.dtype:
         """The dtype in which `nn.Linear` would multiply here, autocast included."""
@@ -83,8 +86,12 @@ class Head:
 
 def tiles(tokens: int, vocabulary: int) -> Iterator[slice]:
     """Slices of the N tokens, each with at most TILE_ELEMENTS logits (one token at least); one where N is 0."""
-    rows = max(1, TILE_ELEMENTS // vocabulary)
+    rows = _tile_rows(vocabulary)
     return (slice(start, min(start + rows, tokens)) for start in range(0, max(tokens, 1), rows))
+
+
+def _tile_rows(vocabulary: int) -> int:
+    return max(1, TILE_ELEMENTS // vocabulary)
 
 
 def score_tokens(
@@ -126,10 +133,10 @@ class _ScoreTokens(torch.autograd.Function):
         keep = needs_head and run.weights is None and cast.shape[0] * weight.shape[0] <= KEEP_ELEMENTS
         grad_hidden = torch.zeros_like(cast) if needs_hidden else None
         head_grad = _HeadGradient(weight, bias) if needs_head and run.weights is not None else None
-        done: list[Tile] = []
+        rooms, done = _rooms(cast, weight.shape[0]), []
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in tiles(cast.shape[0], weight.shape[0]):
-                result, raw_grad = _run_tile(head, run.tile, cast, rows, needs_hidden or needs_head)
+                result, raw_grad = _run_tile(head, run.tile, cast, rows, needs_hidden or needs_head, rooms)
                 done.append(Tile(result.value, None, result.stats))
                 if grad_hidden is not None:
                     grad_hidden[rows] = raw_grad @ head.weight
@@ -137,6 +144,7 @@ class _ScoreTokens(torch.autograd.Function):
                     head_grad.add(raw_grad, run.weights[rows], cast[rows])
                 elif keep:
                     run.kept.append(raw_grad)
+                    rooms = rooms[0], torch.empty_like(rooms[1])
         run.stats.update({name: torch.cat([tile.stats[name] for tile in done]) for name in done[0].stats})
         ctx.save_for_backward(hidden, weight, bias, grad_hidden)
         ctx.run, ctx.head_grad = run, head_grad
@@ -151,7 +159,8 @@ class _ScoreTokens(torch.autograd.Function):
         if not (ctx.needs_input_grad[1] or ctx.needs_input_grad[2]):
             return grad_hidden, None, None, None
         if ctx.head_grad is not None:
-            return grad_hidden, *ctx.head_grad.result(_promised_scale(grad, ctx.run.weights)), None
+            head_grad, ctx.head_grad = ctx.head_grad, None  # a second backward computes it again
+            return grad_hidden, *head_grad.result(_promised_scale(grad, ctx.run.weights)), None
         return grad_hidden, *_late_head_gradient(ctx.run, hidden, weight, bias, grad).result(), None
 
 
@@ -159,15 +168,16 @@ class _HeadGradient:
     """Accumulates the gradient of weight [V, H] and bias [V] in float32 (float64 stays)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.dtype = weight.dtype
-        self.weight = torch.zeros_like(weight, dtype=dtype)
-        self.bias = None if bias is None else torch.zeros_like(bias, dtype=dtype)
+        self.dtype, self.exact = weight.dtype, torch.promote_types(weight.dtype, torch.float32)
+        self.weight: Tensor | None = None
+        self.bias = None if bias is None else torch.zeros_like(bias, dtype=self.exact)
 
     def add(self, raw_grad: Tensor, token_grad: Tensor, hidden: Tensor) -> None:
         """raw_grad [n, V], token_grad [n], hidden [n, H]."""
         scaled = hidden * token_grad[:, None].to(hidden.dtype)
-        if self.weight.dtype == raw_grad.dtype:
+        if self.weight is None:
+            self.weight = (raw_grad.T @ scaled).to(self.exact)
+        elif self.exact == raw_grad.dtype:
             self.weight.addmm_(raw_grad.T, scaled)
         else:
             self.weight += raw_grad.T @ scaled
@@ -175,16 +185,28 @@ class _HeadGradient:
             self.bias += raw_grad.T.to(self.bias.dtype) @ token_grad.to(self.bias.dtype)
 
     def result(self, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """The two gradients, times `scale`, in the parameters' dtype."""
-        weight = self.weight if scale is None else self.weight * scale
-        bias = self.bias if self.bias is None or scale is None else self.bias * scale
-        return weight.to(self.dtype), None if bias is None else bias.to(self.dtype)
+        """The two gradients, times `scale`, in the parameters' dtype; they are given away."""
+        assert self.weight is not None  # there is one tile at least
+        found = [self.weight] if self.bias is None else [self.weight, self.bias]
+        if scale is not None:
+            torch._foreach_mul_(found, scale.to(self.exact))
+        return found[0].to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
 
 
-def _run_tile(head: Head, tile: TileFunction, hidden: Tensor, rows: slice, need_grad: bool) -> tuple[Tile, Tensor]:
+def _rooms(hidden: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Room for a tile's product with the head and for its gradient, taken by one tile after the other."""
+    shape = min(len(hidden), _tile_rows(vocabulary)), vocabulary
+    return hidden.new_empty(shape), hidden.new_empty(shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+
+
+def _run_tile(
+    head: Head, tile: TileFunction, hidden: Tensor, rows: slice, need_grad: bool, rooms: tuple[Tensor, Tensor]
+) -> tuple[Tile, Tensor]:
     """The tile's values, and d value / d (hidden W^T + b) as [n, V] in the head's dtype (empty if not needed)."""
-    logits = head.logits(hidden[rows])
-    result = tile(logits, rows, need_grad)
+    part = hidden[rows]
+    product, room = (each[: len(part)] for each in rooms)
+    logits = head.logits(part, product)
+    result = tile(logits, rows, need_grad, room)
     if result.grad is None:
         return result, logits.new_empty(0)
     return result, head.finish.backward(logits, result.grad).to(hidden.dtype)
@@ -193,9 +215,9 @@ def _run_tile(head: Head, tile: TileFunction, hidden: Tensor, rows: slice, need_
 def _late_head_gradient(run: _Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> _HeadGradient:
     """The head's gradient in the backward, from kept tiles or by computing each again; grad [N]."""
     head, hidden = Head(weight, bias, run.head.finish).cast(hidden, run.dtype)
-    head_grad = _HeadGradient(weight, bias)
+    head_grad, rooms = _HeadGradient(weight, bias), _rooms(hidden, weight.shape[0])
     for i, rows in enumerate(tiles(hidden.shape[0], weight.shape[0])):
-        raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True)[1]
+        raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True, rooms)[1]
         head_grad.add(raw_grad, grad[rows], hidden[rows])
     return head_grad
 
@@ -234,7 +256,7 @@ class _TileValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, tile, rows, box):
-        result = tile(logits, rows, ctx.needs_input_grad[0])
+        result = tile(logits.clone(), rows, ctx.needs_input_grad[0], torch.empty_like(logits))
         box.update(result.stats)
         ctx.save_for_backward(result.grad)
         return result.value

@@ -91,7 +91,7 @@ class _TopTokens:
     def __init__(self, k: int, temperature: float, vocabulary: int):
         self.k, self.temperature, self.vocabulary = k, temperature, vocabulary
 
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
         """[n, V] -> Tile; its value is not used."""
         logps = torch.log_softmax(logits[:, : self.vocabulary] / self.temperature, dim=-1)
         top, ids = logps.topk(min(self.k, logps.shape[-1]), dim=-1)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass
@@ -25,8 +25,26 @@ class Tile:
     """More [n] values, without gradient."""
 
 
-TileFunction = Callable[[Tensor, slice, bool], Tile]
-"""(logits [n, V], which of the N tokens, is the gradient wanted) -> Tile."""
+TileFunction = Callable[[Tensor, slice, bool, Tensor], Tile]
+"""(logits [n, V], which of the N tokens, is the gradient wanted, room [n, V] for it or for whatever else) -> Tile.
+
+A fresh [n, V] costs more on CPU than the softmax that fills it. -inf among the logits may become -1e30, no more.
+"""
+
+
+def softmax(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
+    """[n, v] -> probabilities, in the first v columns of `room` [n, V], with 0 behind them; logsumexp [n, 1]."""
+    size = logits.shape[-1]
+    room[:, size:].zero_()
+    probs = torch.softmax(logits, dim=-1, out=room[:, :size])
+    return probs, logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
+
+
+def expectation(probs: Tensor, values: Tensor) -> Tensor:
+    """sum of p x over the vocabulary, [n, v] twice -> [n, 1]."""
+    if probs.device.type == "cpu":  # no product in memory; on a GPU this might round to TF32
+        return torch.bmm(probs[:, None], values[:, :, None])[:, 0]
+    return torch.linalg.vecdot(probs, values)[:, None]
 
 
 @dataclass(frozen=True)
@@ -42,27 +60,21 @@ class LogProb:
     vocabulary: int | None = None
     """The ids that exist; logits behind them (padding of the vocabulary) count as -inf. None: all."""
 
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
         """[n, V] -> Tile of [n]."""
-        targets, size = self.targets[rows, None], logits.shape[-1]
-        if self.vocabulary is not None and self.vocabulary < size:
-            logits = nn.functional.pad(logits[:, : self.vocabulary], (0, size - self.vocabulary), value=-torch.inf)
-        logps = torch.log_softmax(logits if self.temperature == 1.0 else logits / self.temperature, dim=-1)
-        value = logps.gather(-1, targets)
-        if not self.stats and not need_grad:
-            return Tile(value.squeeze(-1), None)
-        correct = (value >= logps.amax(-1, keepdim=True)).squeeze(-1).float() if self.stats else None
-        probs = logps.exp() if self.stats else logps.exp_()
-        stats = {"entropy": entropy(probs, logps), "correct": correct} if correct is not None else {}
+        targets, logits = self.targets[rows, None], logits[:, : self.vocabulary]
+        logits = logits if self.temperature == 1.0 else logits / self.temperature
+        probs, total = softmax(logits, room)
+        own = logits.gather(-1, targets)
+        value, stats = (own - total)[:, 0], {}
+        if self.stats:
+            entropy = total - expectation(probs, logits.clamp_(min=-1e30))  # 0 x -inf would be NaN
+            correct = (own >= logits.amax(-1, keepdim=True)).float()
+            stats = {"entropy": entropy[:, 0], "correct": correct[:, 0]}
         if not need_grad:
-            return Tile(value.squeeze(-1), None, stats)
-        grad = probs.neg_().scatter_add_(-1, targets, torch.ones_like(value))  # one-hot - softmax
-        return Tile(value.squeeze(-1), grad if self.temperature == 1.0 else grad.div_(self.temperature), stats)
-
-
-def entropy(probs: Tensor, logps: Tensor) -> Tensor:
-    """-sum p ln p of probabilities and their logarithms [n, V] -> [n]; -inf padding counts as 0. Overwrites `logps`."""
-    return -torch.linalg.vecdot(probs, logps.clamp_(min=-1e30))
+            return Tile(value, None, stats)
+        grad = room.neg_().scatter_add_(-1, targets, torch.ones_like(own))  # one-hot - softmax
+        return Tile(value, grad if self.temperature == 1.0 else grad.div_(self.temperature), stats)
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,7 @@ class Differentiated:
     function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
     """(logits [n, V], rows) -> (value [n], stats of [n])."""
 
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool) -> Tile:
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
         """[n, V] -> Tile of [n]."""
         with torch.set_grad_enabled(need_grad):
             leaf = logits.detach().requires_grad_(need_grad)

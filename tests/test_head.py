@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from hf_posttrain import distill
 from hf_posttrain import head as H
 from hf_posttrain.losses import DIVERGENCES
+from hf_posttrain.scoring import LMHead
 from hf_posttrain.tiles import Differentiated, LogProb
 
 N, V, D = 23, 37, 8
@@ -78,6 +80,27 @@ def test_gradcheck_divergence(small_tiles, name):
         return H.score_tokens(H.Head(weight, bias), hidden, Differentiated(function), torch.ones(N))[0].sum()
 
     assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("size", [V, V - 4, V + 3], ids=lambda size: f"teacher of {size}")
+@pytest.mark.parametrize(("temperature", "ce_coef"), [(1.0, 0.0), (1.0, 0.3), (0.7, 0.0), (0.7, 0.3)])
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl"])
+def test_kl_in_closed_form_equals_autograd(small_tiles, name, temperature, ce_coef, size):
+    hidden, weight, bias, targets = tensors()
+    targets = targets.clamp(max=min(size, V) - 1)
+    draw = torch.Generator().manual_seed(1)
+    theirs = torch.randn(N, size, generator=draw, dtype=torch.float64)
+    theirs[3, 5] = theirs[7, 2] = -torch.inf if name == "forward_kl" else 0.0
+    teacher = distill.Teacher(LMHead(nn.Identity(), lambda logits: logits.clone(), H.Finish()), theirs)
+    tile = distill.dense(DIVERGENCES[name], teacher, targets, temperature, ce_coef)
+    assert isinstance(tile, distill.KL)
+
+    found = []
+    for one in (tile, tile.plain):
+        values, stats = H.score_tokens(H.Head(weight, bias), hidden, one, torch.ones(N, dtype=torch.float64))
+        found.append((values, *torch.autograd.grad(values.sum(), (hidden, weight, bias)), stats))
+    for closed, autograd in zip(*found, strict=True):
+        torch.testing.assert_close(closed, autograd)
 
 
 def test_frozen_head_gives_the_same_hidden_gradient(small_tiles):

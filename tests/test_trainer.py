@@ -111,6 +111,43 @@ def test_flex_mask_is_the_dense_mask(window):
     assert torch.equal(block.mask_mod(r, 0, i, j), attention.allowed(batch, window))
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_document_by_document_is_that_of_the_whole_mask(window):
+    """Values and gradients on CPU, where a row costs its documents and not all pairs of its tokens."""
+    draw = torch.Generator().manual_seed(0)
+    examples = [Example([1, 2, 3], [Branch([4, 5, 6]), Branch([7, 8])]), Example([1, 2], [Branch([2, 3])])]
+    batch = collate(examples * 2, "shared")
+    rows, length = batch["document"].shape
+    mask = attention.allowed(batch, window)[:, None]
+    documents = attention.document_masks(batch, mask)
+    assert sum(size for size, _ in documents) == rows * length
+    assert len(documents) >= 4
+    assert any(own is None for _, own in documents)
+    assert max(size for size, _ in documents) < length
+    states = [torch.randn(rows, heads, length, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+    layer = torch.nn.Module()
+    layer.num_key_value_groups, layer.is_causal = 2, True
+    found = []
+    for known in (False, True):
+        if known:
+            mask.document_masks = documents
+        output, _ = attention.by_document(layer, *states, mask, scaling=0.3)
+        found.append((output, *torch.autograd.grad((output**2).sum(), states)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_rows_are_filled_as_cheaply_as_can_be():
+    """Short examples share long rows, without padding; long ones, whose attention is dear, stay alone."""
+    short = collate([Example([1] * 40, [Branch([2] * size)]) for size in (200, 90, 60, 30, 20, 5)], "shared")
+    real = int((short["document"] >= 0).sum())
+    assert real == 6 * 40 + 405 - 6
+    assert short["document"].numel() <= 1.02 * real
+    long = collate([Example([1] * 40, [Branch([2] * size)]) for size in (6000, 5500, 5000)], "shared")
+    assert long["input_ids"].shape == (3, 6039)
+    assert "document" not in long
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", METHODS)
 def test_flex_attention_equals_sdpa_on_gpu(method, tmp_path):

@@ -4,7 +4,7 @@ preference.py   pairs (DPO and its family) and single labelled answers (KTO, BCO
 divergence.py   distances between two next-token distributions, and the on-policy policy gradient
 """
 
-from .divergence import DIVERGENCES, discounted, policy_gradient, top_k_buckets, with_tail
+from .divergence import DIVERGENCES, discounted, forward_kl, policy_gradient, reverse_kl, top_k_buckets, with_tail
 from .preference import LABEL_SMOOTHED, PAIRED, REFERENCE_FREE, UNPAIRED, PairedOptions, Pairs
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "PairedOptions",
     "Pairs",
     "discounted",
+    "forward_kl",
     "policy_gradient",
+    "reverse_kl",
     "top_k_buckets",
     "with_tail",
 ]
