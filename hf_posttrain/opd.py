@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as layouts
-from . import distill, policy, rollout
+from . import distill, policy, rollout, vllm_options, vllm_rollout
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
@@ -30,6 +30,10 @@ from .trainer import PostTrainer
 from .units import Losses, row_weights
 
 POLICY_GRADIENT = "policy_gradient"
+BACKENDS: dict[str, Any] = {
+    "transformers": rollout.OwnModel, "colocate": vllm_rollout.Colocated, "server": vllm_rollout.Server,
+}  # fmt: skip
+"""What samples rollouts, by vllm_mode or else by rollout."""
 EVALUATION = 2**31
 """Stands for the step in the seed of an evaluation's rollouts, which are then the same at every evaluation."""
 
@@ -58,6 +62,14 @@ class OPDConfig(PostTrainConfig):
     """policy_gradient: how much a token is credited with the advantage of those after it."""
     generation_batch_size: int | None = None
     """Most rollouts in one generation call; None: the whole window at once."""
+    rollout: str = "transformers"
+    """What samples: transformers, with the model that trains, or vllm, which gets the weights once a step."""
+    vllm_mode: str | None = None
+    """Where vLLM runs: colocate (None), in each training process on its GPU, or server, one that vllm serve started."""
+    vllm_server_base_url: str | None = None
+    """Of vllm_mode server, such as http://localhost:8000; it must see output_dir, and serve this run alone."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
 
     def __post_init__(self):
         super().__post_init__()
@@ -80,6 +92,10 @@ class OPDConfig(PostTrainConfig):
         for name in ("temperature", "max_completion_length", "num_generations"):
             if getattr(self, name) <= 0:
                 raise InputError(f"{name}={getattr(self, name)} must be positive")
+        for problem in vllm_options.problems(self):
+            raise InputError(problem)
+        if self.rollout == "vllm":
+            self.vllm_mode = self.vllm_mode or "colocate"
 
 
 ROWS = ("index", "row_weights")
@@ -118,6 +134,8 @@ class OPDTrainer(PostTrainer):
         theirs = policy.terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
         self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
         rollout.warn_if_altered(self.generation_config)
+        self.rollouts = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
+        self.synchronised: int | None = None
         if self.args.lmbda < 1:
             require_completions(self.train_dataset)
 
@@ -128,18 +146,36 @@ class OPDTrainer(PostTrainer):
 
     # ---- rollouts
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As PostTrainer has it; the weights may have changed since the last one."""
+        self.synchronised = None
+        return super().train(*args, **kwargs)
+
+    def _synchronise(self) -> None:
+        """The weights of now to where rollouts are sampled: once an optimizer step, and each time outside training."""
+        step = self.state.global_step if self.is_in_train else None
+        if step is None or step != self.synchronised:
+            self.rollouts.synchronise()
+        self.synchronised = step
+
+    def prepare_evaluation(self) -> None:
+        """Evaluation samples too."""
+        self._synchronise()
+
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rollouts of all micro-batches, from one generation call."""
+        self._synchronise()
         return self.rolled_out(batches, self.state.global_step)
 
     def rolled_out(self, batches: list[dict], *seed: int) -> list[dict]:
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
         args, rows = self.args, [row for batch in batches for row in batch["prompts"].rows]
-        with rollout.seeded(self.accelerator.device, args.seed, *seed, self.accelerator.process_index):
+        own_seed = (args.seed, *seed, self.accelerator.process_index)
+        with rollout.seeded(self.accelerator.device, *own_seed):
             share = 1.0 if seed[0] == EVALUATION else args.lmbda
             own = (torch.rand(len(rows)) < share).tolist()
             prompts = [row["prompt_ids"] for row, on_policy in zip(rows, own, strict=True) if on_policy]
-            rollouts = iter(self._sample([prompt for prompt in prompts for _ in range(args.num_generations)]))
+            rollouts = iter(self.rollouts.generate(prompts, own_seed))
         examples = [
             Example(row["prompt_ids"], [Branch(ids) for ids in islice(rollouts, args.num_generations)])
             if on_policy else Example(row["prompt_ids"], [Branch(row["completion_ids"][: args.max_completion_length])])
@@ -148,11 +184,6 @@ class OPDTrainer(PostTrainer):
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
         return self._collated(batches, examples, own)
-
-    def _sample(self, prompts: list[list[int]]) -> list[list[int]]:
-        args = self.args
-        options = {"temperature": args.temperature, "batch_size": args.generation_batch_size}
-        return self.generate(prompts, args.max_completion_length, vocabulary=self.vocabulary, **options)
 
     def _collated(self, batches: list[dict], examples: list[Example], own: list[bool]) -> list[dict]:
         """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other.

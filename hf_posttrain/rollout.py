@@ -22,6 +22,23 @@ _ALTERING = {
 }  # fmt: skip
 
 
+class OwnModel:
+    """OPD's rollouts by the policy itself; `vllm_rollout` has two other backends with the same methods."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def synchronise(self) -> None:
+        """The policy has its own weights."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int]) -> list[list[int]]:
+        """K rollouts of each prompt, one prompt after the other, from the global generator: see `seeded`."""
+        trainer, args = self.trainer, self.trainer.args
+        repeated = [prompt for prompt in prompts for _ in range(args.num_generations)]
+        options = {"temperature": args.temperature, "batch_size": args.generation_batch_size}
+        return trainer.generate(repeated, args.max_completion_length, vocabulary=trainer.vocabulary, **options)
+
+
 def generate(
     model: nn.Module,
     prompts: Sequence[Sequence[int]],

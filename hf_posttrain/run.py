@@ -89,6 +89,7 @@ def run(recipe: Recipe) -> dict[str, float]:
         raise InputError(f"{recipe.where(key)}: {problem}")
     checkpoint = checkpoint_to_resume(recipe, config)
     tokenizer, peft_config = check_models(recipe)
+    check_vllm(recipe, config, peft_config)
     trainer_class = getattr(method, trainer_name)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
     make_output_dir(recipe, config)
@@ -133,6 +134,8 @@ def contradictions(recipe: Recipe, config: Any) -> Iterator[tuple[str, str]]:
         bits = section.quantization if section else "none"
         if bits != "none" and (problem := quantisation_problem(bits, config)):
             yield f"{name}.quantization", f"{name}.quantization: {problem}"
+    if getattr(config, "rollout", None) == "vllm" and recipe.model.quantization != "none":
+        yield "train.rollout", "train.rollout: vllm takes no quantised student: drop it, or model.quantization"
     if config.save_strategy == "best" and config.metric_for_best_model is None:
         yield "train.save_strategy", "train.save_strategy: best needs train.metric_for_best_model, such as eval_loss"
     train = recipe.data.train
@@ -155,6 +158,16 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
             teacher_size = models.vocabulary_size(recipe.teacher)
             models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher), size, teacher_size)
     return tokenizer, models.lora_config(recipe.model, recipe.where)
+
+
+def check_vllm(recipe: Recipe, config: Any, peft_config: Any) -> None:
+    """OPD's `rollout: vllm`: is its server there, and does it serve such adapters? Raises InputError."""
+    if getattr(config, "rollout", None) == "vllm":
+        from . import vllm_options
+
+        key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
+        with _placed(recipe, key):
+            vllm_options.check(config, peft_config)
 
 
 def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:

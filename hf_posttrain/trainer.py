@@ -236,6 +236,9 @@ class PostTrainer(Saving):
         """What a method needs of all micro-batches of an optimizer step before the first of them; all ranks call it."""
         return batches
 
+    def prepare_evaluation(self) -> None:
+        """What a method needs before it evaluates; all ranks call it."""
+
     def _units_of_window(self, batches: list[dict[str, Any]], device: torch.device) -> Tensor:
         """Tokens or examples of the window that the loss is averaged over, on all ranks."""
         count = torch.as_tensor(sum(self.weights(batch).sum() for batch in batches)).to(device).float()
@@ -332,6 +335,7 @@ class PostTrainer(Saving):
         if not self.ready and engine.changes_weights(self.accelerator):
             raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
         self.check_scoring(self.model_wrapped)
+        self.prepare_evaluation()
         self.meters["eval"] = Meter()
         output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
         metrics = self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))

@@ -211,7 +211,7 @@ def test_pain_26_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path)
         student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
     trainer = trainer_for("opd", student, token_rows("opd"), tmp_path, second=teacher, loss_type="policy_gradient")
     assert trainer.vocabulary == 300
-    answers = trainer._sample([[1, 2, 3]] * 300)
+    answers = trainer.rollouts.generate([[1, 2, 3]] * 300, (0,))
     assert max(max(ids) for ids in answers) < 300
     free = rollout.generate(trainer.model, [[1, 2, 3]] * 300, 6, trainer.terminal_ids, 256, temperature=1.0)
     assert max(max(ids) for ids in free) >= 300
