@@ -8,6 +8,7 @@ Legend: n rows that go on, V vocabulary.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,11 +26,48 @@ class Sampler:
     """Ids from there on are never chosen."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """[n, V] -> [n]."""
+        """[n, V] -> [n]; a draw takes one random number a row (torch.multinomial takes V)."""
         logits = logits[:, : self.vocabulary].float()
         if self.temperature is None:
             return logits.argmax(-1)
-        return torch.multinomial(torch.softmax(logits / self.temperature, dim=-1), 1).squeeze(-1)
+        upto = torch.softmax(logits / self.temperature, dim=-1).cumsum(-1, dtype=torch.float64)
+        drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device) * upto[:, -1:]
+        return torch.searchsorted(upto, drawn, right=True).squeeze(-1)  # never one of probability 0
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of a layer with room for the next tokens, so that a step does not copy all that came before."""
+
+    ROOM = 128
+    """Tokens that it grows by."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[n, heads, new, D] twice -> all keys and all values, [n, heads, length, D], views of the room."""
+        used = self.get_seq_length()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.rooms: list[Tensor] = []
+        end = used + key_states.shape[-2]
+        if not self.rooms or self.rooms[0].shape[-2] < end:
+            self.rooms = [_with_room(old, new, used, end + self.ROOM)
+                          for old, new in ((self.keys, key_states), (self.values, value_states))]  # fmt: skip
+        for room, new in zip(self.rooms, (key_states, value_states), strict=True):
+            room[:, :, used:end] = new
+        self.keys, self.values = (room[:, :, :end] for room in self.rooms)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows; they get new room with the next token."""
+        super().batch_select_indices(indices)
+        self.rooms = []
+
+
+def _with_room(old: Tensor | None, new: Tensor, used: int, size: int) -> Tensor:
+    """[n, heads, size, D] that begins with the `used` tokens of `old`."""
+    room = new.new_empty(*new.shape[:2], size, new.shape[-1])
+    if old is not None and used:
+        room[:, :, :used] = old
+    return room
 
 
 def can_decode(model: PreTrainedModel) -> bool:
@@ -51,6 +89,7 @@ def decode(
     number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}  # of each distinct one
     ids, mask = left_padded(list(number), 0, model.device)
     cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     position = mask.cumsum(-1).sub(1).clamp(min=0)
     given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **given).logits[:, -1]

@@ -5,6 +5,7 @@ import torch
 from models_for_tests import CONFIGS, tiny_model
 
 from hf_posttrain import decode, rollout
+from hf_posttrain.decode import Sampler
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
 ENDS = list(range(0, 300, 7))
@@ -73,3 +74,13 @@ def test_ids_beyond_the_shared_vocabulary_are_never_drawn():
     drawn = rollout.generate(model, [[1, 2]] * 200, 3, [], 256, temperature=5.0, vocabulary=40)
     assert {len(ids) for ids in drawn} == {3}
     assert max(max(ids) for ids in drawn) == 39
+
+
+def test_tokens_are_drawn_from_the_softmax_and_never_with_probability_0():
+    torch.manual_seed(0)
+    logits = torch.tensor([2.0, -torch.inf, 0.5, 1.0, -1.0, -torch.inf, 7.0])
+    drawn = Sampler(0.7, 6)(logits.repeat(200_000, 1))
+    expected = torch.softmax(logits[:6] / 0.7, dim=-1)
+    found = torch.bincount(drawn, minlength=6) / len(drawn)
+    assert (found - expected).abs().max() < 4 * 0.5 / len(drawn) ** 0.5
+    assert found[1] == found[5] == 0
