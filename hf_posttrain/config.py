@@ -60,7 +60,7 @@ class PostTrainConfig(TrainingArguments):
     layout: str = "auto"
     """How examples are laid out: auto, shared (a prompt once for all its answers), packed or padded. Same numbers."""
     dataset_num_proc: int | None = None
-    """Processes that tokenise."""
+    """Processes that tokenise; the rows and their cache are the same for any number."""
     dataset_text_field: str = "text"
     """Column of plain text, for method sft and kd."""
     chat_template_kwargs: dict[str, Any] | None = None

@@ -5,16 +5,20 @@
     check_model         a quantised model on an engine that cannot cut its weights; `quantisation_problem` knows it
                         before one is loaded, `quantised_storage` how to load 4-bit weights so that they can be cut
     check_accelerator   did Accelerate build what was asked for?
+    main_process_first  the first process of each machine before its others, however long it takes
     described           what really runs, in words for the log
 
-All raise InputError. What is refused would train wrong numbers, something else than was asked for, or fail late.
+The checks raise InputError. What is refused would train wrong numbers, something else than was asked for, or fail late.
 """
 
 import os
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from . import engine as engines
 from .errors import InputError, LaunchError
@@ -101,6 +105,37 @@ def check_accelerator(accelerator: Any, args: Any) -> None:
             f"{'fsdp' if fsdp_lost else 'deepspeed'} is asked for, but Accelerate would train without it on"
             f" {accelerator.device.type}, each rank with all weights: leave it out there, or run on GPUs"
         )
+
+
+@contextmanager
+def main_process_first(args: Any) -> Iterator[None]:
+    """The first process of each machine runs the block, then all others do: they find in the cache what it wrote.
+
+    As the method of that name of TrainingArguments, which lets them wait in a collective and so ends the run after
+    ddp_timeout (30 minutes by default). Here they wait as long as it takes. args: a Config.
+    """
+    if args.local_process_index != 0:
+        _wait_for_all()
+        yield
+        return
+    try:
+        yield
+    except Exception:  # the others find the same mistake
+        _wait_for_all()
+        raise
+    _wait_for_all()
+
+
+def _wait_for_all() -> None:
+    """A barrier without timeout: every process adds 1 to a count in the process group's store, and looks at it until
+    all are there."""
+    if not dist.is_initialized():
+        return
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    rounds = -(-store.add("hf_posttrain/waiting", 1) // world)
+    while store.add("hf_posttrain/waiting", 0) < rounds * world:
+        time.sleep(0.2)
+    dist.barrier()  # none leaves, and takes the store along, before all have seen the count
 
 
 def described(trainer: Any) -> str:

@@ -17,23 +17,18 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from .contradictions import between_sections, with_train
 from .errors import InputError, LaunchError
 from .keys import advice, train_fields
-from .strict import build, nearest_path, typed
+from .strict import build
 from .yaml_tree import place_of, read_tree, write_tree
 
 Config = TypeVar("Config")
-
-_LORA_LIMITS = {  # name: (type, allowed, what is wrong otherwise); other names are checked against peft by models.py
-    "r": (int, lambda r: r > 0, "must be at least 1"),
-    "alpha": (int, lambda alpha: alpha > 0, "must be at least 1"),
-    "dropout": (float, lambda p: 0 <= p < 1, "must be at least 0 and below 1"),
-    "target_modules": (str | list[str], bool, "must not be empty"),
-}
 
 
 @dataclass
@@ -115,6 +110,14 @@ class Recipe:
         """The place of a dotted key, or of the nearest key above it."""
         return place_of(self.places, key)
 
+    def sources(self) -> Iterator[tuple[str, Source]]:
+        """(dotted key, source) of everything that is read."""
+        for key, given in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            if isinstance(given, list):
+                yield from ((f"{key}.{i}", source) for i, source in enumerate(given))
+            elif given is not None:
+                yield key, given
+
     def to_yaml(self) -> str:
         """The recipe as resolved, as YAML: every key of every section; `train` holds the given ones."""
         tree = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("path", "places")}
@@ -135,17 +138,27 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
     recipe = Recipe(**build(Recipe, tree, "", lambda key: place_of(places, key)), path=path, places=places)
     _resolve_paths(recipe)
-    for key, problem in _contradictions(recipe):
-        raise InputError(f"{recipe.where(key)}: {problem}")
+    _refuse(recipe, between_sections(recipe))
     return recipe
 
 
+@contextmanager
+def placed(recipe: Recipe, key: str) -> Iterator[None]:
+    """Adds to an InputError where the recipe says what it is about."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{recipe.where(key)}: {error}") from error
+
+
 def check_train(recipe: Recipe) -> None:
-    """Names and types of the train section, as far as they are known without importing transformers.
+    """Names and types of the train section, and what contradicts other sections, as far as all that is known without
+    importing transformers.
 
     Raises InputError as `train_config` does.
     """
-    build(train_fields(recipe.method), recipe.train, "train", recipe.where, advice)
+    given = build(train_fields(recipe.method), recipe.train, "train", recipe.where, advice)
+    _refuse(recipe, with_train(recipe, given))
 
 
 def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
@@ -165,12 +178,9 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
         raise InputError(f"{recipe.where(key)}: {problem}") from error
 
 
-def _sources(recipe: Recipe) -> Iterator[tuple[str, Source]]:
-    for key, given in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
-        if isinstance(given, list):
-            yield from ((f"{key}.{i}", source) for i, source in enumerate(given))
-        elif given is not None:
-            yield key, given
+def _refuse(recipe: Recipe, problems: Iterable[tuple[str, str]]) -> None:
+    for key, problem in problems:
+        raise InputError(f"{recipe.where(key)}: {problem}")
 
 
 def _resolve_paths(recipe: Recipe) -> None:
@@ -182,57 +192,5 @@ def _resolve_paths(recipe: Recipe) -> None:
         if section:
             section.name_or_path = found(section.name_or_path) or ""
             section.adapter, section.chat_template = found(section.adapter), found(section.chat_template)
-    for _, source in _sources(recipe):
+    for _, source in recipe.sources():
         source.path = found(source.path) or ""
-
-
-def _contradictions(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """(key, problem) for everything that the keys' names and types allow and that still makes no sense."""
-    distils = recipe.method in ("kd", "opd")
-    if distils and recipe.teacher is None:
-        yield "method", f"method {recipe.method} needs a teacher section (teacher.name_or_path: ...)"
-    if recipe.teacher and not distils:
-        yield "teacher", f"method {recipe.method} uses no teacher; that section belongs to kd and opd"
-    yield from _model_contradictions(recipe.model, "model", recipe)
-    if recipe.model.offload:
-        yield "model.offload", "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
-    if recipe.teacher:
-        yield from _model_contradictions(recipe.teacher, "teacher", recipe)
-        if recipe.teacher.lora is not None:
-            yield "teacher.lora", "teacher.lora makes no sense: the teacher is not trained (teacher.adapter loads one)"
-    if recipe.data.train == [] or recipe.data.eval == []:
-        yield "data.train" if recipe.data.train == [] else "data.eval", "an empty list of sources"
-    for key, source in _sources(recipe):
-        if not source.path.strip():
-            yield f"{key}.path", f"{key}.path is empty"
-        if source.limit is not None and source.limit < 1:
-            yield f"{key}.limit", f"{key}.limit must be at least 1 (or null for all rows), not {source.limit}"
-        if not 0 < source.weight < float("inf"):
-            yield f"{key}.weight", f"{key}.weight must be a number above 0, not {source.weight}"
-
-
-def _model_contradictions(section: ModelSection, key: str, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if not section.name_or_path.strip():
-        yield f"{key}.name_or_path", f"{key}.name_or_path is empty"
-    quantised = section.quantization != "none"
-    if quantised and section.from_scratch:
-        yield f"{key}.quantization", f"{key}.quantization and {key}.from_scratch exclude each other: no weights to load"
-    if section.adapter and section.from_scratch:
-        yield f"{key}.adapter", f"{key}.adapter and {key}.from_scratch exclude each other: it belongs to saved weights"
-    if section.lora is not None and section.from_scratch:
-        problem = f"{key}.lora and {key}.from_scratch exclude each other: an adapter is saved without its random base"
-        yield f"{key}.lora", f"{problem}; drop {key}.lora, or save the random model first"
-    if section.adapter and section.lora is not None:
-        yield f"{key}.lora", f"{key}.adapter and {key}.lora exclude each other: continue an adapter or begin a new one"
-    if quantised and key == "model" and not section.adapter and section.lora is None:
-        yield (
-            f"{key}.quantization",
-            "model.quantization needs model.lora or model.adapter: all weights cannot be trained",
-        )
-    if section.chat_template and not Path(section.chat_template).is_file():
-        hint = nearest_path(Path(section.chat_template))
-        yield f"{key}.chat_template", f"{key}.chat_template: no file {section.chat_template}{hint}"
-    for name, (kind, allowed, problem) in _LORA_LIMITS.items():
-        full, value = f"{key}.lora.{name}", (section.lora or {}).get(name)
-        if value is not None and not allowed(typed(value, kind, full, recipe.where)):
-            yield full, f"{full} {problem}, not {value!r}"

@@ -2,26 +2,28 @@
 
     accelerate launch -m hf_posttrain.run RECIPE.yaml [section.key=value ...]
 
-    main       arguments, exit codes: 0, 2 for a mistake in the input (one line on stderr), 130 for Ctrl-C
-    run        the steps in order; everything that can be wrong is found before weights are loaded
-    save       what is left in train.output_dir
+    main          arguments, exit codes: 0, 2 for a mistake in the input (one line on stderr), 130 for Ctrl-C
+    run           the steps in order; everything that can be wrong is found before weights are loaded
+    preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
+    save          what is left in train.output_dir
 
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
 import argparse
+import gc
 import importlib
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from .errors import InputError
-from .recipe import Recipe, check_train, load_recipe, train_config
+from .recipe import Recipe, check_train, load_recipe, placed, train_config
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
@@ -32,6 +34,11 @@ METHODS = {  # method: (module, Config, Trainer), imported when it is used
     "kd": ("hf_posttrain.kd", "KDConfig", "KDTrainer"),
     "opd": ("hf_posttrain.opd", "OPDConfig", "OPDTrainer"),
 }
+OF_THE_MACHINE = (
+    "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "tf32",
+    "rollout", "vllm_mode", "vllm_server_base_url", "vllm_gpu_memory_utilization",
+)  # fmt: skip
+"""Keys of the train section that want a launcher or a GPU, and do not change the data."""
 PATIENCE = 10
 """Seconds that other ranks give the first one to say what is wrong, before they say it too."""
 _EXAMPLES = """examples:
@@ -39,6 +46,7 @@ _EXAMPLES = """examples:
   hf-posttrain recipes/dpo.yaml train.beta=0.2 train.max_steps=100 model.lora=null
   hf-posttrain recipes/sft.yaml data.train.path=mine.jsonl 'data.train.columns={prompt: question, completion: answer}'
   hf-posttrain recipes/sft.yaml train.resume_from_checkpoint=auto
+  hf-posttrain recipes/dpo.yaml --preprocess-only train.dataset_num_proc=16
   accelerate launch -m hf_posttrain.run recipes/kto.yaml
 """
 
@@ -48,9 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_posttrain").setLevel(logging.INFO if first else logging.ERROR)
+    if not first:
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when datasets is imported
     try:
         arguments = _arguments(argv)
-        run(load_recipe(arguments.recipe, arguments.overrides))
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        preprocess(recipe) if arguments.preprocess_only else run(recipe)
     except InputError as error:
         if not first:  # the first rank says it, unless the mistake is not one of its own: a launcher ends all at once
             time.sleep(PATIENCE)
@@ -73,7 +84,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "overrides", metavar="section.key=value", nargs="*", default=[], help="replaces a value of the recipe"
     )
-    arguments, unknown = parser.parse_known_args(argv)
+    parser.add_argument(
+        "--preprocess-only", action="store_true",
+        help="check and tokenise the data into the cache, where later runs find it, and stop: needs no launcher and no"
+        " GPU, loads no weights, writes no output_dir",
+    )  # fmt: skip
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         raise InputError(f"command line: {unknown[0]!r} is not section.key=value, such as train.learning_rate=5e-7")
     return arguments
@@ -81,23 +97,20 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def run(recipe: Recipe) -> dict[str, float]:
     """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded."""
-    check_train(recipe)
-    module, config_name, trainer_name = METHODS[recipe.method]
-    method = importlib.import_module(module)
-    config = train_config(recipe, getattr(method, config_name))
-    for key, problem in contradictions(recipe, config):
-        raise InputError(f"{recipe.where(key)}: {problem}")
+    trainer_class, config = configure(recipe)
+    from .recipe_data import prepare_data
+
     checkpoint = checkpoint_to_resume(recipe, config)
     tokenizer, peft_config = check_models(recipe)
     check_vllm(recipe, config, peft_config)
-    trainer_class = getattr(method, trainer_name)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
     make_output_dir(recipe, config)
     trainer = trainer_class(
         args=config,
         processing_class=tokenizer,
         peft_config=peft_config,
-        **rows,
+        train_dataset=rows["train"],
+        eval_dataset=rows.get("eval"),
         **load_models(recipe, config),
     )
     result = trainer.train(resume_from_checkpoint=checkpoint)
@@ -116,45 +129,60 @@ def run(recipe: Recipe) -> dict[str, float]:
     return metrics
 
 
-def contradictions(recipe: Recipe, config: Any) -> Iterator[tuple[str, str]]:
-    """(key, problem) where the train section contradicts others; HF's Trainer finds it with the model loaded, and some
-    of it only in the first evaluation."""
+def preprocess(recipe: Recipe) -> None:
+    """Check and tokenise the data as `run` would, into the cache of `datasets`; print a line of each data set.
+
+    Runs on any machine: what the train section asks of engines and GPUs is checked for its names and types alone.
+    """
+    check_train(recipe)
+    train = {name: value for name, value in recipe.train.items() if name not in OF_THE_MACHINE}
+    trainer_class, config = configure(replace(recipe, train=train | {"use_cpu": True}))
+    from .recipe_data import prepare_data, summary
+
+    tokenizer, _ = check_models(recipe)
+    rows = prepare_data(recipe, trainer_class, tokenizer, config)
+    if config.local_process_index == 0:
+        for name, prepared in rows.items():
+            print(f"{name}: {summary(prepared)}")
+
+
+def configure(recipe: Recipe) -> tuple[Any, Any]:
+    """(trainer class, the method's Config). Raises InputError for what is wrong in the recipe alone, and as far as
+    possible before torch is imported."""
+    check_train(recipe)
+    module, config_name, trainer_name = METHODS[recipe.method]
+    method = imported(module)
     from .launch import quantisation_problem
 
-    needs_eval = ("eval_on_start", "eval_exact_match") if config.eval_strategy == "no" else ("eval_strategy",)
-    for name in needs_eval:
-        if getattr(config, name) and recipe.data.eval is None:
-            given = str(getattr(getattr(config, name), "value", "true"))
-            yield f"train.{name}", f"train.{name}: {given} needs data.eval, the rows to evaluate on"
-    if config.merge_lora and not recipe.model.lora and not recipe.model.adapter:
-        yield "train.merge_lora", "train.merge_lora: true needs model.lora or model.adapter, the adapter to merge"
-    if config.merge_lora and recipe.model.quantization != "none":
-        yield "train.merge_lora", "train.merge_lora: true: a quantised base would round the adapter away, merge later"
+    config = train_config(recipe, getattr(method, config_name))
     for name, section in (("model", recipe.model), ("teacher", recipe.teacher)):
         bits = section.quantization if section else "none"
         if bits != "none" and (problem := quantisation_problem(bits, config)):
-            yield f"{name}.quantization", f"{name}.quantization: {problem}"
-    if getattr(config, "rollout", None) == "vllm" and recipe.model.quantization != "none":
-        yield "train.rollout", "train.rollout: vllm takes no quantised student: drop it, or model.quantization"
-    if config.save_strategy == "best" and config.metric_for_best_model is None:
-        yield "train.save_strategy", "train.save_strategy: best needs train.metric_for_best_model, such as eval_loss"
-    train = recipe.data.train
-    sources = {f"data.train.{i}": s for i, s in enumerate(train)} if isinstance(train, list) else {"data.train": train}
-    for name, source in sources.items():
-        if source.streaming and config.max_steps <= 0:
-            key = f"{name}.streaming"
-            yield key, f"{key}: true needs train.max_steps, since the length of a stream is not known"
+            raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
+    return getattr(method, trainer_name), config
+
+
+def imported(module: str) -> Any:
+    """The module; where torch comes with it, without garbage collections: they find nothing, and took 2 of 7 s."""
+    if "torch" in sys.modules:
+        return importlib.import_module(module)
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.freeze()  # what is imported stays: a second less at the end
+        gc.enable()
 
 
 def check_models(recipe: Recipe) -> tuple[Any, Any]:
     """(tokenizer, LoRA config or None), after everything about both models that shows without weights."""
     from . import models
 
-    with _placed(recipe, "model"):
+    with placed(recipe, "model"):
         tokenizer, size = models.load_tokenizer(recipe.model), models.vocabulary_size(recipe.model)
         models.check_tokenizer_fits(tokenizer, size, recipe.model.name_or_path)
     if recipe.teacher:
-        with _placed(recipe, "teacher"):
+        with placed(recipe, "teacher"):
             teacher_size = models.vocabulary_size(recipe.teacher)
             models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher), size, teacher_size)
     return tokenizer, models.lora_config(recipe.model, recipe.where)
@@ -166,33 +194,8 @@ def check_vllm(recipe: Recipe, config: Any, peft_config: Any) -> None:
         from . import vllm_options
 
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
-        with _placed(recipe, key):
+        with placed(recipe, key):
             vllm_options.check(config, peft_config)
-
-
-def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """The trainer's train_dataset and eval_dataset, prepared. Raises InputError for the first bad file or row."""
-    from . import answers, data
-
-    given = {name: sources for name in ("train", "eval") if (sources := getattr(recipe.data, name)) is not None}
-    rows = {}
-    for name, sources in given.items():
-        with _placed(recipe, f"data.{name}.path"):
-            data.check_sources(sources, name)
-    for name, sources in given.items():
-        with _placed(recipe, f"data.{name}.path"), config.main_process_first(desc=f"tokenising {name}"):
-            raw = data.load(sources, name)
-            prepared = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
-            if name == "eval" and config.eval_exact_match:
-                answers.answerable(prepared)
-            rows[f"{name}_dataset"] = prepared
-    return rows
-
-
-def _with_file(name: str, sources: Any) -> str:
-    """ "train (FILE.jsonl)": what messages about rows call a data set that has one source."""
-    sources = sources if isinstance(sources, list) else [sources]
-    return f"{name} ({Path(sources[0].path).name})" if len(sources) == 1 else name
 
 
 def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
@@ -203,10 +206,10 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
 
     set_seed(config.seed)
     place: dict[str, Any] = {"device": config.device, "storage": launch.quantised_storage(config)}
-    with _placed(recipe, "model"):
+    with placed(recipe, "model"):
         loaded: dict[str, Any] = {"model": models.load_model(recipe.model, **place)}
     if recipe.teacher:
-        with _placed(recipe, "teacher"):
+        with placed(recipe, "teacher"):
             loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, **place)
         loaded["teacher_offload"] = recipe.teacher.offload
     return loaded
@@ -257,15 +260,6 @@ def _keep_metrics(trainer: Any, split: str, metrics: dict[str, float]) -> None:
     """Print them, and add them to all_results.json."""
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
-
-
-@contextmanager
-def _placed(recipe: Recipe, key: str) -> Iterator[None]:
-    """Adds to an InputError where the recipe says what it is about."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{recipe.where(key)}: {error}") from error
 
 
 if __name__ == "__main__":

@@ -79,9 +79,10 @@ class PostTrainer(Saving):
         sequence.check_model(self.scored[0], self.router_coef, args)
         self.beside: Frozen | None = None
         collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
-        train = data.with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
-        data.warn_if_too_long(train, self.scored[0].config, args)
-        evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
+        with launch.main_process_first(args):
+            train = data.with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
+            data.warn_if_too_long(train, self.scored[0].config, args)
+            evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         parts = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
         if args.world_size > 1 and any(isinstance(part, datasets.IterableDataset) for part in parts):
             raise InputError("eval: a stream on several processes would be counted unevenly: set streaming: false")

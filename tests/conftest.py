@@ -6,6 +6,7 @@ Environment variables are set here, before anything imports torch or datasets, a
     gpu       marker: skipped without CUDA
 """
 
+import logging
 import os
 import tempfile
 from pathlib import Path
@@ -49,8 +50,11 @@ def gsm8k():
 
 @pytest.fixture(autouse=True)
 def _same_environment():
-    """Launch settings that a test leaves behind (transformers and deepspeed write them) do not reach the next one."""
-    before = dict(os.environ)
+    """Launch settings that a test leaves behind (transformers and deepspeed write them) do not reach the next one, nor
+    does the log level of a rank that says nothing."""
+    before, logger = dict(os.environ), logging.getLogger("hf_posttrain")
+    level = logger.level
     yield
+    logger.setLevel(level)
     os.environ.clear()
     os.environ.update(before)

@@ -315,9 +315,11 @@ def test_the_keys_read_from_source_are_the_fields_of_the_config(method):
     [("{betta: 1}", "unknown key train.betta; did you mean 'beta'?"),
      ("{beta: much}", "train.beta must be a number or null, not 'much'"),
      ("{max_steps: 1.5}", "train.max_steps must be a whole number, not 1.5"),
-     ("{warmup_ratio: 0.1}", "train.warmup_ratio does not exist: use warmup_steps")],
+     ("{warmup_ratio: 0.1}", "train.warmup_ratio does not exist: use warmup_steps"),
+     ("{eval_strategy: steps}", "train.eval_strategy: steps needs data.eval"),
+     ("{merge_lora: 'true'}", "train.merge_lora: true needs model.lora or model.adapter")],
 )  # fmt: skip
-def test_a_wrong_key_or_type_is_said_before_torch_is_imported(train, message, tmp_path):
+def test_a_wrong_key_or_type_or_contradiction_is_said_before_torch_is_imported(train, message, tmp_path):
     recipe = tmp_path / "dpo.yaml"
     recipe.write_text(f"method: dpo\nmodel: {{name_or_path: m}}\ndata: {{train: {{path: d}}}}\ntrain: {train}\n")
     code = (

@@ -96,7 +96,17 @@ def test_console_script_and_help(folder, capsys):
     with pytest.raises(SystemExit) as left:
         run.main(["--help"])
     assert left.value.code == 0
-    assert "model.lora=null" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "model.lora=null" in shown
+    assert "--preprocess-only" in shown
+
+
+def test_help_imports_no_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "hf_posttrain.run", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
+    assert done.returncode == 0
+    assert "torch" not in done.stderr
+    assert "transformers" not in done.stderr
 
 
 @pytest.mark.parametrize(

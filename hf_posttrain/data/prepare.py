@@ -147,7 +147,8 @@ def _key(ids: list[int]) -> int:
 
 def _count(mapped: datasets.Dataset, read: int, plan: Plan) -> datasets.Dataset:
     """Drops what has to go, numbers the rest in `index`, and logs one line of counts, and one of unknown tokens."""
-    state, row = np.array(mapped["state"][:]), np.array(mapped["row"][:])
+    columns = mapped.with_format("numpy")
+    state, row = columns["state"][:], columns["row"][:]
     dropped, truncated = row[state == DROPPED], int((state == TRUNCATED).sum())
     line = f"{plan.name}: {read} rows read" + (f" as {len(mapped)} examples" if len(mapped) != read else "")
     line += f", {truncated} truncated (max_length {plan.max_length}), {len(dropped)} dropped"
@@ -156,14 +157,14 @@ def _count(mapped: datasets.Dataset, read: int, plan: Plan) -> datasets.Dataset:
     logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
     if len(dropped) == len(mapped):
         raise InputError(f"{line}: nothing to train on; raise max_length")
-    unknown = np.unique(row[(state != DROPPED) & mapped["unknown"][:]])
+    unknown = np.unique(row[(state != DROPPED) & columns["unknown"][:]])
     if len(unknown):
         logger.warning(
             "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
             "them, or use another tokenizer", plan.name, len(unknown), ", ".join(map(str, unknown[:5])),
         )  # fmt: skip
     kept = mapped.select(np.flatnonzero(state != DROPPED)) if len(dropped) else mapped
-    return kept.select_columns(list(COLUMNS[plan.method])).add_column("index", list(range(len(kept))))
+    return kept.select_columns(list(COLUMNS[plan.method])).add_column("index", np.arange(len(kept)))
 
 
 def _keep_streamed(state: int, row: int, name: str) -> bool:
