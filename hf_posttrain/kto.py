@@ -6,6 +6,9 @@
 
 The window is all micro-batches of an optimizer step on all ranks, so the loss does not depend on the batch size, which
 may be 1, nor on the mix of labels in a batch. In evaluation it is the whole set. y' is fixed by a seeded permutation.
+
+The KL of a window must be known before its first backward. So y' is scored beforehand, without gradient; or beside y in
+one pass [prompt, y, y'], where that is cheaper: in evaluation, and in a window of one micro-batch if prompts are long.
 """
 
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from torch import Tensor, nn
 from . import batch as layouts
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
+from .data.packing import lengths_of
 from .errors import InputError
 from .frozen import branch_logps
 from .losses import UNPAIRED
@@ -79,6 +83,7 @@ class KTOTrainer(PostTrainer):
         self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
         self.reference = Reference(self, ref_model)
         self.delta = RunningMean(self.accelerator)
+        self.one_pass = self.args.disable_dropout and self.router_coef == 0 and _has_long_prompts(self.train_dataset)
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
 
@@ -100,10 +105,9 @@ class KTOTrainer(PostTrainer):
 
     @staticmethod
     def collate_rows(rows: list[dict], layout: str, config: KTOConfig) -> dict[str, Any]:
-        """Rows -> a batch of own completions, `label` [B], and for the estimates without gradient two more batches:
+        """Rows -> a batch of own completions, `label` [B], and where there is a KL estimate two more batches:
 
-        `mismatch` with the partner's completion, and `pair` with own and partner's completion, which is what the
-        reference scores (without a KL estimate it scores the batch itself).
+        `mismatch` with the partner's completion, and `pair` with own and partner's completion.
         """
         batch: dict[str, Any] = {"index": torch.tensor([row["index"] for row in rows])}
         batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
@@ -113,16 +117,18 @@ class KTOTrainer(PostTrainer):
             others = [Branch(row["mismatch_ids"]) for row in rows]
             mismatched = [Example(row["prompt_ids"], [branch]) for row, branch in zip(rows, others, strict=True)]
             batch["mismatch"] = layouts.collate(mismatched, layout)
-            if "ref_logps" not in rows[0]:
-                pairs = [Example(one.prompt, [*one.branches, branch]) for one, branch in zip(own, others, strict=True)]
-                batch["pair"] = layouts.collate(pairs, layout)
+            pairs = [Example(one.prompt, [*one.branches, branch]) for one, branch in zip(own, others, strict=True)]
+            batch["pair"] = layouts.collate(pairs, layout)
         if "ref_logps" in rows[0]:
             batch["ref_logps"] = torch.tensor([row["ref_logps"] for row in rows])
         return batch
 
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Each micro-batch with the reference's scores and the shift of the window."""
-        batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
+        """Each micro-batch with the reference's scores and the shift of the window, unless `losses` finds it."""
+        batches = [self._prepare_inputs(batch) for batch in batches]
+        if len(batches) == 1 and self.one_pass and self.data_collator.keywords["layout"] == "shared":
+            return batches
+        batches = [self.estimate(self.model_wrapped, batch) for batch in batches]
         shift = self._window_shift(batches)
         return [batch | {"shift": shift} for batch in batches]
 
@@ -136,13 +142,16 @@ class KTOTrainer(PostTrainer):
 
     def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         """Add `ref_logps` [B, 1 or 2] and `kl` [B], the log-ratios of the mismatched completions (0 without)."""
-        size, branches = len(batch["index"]), 2 if "mismatch" in batch else 1
-        ref = self.reference.logps(model, batch, batch.get("pair", batch), branches)
+        ref, size = self._reference(model, batch), len(batch["index"])
         if "mismatch" not in batch:
             return batch | {"ref_logps": ref, "kl": torch.zeros_like(ref[:, 0])}
         with self.accelerator.autocast():
             mismatch = branch_logps(model, batch["mismatch"], size, 1)[:, 0]
         return batch | {"ref_logps": ref, "kl": mismatch - ref[:, 1]}
+
+    def _reference(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        """The reference's log-probabilities of the own and (for a KL estimate) the mismatched completions, [B, K]."""
+        return self.reference.logps(model, batch, batch.get("pair", batch), 2 if "pair" in batch else 1)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Also forgets what an evaluation that was broken off has left."""
@@ -151,13 +160,17 @@ class KTOTrainer(PostTrainer):
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One weighted loss for each row, [B]."""
-        if "shift" not in batch:  # evaluation: a provisional shift here, the exact one when the set is through
-            batch = self.estimate(model, batch)
-            batch["shift"] = self.delta.mean.to(batch["kl"]) if self.args.loss_type == "bco" else batch["kl"].mean()
-        size, label, ref = len(batch["index"]), batch["label"], batch["ref_logps"][:, :1]
-        scores = self.score(model, batch, LogProb(layouts.targets(batch)))
-        logps = per_branch(scores["value"], batch["owner"], size, 1)
-        self.reference.check_start(logps, ref, per_branch(torch.ones_like(scores["value"]), batch["owner"], size, 1))
+        size, label, whole = len(batch["index"]), batch["label"], "shift" not in batch
+        part = batch["pair"] if whole and "pair" in batch else batch
+        branches = 1 if part is batch else 2
+        ref = self._reference(model, batch) if whole else batch["ref_logps"]
+        scores = self.score(model, part, LogProb(layouts.targets(part)))
+        logps = per_branch(scores["value"], part["owner"], size, branches)
+        lengths = per_branch(torch.ones_like(scores["value"]), part["owner"], size, branches)
+        if whole:
+            batch = self._with_shift(batch, (logps.detach() - ref)[:, 1:])
+        logps, ref = logps[:, :1], ref[:, :1]
+        self.reference.check_start(logps, ref, lengths[:, :1])
 
         log_ratio = (logps - ref)[:, 0]
         values, weights = self.row_losses(log_ratio, label, batch["shift"]), self.weights(batch)
@@ -169,6 +182,16 @@ class KTOTrainer(PostTrainer):
         metrics = self._metrics(logps[:, 0], log_ratio, batch, weights)
         predictions = torch.cat([logps, ref], dim=1).detach()
         return Losses(values, weights, metrics, scores.get("router_logits"), predictions, label)
+
+    def _with_shift(self, batch: dict[str, Any], kl: Tensor) -> dict[str, Any]:
+        """Add `kl` [B] from the log-ratios of the mismatched completions, [B, 1] or [B, 0], and the shift.
+
+        In evaluation that is provisional: the exact one comes when the set is through.
+        """
+        batch = batch | {"kl": kl.sum(1)}
+        if torch.is_grad_enabled() or self.args.loss_type == "bco":
+            return batch | {"shift": self._window_shift([batch])}
+        return batch | {"shift": batch["kl"].mean()}
 
     def row_losses(self, log_ratio: Tensor, label: Tensor, shift: Tensor) -> Tensor:
         """The loss of each row with its class weight, [B]; shift: KL estimate (clamped here) or BCO's delta."""
@@ -208,6 +231,14 @@ class KTOTrainer(PostTrainer):
             shift = self.delta.mean if self.args.loss_type == "bco" else kl.mean()
             metrics["loss"] = self.row_losses(log_ratio, label.bool(), shift.to(log_ratio)).mean().item()
         return metrics
+
+
+def _has_long_prompts(rows: Any) -> bool:
+    """Does reading the prompts twice cost more than a backward through the mismatched completions, 2 forwards?"""
+    if rows is None or "mismatch_ids" not in rows.column_names:
+        return False
+    prompts, others = (lengths_of(rows, name).sum() for name in ("prompt_ids", "mismatch_ids"))
+    return bool(prompts > 2 * others)
 
 
 def _cut(ids: list[int], prompt: list[int], max_length: int | None) -> list[int]:

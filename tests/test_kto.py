@@ -1,6 +1,7 @@
 """KTO: batch size 1, one-class batches, odd last batches, partners, weights, the KL of window and evaluation."""
 
 import logging
+import random
 
 import datasets
 import pytest
@@ -8,6 +9,7 @@ import torch
 from models_for_tests import tiny_model
 from training_for_tests import Gradients, assert_same_step, one_step, token_rows, trainer_for
 
+from hf_posttrain import kto
 from hf_posttrain.errors import InputError
 from hf_posttrain.unpaired import class_weights, partners
 
@@ -196,3 +198,51 @@ def test_the_policy_may_be_in_eval_mode_when_the_window_is_scored(tmp_path):
     trainer.train()
     assert trainer.model.training or len(keep.steps) == 2
     assert all(torch.isfinite(g).all() for step in keep.steps for g in step.values())
+
+
+def long_prompts(count=8):
+    draw = random.Random(3)
+    ids = lambda size: [draw.randrange(250) for _ in range(size)]  # noqa: E731
+    rows = [{"prompt_ids": ids(20 + n), "completion_ids": ids(2 + n % 4), "label": n % 3 != 1} for n in range(count)]
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_long_prompts_are_read_once_for_the_loss_and_its_kl(cached, tmp_path, monkeypatch):
+    """One pass over [prompt, own, mismatched]: the same losses, KL, metrics and weights as with a pass beforehand."""
+    counted, logs, weights = [], [], []
+    whole = kto._has_long_prompts
+    for choice in (whole, lambda rows: False):
+        monkeypatch.setattr(kto, "_has_long_prompts", choice)
+        options = {"max_steps": 3, "learning_rate": 1e-3, "second": tiny_model(seed=9), "eval_strategy": "steps"}
+        options |= {"eval_steps": 2, "precompute_ref_log_probs": cached}
+        trainer = trainer_for("kto", tiny_model(), long_prompts(), tmp_path, eval_rows=long_prompts(6), **options)
+        passes = []
+        trainer.model.base_model.register_forward_pre_hook(
+            lambda module, args, kwargs, passes=passes: passes.append(torch.is_grad_enabled()), with_kwargs=True
+        )
+        trainer.train()
+        counted.append(sum(passes) / len(passes))
+        logs.append([{k: v for k, v in log.items() if "second" not in k and "runtime" not in k}
+                     for log in trainer.state.log_history])  # fmt: skip
+        weights.append(dict(trainer.model.named_parameters()))
+    assert whole(trainer.train_dataset)
+    assert counted[0] > counted[1]  # fewer passes without gradient
+    assert any(abs(log.get("kl", 0)) > 1e-3 for log in logs[0])
+    for one, other in zip(*logs, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "config", [{"gradient_accumulation_steps": 2}, {"layout": "padded"}, {"disable_dropout": False}]
+)
+def test_the_kl_is_found_beforehand_where_one_pass_would_cost_more_or_move_numbers(config, tmp_path, monkeypatch):
+    asked = []
+    trainer = trainer_for("kto", tiny_model(), long_prompts(), tmp_path, **config)
+    estimate = trainer.estimate
+    monkeypatch.setattr(trainer, "estimate", lambda model, batch: asked.append(1) or estimate(model, batch))
+    trainer.train()
+    assert asked
+    assert not kto._has_long_prompts(trainer_for("kto", tiny_model(), token_rows("kto"), tmp_path).train_dataset)
