@@ -69,9 +69,9 @@ def document_masks(batch: dict[str, Tensor], mask: Tensor) -> list[tuple[int, Te
     found = []
     for row, document in enumerate(batch["document"]):
         start = 0
-        for size in document.unique_consecutive(return_counts=True)[1].tolist():
+        for size in document.unique_consecutive(return_counts=True)[1].tolist():  # all on CPU
             own = mask[row : row + 1, :, start : start + size, start : start + size]
-            causal = int(own.sum()) == size * (size + 1) // 2
+            causal = own.numpy().sum() == size * (size + 1) // 2
             found.append((size, None if causal else own))
             start += size
     return found

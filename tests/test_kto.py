@@ -214,8 +214,8 @@ def test_long_prompts_are_read_once_for_the_loss_and_its_kl(cached, tmp_path, mo
     whole = kto._has_long_prompts
     for choice in (whole, lambda rows: False):
         monkeypatch.setattr(kto, "_has_long_prompts", choice)
-        options = {"max_steps": 3, "learning_rate": 1e-3, "second": tiny_model(seed=9), "eval_strategy": "steps"}
-        options |= {"eval_steps": 2, "precompute_ref_log_probs": cached}
+        options = {"max_steps": 3, "learning_rate": 0.1, "optim": "sgd", "second": tiny_model(seed=9)}
+        options |= {"eval_strategy": "steps", "eval_steps": 2, "precompute_ref_log_probs": cached}
         trainer = trainer_for("kto", tiny_model(), long_prompts(), tmp_path, eval_rows=long_prompts(6), **options)
         passes = []
         trainer.model.base_model.register_forward_pre_hook(
@@ -232,7 +232,7 @@ def test_long_prompts_are_read_once_for_the_loss_and_its_kl(cached, tmp_path, mo
     for one, other in zip(*logs, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
     for name, weight in weights[0].items():
-        torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
