@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -33,6 +34,25 @@ class Sampler:
         upto = torch.softmax(logits / self.temperature, dim=-1).cumsum(-1, dtype=torch.float64)
         drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device) * upto[:, -1:]
         return torch.searchsorted(upto, drawn, right=True).squeeze(-1)  # never one of probability 0
+
+
+class FewRows(TorchFunctionMode):
+    """On CPU a product of a few rows with a weight, in the order that is quick: with the weight on the left MKL takes a
+    half to a fifth of the time, as much as it takes to read the weight."""
+
+    MOST = 8
+    """Rows, up to which it is quicker."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.linear and len(args) == 3 and self._is_for(args[0], args[1]):
+            rows, weight, bias = args
+            found = torch.mm(weight, rows.reshape(-1, rows.shape[-1]).T).T.contiguous()
+            return (found if bias is None else found + bias).view(*rows.shape[:-1], -1)
+        return func(*args, **(kwargs or {}))
+
+    def _is_for(self, rows: Tensor, weight: Tensor) -> bool:
+        plain = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32
+        return plain and 1 < rows.numel() // rows.shape[-1] <= self.MOST
 
 
 class GrowingLayer(DynamicLayer):
@@ -111,7 +131,8 @@ def decode(
         if len(alive) == 0 or step == max_new_tokens - 1:
             break
         mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), position + 1
-        logits = model(input_ids=token[:, None], attention_mask=mask, position_ids=position, **given).logits[:, -1]
+        with FewRows():
+            logits = model(input_ids=token[:, None], attention_mask=mask, position_ids=position, **given).logits[:, -1]
     return [[token for token in row if token >= 0] for row in completions.tolist()]
 
 

@@ -5,7 +5,7 @@ import torch
 from models_for_tests import CONFIGS, tiny_model
 
 from hf_posttrain import decode, rollout
-from hf_posttrain.decode import Sampler
+from hf_posttrain.decode import FewRows, Sampler
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
 ENDS = list(range(0, 300, 7))
@@ -84,3 +84,18 @@ def test_tokens_are_drawn_from_the_softmax_and_never_with_probability_0():
     found = torch.bincount(drawn, minlength=6) / len(drawn)
     assert (found - expected).abs().max() < 4 * 0.5 / len(drawn) ** 0.5
     assert found[1] == found[5] == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 4), (9, 1)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
+    torch.manual_seed(0)
+    layer, rows = torch.nn.Linear(64, 48, bias=bias), torch.randn(*shape, 64)
+    expected = layer(rows)
+    taken, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args: taken.append(1) or mm(*args))
+    with FewRows():
+        found = layer(rows)
+    assert bool(taken) == (1 < rows[..., 0].numel() <= FewRows.MOST)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected)
