@@ -1,7 +1,7 @@
 """Speed and memory against TRL on the same rows: random Qwen3 models on GSM8K, by default 44M in float32 on CPU.
 
     python -m benchmarks.run --method all --against trl [--rows 64 --batch 8 --repeats 3 --data FILE_OR_FOLDER]
-        [--shots 3] [--vocabulary 151936] [--shape qwen3-0.6b --device cuda --dtype bfloat16 --lora]
+        [--shots 3 | --answers 4] [--vocabulary 151936] [--shape qwen3-0.6b --device cuda --dtype bfloat16 --lora]
 
 Each run is a process of its own (`worker.py`); the sides take turns, so that a busy machine hurts both. Rates are
 measured after the first step; caching the reference is not part of them. `busy` is the share of the machine's matrix
@@ -60,6 +60,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=[*SHAPES], default="small", help="the model")
     parser.add_argument("--vocabulary", type=int, default=BPE_VOCABULARY, help="rows of its embedding")
     parser.add_argument("--shots", type=int, default=0, help="solved examples before each prompt: long prompts")
+    parser.add_argument("--answers", type=int, default=1, help="answers joined into each: long answers")
     parser.add_argument("--max-length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights")
@@ -80,7 +81,7 @@ def run_case(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, l
     """All runs of both sides, in turns: side -> results."""
     method, _, variant = case.partition("-")
     rows = scratch / f"{case}.jsonl"
-    plain = read_rows(given.data, method, given.rows, given.shots)
+    plain = read_rows(given.data, method, given.rows, given.shots, given.answers)
     rows.write_text("\n".join(map(json.dumps, plain)), encoding="utf-8")
     names = ("shape", "device", "dtype", "attention", "lora", "max_length")
     spec = {"method": method, "variant": variant, "rows": str(rows), "folder": str(scratch), "batch": given.batch}

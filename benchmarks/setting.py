@@ -42,17 +42,24 @@ FILES = {"dpo": "preference.jsonl", "kto": "unpaired.jsonl"}
 Row = dict[str, Any]
 
 
-def read_rows(data: Path, method: str, count: int, shots: int = 0) -> list[Row]:
+def read_rows(data: Path, method: str, count: int, shots: int = 0, answers: int = 1) -> list[Row]:
     """`count` rows in the columns that both sides read. data: GSM8K's folder, or a file of question and answer rows.
 
     A plain file has no preferences: another row's answer stands in for the rejected or undesirable one.
     shots: so many solved examples stand before each prompt (long prompts, short answers).
+    answers: each answer goes on with those of other rows, so many in all (short prompts, long answers).
     Raises SystemExit where there are too few rows.
     """
     rows = _plain_rows(data, method, count)
     solved = [row["prompt"] + row["chosen" if method == "dpo" else "completion"] + "\n\n" for row in rows]
     texts = ["".join(solved[(n + 1 + k) % len(rows)] for k in range(shots)) for n in range(len(rows))]
-    return [row | {"prompt": text + row["prompt"]} for row, text in zip(rows, texts, strict=True)]
+    column = "chosen" if method == "dpo" else "completion"
+    more = ["".join("\n" + rows[(n + k) % len(rows)][column] for k in range(1, answers)) for n in range(len(rows))]
+    columns = [name for name in ("completion", "chosen", "rejected") if name in rows[0]]
+    return [
+        row | {"prompt": text + row["prompt"]} | {name: row[name] + rest for name in columns}
+        for row, text, rest in zip(rows, texts, more, strict=True)
+    ]
 
 
 def _plain_rows(data: Path, method: str, count: int) -> list[Row]:

@@ -44,6 +44,8 @@ def test_rows_with_solved_examples_before_them(tmp_path):
     shots = setting.read_rows(tmp_path / "rows.jsonl", "dpo", 5, shots=2)
     assert shots[0]["prompt"] == "q1 a1\n\nq2 a2\n\nq0 "
     assert shots[4]["chosen"] == "a4"
+    joined = setting.read_rows(tmp_path / "rows.jsonl", "dpo", 5, answers=3)
+    assert (joined[0]["chosen"], joined[0]["rejected"]) == ("a0\na1\na2", "a4\na1\na2")
 
 
 def test_the_table_has_medians_and_ratios():
