@@ -92,7 +92,8 @@ def by_document(
     found = []
     for (_, mask), parts in zip(documents, states, strict=True):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)  # [1, heads, length, D]
-        found.append(sdpa_attention_forward(module, q, k, v, mask, **kwargs)[0])
+        given = kwargs if mask is not None else kwargs | {"is_causal": True}
+        found.append(sdpa_attention_forward(module, q, k, v, mask, **given)[0])
     return torch.cat(found, dim=1).unflatten(1, (query.shape[0], query.shape[2])).squeeze(0), None
 
 

@@ -156,17 +156,19 @@ def _cost(rows: list[list[Document]]) -> float:
 
 
 def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
-    """What every layout ships. Padding goes on counting positions, so that a lone document shows no seam."""
+    """What every layout ships. Padding goes on counting positions, so that a lone document shows no seam, but not
+    beyond those of the documents: a model may have no more."""
     shape = len(rows), max(sum(len(d.ids) for d in row) for row in rows)
     fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0}
     columns = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}
+    top = max((int(document.positions.max(initial=0)) for row in rows for document in row), default=0)
     for r, row in enumerate(rows):
         for name, table in columns.items():
             values = np.concatenate([getattr(document, name) for document in row])
             table[r, : len(values)] = values
         end = len(values)
         last = columns["positions"][r, end - 1] if end else -1
-        columns["positions"][r, end:] = np.arange(last + 1, last + 1 + shape[1] - end)
+        columns["positions"][r, end:] = np.minimum(np.arange(last + 1, last + 1 + shape[1] - end), top)
     shift_labels = torch.from_numpy(columns["targets"])
     return {
         "input_ids": torch.from_numpy(columns["ids"]),

@@ -27,11 +27,17 @@ class Sampler:
     """Ids from there on are never chosen."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """[n, V] -> [n]; a draw takes one random number a row (torch.multinomial takes V)."""
+        """[n, V] -> [n], an id that does not exist where a logit is NaN or infinite.
+
+        On CPU a draw takes one random number a row; torch.multinomial takes V.
+        """
         logits = logits[:, : self.vocabulary].float()
         if self.temperature is None:
             return logits.argmax(-1)
-        upto = torch.softmax(logits / self.temperature, dim=-1).cumsum(-1, dtype=torch.float64)
+        probs = torch.softmax(logits / self.temperature, dim=-1)
+        if probs.device.type != "cpu":
+            return torch.multinomial(probs, 1).squeeze(-1)
+        upto = probs.cumsum(-1, dtype=torch.float64)
         drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device) * upto[:, -1:]
         return torch.searchsorted(upto, drawn, right=True).squeeze(-1)  # never one of probability 0
 
@@ -52,6 +58,7 @@ class FewRows(TorchFunctionMode):
 
     def _is_for(self, rows: Tensor, weight: Tensor) -> bool:
         plain = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32
+        plain = plain and not torch.is_autocast_enabled("cpu")
         return plain and 1 < rows.numel() // rows.shape[-1] <= self.MOST
 
 
@@ -105,7 +112,10 @@ def decode(
     terminal_ids: Sequence[int],
     sampler: Sampler,
 ) -> list[list[int]]:
-    """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens."""
+    """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
+
+    Raises RuntimeError where the model's logits are NaN or infinite.
+    """
     number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}  # of each distinct one
     ids, mask = left_padded(list(number), 0, model.device)
     cache = DynamicCache(config=model.config)
@@ -123,6 +133,7 @@ def decode(
     for step in range(max_new_tokens):
         token = sampler(logits)
         completions[alive, step] = token
+        token = token.clamp(max=sampler.vocabulary - 1)
         going = torch.isin(token, terminal, invert=True)
         if not going.all():
             kept = going.nonzero().squeeze(-1)
@@ -133,7 +144,10 @@ def decode(
         mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), position + 1
         with FewRows():
             logits = model(input_ids=token[:, None], attention_mask=mask, position_ids=position, **given).logits[:, -1]
-    return [[token for token in row if token >= 0] for row in completions.tolist()]
+    found = [[token for token in row if token >= 0] for row in completions.tolist()]
+    if any(token >= sampler.vocabulary for row in found for token in row):
+        raise RuntimeError("the model's logits are NaN or infinite: nothing can be drawn from them")
+    return found
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import InputError
 from .losses import DIVERGENCES, discounted, forward_kl, reverse_kl, top_k_buckets, with_tail
@@ -48,9 +48,10 @@ class Teacher:
     hidden: Tensor
 
     def logits(self, rows: slice) -> Tensor:
-        """[n, V of the teacher]."""
+        """[n, V of the teacher], to be overwritten at will."""
         with torch.no_grad():
-            return self.head.logits(self.hidden[rows])
+            logits = self.head.logits(self.hidden[rows])
+            return logits.clone() if isinstance(self.head.module, nn.Identity) else logits
 
 
 def dense(
@@ -81,8 +82,9 @@ def dense(
 class KL:
     """`dense` for KL(p, q) or KL(q, p), in closed form: a fifth of the memory traffic of autograd.
 
-    With logits z and t of student and teacher, c = ln sum e^z - ln sum e^t:
-    KL(p, q) = sum p (t - z) + c, of gradient q - p;  KL(q, p) = sum q (z - t) - c, of gradient q (z - t - c - KL).
+    With logits z and t of student and teacher, each less its largest, d = t - z and c = ln sum e^z - ln sum e^t:
+    KL(p, q) = sum p d + c, of gradient q - p;  KL(q, p) = -sum q d - c, of gradient -q (d + c + KL).
+    d is taken before it is summed: of two close models the two sums would leave rounding alone.
     """
 
     reverse: bool
@@ -101,14 +103,11 @@ class KL:
         if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
             return self.plain(logits, rows, need_grad, room)
         z, t = (_at(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
-        (q, z_total), (p, t_total) = softmax(z, room), softmax(t, torch.empty_like(t))
-        c = z_total - t_total
-        if self.reverse:
-            gap = torch.sub(z, t, out=p)
-            kl = expectation(q, gap) - c
-        else:
-            kl = expectation(p, t) - expectation(p, z) + c
-        student, teacher = z.gather(-1, target) - z_total, t.gather(-1, target) - t_total
+        (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, room), softmax(t, torch.empty_like(t))
+        student = z.gather(-1, target) - z_peak + q_top
+        teacher = t.gather(-1, target) - t_peak + p_top
+        c, d = p_top - q_top, t.sub_(z).sub_(t_peak - z_peak)
+        kl = -expectation(q, d) - c if self.reverse else expectation(p, d) + c
         stats = {"divergence": kl[:, 0], "student": student[:, 0], "teacher": teacher[:, 0]}
         value, w = kl, self.ce_coef
         if w:
@@ -116,7 +115,7 @@ class KL:
         if not need_grad:
             return Tile(value[:, 0], None, stats)
         if self.reverse:
-            q.mul_(gap.sub_(c + kl).mul_(1 - w).add_(w))
+            q.mul_(d.add_(c + kl).mul_(w - 1).add_(w))
         else:
             q.sub_(p, alpha=1 - w)
         grad = room.scatter_add_(-1, target, torch.full_like(value, -w)) if w else room

@@ -256,7 +256,8 @@ class _TileValue(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, tile, rows, box):
-        result = tile(logits.clone(), rows, ctx.needs_input_grad[0], torch.empty_like(logits))
+        with torch.autocast(logits.device.type, enabled=False):
+            result = tile(logits.clone(), rows, ctx.needs_input_grad[0], torch.empty_like(logits))
         box.update(result.stats)
         ctx.save_for_backward(result.grad)
         return result.value

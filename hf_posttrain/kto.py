@@ -11,6 +11,7 @@ The KL of a window must be known before its first backward. So y' is scored befo
 one pass [prompt, y, y'], where that is cheaper: in evaluation, and in a window of one micro-batch if prompts are long.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,8 @@ from .tiles import LogProb
 from .trainer import PostTrainer
 from .units import Losses
 from .unpaired import RunningMean, class_weights, partners
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -84,6 +87,8 @@ class KTOTrainer(PostTrainer):
         self.reference = Reference(self, ref_model)
         self.delta = RunningMean(self.accelerator)
         self.one_pass = self.args.disable_dropout and self.router_coef == 0 and _has_long_prompts(self.train_dataset)
+        if self.one_pass and self.args.gradient_accumulation_steps == 1:
+            logger.info("KL: scored in one pass with the rows' own completions, since prompts are long")
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
 

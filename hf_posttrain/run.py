@@ -35,10 +35,9 @@ METHODS = {  # method: (module, Config, Trainer), imported when it is used
     "opd": ("hf_posttrain.opd", "OPDConfig", "OPDTrainer"),
 }
 OF_THE_MACHINE = (
-    "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "tf32",
-    "rollout", "vllm_mode", "vllm_server_base_url", "vllm_gpu_memory_utilization",
+    "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "tf32", "rollout", "vllm_",
 )  # fmt: skip
-"""Keys of the train section that want a launcher or a GPU, and do not change the data."""
+"""Keys of the train section, or how they begin, that want a launcher or a GPU and do not change the data."""
 PATIENCE = 10
 """Seconds that other ranks give the first one to say what is wrong, before they say it too."""
 _EXAMPLES = """examples:
@@ -135,7 +134,7 @@ def preprocess(recipe: Recipe) -> None:
     Runs on any machine: what the train section asks of engines and GPUs is checked for its names and types alone.
     """
     check_train(recipe)
-    train = {name: value for name, value in recipe.train.items() if name not in OF_THE_MACHINE}
+    train = {name: value for name, value in recipe.train.items() if not name.startswith(OF_THE_MACHINE)}
     trainer_class, config = configure(replace(recipe, train=train | {"use_cpu": True}))
     from .recipe_data import prepare_data, summary
 

@@ -224,13 +224,15 @@ def check(model: nn.Module, layout: str, device: torch.device | str = "cpu") -> 
     """
     prompt, answers = [5, 9, 6, 7], [[8, 5, 7, 9, 6], [6, 8, 5]]
     examples = [Example(prompt, [Branch(ids) for ids in answers]), Example([7], [Branch([5, 6])])]
+    alone = [(example.prompt, branch.ids) for example in examples for branch in example.branches]
     batch = {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
     found = []
     with torch.no_grad(), eval_mode(model):
         values = score(model, batch, LogProb(targets(batch)))["value"]
-        for k, ids in enumerate(answers):
-            logits = model(input_ids=torch.tensor([prompt + ids], device=device), use_cache=False).logits[0]
-            logps = torch.log_softmax(logits[len(prompt) - 1 : -1].float(), dim=-1)
+        for k, (before, ids) in enumerate(alone):
+            whole = torch.tensor([[*before, *ids]], device=device)
+            logits = model(input_ids=whole, use_cache=False).logits[0]
+            logps = torch.log_softmax(logits[len(before) - 1 : -1].float(), dim=-1)
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
             found.append((values[batch["owner"] == k] - expected).abs())
     return torch.cat(found).mean().item()

@@ -32,12 +32,13 @@ A fresh [n, V] costs more on CPU than the softmax that fills it. -inf among the 
 """
 
 
-def softmax(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, v] -> probabilities, in the first v columns of `room` [n, V], with 0 behind them; logsumexp [n, 1]."""
+def softmax(logits: Tensor, room: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, v] -> probabilities, in the first v columns of `room` [n, V], with 0 behind them; the largest logit and the
+    logarithm of its probability, [n, 1] each: their difference is the logsumexp."""
     size = logits.shape[-1]
     room[:, size:].zero_()
     probs = torch.softmax(logits, dim=-1, out=room[:, :size])
-    return probs, logits.amax(-1, keepdim=True) - probs.amax(-1, keepdim=True).log()
+    return probs, logits.amax(-1, keepdim=True), probs.amax(-1, keepdim=True).log()
 
 
 def expectation(probs: Tensor, values: Tensor) -> Tensor:
@@ -64,12 +65,12 @@ class LogProb:
         """[n, V] -> Tile of [n]."""
         targets, logits = self.targets[rows, None], logits[:, : self.vocabulary]
         logits = logits if self.temperature == 1.0 else logits / self.temperature
-        probs, total = softmax(logits, room)
+        probs, peak, log_top = softmax(logits, room)
         own = logits.gather(-1, targets)
-        value, stats = (own - total)[:, 0], {}
+        value, stats = (own - peak + log_top)[:, 0], {}
         if self.stats:
-            entropy = total - expectation(probs, logits.clamp_(min=-1e30))  # 0 x -inf would be NaN
-            correct = (own >= logits.amax(-1, keepdim=True)).float()
+            entropy = peak - log_top - expectation(probs, logits.clamp_(min=-1e30))  # 0 x -inf would be NaN
+            correct = (own >= peak).float()
             stats = {"entropy": entropy[:, 0], "correct": correct[:, 0]}
         if not need_grad:
             return Tile(value, None, stats)

@@ -161,7 +161,8 @@ class PostTrainer(Saving):
         explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if self.exact else 0.3
         with self.accelerator.autocast(), self.beside or nullcontext() as second:
             models = ([model] if self.scoring_checked else []) + ([second] if second is not None else [])
-            choice["layout"] = scoring.trusted_layout(models, choice["layout"], explicit, tolerance, self.args.device)
+            layout = scoring.trusted_layout(models, choice["layout"], explicit, tolerance, self.args.device)
+        [choice["layout"]] = broadcast_object_list([layout])  # what ranks do together hangs on it
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
         model, dataloader = super()._prepare_for_training(*args)

@@ -69,6 +69,8 @@ class _Backend:
             return []
         seeds = [_mixed(*seed, number) for number in range(len(prompts))]
         rollouts = [list(ids) for group in self._sampled(prompts, seeds) for ids in group]
+        if not all(rollouts):
+            raise RuntimeError("vLLM gave an empty rollout: see its log")
         if max(map(max, rollouts)) >= self.trainer.vocabulary:
             raise RuntimeError("vLLM drew an id of the vocabulary's padding: set rollout: transformers")
         return rollouts

@@ -99,3 +99,11 @@ def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
     assert bool(taken) == (1 < rows[..., 0].numel() <= FewRows.MOST)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error_and_no_token(broken):
+    model = tiny_model().eval()
+    torch.nn.init.constant_(model.lm_head.weight, broken)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="NaN or infinite"):
+        decode.decode(model, [[5, 6], [7]], 3, [0], Sampler(1.0, 250))

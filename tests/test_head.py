@@ -103,6 +103,34 @@ def test_kl_in_closed_form_equals_autograd(small_tiles, name, temperature, ce_co
         torch.testing.assert_close(closed, autograd)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_kl_of_close_models_is_not_lost_in_rounding(reverse):
+    """As at the end of a distillation: logits of size 100, and a KL of some 1e-5."""
+    draw = torch.Generator().manual_seed(0)
+    z = 4 * torch.randn(8, 5000, generator=draw) + 100
+    t = z + 0.01 * torch.randn(8, 5000, generator=draw)
+    q, p = (torch.log_softmax(side.double(), -1) for side in (z, t))
+    expected = (q.exp() * (q - p)).sum(-1) if reverse else (p.exp() * (p - q)).sum(-1)
+    teacher = distill.Teacher(LMHead(nn.Identity(), lambda logits: logits, H.Finish()), t)
+    name, targets = "reverse_kl" if reverse else "forward_kl", torch.zeros(8, dtype=torch.long)
+    tile = distill.dense(DIVERGENCES[name], teacher, targets, 1.0, 0.0)
+    kept = t.clone()
+    found = tile(z.clone(), slice(0, 8), False, torch.empty_like(z)).value
+    torch.testing.assert_close(found.double(), expected, rtol=0.1, atol=3e-6)
+    assert torch.equal(teacher.hidden, kept)
+
+
+def test_tiles_behind_an_adapted_head_are_float32_under_autocast():
+    hidden, weight, _, targets = tensors(torch.float32, bias=False)
+    teacher = distill.Teacher(LMHead(nn.Identity(), lambda logits: logits, H.Finish()), torch.randn(N, V))
+    tile = distill.dense(DIVERGENCES["forward_kl"], teacher, targets, 1.0, 0.0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        through, stats = H.score_tokens_through(lambda part: part @ weight.T, H.Finish(), hidden, tile, V)
+        plain, others = H.score_tokens(H.Head(weight, None), hidden, tile)
+    torch.testing.assert_close(through, plain)
+    torch.testing.assert_close(stats, others)
+
+
 def test_frozen_head_gives_the_same_hidden_gradient(small_tiles):
     hidden, weight, bias, targets = tensors()
     expected = torch.autograd.grad(plain_logps(hidden, weight, bias, targets, H.Finish()).sum(), hidden)[0]

@@ -15,11 +15,19 @@ from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from training_for_tests import METHODS, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
-from transformers import AutoModelForCausalLM, AutoTokenizer, EarlyStoppingCallback, GenerationConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+)  # fmt: skip
 
 from hf_posttrain import OPDTrainer, SFTConfig, SFTTrainer, attention, scoring
-from hf_posttrain.batch import Branch, Example, collate
+from hf_posttrain.batch import Branch, Example, collate, targets
 from hf_posttrain.errors import InputError
+from hf_posttrain.tiles import LogProb
 
 
 def second_for(method):
@@ -146,6 +154,15 @@ def test_rows_are_filled_as_cheaply_as_can_be():
     long = collate([Example([1] * 40, [Branch([2] * size)]) for size in (6000, 5500, 5000)], "shared")
     assert long["input_ids"].shape == (3, 6039)
     assert "document" not in long
+
+
+def test_padding_of_a_long_row_stays_within_the_positions_of_its_documents():
+    """A model may have learned no position beyond (GPT-2), or scale by the largest one (longrope)."""
+    batch = collate([Example([1] * 10, [Branch([2] * size)]) for size in (91, 51, 51)], "shared")
+    assert batch["input_ids"].shape[1] > 101 > batch["position_ids"].max()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=101, n_embd=16, n_layer=1, n_head=2))
+    scoring.enable_scoring(model)
+    assert scoring.score(model, batch, LogProb(targets(batch)))["value"].isfinite().all()
 
 
 @pytest.mark.gpu
