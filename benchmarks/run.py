@@ -29,6 +29,8 @@ CASES = {
     "opd": ("opd",),
 }  # fmt: skip
 PACKED_BATCH = 2
+SMALLEST = 258
+"""Vocabulary: every byte, EOS and padding."""
 HEADER = ("case", "side", "rows/s", "tokens/s", "busy", "peak GB", "ours: speed", "peak", "beyond model")
 Runs = dict[str, list[dict[str, float]]]
 """side -> the results of its processes."""
@@ -70,6 +72,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=GSM8K, help="GSM8K's folder, or a file of question, answer rows")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark.json"), help="where the JSON goes")
     given = parser.parse_args()
+    for name in ("batch", "repeats", "answers", "threads"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} must be at least 1, not {getattr(given, name)}")
+    if given.vocabulary < SMALLEST:
+        parser.error(f"--vocabulary must be at least {SMALLEST}, not {given.vocabulary}")
     if given.rows < 2 * given.batch or given.rows % given.batch:
         parser.error(f"--rows must be a multiple of --batch, two of them at least, not {given.rows}")
     if not given.data.exists():

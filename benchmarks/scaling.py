@@ -55,7 +55,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--attention", default="sdpa", help="transformers' attn_implementation")
     parser.add_argument("--out", type=Path, default=Path("outputs/scaling.json"), help="where the JSON goes")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.points < 2 or given.repeats < 1:
+        parser.error("a slope needs --points of at least 2, and --repeats of at least 1")
+    return given
 
 
 def chosen(given: argparse.Namespace) -> dict[str, list[int]]:

@@ -70,6 +70,8 @@ def _plain_rows(data: Path, method: str, count: int) -> list[Row]:
     if "question" in rows[0]:
         pairs = [(row["question"], row["answer"]) for row in rows]
         return [_row(method, n, prompt, answer, pairs[n - 1][1]) for n, (prompt, answer) in enumerate(pairs)]
+    if missing := [name for name in _columns(method) if name not in rows[0]]:
+        raise SystemExit(f"error: {data} has neither question and answer nor {', '.join(missing)}")
     return [{name: row[name] for name in _columns(method)} for row in rows]
 
 
@@ -82,7 +84,8 @@ def _row(method: str, number: int, prompt: str, answer: str, other: str) -> Row:
 
 
 def _columns(method: str) -> tuple[str, ...]:
-    return {"dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion", "label")}[method]
+    columns = {"dpo": ("prompt", "chosen", "rejected"), "kto": ("prompt", "completion", "label")}
+    return columns.get(method, ("question", "answer"))
 
 
 def _lines(file: Path) -> Iterator[Row]:

@@ -56,7 +56,7 @@ def check_model(section: ModelSection) -> PretrainedConfig:
     Raises InputError with what is missing.
     """
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
-        raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install 'hf_posttrain[quant]'")
+        raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
     if section.adapter:
         with _names_the_source("adapter", section.adapter):
             peft.PeftConfig.from_pretrained(section.adapter)

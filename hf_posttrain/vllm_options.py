@@ -70,7 +70,7 @@ def _of_vllm(config: Any) -> Iterator[str]:
     if not 0.01 <= config.temperature <= 2:
         yield f"temperature={config.temperature}: vLLM samples at 0.01 to 2: choose one, or rollout: transformers"
     if not server and importlib.util.find_spec("vllm") is None:
-        yield "rollout: vllm needs the package vllm: pip install 'hf_posttrain[vllm]', or set vllm_mode: server"
+        yield "rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server"
 
 
 def check(config: Any, peft_config: Any = None) -> None:

@@ -152,7 +152,7 @@ def test_quantization_needs_lora_and_its_package(folder, monkeypatch):
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: object())
     assert "needs lora or adapter" in refusal(models.load_model, ModelSection(folder, quantization="4bit"))
     monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
-    assert "hf_posttrain[quant]" in refusal(models.check_model, ModelSection(folder, quantization="8bit"))
+    assert "pip install bitsandbytes" in refusal(models.check_model, ModelSection(folder, quantization="8bit"))
 
 
 def test_quantised_lora_base(folder):
