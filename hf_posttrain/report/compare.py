@@ -9,7 +9,7 @@
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -144,7 +144,7 @@ def _settings(run: Run) -> dict[str, Any]:
     return run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
 
 
-def _flat(tree: dict[str, Any], above: str):
+def _flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{above}.{name}" if above else name
         if isinstance(value, dict) and value:

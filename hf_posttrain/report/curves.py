@@ -12,7 +12,7 @@ NAME = "curves.png"
 COLOURS = ("#1f5fbf", "#b8500b", "#1b7a52", "#8036b3")
 INK, QUIET, GRID = "#1c2430", "#55606e", "#e2e6eb"
 COLUMNS = 3
-STYLE = {
+STYLE: Any = {
     "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": QUIET, "xtick.color": QUIET, "ytick.color": QUIET,
     "text.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
     "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 10,
@@ -25,6 +25,7 @@ def write(run: Run) -> Path | None:
     """Write it into the run's folder; None, and no file, where nothing was logged."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     found = charts(run.history)
     if not found:
@@ -32,8 +33,8 @@ def write(run: Run) -> Path | None:
     columns = min(COLUMNS, len(found))
     rows = math.ceil(len(found) / columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.5), layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.09, w_pad=0.09)
+        spacing = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09)
+        figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.5), layout=spacing)
         figure.suptitle(f"{run.method.upper()}  {run.name}".strip(), x=0.01, ha="left", fontsize=12, fontweight="bold")
         axes = figure.subplots(rows, columns, squeeze=False).flat
         for chart, axis in zip(found, axes, strict=False):

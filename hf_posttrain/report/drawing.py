@@ -7,6 +7,7 @@ it uses.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .charts import Chart, Line
@@ -94,7 +95,7 @@ def drawn(chart: Chart) -> Drawing:
     )
 
 
-def _curve(line: Line, place) -> Curve:
+def _curve(line: Line, place: Callable[[float, float], tuple[float, float]]) -> Curve:
     """The path of a line, broken where a value is not finite; marks where there are few, or where one stands alone."""
     series = thinned(line.series, POINTS)
     parts, pen = [], "M"
@@ -110,7 +111,7 @@ def _curve(line: Line, place) -> Curve:
 
 
 def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """About five round numbers from below `low` to above `high`, evenly spaced; around a constant there is some room."""
+    """About five round numbers from below `low` to above `high`, with room around a constant."""
     from matplotlib.ticker import MaxNLocator
 
     if high - low <= 1e-6 * max(abs(low), abs(high)):
@@ -140,11 +141,10 @@ def _words(line: Line) -> str:
     (first_step, first), (last_step, last) = finite[0], finite[-1]
     lowest, highest = min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])
     missing = len(series.steps) - len(finite)
-    return (
-        f"{line.label}: from {number(first)} at step {number(first_step)} to {number(last)} at step {number(last_step)}, "
-        f"lowest {number(lowest[1])} at step {number(lowest[0])}, highest {number(highest[1])} at step "
-        f"{number(highest[0])}" + (f"; {missing} values are not finite." if missing else ".")
-    )
+    said = [f"from {number(first)} at step {number(first_step)}", f"to {number(last)} at step {number(last_step)}"]
+    said += [f"{name} {number(v)} at step {number(s)}" for name, (s, v) in (("lowest", lowest), ("highest", highest))]
+    said += [f"{missing} values not finite"] if missing else []
+    return f"{line.label}: {', '.join(said)}."
 
 
 def _table(chart: Chart) -> Table:
@@ -156,4 +156,3 @@ def _table(chart: Chart) -> Table:
     ]
     whole = all(len(kept.steps) == len(line.series.steps) for kept, line in zip(few, chart.lines, strict=True))
     return Table(["step", *(line.label for line in chart.lines)], rows, whole)
-

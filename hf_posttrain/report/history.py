@@ -64,22 +64,18 @@ def history_of(log: Iterable[dict[str, Any]]) -> History:
 def thinned(series: Series, limit: int) -> Series:
     """At most about `limit` points: the first, the last, and of each stretch between them its least and greatest.
 
-    So a spike stays, and every point is one that was logged. A value that is not finite stays as the stretch's greatest.
+    So a spike stays, and every point is one that was logged. What is not finite counts as the stretch's greatest.
     """
     count = len(series.steps)
     if count <= limit:
         return series
     width = 2 * (count - 2) / (limit - 2)
-    kept = {0, count - 1}
+    kept, order = {0, count - 1}, [value if math.isfinite(value) else math.inf for value in series.values]
     for stretch in range((limit - 2) // 2):
         inside = range(1 + int(stretch * width), 1 + int((stretch + 1) * width))
-        kept |= {min(inside, key=lambda i: _order(series.values[i])), max(inside, key=lambda i: _order(series.values[i]))}
-    order = sorted(kept)
-    return Series(series.key, tuple(series.steps[i] for i in order), tuple(series.values[i] for i in order))
-
-
-def _order(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+        kept |= {min(inside, key=order.__getitem__), max(inside, key=order.__getitem__)}
+    points = sorted(kept)
+    return Series(series.key, tuple(series.steps[i] for i in points), tuple(series.values[i] for i in points))
 
 
 def number(value: Any) -> str:
