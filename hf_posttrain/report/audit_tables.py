@@ -11,7 +11,10 @@ from .history import number
 
 SPLITS = {"train": "Training data", "eval": "Evaluation data"}
 QUANTILES = {"min": "least", "p50": "median", "p95": "95 %", "p99": "99 %", "max": "most", "mean": "mean"}
-FINDINGS = {"duplicates": "duplicates", "identical": "chosen equal to rejected", "overlap": "also in train"}
+FINDINGS = {
+    "stubs": "one trained token", "duplicates": "duplicates", "unknown": "with an unknown token",
+    "conflicts": "under both labels", "identical": "chosen equal to rejected", "overlap": "also in train",
+}  # fmt: skip
 SHOWN_ROWS = 5
 """Row numbers of a finding, at most."""
 

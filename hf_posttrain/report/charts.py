@@ -73,7 +73,7 @@ KINDS = (
     _Kind(OPTIMISER, "Learning rate", {"learning_rate": "rate"}),
     _Kind(OPTIMISER, "Gradient norm", {"grad_norm": "norm"}, "Before clipping."),
     _Kind(MACHINE, "Tokens per second", {"tokens_per_second": "tokens/s"}, "Through the policy, all processes."),
-    _Kind(MACHINE, "Peak memory", {"peak_memory_gib": "GiB"}, "GiB on the first device, or of the process on CPU."),
+    _Kind(MACHINE, "Peak memory", {"peak_memory_gib": "GiB"}, "GiB, of the process with the most."),
 )  # fmt: skip
 REPEATED = ("logprob/gap", "distill/advantage")
 """Metrics that are the difference of two others that are shown."""

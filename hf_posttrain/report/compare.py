@@ -76,6 +76,7 @@ def compared(folders: Sequence[Path], output: Path) -> str:
         reason=reason,
         differences=differing(list(runs.values())),
         prompts=_samples(runs),
+        long=any(page.long_answers(run.samples) for run in runs.values()),
     )
 
 

@@ -9,9 +9,10 @@ it uses.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from .charts import Chart, Line
-from .history import number, thinned
+from .history import Series, number, smoothed, thinned
 
 WIDTH, HEIGHT = 400, 230
 RIGHT, TOP, BOTTOM = 12, 10, 26
@@ -24,6 +25,10 @@ ROWS = 60
 """Rows that a line brings to the table of numbers, at most."""
 MARKED = 30
 """A line of so few points shows each of them."""
+
+
+Place: TypeAlias = Callable[[float, float], tuple[float, float]]
+"""(step, value) -> (x, y)."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,9 @@ class Curve:
     colour: int
     dashed: bool
     path: str
+    """The line, or its running mean where there is one."""
+    faint: str
+    """The line as logged, where `path` is its mean; otherwise empty."""
     marks: list[tuple[float, float, str]]
 
 
@@ -95,9 +103,18 @@ def drawn(chart: Chart) -> Drawing:
     )
 
 
-def _curve(line: Line, place: Callable[[float, float], tuple[float, float]]) -> Curve:
-    """The path of a line, broken where a value is not finite; marks where there are few, or where one stands alone."""
-    series = thinned(line.series, POINTS)
+def _curve(line: Line, place: Place) -> Curve:
+    """A line with marks where its points are few, or with its running mean where they are many."""
+    mean = smoothed(line.series)
+    logged = _path(thinned(line.series, POINTS), place)
+    few = line.series.finite() if len(line.series.steps) <= MARKED else []
+    marks = [(*place(step, value), f"{line.label}, step {number(step)}: {number(value)}") for step, value in few]
+    main, faint = (_path(thinned(mean, POINTS), place), logged) if mean else (logged, "")
+    return Curve(line.label, line.colour, line.dashed, main, faint, marks)
+
+
+def _path(series: Series, place: Place) -> str:
+    """SVG's path through the points, broken where a value is not finite."""
     parts, pen = [], "M"
     for step, value in zip(series.steps, series.values, strict=True):
         if math.isfinite(value):
@@ -105,9 +122,7 @@ def _curve(line: Line, place: Callable[[float, float], tuple[float, float]]) -> 
             pen = "L"
         else:
             pen = "M"
-    few = series.finite() if len(series.steps) <= MARKED else []
-    marks = [(*place(step, value), f"{line.label}, step {number(step)}: {number(value)}") for step, value in few]
-    return Curve(line.label, line.colour, line.dashed, "".join(parts), marks)
+    return "".join(parts)
 
 
 def _ticks(low: float, high: float, whole: bool = False) -> list[float]:

@@ -2,6 +2,7 @@
 
     history_of   log_history of trainer_state.json -> {key: Series}
     thinned      a long series with fewer points and the same look
+    smoothed     its running mean
     number       a value as the pages print it
 
 A key that begins with eval_ was measured on evaluation data.
@@ -10,9 +11,12 @@ A key that begins with eval_ was measured on evaluation data.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 _NOT_CURVES = ("step", "epoch", "total_flos", "train_loss", "num_input_tokens_seen")
+SMOOTHED_FROM, STRETCHES = 150, 40
+"""Points from which a series may get a running mean, and how many separate means it then has room for."""
 _TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
@@ -76,6 +80,23 @@ def thinned(series: Series, limit: int) -> Series:
         kept |= {min(inside, key=order.__getitem__), max(inside, key=order.__getitem__)}
     points = sorted(kept)
     return Series(series.key, tuple(series.steps[i] for i in points), tuple(series.values[i] for i in points))
+
+
+def smoothed(series: Series) -> Series | None:
+    """The mean of the finite values around each point; None for a series that is short, or has no noise to take out."""
+    count, values = len(series.values), series.values
+    turns = sum((b - a) * (c - b) < 0 for a, b, c in zip(values, values[1:], values[2:], strict=False))
+    if count < SMOOTHED_FROM or turns < count / 4:
+        return None
+    reach = count // (2 * STRETCHES)
+    finite = [(value, 1) if math.isfinite(value) else (0.0, 0) for value in values]
+    sums, counts = ([0, *accumulate(part)] for part in zip(*finite, strict=True))
+    means = []
+    for i in range(count):
+        first, last = max(0, i - reach), min(count, i + reach + 1)
+        known = counts[last] - counts[first]
+        means.append((sums[last] - sums[first]) / known if known else math.nan)
+    return Series(series.key, series.steps, tuple(means))
 
 
 def number(value: Any) -> str:

@@ -31,7 +31,8 @@ LABELS = {
 _ASIDE = (
     "output_dir", "use_cpu", "report_to", "run_name", "logging_", "save_", "eval_", "per_device_eval", "dataset_",
     "hub_", "push_to_hub", "resume_from_checkpoint", "merge_lora", "layout", "precompute_", "vllm_", "rollout",
-    "disable_tqdm", "dataloader_", "generation_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "disable_tqdm", "dataloader_", "generation_batch_size", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better",
 )  # fmt: skip
 """Arguments, or how they begin, that the weights do not hang on; the recipe has them."""
 
