@@ -61,7 +61,7 @@ def test_a_long_series_is_thinned_to_points_that_were_logged_with_its_peaks():
 
 
 def test_a_noisy_series_gets_its_running_mean_and_a_smooth_one_none():
-    """160 values that alternate between 0 and 1: two on each side of a point are averaged, at the ends what is there."""
+    """160 values that alternate between 0 and 1: two on each side of a point are averaged, at the ends those there."""
     values = [float(step % 2) for step in range(160)]
     values[100] = math.nan
     mean = smoothed(Series("loss", tuple(range(160)), tuple(values)))
