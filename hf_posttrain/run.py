@@ -10,7 +10,6 @@
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
-import argparse
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from . import parts
+from .arguments import parse
 from .errors import InputError
 from .recipe import Recipe, load_recipe
 
@@ -27,14 +27,6 @@ logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
 PATIENCE = 10
 """Seconds that other ranks give the first one to say what is wrong, before they say it too."""
-_EXAMPLES = """examples:
-  hf-posttrain recipes/dpo.yaml
-  hf-posttrain recipes/dpo.yaml train.beta=0.2 train.max_steps=100 model.lora=null
-  hf-posttrain recipes/sft.yaml data.train.path=mine.jsonl 'data.train.columns={prompt: question, completion: answer}'
-  hf-posttrain recipes/sft.yaml train.resume_from_checkpoint=auto
-  hf-posttrain recipes/dpo.yaml --preprocess-only train.dataset_num_proc=16
-  accelerate launch -m hf_posttrain.run recipes/kto.yaml
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not first:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when datasets is imported
     try:
-        arguments = _arguments(argv)
+        arguments = parse(argv)
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         preprocess(recipe) if arguments.preprocess_only else run(recipe)
     except InputError as error:
@@ -56,29 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="hf-posttrain",
-        description="Post-train a causal language model (SFT, DPO, KTO, KD, OPD) as a recipe says.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the recipe file")
-    parser.add_argument(
-        "overrides", metavar="section.key=value", nargs="*", default=[], help="replaces a value of the recipe"
-    )
-    parser.add_argument(
-        "--preprocess-only", action="store_true",
-        help="check and tokenise the data into the cache, where later runs find it, and stop: needs no launcher and no"
-        " GPU, loads no weights, writes no output_dir",
-    )  # fmt: skip
-    arguments, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        raise InputError(f"command line: {unknown[0]!r} is not section.key=value, such as train.learning_rate=5e-7")
-    return arguments
 
 
 def run(recipe: Recipe) -> dict[str, float]:
