@@ -4,12 +4,14 @@
 
     main          arguments, exit codes: 0, 2 for a mistake in the input (one line on stderr), 130 for Ctrl-C
     run           the steps in order; everything that can be wrong is found before weights are loaded
+    preflight     --check: what it would train on, and does it fit
     preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
     save          what is left in train.output_dir
 
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
+import json
 import logging
 import os
 import sys
@@ -25,6 +27,8 @@ from .recipe import Recipe, load_recipe
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
+OTHERS = {"data": "hf_posttrain.describe", "compare": "hf_posttrain.report.compare"}
+"""Commands of their own: first word -> the module whose `main` takes the rest."""
 PATIENCE = 10
 """Seconds that other ranks give the first one to say what is wrong, before they say it too."""
 
@@ -37,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not first:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when datasets is imported
     try:
-        arguments = parse(argv)
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-        preprocess(recipe) if arguments.preprocess_only else run(recipe)
+        return _command(sys.argv[1:] if argv is None else list(argv))
     except InputError as error:
         if not first:  # the first rank says it, unless the mistake is not one of its own: a launcher ends all at once
             time.sleep(PATIENCE)
@@ -47,6 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _command(argv: list[str]) -> int:
+    """Run what the arguments ask for; returns the exit code."""
+    if argv and argv[0] in OTHERS:
+        return parts.imported(OTHERS[argv[0]]).main(argv[1:])
+    arguments = parse(argv)
+    if arguments.check:
+        return preflight(arguments)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    preprocess(recipe) if arguments.preprocess_only else run(recipe)
     return 0
 
 
@@ -97,6 +110,28 @@ def preprocess(recipe: Recipe) -> None:
     if config.local_process_index == 0:
         for name, prepared in rows.items():
             print(f"{name}: {summary(prepared)}")
+
+
+def preflight(arguments: Any) -> int:
+    """--check: print what the recipe would train on and whether it fits; returns 0, or 1 for what would ruin it.
+
+    With --json, what is wrong with the recipe is JSON on stdout too.
+    """
+    try:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        parts.check_train(recipe)
+        from .check import check
+        from .check.show import text
+
+        found = check(recipe, arguments.probe)
+    except InputError as error:
+        if arguments.json:
+            print(json.dumps({"status": 2, "error": str(error)}, indent=2))
+        raise
+    if found is None:
+        return 0
+    print(json.dumps(found.to_dict(), indent=2, default=str) if arguments.json else text(found, sys.stdout.isatty()))
+    return found.status
 
 
 def save(trainer: Any, recipe: Recipe) -> None:
