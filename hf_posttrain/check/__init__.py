@@ -1,0 +1,1 @@
+"""Before training: what a recipe would train on, and whether it fits."""
