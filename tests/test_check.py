@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from models_for_tests import tiny_model
@@ -12,7 +13,7 @@ from tokenizers_for_tests import LLAMA, bos_tokenizer, byte_tokenizer
 from training_for_tests import token_rows, trainer_for
 from transformers import Qwen3Config
 
-from hf_posttrain import DPOTrainer, OPDTrainer, SFTTrainer, models, run
+from hf_posttrain import DPOTrainer, SFTTrainer, models, run
 from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
@@ -177,11 +178,11 @@ def planned(trainer_class, rows, **changes):
 
 
 def test_tokens_padding_and_savings_are_those_of_the_layout():
-    """A pair of a prompt of 5 and answers of 3 and 4: 4 + 3 + 4 = 11 tokens where 4 + 3 and 4 + 4 = 15 would be computed
-    with a prompt for each. Two pairs make two rows of equal length: no padding. All 7 tokens of the answers are trained.
+    """A pair of a prompt of 5 and answers of 3 and 4: 4 + 3 + 4 = 11 tokens; with a prompt for each answer they would
+    be (4 + 3) + (4 + 4) = 15. Two pairs make two rows of one length: no padding. All 7 tokens of answers are trained.
     """
     row = {"prompt_ids": [1] * 5, "chosen_ids": [2] * 3, "rejected_ids": [3] * 4}
-    rows = __import__("datasets").Dataset.from_list([row, row])
+    rows = datasets.Dataset.from_list([row, row])
     found = planned(DPOTrainer, rows)
     assert (found.layout, found.tokens_per_step, found.trained_per_step, found.padding) == ("shared", 22, 14, 0)
     assert found.saved == pytest.approx(1 - 11 / 15)
@@ -190,7 +191,7 @@ def test_tokens_padding_and_savings_are_those_of_the_layout():
 def test_padding_is_counted():
     """Rows of 2 + 2 - 1 = 3 and 2 + 6 - 1 = 7 tokens, padded to 7: 4 of 14 positions."""
     rows = [{"prompt_ids": [1, 1], "completion_ids": [2] * n, "completion_mask": [1] * n} for n in (2, 6)]
-    found = planned(SFTTrainer, __import__("datasets").Dataset.from_list(rows), layout="padded")
+    found = planned(SFTTrainer, datasets.Dataset.from_list(rows), layout="padded")
     assert found.padding == pytest.approx(4 / 14)
 
 
@@ -254,5 +255,3 @@ def rows_of(batch, n):
     prompt = flat[first - start : first + 1]
     return {"ids": torch.cat([prompt, targets])[None], "start": start + 1}
 
-
-assert OPDTrainer.method == "opd"
