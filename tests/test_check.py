@@ -157,6 +157,15 @@ def test_answers_that_never_end_are_warned_of(folder):
     assert warning.startswith("no answer ends with a trained <|im_end|>")
 
 
+def test_padding_tokens_within_examples_are_warned_of(folder):
+    """Of ids: 256 is the padding token."""
+    ids = [[1, 256, 258], [1, 258], [256, 258]]
+    write_rows(folder / "rows.jsonl", [{"prompt_ids": [1], "completion_ids": i} for i in ids])
+    found = checked("data.eval=null").tokens
+    assert found.padded == 2
+    assert any(w.startswith("2 of 3 examples hold the padding token <|endoftext|>") for w in found.warnings())
+
+
 def test_the_teachers_own_prompts_are_compared(folder):
     write_rows(folder / "rows.jsonl", [{"prompt": [{"role": "user", "content": "Hi"}]}] * 2)
     opd = ("method=opd", "data.eval=null", "train.max_length=100", "train.max_completion_length=8")
@@ -214,7 +223,7 @@ def test_steps_are_those_of_the_trainer(tmp_path, config):
 # ---- probe
 
 
-def test_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):
+def test_pain_34_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):
     write_rows(folder / "rows.jsonl", [{"prompt": "p" * n, "completion": "c"} for n in (3, 40, 7, 30, 5)])
     before = sorted(folder.rglob("*"))
     found = checked("model.from_scratch=true", "data.eval=null", with_probe=True).probe

@@ -24,6 +24,8 @@ SHOWN = 3
 """Samples of each source."""
 LOOKED_AT = 1000
 """Rows of each source that ends and beginnings are counted in."""
+PADDED_SHARE = 0.1
+"""Of the examples: so many hold the padding token before it is warned of."""
 ELIDED = 600
 """Characters of a run of tokens that are shown; of a longer one its beginning and end."""
 
@@ -78,6 +80,8 @@ class TokenAudit:
     """The padding token."""
     pad_is_eos: bool = False
     """Is it the eos? Harmless here: what is trained comes from lengths, never from the pad id."""
+    padded: int = 0
+    """Examples that hold the padding token, where it is not the eos: some tokenizers write it for unknown text."""
     differing_prompts: int | None = None
     """With a teacher: how many of the first SHOWN prompts its own template and tokenizer would write otherwise."""
     teacher_stops: dict[int, str] | None = None
@@ -91,6 +95,11 @@ class TokenAudit:
         if self.answers and not self.ended:
             ends = ", ".join(self.stops.values())
             yield f"no answer ends with a trained {ends}: the model would never learn to stop; raise train.max_length"
+        if self.padded > PADDED_SHARE * self.examples:
+            yield (
+                f"{self.padded} of {self.examples} examples hold the padding token {self.pad}: it was in the texts, or"
+                " stands for what this tokenizer does not know: clean them, or use another tokenizer"
+            )
         if self.differing_prompts:
             yield (
                 f"the teacher's own template writes {self.differing_prompts} of the first {SHOWN} prompts otherwise"
@@ -132,6 +141,7 @@ def audit_tokens(
         found.samples += samples(rows, recipe.method, tokenizer, f"{key} ({source.path})")
         for row in rows:
             _count_edges(row, recipe.method, found, bos)
+            found.padded += not found.pad_is_eos and tokenizer.pad_token_id in _all_ids(row, recipe.method)
     return found
 
 
@@ -172,6 +182,10 @@ def _branches(row: dict, method: str) -> Iterator[tuple[str, list[int], list[int
     for role in ("completion", "chosen", "rejected"):
         if ids := row.get(f"{role}_ids"):
             yield role, ids, row.get("completion_mask") or [int(method != "opd")] * len(ids)
+
+
+def _all_ids(row: dict, method: str) -> list[int]:
+    return sum((ids for _, ids, _ in _branches(row, method)), row["prompt_ids"])
 
 
 def _pieces(row: dict, method: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
