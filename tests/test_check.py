@@ -138,6 +138,7 @@ def test_samples_show_what_is_trained(folder):
     assert marked(sample.pieces, colour=False) == (
         "2 + 2 =\nchosen: [[ 4<|im_end|>]]\nrejected: [[ 5<|im_end|>]]"
     )
+    assert sample.boundary == "'2 + 2 =' | ' 4<|im_end|>'"
     assert "\033[1;32m 4<|im_end|>\033[0m" in marked(sample.pieces, colour=True)
 
 
