@@ -3,7 +3,7 @@
     install   takes the place of the callback that HF's Trainer shows progress by
     Lines     a line for each log and evaluation, on standard output (HF: dicts); with disable_tqdm that is all
     Bar       the same figures in a bar on a terminal's standard error, and lines where nobody would see the bar
-    figures   the figures of a training log, as text
+    figures   the figures of a training log, as text; results: those of an evaluation
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
@@ -46,6 +46,19 @@ def figures(logs: Mapping[str, Any], method: str) -> str:
     return "  ".join(shown)
 
 
+def results(logs: Mapping[str, Any], method: str) -> str:
+    """The same of an evaluation, of whichever data set: loss, exact match, key metrics, and what compute_metrics gives
+    (none of whose names has a slash, as our own do)."""
+    keys = KEY_METRICS.get(method, {})
+    shown = []
+    for key, value in logs.items():
+        known = next((name for name in keys if key.endswith(f"_{name}")), None)
+        if known or not ("/" in key or key.endswith(_UNSHOWN)):
+            name = key.removesuffix(known) + keys[known] if known else key
+            shown.append(f"{name.removeprefix('eval_')} {_number(value)}")
+    return "  ".join(shown)
+
+
 def _number(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -81,9 +94,7 @@ class Lines(PrinterCallback):
         if "train_runtime" in logs:
             took = tqdm.format_interval(logs["train_runtime"])
             return f"step {step}/{state.max_steps}  done in {took}, mean loss {_number(logs['train_loss'])}"
-        shown = {key: value for key, value in logs.items() if not key.endswith(_UNSHOWN)}
-        results = "  ".join(f"{key.removeprefix('eval_')} {_number(value)}" for key, value in shown.items())
-        return f"step {step}/{state.max_steps}  evaluation: {results}"
+        return f"step {step}/{state.max_steps}  evaluation: {results(logs, self.method)}"
 
 
 class Bar(ProgressCallback):
