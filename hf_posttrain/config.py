@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from . import sequence
+from . import sequence, watch
 from .batch import LAYOUTS
 from .errors import InputError
 from .keys import advice
@@ -71,6 +71,9 @@ class PostTrainConfig(TrainingArguments):
     """Set every dropout of the policy to 0, LoRA's included."""
     router_aux_loss_coef: float | None = None
     """Weight of the experts' load-balancing loss; None: the model's own where its config has output_router_logits."""
+    stop_on: list[str] | str | None = None
+    """Warnings that end the run, one or a list: nan, chosen_falling, kl_zero, no_learning, clipped_rollouts,
+    empty_rollouts, no_eos, label_leak, as `watch` describes them. Nothing more is saved then."""
     eval_exact_match: bool = False
     """In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."""
     eval_max_completion_length: int = 256
@@ -103,6 +106,7 @@ class PostTrainConfig(TrainingArguments):
         for name, (off, reason) in _REFUSED.items():
             if getattr(self, name, off) not in (off, None):
                 raise InputError(f"{name}={getattr(self, name)!r} cannot be honoured: {reason}")
+        self.stop_on = watch.check_names(self.stop_on)
         if self.eval_exact_match and self.eval_max_completion_length < 1:
             raise InputError("eval_max_completion_length must be at least 1")
         self.parallelism_config = sequence.settle(self)
