@@ -15,6 +15,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def declared(cls: type) -> Iterator[tuple[str, str]]:
     [definition] = ast.parse(inspect.getsource(cls)).body
     body = definition.body if isinstance(definition, ast.ClassDef) else []
     names = {field.name for field in dataclasses.fields(cls)}
-    for node, after in zip(body, body[1:], strict=False):
+    for node, after in pairwise(body):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in names:
             said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
             yield node.target.id, " ".join(str(said).split())

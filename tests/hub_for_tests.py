@@ -1,7 +1,7 @@
 """The hub, offline: a folder in which the names of hub models and data sets are folders themselves, relative to it.
 
-    from_pretrained("Qwen/Qwen3-0.6B") and load_dataset("openai/gsm8k", "main") take a folder of that name where there is one:
-    a test that makes this the current directory runs recipes, commands and code as they stand.
+from_pretrained("Qwen/Qwen3-0.6B") and load_dataset("openai/gsm8k", "main") take a folder of that name where there is
+one: a test that makes this the current directory runs recipes, commands and code as they stand.
 
     make_hub       that folder: models, data sets, what the quickstart leaves, and links to the repository's own folders
     ROWS           hub name of a data set: number -> a row with its columns
@@ -45,8 +45,9 @@ def make_hub(folder: Path) -> None:
         byte_tokenizer(QWEN3).save_pretrained(folder / name)
     for stage in ("teacher", "student", "opd"):
         shape = REPOSITORY / "recipes" / "tiny" / ("teacher" if stage == "teacher" else "student")
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape)).save_pretrained(folder / "quickstart" / stage)
-        AutoTokenizer.from_pretrained(shape).save_pretrained(folder / "quickstart" / stage)
+        saved = folder / "quickstart" / stage
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(shape)).save_pretrained(saved)
+        AutoTokenizer.from_pretrained(shape).save_pretrained(saved)
     for name, row in ROWS.items():
         (folder / name).mkdir(parents=True)
         for split in ("train", "test"):
@@ -71,8 +72,8 @@ def small(recipe) -> list[str]:
     """Overrides for one short step on CPU of the recipe, whatever its size."""
     overrides = [
         "train.max_steps=1", "train.use_cpu=true", "train.per_device_train_batch_size=2", "train.logging_steps=1",
-        "train.gradient_accumulation_steps=1", "train.save_strategy=no", "train.eval_strategy=no", "train.max_length=96",
-        "train.eval_on_start=false",
+        "train.gradient_accumulation_steps=1", "train.save_strategy=no", "train.eval_strategy=no",
+        "train.max_length=96", "train.eval_on_start=false",
     ]  # fmt: skip
     overrides += ["train.max_completion_length=8"] if recipe.method == "opd" else []
     overrides += ["train.eval_max_completion_length=8"] if recipe.train.get("eval_exact_match") else []

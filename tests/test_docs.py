@@ -9,8 +9,8 @@ Blocks of a page run one after the other in a folder where hub names are local f
     json      each line is a row that some method reads
     text      formulas and output
 
-A word behind the language is the file that the block is (`mine.yaml`), or a fragment's method. Commands in running text are
-parsed, not run.
+A word behind the language is the file that the block is (`mine.yaml`), or a fragment's method. Commands in running text
+are parsed, not run.
 """
 
 import dataclasses
@@ -57,6 +57,7 @@ class Block(NamedTuple):
 
 
 def name(page: Path) -> str:
+    """In test ids and messages."""
     return str(page.relative_to(REPOSITORY))
 
 
@@ -108,7 +109,7 @@ def code(cell: str) -> list[str]:
 
 def _of_hf_posttrain(words: list[str], runs: bool) -> None:
     """The command, in this process; small, if it trains."""
-    if words[0] in ("data", "compare"):
+    if not words or words[0] in ("data", "compare"):
         if runs:
             assert run.main(words) == 0
         return
@@ -124,8 +125,9 @@ def _of_hf_posttrain(words: list[str], runs: bool) -> None:
 
 
 def _module(words: list[str], runs: bool) -> None:
-    """`python -m MODULE ...`: hf_posttrain.run is the command; of others the module and its options exist."""
-    assert words[0] == "-m", words
+    """`python FILE` or `python -m MODULE ...`: hf_posttrain.run is the command; others and their options exist."""
+    if words[0] != "-m":
+        return _file(words, runs)
     if words[1] == "hf_posttrain.run":
         return _of_hf_posttrain(words[2:], runs)
     source = Path(importlib.util.find_spec(words[1]).origin).read_text(encoding="utf-8")
@@ -137,17 +139,15 @@ def _module(words: list[str], runs: bool) -> None:
 def _accelerate(words: list[str], runs: bool) -> None:
     """The launcher's options are parsed by itself and its file is there; what it launches runs in this process."""
     assert words[0] == "launch"
-    if not words[1:]:  # in running text
-        return
-    given = launch_command_parser().parse_args(words[1:])
+    given = launch_command_parser().parse_args(words[1:] if runs or "-m" in words else [*words[1:], "script.py"])
     assert given.config_file is None or Path(given.config_file).is_file(), given.config_file
-    if given.training_script:
-        assert given.module
+    if given.module:
         _module(["-m", given.training_script, *given.training_script_args], runs)
 
 
 def _torchrun(words: list[str], runs: bool) -> None:
     given = torchrun_parser().parse_args(words)
+    assert given.module
     _module(["-m", given.training_script, *given.training_script_args], runs)
 
 
@@ -182,8 +182,8 @@ def _vllm(words: list[str], runs: bool) -> None:
 
 
 PROGRAMS = {
-    "hf-posttrain": _of_hf_posttrain, "python": _module, "accelerate": _accelerate, "torchrun": _torchrun, "make": _make,
-    "pip": _pip, "bash": _file, "source": _environment, "vllm": _vllm,
+    "hf-posttrain": _of_hf_posttrain, "python": _module, "accelerate": _accelerate, "torchrun": _torchrun,
+    "make": _make, "pip": _pip, "bash": _file, "source": _environment, "vllm": _vllm,
 }  # fmt: skip
 
 
@@ -195,10 +195,7 @@ def command(line: str, runs: bool) -> None:
     if not words:
         return
     assert words[0] in PROGRAMS, f"no way to check {words[0]!r}: add it to PROGRAMS"
-    if words[0] == "python" and words[1].endswith(".py"):
-        _file(words[1:], runs)
-    else:
-        PROGRAMS[words[0]](words[1:], runs)
+    PROGRAMS[words[0]](words[1:], runs)
 
 
 # ---- the other languages
@@ -208,17 +205,20 @@ def recipe_of(block: Block, page: Path, folder: Path) -> None:
     """A recipe, or a fragment laid over a small one: strictly loaded, and its train section made a Config."""
     tree = yaml.safe_load(block.text)
     if "method" not in tree:
-        method = block.note or (page.stem if page.stem in METHODS else "sft")
-        base = {"method": method, "model": {"name_or_path": "Qwen/Qwen3-0.6B"}, "data": {"train": {"path": "mine.jsonl"}}}
-        base |= {"teacher": {"name_or_path": "Qwen/Qwen3-4B"}} if method in ("kd", "opd") else {}
-        needs_eval = "eval_strategy" in tree.get("train", {})
-        tree = base | {"data": base["data"] | ({"eval": {"path": "mine.jsonl"}} if needs_eval else {})} | tree
-        tree["train"] = {"output_dir": "outputs/fragment", **tree.get("train", {})}
+        tree = _whole(tree, block.note or (page.stem if page.stem in METHODS else "sft"))
     file = folder / f"block-{block.line}.yaml"
     file.write_text(yaml.safe_dump(tree))
     recipe = load_recipe(file, ["train.use_cpu=true", "train.bf16=null"])
     check_train(recipe)
     train_config(recipe, CONFIGS[recipe.method])
+
+
+def _whole(fragment: dict, method: str) -> dict:
+    """A recipe of the method with the fragment's sections in place of its own."""
+    rows, second = {"path": "mine.jsonl"}, {"teacher": {"name_or_path": "Qwen/Qwen3-4B"}}
+    tree = {"method": method, "model": {"name_or_path": "Qwen/Qwen3-0.6B"}, "data": {"train": rows, "eval": rows}}
+    tree |= second if method in ("kd", "opd") else {}
+    return tree | fragment | {"train": {"output_dir": "outputs/fragment", **fragment.get("train", {})}}
 
 
 def rows_of(block: Block) -> None:
@@ -345,8 +345,8 @@ def test_every_method_has_a_page_with_all_its_options():
     for method, config in CONFIGS.items():
         text = (REPOSITORY / "docs" / f"{method}.md").read_text(encoding="utf-8")
         shown = "".join(re.findall(r"<!-- (?:options|shared) \w+ -->\n(.*?)<!-- end -->", text, re.DOTALL))
-        ours = {field.name for field in dataclasses.fields(config)} - {f.name for f in dataclasses.fields(TrainingArguments)}
-        assert ours <= set(code(shown)), method
+        inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+        assert {field.name for field in dataclasses.fields(config)} - inherited <= set(code(shown)), method
 
 
 def test_the_table_of_training_arguments_is_true():
