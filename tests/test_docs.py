@@ -34,7 +34,7 @@ from training_for_tests import token_rows, trainer_for
 from transformers import TrainingArguments
 
 import hf_posttrain
-from hf_posttrain import arguments, parts, run
+from hf_posttrain import arguments, parts, run, watch
 from hf_posttrain.config import PostTrainConfig
 from hf_posttrain.data.formats import ACCEPTS, detect
 from hf_posttrain.errors import InputError
@@ -355,6 +355,12 @@ def test_the_table_of_training_arguments_is_true():
     for option, default, _ in table(text, "## Of TrainingArguments"):
         given = fields[code(option)[0]].default
         assert code(default)[0] == (given if isinstance(given, str) else json.dumps(given)), option
+
+
+def test_the_table_of_warnings_has_all_of_them():
+    rows = table((REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), "## Warnings while it runs")
+    said = {code(name)[0]: methods.split(", ") for name, methods, *_ in rows}
+    assert said == {"nan": ["all"]} | {name: list(symptom.methods) for name, symptom in watch.SYMPTOMS.items()}
 
 
 VARIANTS = {"kto": [{}, {"loss_type": "bco"}], "opd": [{}, {"loss_type": "policy_gradient"}]}
