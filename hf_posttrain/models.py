@@ -143,7 +143,7 @@ def lora_config(section: ModelSection, where: Callable[[str], str] = lambda key:
     """
     if section.lora is None:
         return None
-    given = build(_LoraKeys, section.lora, "model.lora", where, {"rank": "use r"}.get)
+    given = build(_LoraKeys, section.lora, "model.lora", where, {"model.lora.rank": "use r"}.get)
     values = {_FRIENDLY.get(name, name): value for name, value in given.items()}
     if len(values) < len(given):
         raise InputError(f"{where('model.lora')}: model.lora gives alpha or dropout under two names")

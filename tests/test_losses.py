@@ -10,7 +10,6 @@ import torch
 
 from hf_posttrain.losses import (
     DIVERGENCES,
-    LABEL_SMOOTHED,
     PAIRED,
     UNPAIRED,
     PairedOptions,
