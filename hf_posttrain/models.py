@@ -58,9 +58,9 @@ def check_model(section: ModelSection) -> PretrainedConfig:
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
     if section.adapter:
-        with _names_the_source("adapter", section.adapter):
+        with names_the_source("adapter", section.adapter):
             peft.PeftConfig.from_pretrained(section.adapter)
-    with _names_the_source("model", section.name_or_path):
+    with names_the_source("model", section.name_or_path):
         return AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
 
 
@@ -71,7 +71,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     from lengths, never from the pad id. Raises InputError where there is no tokenizer.
     """
     name = section.name_or_path
-    with _names_the_source("tokenizer", name):
+    with names_the_source("tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     folder = Path(name)
     if folder.is_dir() and not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
@@ -117,7 +117,7 @@ def load_model(
     }
     if section.attn_implementation != "auto":
         kwargs["attn_implementation"] = section.attn_implementation
-    with _names_the_source("model", section.name_or_path):
+    with names_the_source("model", section.name_or_path):
         if section.from_scratch:
             with _whole_weights():
                 model = AutoModelForCausalLM.from_config(config, **kwargs)
@@ -246,7 +246,7 @@ def _whole_weights() -> Iterator[None]:
 
 
 @contextmanager
-def _names_the_source(what: str, name: str) -> Iterator[None]:
+def names_the_source(what: str, name: str) -> Iterator[None]:
     """Turns what from_pretrained raises into one line that names the model, and its nearest folder if it is missing."""
     try:
         yield

@@ -119,11 +119,14 @@ class Recipe:
             elif given is not None:
                 yield key, given
 
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as resolved: every key of every section; `train` holds the given ones."""
+        tree = dataclasses.asdict(self)
+        return {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
+
     def to_yaml(self) -> str:
-        """The recipe as resolved, as YAML: every key of every section; `train` holds the given ones."""
-        tree = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("path", "places")}
-        order = ("method", "model", "teacher", "data", "train")
-        return f"# resolved from {self.path}\n" + write_tree({name: tree[name] for name in order})
+        """The same as YAML, which `load_recipe` reads back."""
+        return f"# resolved from {self.path}\n" + write_tree(self.to_dict())
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:

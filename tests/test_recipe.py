@@ -12,8 +12,8 @@ import pytest
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.keys import train_fields
+from hf_posttrain.parts import METHODS
 from hf_posttrain.recipe import Recipe, load_recipe, train_config
-from hf_posttrain.run import METHODS
 
 REPOSITORY = Path(__file__).parents[1]
 DPO = """\

@@ -12,8 +12,9 @@ import pytest
 from models_for_tests import CONFIGS, tiny_model
 from tokenizers_for_tests import QWEN3, byte_tokenizer
 
+from hf_posttrain.parts import METHODS
 from hf_posttrain.recipe import load_recipe, train_config
-from hf_posttrain.run import METHODS, main
+from hf_posttrain.run import main
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 ALL = sorted(RECIPES.rglob("*.yaml"))

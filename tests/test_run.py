@@ -12,7 +12,7 @@ import torch
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from hf_posttrain import data, run
+from hf_posttrain import data, parts, run
 from hf_posttrain.checkpoint import find_checkpoint, newest
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import load_recipe
@@ -192,7 +192,7 @@ def test_ctrl_c_is_130_and_a_bug_is_a_traceback(folder, monkeypatch):
 
 
 def stub_method(monkeypatch, name):
-    """METHODS[name] becomes a Config that is SFT's and a Trainer that records its arguments."""
+    """parts.METHODS[name] becomes a Config that is SFT's and a Trainer that records its arguments."""
     from hf_posttrain.sft import SFTConfig
 
     made = []
@@ -234,7 +234,7 @@ def stub_method(monkeypatch, name):
     module = types.ModuleType("stub_method")
     module.Config, module.Trainer = SFTConfig, Trainer
     monkeypatch.setitem(sys.modules, "stub_method", module)
-    monkeypatch.setitem(run.METHODS, name, ("stub_method", "Config", "Trainer"))
+    monkeypatch.setitem(parts.METHODS, name, ("stub_method", "Config", "Trainer"))
     return made
 
 
@@ -395,7 +395,7 @@ def test_contradictions_end_before_the_tokenizer_loads(folder, monkeypatch, caps
     def load(recipe):
         raise AssertionError("a tokenizer was loaded")
 
-    monkeypatch.setattr(run, "check_models", load)
+    monkeypatch.setattr(parts, "check_models", load)
     assert error_line(capsys, "sft.yaml", *overrides).startswith("error: " + message)
 
 

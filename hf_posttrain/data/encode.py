@@ -4,7 +4,7 @@ Plan       what the rows of a data set become
 read       a raw row -> its samples (KTO splits pairs, OPD conversations)
 encode     samples of a batch -> samples of ids, tokenised together
 context    a sample with at least one prompt token; for SFT and KD the mask of what is trained
-fit        a sample cut to size, and whether it is KEPT, TRUNCATED or DROPPED
+fit        a sample cut to size, and what that did to it: bits PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE
 """
 
 from hashlib import sha256
@@ -17,7 +17,7 @@ from .. import chat
 from ..errors import InputError
 from .formats import FORMATS, Sample, located
 
-KEPT, TRUNCATED, DROPPED = 0, 1, 2
+PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
 _FILES = [Path(chat.__file__), *sorted(Path(__file__).parent.glob("*.py"))]  # all that shapes rows
 _CODE = sha256(b"".join(path.read_bytes() for path in _FILES)).hexdigest()
 
@@ -138,7 +138,8 @@ def context(sample: Sample, plan: Plan) -> Sample:
 
 
 def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
-    """The sample cut to size, and whether that left it KEPT, TRUNCATED or DROPPED (no trained token)."""
+    """The sample cut to size, and bits that say what it is then: PROMPT_CUT, COMPLETION_CUT; NO_TARGET where nothing is
+    left to train; ALIKE where both branches are the same."""
     prompt, branches, mask = sample.prompt, sample.branches, sample.mask
     if plan.max_prompt is not None:
         prompt = prompt[-plan.max_prompt :]
@@ -146,7 +147,7 @@ def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
         prompt = prompt[-max(1, plan.max_length - max(map(len, branches))) :]
         branches = [branch[: plan.max_length - 1] for branch in branches]
         mask = mask and mask[: plan.max_length - 1]
-    fitted = sample._replace(prompt=prompt, branches=branches, mask=mask)
-    if plan.method != "opd" and not (all(branches) and (mask is None or any(mask))):
-        return fitted, DROPPED
-    return fitted, KEPT if (prompt, branches) == (sample.prompt, sample.branches) else TRUNCATED
+    lost = plan.method != "opd" and not (all(branches) and (mask is None or any(mask)))
+    bits = PROMPT_CUT * (prompt != sample.prompt) + COMPLETION_CUT * (branches != sample.branches) + NO_TARGET * lost
+    alike = len(branches) == 2 and branches[0] == branches[1]
+    return sample._replace(prompt=prompt, branches=branches, mask=mask), bits + ALIKE * alike
