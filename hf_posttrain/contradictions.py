@@ -8,11 +8,13 @@ Both yield (dotted keys, sentence), without importing torch. What the train sect
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from .keys import lora_fields
-from .rules.limits import Problem
+from .on_disk import template_problem
+from .rules.limits import Problem, one_of
 from .strict import build
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ _LORA_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {  # name: (allowed
     "dropout": (lambda p: 0 <= p < 1, "must be at least 0 and below 1"),
     "target_modules": (bool, "must not be empty"),
 }
+ATTENTION = (
+    "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+)  # fmt: skip
+"""What transformers knows by itself; a kernel of the hub is owner/name, and a model's own code may bring others."""
 _WANTS_EVAL = {
     "load_best_model_at_end": (True,), "eval_strategy": ("steps", "epoch"), "eval_on_start": (True,),
     "eval_exact_match": (True,),
@@ -40,17 +46,13 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
         yield ("teacher", "method"), f"method {recipe.method} uses no teacher; that section belongs to kd and opd"
     yield from _of_model(recipe.model, "model", recipe)
     if recipe.model.offload:
-        yield (
-            ("model.offload",),
-            "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml",
-        )
+        problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
+        yield ("model.offload",), problem
     if recipe.teacher:
         yield from _of_model(recipe.teacher, "teacher", recipe)
         if recipe.teacher.lora is not None:
-            yield (
-                ("teacher.lora",),
-                "teacher.lora makes no sense: the teacher is not trained (teacher.adapter loads one)",
-            )
+            problem = "teacher.lora makes no sense: the teacher is not trained (teacher.adapter loads one)"
+            yield ("teacher.lora",), problem
     if recipe.data.train == [] or recipe.data.eval == []:
         key = "data.train" if recipe.data.train == [] else "data.eval"
         yield (key,), f"{key} is an empty list of sources: name one at least"
@@ -105,6 +107,11 @@ def _of_model(section: ModelSection, key: str, recipe: Recipe) -> Iterator[Probl
     if quantised and key == "model" and not section.adapter and section.lora is None:
         problem = "model.quantization needs model.lora or model.adapter: all weights cannot be trained"
         yield (names["quantization"],), problem
+    own = section.trust_remote_code or re.search("[/|]", section.attn_implementation)
+    if not own:
+        yield from one_of(f"{key}.attn_implementation", section.attn_implementation, ATTENTION)
+    if section.chat_template and (wrong := template_problem(section.chat_template)):
+        yield (f"{key}.chat_template",), f"{key}.chat_template: {wrong}"
     if section.lora is not None:
         yield from _of_lora(section.lora, names["lora"], recipe)
 

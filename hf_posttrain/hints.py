@@ -19,7 +19,6 @@ _ELSEWHERE = {  # names of other libraries and habits, and the key that they mea
     "load_in_8bit": "model.quantization: 8bit",
     "use_peft": "model.lora: {r: 16}",
     "lora_r": "model.lora.r",
-    "model.lora.rank": "model.lora.r",
     "dataset": "data.train",
     "dataset_name": "data.train.path",
     "dataset_config": "data.train.name",
@@ -43,5 +42,5 @@ def belongs(key: str, sections: Mapping[str, Collection[str]], method: str | Non
         if name in names and other != section:
             return f"write {other}.{name}"
     if section in ("", "train") and (methods := owners(name)):
-        return f"it is of method {' and '.join(methods)}, not of {method}"
+        return f"it is of method {' or '.join(methods)}, not of {method}"
     return None

@@ -26,6 +26,7 @@ from . import hints, rules
 from .contradictions import between_sections, with_train
 from .errors import InputError, LaunchError
 from .keys import METHODS, Method, lora_fields, train_fields
+from .rules.limits import Problem
 from .strict import build
 from .yaml_tree import place_of, read_tree, write_tree
 
@@ -140,7 +141,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     tree, places = read_tree(path, overrides)
     if isinstance(tree, dict):
         tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
-    sections = build(Recipe, tree, "", lambda key: place_of(places, key), _advice(tree))
+    method = tree.get("method") if isinstance(tree, dict) else None
+    sections = build(Recipe, tree, "", lambda key: place_of(places, key), _advice(method))
     recipe = Recipe(**sections, path=path, places=places)
     _resolve_paths(recipe)
     refuse(recipe, between_sections(recipe))
@@ -157,17 +159,15 @@ def placed(recipe: Recipe, key: str) -> Iterator[None]:
 
 
 def check_train(recipe: Recipe) -> None:
-    """Names, types and values of the train section, and what contradicts other sections, without importing transformers.
+    """Names, types and values of the train section, and what in it contradicts others, without importing transformers.
 
     Raises InputError as `train_config` does.
     """
     config_class = train_fields(recipe.method)
-    values = config_class(
-        **build(config_class, recipe.train, "train", recipe.where, _advice({"method": recipe.method}))
-    )
+    values = config_class(**build(config_class, recipe.train, "train", recipe.where, _advice(recipe.method)))
     refuse(recipe, with_train(recipe, values))
     for kind in ("shared", recipe.method):
-        refuse(recipe, ((tuple(f"train.{n}" for n in names), said) for names, said in rules.problems(kind, values)))
+        refuse(recipe, map(_in_train, rules.problems(kind, values)))
 
 
 def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
@@ -176,7 +176,7 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
     Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a
     package that an option needs and that is not installed.
     """
-    values = build(config_class, recipe.train, "train", recipe.where, _advice({"method": recipe.method}))
+    values = build(config_class, recipe.train, "train", recipe.where, _advice(recipe.method))
     try:
         return config_class(**values)
     except LaunchError:
@@ -187,7 +187,7 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
         raise InputError(f"{recipe.where(key)}: {problem}") from error
 
 
-def refuse(recipe: Recipe, problems: Iterable[tuple[tuple[str, ...], str]]) -> None:
+def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:
     """Raises InputError for the first of the problems, (dotted keys, sentence), with the place of each key."""
     for keys, problem in problems:
         given = [key for key in keys if key in recipe.places] or [keys[0]]
@@ -196,11 +196,17 @@ def refuse(recipe: Recipe, problems: Iterable[tuple[tuple[str, ...], str]]) -> N
         raise InputError(f"{first[1]}: {problem}{beside}")
 
 
-def _advice(tree: Any) -> Callable[[str], str | None]:
-    """What to write instead of a key that does not exist, in a recipe of this tree."""
+def _in_train(problem: Problem) -> Problem:
+    """A problem of a Config's fields as one of a recipe's keys."""
+    names, said = problem
+    return tuple(f"train.{name}" for name in names), f"train.{said}" if said.startswith(names) else said
+
+
+def _advice(method: Any) -> Callable[[str], str | None]:
+    """What to write instead of a key that does not exist, in a recipe of this method, which may be unknown itself."""
+    method = method if method in METHODS else None
 
     def instead(key: str) -> str | None:
-        method = tree.get("method") if tree.get("method") in METHODS else None
         classes = {"model": ModelSection, "data.train": Source, "data": DataSection, "model.lora": lora_fields()}
         if not key.startswith("train."):
             classes["train"] = train_fields(method or "sft")

@@ -65,6 +65,7 @@ def _command(argv: list[str]) -> int:
 
 def run(recipe: Recipe) -> dict[str, float]:
     """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded."""
+    parts.check_inputs(recipe, training=True)
     trainer_class, config = parts.configure(recipe)
     from .recipe_data import prepare_data
 

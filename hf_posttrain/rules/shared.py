@@ -10,10 +10,13 @@ from .limits import Problem, one_of
 
 LAYOUTS = ("auto", "shared", "packed", "padded")
 SAMPLING = ("random", "sequential", "group_by_length")
-REPORTERS = (
-    "all", "none", "azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte", "kubeflow", "mlflow",
-    "neptune", "swanlab", "tensorboard", "trackio", "wandb",
-)  # fmt: skip
+REPORTERS: dict[str, tuple[str, ...]] = {
+    "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "kubeflow": (), "mlflow": ("mlflow",),
+    "neptune": ("neptune",), "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",), "wandb": ("wandb",),
+}  # fmt: skip
+"""What transformers reports to, and the packages of which it needs one."""
 _REFUSED = {  # field: (off, why it stays off)
     "label_smoothing_factor": (0.0, "it smooths full logits, which never exist here; DPO has label_smoothing"),
     "use_liger_kernel": (False, "the head is fused already"),
@@ -32,9 +35,13 @@ def names(values: Any) -> Iterator[Problem]:
         yield ("train_sampling_strategy",), problem
     else:
         yield from one_of("train_sampling_strategy", values.train_sampling_strategy, SAMPLING)
-    reporters = [values.report_to] if isinstance(values.report_to, str) else values.report_to or []
-    for name in reporters:
-        yield from one_of("report_to", name, REPORTERS)
+    for name in reporters(values.report_to):
+        yield from one_of("report_to", name, ("all", "none", *REPORTERS))
+
+
+def reporters(report_to: list[str] | str | None) -> list[str]:
+    """`report_to` as a list."""
+    return [report_to] if isinstance(report_to, str) else report_to or []
 
 
 def refused(values: Any) -> Iterator[Problem]:
