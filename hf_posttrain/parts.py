@@ -58,8 +58,15 @@ def check_inputs(recipe: Recipe, training: bool = False) -> None:
     """The train section, the files that are read and, for a training, what it writes. Raises InputError at once."""
     check_train(recipe)
     refuse(recipe, on_disk.inputs(recipe))
+    _hush_bitsandbytes(recipe)
     if training:
         refuse(recipe, on_disk.training(recipe))
+
+
+def _hush_bitsandbytes(recipe: Recipe) -> None:
+    """peft imports it, and it warns of a kernel that only quantised weights on CPU would use."""
+    if all(section is None or section.quantization == "none" for section in (recipe.model, recipe.teacher)):
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def of_any_machine(recipe: Recipe) -> Recipe:

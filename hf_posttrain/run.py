@@ -120,7 +120,7 @@ def preflight(arguments: Any) -> int:
     """
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
-        parts.check_train(recipe)
+        parts.check_inputs(recipe)
         from .check import check
         from .check.show import text
 

@@ -25,6 +25,7 @@ data:
   train: {path: rows.jsonl, columns: {prompt: question, completion: answer}}
 train: {output_dir: out, max_steps: 2, save_steps: 1, per_device_train_batch_size: 2, use_cpu: true}
 """
+TEACHER = ["teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"]
 
 
 @pytest.fixture
@@ -337,7 +338,7 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
 )
 def test_bad_rows_end_before_a_model_is_loaded(folder, no_weights, capsys, method, rows, expected):
     (folder / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    teacher = ["teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"] if method == "opd" else []
+    teacher = TEACHER if method == "opd" else []
     line = error_line(capsys, "sft.yaml", f"method={method}", "data.train={path: bad.jsonl}", *teacher)
     assert "bad.jsonl" in line
     assert expected in line
@@ -410,7 +411,7 @@ def test_contradictions_end_before_the_tokenizer_loads(folder, monkeypatch, caps
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_rows_without_prompt_or_answer_are_refused_for_exact_match(folder, no_weights, capsys, method, row, streaming):
     (folder / "eval.jsonl").write_text(json.dumps(row))
-    teacher = ["teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"] if method == "opd" else []
+    teacher = TEACHER if method == "opd" else []
     overrides = [f"data.eval={{path: eval.jsonl, streaming: {streaming}}}", "train.eval_exact_match=true"]
     line = error_line(capsys, "sft.yaml", f"method={method}", *overrides, *teacher)
     assert line == "error: command line: eval_exact_match needs eval rows with a prompt and an answer"
