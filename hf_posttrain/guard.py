@@ -26,7 +26,7 @@ class Guard(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.stop_on = watch.check_names(trainer.args.stop_on, trainer.method)
+        self.stop_on = watch.listed(trainer.args.stop_on)
         self.losses = Nonfinite()
         self.history: list[dict[str, float]] = []
         self.warned: set[str] = set()

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from . import on_disk
 from .errors import InputError
 from .recipe import ModelSection
 from .strict import build, nearest_path
@@ -38,7 +39,6 @@ from .strict import build, nearest_path
 logger = logging.getLogger(__name__)
 
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 @dataclass
@@ -74,7 +74,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     with names_the_source("tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     folder = Path(name)
-    if folder.is_dir() and not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+    if folder.is_dir() and not any(file for pattern in on_disk.TOKENIZER_FILES for file in folder.glob(pattern)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
     if section.chat_template:
         tokenizer.chat_template = Path(section.chat_template).read_text(encoding="utf-8")
@@ -143,7 +143,7 @@ def lora_config(section: ModelSection, where: Callable[[str], str] = lambda key:
     """
     if section.lora is None:
         return None
-    given = build(_LoraKeys, section.lora, "model.lora", where, {"rank": "use r"}.get)
+    given = build(_LoraKeys, section.lora, "model.lora", where, {"model.lora.rank": "use r"}.get)
     values = {_FRIENDLY.get(name, name): value for name, value in given.items()}
     if len(values) < len(given):
         raise InputError(f"{where('model.lora')}: model.lora gives alpha or dropout under two names")
@@ -255,6 +255,5 @@ def names_the_source(what: str, name: str) -> Iterator[None]:
         path = Path(name)
         if path.exists():
             raise InputError(f"{what} {name}: {first}") from error
-        local = name.startswith((".", "/", "~")) or name.count("/") > 1
-        hub = "" if local else f"; from the Hub: {first}"
+        hub = "" if on_disk.is_local(name) else f"; from the Hub: {first}"
         raise InputError(f"{what} {name}: no such folder{hub}{nearest_path(path)}") from error

@@ -65,6 +65,7 @@ def _command(argv: list[str]) -> int:
 
 def run(recipe: Recipe) -> dict[str, float]:
     """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded."""
+    parts.check_inputs(recipe, training=True)
     trainer_class, config = parts.configure(recipe)
     from .recipe_data import prepare_data
 
@@ -119,7 +120,7 @@ def preflight(arguments: Any) -> int:
     """
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
-        parts.check_train(recipe)
+        parts.check_inputs(recipe)
         from .check import check
         from .check.show import text
 

@@ -3,7 +3,7 @@
     NAMES          the names that `train.stop_on` takes: nan, and those of SYMPTOMS
     SYMPTOMS       name -> Symptom: which methods have it, how it shows, what to change
     look           logs -> the symptoms that show
-    check_names    refuses names that stop_on does not know
+    listed, problems    the names that a stop_on gives, and what is wrong with them
 
 A detector is a pure function from a history to the figures that it saw, as text, or None where nothing is wrong. A
 history is the training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was logged.
@@ -11,12 +11,11 @@ One odd log is no symptom: every detector wants several in a row. What looks at 
 `nonfinite`; what warns and stops is `guard`. Nothing here imports torch, so a recipe is checked in no time.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from .errors import InputError
 from .strict import nearest
 
 History: TypeAlias = Sequence[Mapping[str, float]]
@@ -233,16 +232,16 @@ def look(history: History, method: str, loss_types: Sequence[str] = ()) -> dict[
     return found
 
 
-def check_names(given: Any, method: str | None = None) -> list[str]:
-    """The names that a `stop_on` gives, None, one, or a list of them. Raises InputError for one that does not exist.
+def listed(given: list[str] | str | None) -> list[str]:
+    """The names that a `stop_on` gives: none, one, or a list of them."""
+    return [given] if isinstance(given, str) else list(given or [])
 
-    method: also for one that belongs to other methods.
-    """
-    names = [given] if isinstance(given, str) else list(given or [])
-    for name in names:
-        if name not in NAMES:
-            raise InputError(f"stop_on: there is no {name!r}{nearest(str(name), NAMES)}")
+
+def problems(given: list[str] | str | None, method: str | None = None) -> Iterator[str]:
+    """What is wrong with a `stop_on`: names that do not exist or, with a method, those that belong to others."""
+    for name in listed(given):
         methods = SYMPTOMS[name].methods if name in SYMPTOMS else (method,)
-        if method is not None and method not in methods:
-            raise InputError(f"stop_on: {name} is of method {' and '.join(map(str, methods))}, not of {method}")
-    return names
+        if method is None and name not in NAMES:
+            yield f"stop_on: there is no {name!r}{nearest(str(name), NAMES)}"
+        elif method is not None and method not in methods:
+            yield f"stop_on: {name} is of method {' and '.join(map(str, methods))}, not of {method}"

@@ -74,7 +74,7 @@ def _body(run: Run) -> str:
 
     environment = Environment(
         loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, finalize=lambda value: "" if value is None else value, autoescape=False,  # noqa: S701
+        keep_trailing_newline=True, finalize=lambda value: "" if value is None else value, autoescape=False,
     )  # fmt: skip
     environment.filters["cell"] = cell
     return environment.get_template("card.md").render(marker=MARKER, **content(run))
