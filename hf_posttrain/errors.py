@@ -1,4 +1,4 @@
-"""The exception for a user's mistake: recipe, data or arguments; `shown`, what its message says of a value."""
+"""Exceptions: a user's mistake, and a run that was ended; `shown`, what messages say of a value."""
 
 import reprlib
 from typing import Any
@@ -16,6 +16,10 @@ class InputError(ValueError):
 
 class LaunchError(InputError):
     """A mistake in how a run was launched, or in the engine it asks for: no line of the recipe is to blame."""
+
+
+class RunStopped(Exception):
+    """A warning that train.stop_on names has ended a run: its message says which, at which step, and what to do."""
 
 
 def shown(value: Any) -> str:
