@@ -253,7 +253,7 @@ def test_steps_of_a_distillation_run(folder, monkeypatch):
     ((given, done),) = made
     assert metrics == {"train_loss": 1.0, "eval_loss": 2.0}
     assert done == [("train", None), "save_model", ("train", {"train_loss": 1.0}), "evaluate",
-                    ("eval", {"eval_loss": 2.0}), "save_state"]  # fmt: skip
+                    ("eval", {"eval_loss": 2.0}), "save_state", "report"]  # fmt: skip
     assert len(given["train_dataset"]) == len(given["eval_dataset"]) == 8
     assert "prompt_ids" in given["train_dataset"].column_names
     assert given["peft_config"].r == 2
