@@ -12,7 +12,7 @@ BENCH ?= --method all --against trl
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
-SOURCES := hf_posttrain tests benchmarks recipes
+SOURCES := hf_posttrain tests benchmarks recipes docs
 SUITE := -m pytest -n $(WORKERS) --dist loadfile
 PIP := -m pip install -q --disable-pip-version-check
 
@@ -22,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all test-floor lint types bench clean
+.PHONY: help venv quickstart test test-all test-floor lint types docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -59,6 +59,9 @@ lint: $(STAMP) ## ruff
 
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
+
+docs: $(STAMP) ## the tables of options in docs/, written from the source
+	$(BIN)/python docs/options.py
 
 bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")
 	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/python $(PIP) -c constraints.txt -e '.[bench]'

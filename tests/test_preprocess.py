@@ -18,7 +18,7 @@ from processes_for_tests import on_two
 from tokenizers_for_tests import byte_tokenizer
 from transformers import Qwen3Config
 
-from hf_posttrain import SFTConfig, SFTTrainer, launch, models, run
+from hf_posttrain import SFTConfig, SFTTrainer, launch, models, parts, run
 from hf_posttrain.recipe import load_recipe
 
 prepare = importlib.import_module("hf_posttrain.data.prepare")
@@ -174,10 +174,10 @@ def prepared_slowly(rank, folder, timeout, drop_in):
         rows = SFTTrainer(tiny_model(), args, raw, processing_class=byte_tokenizer()).train_dataset
     else:
         recipe = load_recipe("recipe.yaml", ["data.eval=null"])
-        trainer_class, config = run.configure(recipe)
+        trainer_class, config = parts.configure(recipe)
         from hf_posttrain.recipe_data import prepare_data
 
-        rows = prepare_data(recipe, trainer_class, run.check_models(recipe)[0], config)["train"]
+        rows = prepare_data(recipe, trainer_class, parts.check_models(recipe)[0], config)["train"]
     dist.barrier()
     return sizes, sum(map(len, rows["prompt_ids"])), rows._fingerprint
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hf_posttrain.answers import final_answer
+from hf_posttrain.parts import METHODS
 from hf_posttrain.recipe import load_recipe, train_config
-from hf_posttrain.run import METHODS
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = REPOSITORY / "recipes" / "tiny"

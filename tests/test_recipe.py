@@ -12,8 +12,8 @@ import pytest
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.keys import train_fields
+from hf_posttrain.parts import METHODS
 from hf_posttrain.recipe import Recipe, load_recipe, train_config
-from hf_posttrain.run import METHODS
 
 REPOSITORY = Path(__file__).parents[1]
 DPO = """\
@@ -212,7 +212,7 @@ def test_pain_33_mistakes_in_the_file_name_the_line_and_the_nearest_key(recipe, 
         (["model.offload=true"], "command line: model.offload is for a teacher"),
         (["data.train.limit=0"], "command line: data.train.limit must be at least 1"),
         (["data.train.weight=0"], "command line: data.train.weight must be a number above 0"),
-        (["data.train=[]"], "command line: an empty list of sources"),
+        (["data.train=[]"], "command line: data.train is an empty list of sources"),
         (["data.train.path="], "command line: data.train.path must be a string, not null"),
         (["data.eval=x.jsonl"], "command line: data.eval must be a mapping"),
     ],
