@@ -121,20 +121,22 @@ def choose_layout(models: Sequence[PreTrainedModel], layout: str) -> str:
     That is logged unless it is what the models before the last one have already.
     Raises InputError where a model cannot take the explicit layout.
     """
-    able, before = ["shared", "packed", "padded"], None
-    reasons: list[str] = []
-    for model in models:
-        theirs, reason = _able(model)
-        before = able[0] if reasons else None
-        able = [name for name in able if name in theirs]
-        reasons.append(f"{type(model).__name__}: {reason}")
+    fitting, why = able(models)
     if layout == "auto":
-        if able[0] != before:
-            logger.info("layout: %s (%s)", able[0], "; ".join(dict.fromkeys(reasons)))
-        return able[0]
-    if layout not in able:
-        raise InputError(f"layout={layout!r} does not work here ({'; '.join(reasons)}): use layout={able[0]!r} or auto")
+        if len(models) == 1 or fitting[0] != able(models[:-1])[0][0]:
+            logger.info("layout: %s (%s)", fitting[0], why)
+        return fitting[0]
+    if layout not in fitting:
+        raise InputError(f"layout={layout!r} does not work here ({why}): use layout={fitting[0]!r} or auto")
     return layout
+
+
+def able(models: Sequence[PreTrainedModel]) -> tuple[list[str], str]:
+    """The layouts that all of `models` can take, the cheapest first, and why these."""
+    found = [_able(model) for model in models]
+    fitting = [name for name in ("shared", "packed", "padded") if all(name in theirs for theirs, _ in found)]
+    reasons = [f"{type(model).__name__}: {reason}" for model, (_, reason) in zip(models, found, strict=True)]
+    return fitting, "; ".join(dict.fromkeys(reasons))
 
 
 def _able(model: PreTrainedModel) -> tuple[list[str], str]:

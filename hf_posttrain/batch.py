@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LAYOUTS = ("auto", "shared", "packed", "padded")
 IGNORE = -100
 ATTENTION_LENGTH = 4096
 """So long a row costs attention as much as the layers: about 6 x hidden size by count, for small models less."""

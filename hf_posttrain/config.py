@@ -1,4 +1,4 @@
-"""PostTrainConfig: TrainingArguments with what all five methods add, and refusals of what none can honour."""
+"""PostTrainConfig: TrainingArguments with what all five methods add. It refuses what `rules` and `launch` name."""
 
 import dataclasses
 import logging
@@ -8,22 +8,12 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from . import sequence
-from .batch import LAYOUTS
+from . import rules, sequence
 from .errors import InputError
 from .keys import advice
 from .launch import check_engine
 
 logger = logging.getLogger(__name__)
-
-_REFUSED = {
-    "label_smoothing_factor": (0.0, "it smooths full logits, which never exist here; DPO has label_smoothing"),
-    "use_liger_kernel": (False, "the head is fused already"),
-    "torch_compile": (False, "batches change shape at every step; leave it off"),
-    "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
-    "restore_callback_states_from_checkpoint": (False, "our callbacks restore themselves"),
-    "batch_eval_metrics": (False, "metrics are exact sums over the whole set; leave it off"),
-}
 
 
 @dataclass
@@ -71,6 +61,9 @@ class PostTrainConfig(TrainingArguments):
     """Set every dropout of the policy to 0, LoRA's included."""
     router_aux_loss_coef: float | None = None
     """Weight of the experts' load-balancing loss; None: the model's own where its config has output_router_logits."""
+    stop_on: list[str] | str | None = None
+    """Warnings that end the run, one or a list: nan, chosen_falling, kl_zero, no_learning, clipped_rollouts,
+    empty_rollouts, no_eos, label_leak, as `watch` describes them. Nothing more is saved then."""
     eval_exact_match: bool = False
     """In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."""
     eval_max_completion_length: int = 256
@@ -85,6 +78,7 @@ class PostTrainConfig(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self):
+        rules.check("shared", self)
         self._resolve_gradient_checkpointing()
         if self.bf16 is None:
             self.bf16 = (
@@ -92,19 +86,6 @@ class PostTrainConfig(TrainingArguments):
             )
         super().__post_init__()
         self._keep_batches_whole()
-        if self.layout not in LAYOUTS:
-            raise InputError(f"layout={self.layout!r} is not one of {', '.join(LAYOUTS)}")
-        if self.train_sampling_strategy == "batch_rebalance":
-            raise InputError(
-                "train_sampling_strategy: batch_rebalance repeats rows unseen: use random or group_by_length"
-            )
-        if self.max_length is not None and self.max_length < 2:
-            raise InputError(f"max_length={self.max_length}: a prompt and a completion need 2 tokens at least")
-        for name, (off, reason) in _REFUSED.items():
-            if getattr(self, name, off) not in (off, None):
-                raise InputError(f"{name}={getattr(self, name)!r} cannot be honoured: {reason}")
-        if self.eval_exact_match and self.eval_max_completion_length < 1:
-            raise InputError("eval_max_completion_length must be at least 1")
         self.parallelism_config = sequence.settle(self)
         if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
             logger.info("layout: padded (with sequence parallelism a row is one document)")

@@ -1,4 +1,4 @@
-"""What KD and OPD share: the options of a divergence, and tile functions that compare student and teacher.
+"""What KD and OPD share: the choice of a divergence, and tile functions that compare student and teacher.
 
 Student and teacher must have the same token ids; padding of either vocabulary is sliced off. The teacher's logits come
 from its hidden states tile by tile, beside the student's, so neither model's logits exist in full.
@@ -13,24 +13,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError
 from .losses import DIVERGENCES, discounted, forward_kl, reverse_kl, top_k_buckets, with_tail
 from .scoring import LMHead
 from .tiles import Differentiated, LogProb, Tile, TileFunction, expectation, softmax
-
-
-def check_divergence(name: str, beta: float | None, skew_alpha: float) -> None:
-    """Raises InputError for an unknown divergence and for options that it does not read."""
-    if name not in DIVERGENCES:
-        raise InputError(f"divergence {name!r} is not one of {', '.join(DIVERGENCES)}")
-    if beta is not None and name != "jsd":
-        raise InputError(
-            f"beta is the interpolation of divergence jsd, not of {name}: set the divergence to jsd or drop beta"
-        )
-    if beta is not None and not 0 <= beta <= 1:
-        raise InputError(f"beta={beta} is not in [0, 1]")
-    if not 0 < skew_alpha < 1:
-        raise InputError(f"skew_alpha={skew_alpha} is not in (0, 1)")
 
 
 def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as layouts
+from . import rules
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
-from .losses import LABEL_SMOOTHED, PAIRED, REFERENCE_FREE, PairedOptions, Pairs
+from .losses import PAIRED, REFERENCE_FREE, PairedOptions, Pairs
 from .losses.preference import sft as chosen_nll
 from .reference import Reference
+from .rules.methods import losses_of
 from .tiles import LogProb
 from .trainer import PostTrainer
 from .units import Losses
@@ -54,35 +56,11 @@ class DPOConfig(PostTrainConfig):
     """Batch size of that; None: per_device_eval_batch_size."""
 
     def __post_init__(self):
-        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        rules.check("dpo", self)
+        self.loss_type = losses_of(self.loss_type)
         super().__post_init__()
-        _check_losses(self)
         if self.beta is None:
             self.beta = 2.0 if "simpo" in self.loss_type else 0.1
-
-
-def _check_losses(config: DPOConfig) -> None:
-    """Contradictions between the loss options."""
-    names, smoothing = config.loss_type, config.label_smoothing
-    for name in names:
-        if name not in PAIRED:
-            raise InputError(f"loss_type={name!r} is not one of {', '.join(PAIRED)}")
-    if config.loss_weights is not None and len(config.loss_weights) != len(names):
-        raise InputError(f"loss_weights has {len(config.loss_weights)} values for {len(names)} loss_type")
-    if not names:
-        raise InputError("loss_type is empty")
-    if not 0 <= smoothing < 1:
-        raise InputError(f"label_smoothing={smoothing} is not in [0, 1)")
-    if smoothing and (others := [name for name in names if name not in LABEL_SMOOTHED]):
-        raise InputError(f"label_smoothing acts in {', '.join(sorted(LABEL_SMOOTHED))}, not in loss_type {others[0]!r}")
-    if "exo_pair" in names and smoothing == 0:
-        raise InputError("loss_type='exo_pair' needs label_smoothing above 0, for instance 1e-3")
-    if "robust" in names and smoothing >= 0.5:
-        raise InputError(f"loss_type='robust' needs label_smoothing below 0.5, not {smoothing}")
-    if "simpo" in names and len(names) > 1 and config.beta is None:
-        raise InputError("loss_type combines simpo (beta 2) with others (beta 0.1): set beta")
-    if config.beta is not None and config.beta <= 0:
-        raise InputError(f"beta={config.beta} must be positive")
 
 
 class DPOTrainer(PostTrainer):

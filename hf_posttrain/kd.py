@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as layouts
-from . import distill
+from . import distill, rules
 from .config import PostTrainConfig
 from .errors import InputError
 from .scoring import full_logits
@@ -47,14 +47,8 @@ class KDConfig(PostTrainConfig):
     """Score the data with the teacher once, keep its top K tokens on disk, train without it; None: online."""
 
     def __post_init__(self):
+        rules.check("kd", self)
         super().__post_init__()
-        distill.check_divergence(self.divergence, self.beta, self.skew_alpha)
-        if not 0 <= self.kd_coef <= 1:
-            raise InputError(f"kd_coef={self.kd_coef} is not in [0, 1]")
-        if self.temperature <= 0:
-            raise InputError(f"temperature={self.temperature} must be positive")
-        if self.precompute_teacher_top_k is not None and self.precompute_teacher_top_k < 1:
-            raise InputError(f"precompute_teacher_top_k={self.precompute_teacher_top_k} must be at least 1")
 
 
 class KDTrainer(PostTrainer):

@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from . import batch as layouts
+from . import rules
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .data.packing import lengths_of
@@ -59,15 +60,8 @@ class KTOConfig(PostTrainConfig):
     """Batch size of that; None: per_device_eval_batch_size."""
 
     def __post_init__(self):
+        rules.check("kto", self)
         super().__post_init__()
-        if self.loss_type not in UNPAIRED:
-            raise InputError(f"loss_type={self.loss_type!r} is not one of {', '.join(UNPAIRED)}")
-        if self.beta <= 0:
-            raise InputError(f"beta={self.beta} must be positive")
-        for name in ("desirable_weight", "undesirable_weight"):
-            value = getattr(self, name)
-            if value != "auto" and not (isinstance(value, int | float) and value >= 0):
-                raise InputError(f"{name}={value!r} is neither auto nor a number of at least 0")
 
 
 class KTOTrainer(PostTrainer):
@@ -212,8 +206,10 @@ class KTOTrainer(PostTrainer):
         label, shift = batch["label"], batch["shift"]
         desirable, undesirable = weights * label, weights * ~label
         rewards = self.args.beta * log_ratio.detach()
+        right = torch.where(label, rewards > 0, rewards < 0).float()
         metrics = {
             "rewards/chosen": (rewards, desirable), "rewards/rejected": (rewards, undesirable),
+            "rewards/accuracies": (right, weights),
             "logps/chosen": (logps, desirable), "logps/rejected": (logps, undesirable),
             "logps/chosen_change": (log_ratio, desirable),
         }  # fmt: skip

@@ -31,6 +31,7 @@ from transformers import (
 )
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from . import on_disk
 from .errors import InputError
 from .recipe import ModelSection
 from .strict import build, nearest_path
@@ -38,7 +39,6 @@ from .strict import build, nearest_path
 logger = logging.getLogger(__name__)
 
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 @dataclass
@@ -58,9 +58,9 @@ def check_model(section: ModelSection) -> PretrainedConfig:
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
     if section.adapter:
-        with _names_the_source("adapter", section.adapter):
+        with names_the_source("adapter", section.adapter):
             peft.PeftConfig.from_pretrained(section.adapter)
-    with _names_the_source("model", section.name_or_path):
+    with names_the_source("model", section.name_or_path):
         return AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
 
 
@@ -71,10 +71,10 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     from lengths, never from the pad id. Raises InputError where there is no tokenizer.
     """
     name = section.name_or_path
-    with _names_the_source("tokenizer", name):
+    with names_the_source("tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     folder = Path(name)
-    if folder.is_dir() and not any(file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)):
+    if folder.is_dir() and not any(file for pattern in on_disk.TOKENIZER_FILES for file in folder.glob(pattern)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
     if section.chat_template:
         tokenizer.chat_template = Path(section.chat_template).read_text(encoding="utf-8")
@@ -117,7 +117,7 @@ def load_model(
     }
     if section.attn_implementation != "auto":
         kwargs["attn_implementation"] = section.attn_implementation
-    with _names_the_source("model", section.name_or_path):
+    with names_the_source("model", section.name_or_path):
         if section.from_scratch:
             with _whole_weights():
                 model = AutoModelForCausalLM.from_config(config, **kwargs)
@@ -143,7 +143,7 @@ def lora_config(section: ModelSection, where: Callable[[str], str] = lambda key:
     """
     if section.lora is None:
         return None
-    given = build(_LoraKeys, section.lora, "model.lora", where, {"rank": "use r"}.get)
+    given = build(_LoraKeys, section.lora, "model.lora", where, {"model.lora.rank": "use r"}.get)
     values = {_FRIENDLY.get(name, name): value for name, value in given.items()}
     if len(values) < len(given):
         raise InputError(f"{where('model.lora')}: model.lora gives alpha or dropout under two names")
@@ -246,7 +246,7 @@ def _whole_weights() -> Iterator[None]:
 
 
 @contextmanager
-def _names_the_source(what: str, name: str) -> Iterator[None]:
+def names_the_source(what: str, name: str) -> Iterator[None]:
     """Turns what from_pretrained raises into one line that names the model, and its nearest folder if it is missing."""
     try:
         yield
@@ -255,6 +255,5 @@ def _names_the_source(what: str, name: str) -> Iterator[None]:
         path = Path(name)
         if path.exists():
             raise InputError(f"{what} {name}: {first}") from error
-        local = name.startswith((".", "/", "~")) or name.count("/") > 1
-        hub = "" if local else f"; from the Hub: {first}"
+        hub = "" if on_disk.is_local(name) else f"; from the Hub: {first}"
         raise InputError(f"{what} {name}: no such folder{hub}{nearest_path(path)}") from error

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as layouts
-from . import distill, policy, rollout, vllm_options, vllm_rollout
+from . import distill, policy, rollout, rules, vllm_options, vllm_rollout
 from .batch import Branch, Example, per_branch
 from .config import PostTrainConfig
 from .errors import InputError
-from .losses import DIVERGENCES, policy_gradient
+from .losses import policy_gradient
+from .rules.methods import POLICY_GRADIENT
 from .teacher import add_teacher
 from .tiles import LogProb
 from .trainer import PostTrainer
 from .units import Losses, row_weights
 
-POLICY_GRADIENT = "policy_gradient"
 BACKENDS: dict[str, Any] = {
     "transformers": rollout.OwnModel, "colocate": vllm_rollout.Colocated, "server": vllm_rollout.Server,
 }  # fmt: skip
@@ -72,28 +72,9 @@ class OPDConfig(PostTrainConfig):
     """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
 
     def __post_init__(self):
+        rules.check("opd", self)
         super().__post_init__()
-        if self.loss_type == POLICY_GRADIENT:
-            if self.lmbda < 1:
-                raise InputError(
-                    "lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data"
-                )
-            if self.beta is not None:
-                raise InputError("beta is the interpolation of loss_type jsd, not of policy_gradient")
-        elif self.loss_type not in DIVERGENCES:
-            raise InputError(f"loss_type={self.loss_type!r} is not one of {POLICY_GRADIENT}, {', '.join(DIVERGENCES)}")
-        else:
-            distill.check_divergence(self.loss_type, self.beta, self.skew_alpha)
-        if self.discount and self.loss_type != POLICY_GRADIENT:
-            raise InputError("discount belongs to loss_type policy_gradient")
-        for name, low, high in (("lmbda", 0, 1), ("discount", 0, 1)):
-            if not low <= getattr(self, name) <= high:
-                raise InputError(f"{name}={getattr(self, name)} is not in [{low}, {high}]")
-        for name in ("temperature", "max_completion_length", "num_generations"):
-            if getattr(self, name) <= 0:
-                raise InputError(f"{name}={getattr(self, name)} must be positive")
-        for problem in vllm_options.problems(self):
-            raise InputError(problem)
+        vllm_options.check_installed(self)
         if self.rollout == "vllm":
             self.vllm_mode = self.vllm_mode or "colocate"
 

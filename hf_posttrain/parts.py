@@ -1,6 +1,7 @@
 """A recipe's sections -> the objects that a run is made of.
 
     METHODS               the methods and where they are
+    check_inputs          what YAML and the file system show, before torch
     configure             the method's Trainer class and Config
     of_any_machine        the recipe without what wants a launcher or a GPU
     check_models, check_vllm    tokenizer and LoRA config, after all that can be said without weights
@@ -13,14 +14,14 @@ Heavy imports come with the first use, so that errors of the recipe are quick. M
 import gc
 import importlib
 import logging
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from . import on_disk
 from .errors import InputError
-from .recipe import Recipe, check_train, placed, train_config
+from .recipe import Recipe, check_train, placed, refuse, train_config
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ OF_THE_MACHINE = (
 def configure(recipe: Recipe) -> tuple[Any, Any]:
     """(trainer class, the method's Config). Raises InputError for what is wrong in the recipe alone, and as far as
     possible before torch is imported."""
-    check_train(recipe)
+    check_inputs(recipe)
     module, config_name, trainer_name = METHODS[recipe.method]
     method = imported(module)
     from .launch import quantisation_problem
@@ -51,6 +52,21 @@ def configure(recipe: Recipe) -> tuple[Any, Any]:
         if bits != "none" and (problem := quantisation_problem(bits, config)):
             raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
     return getattr(method, trainer_name), config
+
+
+def check_inputs(recipe: Recipe, training: bool = False) -> None:
+    """The train section, the files that are read and, for a training, what it writes. Raises InputError at once."""
+    check_train(recipe)
+    refuse(recipe, on_disk.inputs(recipe))
+    _hush_bitsandbytes(recipe)
+    if training:
+        refuse(recipe, on_disk.training(recipe))
+
+
+def _hush_bitsandbytes(recipe: Recipe) -> None:
+    """peft imports it, and it warns of a kernel that only quantised weights on CPU would use."""
+    if all(section is None or section.quantization == "none" for section in (recipe.model, recipe.teacher)):
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def of_any_machine(recipe: Recipe) -> Recipe:
@@ -115,14 +131,11 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
 
 
 def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
-    """The folder that `train.resume_from_checkpoint` means. Raises InputError where it is missing or incomplete."""
+    """The folder that `train.resume_from_checkpoint` means, which `check_inputs` has seen. Raises InputError where it
+    is incomplete."""
     from .checkpoint import lacking
 
     wanted, folder = config.resume_from_checkpoint, config.output_dir
-    existing = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        problem = "may not be written to" if existing.is_dir() else "is a file, not a folder"
-        raise InputError(f"{recipe.where('train.output_dir')}: train.output_dir: {existing} {problem}")
     if wanted is None:
         if (Path(folder) / "trainer_state.json").exists():
             logger.info("%s holds an earlier run: its files will be overwritten", folder)
@@ -130,10 +143,6 @@ def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
     if wanted == "auto":
         return wanted
     place = recipe.where("train.resume_from_checkpoint")
-    if not Path(wanted).is_dir():
-        raise InputError(f"{place}: train.resume_from_checkpoint: there is no folder {wanted}")
-    if any(Path(wanted).glob("checkpoint-*")):
-        raise InputError(f"{place}: train.resume_from_checkpoint: {wanted} holds checkpoints: name one, or auto")
     if absent := lacking(Path(wanted), config.save_only_model):
         raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
     return wanted

@@ -16,15 +16,17 @@ Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12:
 import dataclasses
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from . import hints, rules
 from .contradictions import between_sections, with_train
 from .errors import InputError, LaunchError
-from .keys import advice, train_fields
+from .keys import METHODS, Method, lora_fields, train_fields
+from .rules.limits import Problem
 from .strict import build
 from .yaml_tree import place_of, read_tree, write_tree
 
@@ -91,7 +93,7 @@ class DataSection:
 class Recipe:
     """A whole run."""
 
-    method: Literal["sft", "dpo", "kto", "kd", "opd"]
+    method: Method
     """The training method."""
     model: ModelSection
     """The policy or student."""
@@ -118,11 +120,14 @@ class Recipe:
             elif given is not None:
                 yield key, given
 
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as resolved: every key of every section; `train` holds the given ones."""
+        tree = dataclasses.asdict(self)
+        return {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
+
     def to_yaml(self) -> str:
-        """The recipe as resolved, as YAML: every key of every section; `train` holds the given ones."""
-        tree = {name: value for name, value in dataclasses.asdict(self).items() if name not in ("path", "places")}
-        order = ("method", "model", "teacher", "data", "train")
-        return f"# resolved from {self.path}\n" + write_tree({name: tree[name] for name in order})
+        """The same as YAML, which `load_recipe` reads back."""
+        return f"# resolved from {self.path}\n" + write_tree(self.to_dict())
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -136,9 +141,11 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     tree, places = read_tree(path, overrides)
     if isinstance(tree, dict):
         tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
-    recipe = Recipe(**build(Recipe, tree, "", lambda key: place_of(places, key)), path=path, places=places)
+    method = tree.get("method") if isinstance(tree, dict) else None
+    sections = build(Recipe, tree, "", lambda key: place_of(places, key), _advice(method))
+    recipe = Recipe(**sections, path=path, places=places)
     _resolve_paths(recipe)
-    _refuse(recipe, between_sections(recipe))
+    refuse(recipe, between_sections(recipe))
     return recipe
 
 
@@ -152,13 +159,15 @@ def placed(recipe: Recipe, key: str) -> Iterator[None]:
 
 
 def check_train(recipe: Recipe) -> None:
-    """Names and types of the train section, and what contradicts other sections, as far as all that is known without
-    importing transformers.
+    """Names, types and values of the train section, and what in it contradicts others, without importing transformers.
 
     Raises InputError as `train_config` does.
     """
-    given = build(train_fields(recipe.method), recipe.train, "train", recipe.where, advice)
-    _refuse(recipe, with_train(recipe, given))
+    config_class = train_fields(recipe.method)
+    values = config_class(**build(config_class, recipe.train, "train", recipe.where, _advice(recipe.method)))
+    refuse(recipe, with_train(recipe, values))
+    for kind in ("shared", recipe.method):
+        refuse(recipe, map(_in_train, rules.problems(kind, values)))
 
 
 def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
@@ -167,7 +176,7 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
     Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a
     package that an option needs and that is not installed.
     """
-    values = build(config_class, recipe.train, "train", recipe.where, advice)
+    values = build(config_class, recipe.train, "train", recipe.where, _advice(recipe.method))
     try:
         return config_class(**values)
     except LaunchError:
@@ -178,13 +187,38 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
         raise InputError(f"{recipe.where(key)}: {problem}") from error
 
 
-def _refuse(recipe: Recipe, problems: Iterable[tuple[str, str]]) -> None:
-    for key, problem in problems:
-        raise InputError(f"{recipe.where(key)}: {problem}")
+def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:
+    """Raises InputError for the first of the problems, (dotted keys, sentence), with the place of each key."""
+    for keys, problem in problems:
+        given = [key for key in keys if key in recipe.places] or [keys[0]]
+        first, *others = ((key, recipe.where(key)) for key in given)
+        beside = "".join(f"; {key} is at {place}" for key, place in others if place != first[1])
+        raise InputError(f"{first[1]}: {problem}{beside}")
+
+
+def _in_train(problem: Problem) -> Problem:
+    """A problem of a Config's fields as one of a recipe's keys."""
+    names, said = problem
+    return tuple(f"train.{name}" for name in names), f"train.{said}" if said.startswith(names) else said
+
+
+def _advice(method: Any) -> Callable[[str], str | None]:
+    """What to write instead of a key that does not exist, in a recipe of this method, which may be unknown itself."""
+    method = method if method in METHODS else None
+
+    def instead(key: str) -> str | None:
+        classes = {"model": ModelSection, "data.train": Source, "data": DataSection, "model.lora": lora_fields()}
+        if not key.startswith("train."):
+            classes["train"] = train_fields(method or "sft")
+        names = {section: [f.name for f in dataclasses.fields(cls)] for section, cls in classes.items()}
+        return hints.belongs(key, names, method)
+
+    return instead
 
 
 def _resolve_paths(recipe: Recipe) -> None:
     def found(name: str | None) -> str | None:
+        name = os.path.expanduser(name) if name else name
         beside = recipe.path.parent / name if name else None
         return str(beside) if name and beside and not Path(name).exists() and beside.exists() else name
 

@@ -2,14 +2,18 @@
 
     accelerate launch -m hf_posttrain.run RECIPE.yaml [section.key=value ...]
 
-    main          arguments, exit codes: 0, 2 for a mistake in the input (one line on stderr), 130 for Ctrl-C
+    main          arguments, exit codes: 0; 1 where train.stop_on ended the run; 2 for a mistake in the input, in one
+                  line on stderr; 130 for Ctrl-C
     run           the steps in order; everything that can be wrong is found before weights are loaded
+    preflight     --check: what it would train on, and does it fit
     preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
     save          what is left in train.output_dir
 
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
+import dataclasses
+import json
 import logging
 import os
 import sys
@@ -20,11 +24,13 @@ from typing import Any
 
 from . import parts
 from .arguments import parse
-from .errors import InputError
+from .errors import InputError, RunStopped
 from .recipe import Recipe, load_recipe
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
+OTHERS = {"data": "hf_posttrain.describe", "compare": "hf_posttrain.report.compare"}
+"""Commands of their own: first word -> the module whose `main` takes the rest."""
 PATIENCE = 10
 """Seconds that other ranks give the first one to say what is wrong, before they say it too."""
 
@@ -37,28 +43,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not first:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when datasets is imported
     try:
-        arguments = parse(argv)
-        recipe = load_recipe(arguments.recipe, arguments.overrides)
-        preprocess(recipe) if arguments.preprocess_only else run(recipe)
+        return _command(sys.argv[1:] if argv is None else list(argv))
     except InputError as error:
         if not first:  # the first rank says it, unless the mistake is not one of its own: a launcher ends all at once
             time.sleep(PATIENCE)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except RunStopped as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _command(argv: list[str]) -> int:
+    """Run what the arguments ask for; returns the exit code."""
+    if argv and argv[0] in OTHERS:
+        return parts.imported(OTHERS[argv[0]]).main(argv[1:])
+    arguments = parse(argv)
+    if arguments.check:
+        return preflight(arguments)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    preprocess(recipe) if arguments.preprocess_only else run(recipe)
     return 0
 
 
 def run(recipe: Recipe) -> dict[str, float]:
-    """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded."""
+    """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded.
+
+    Raises RunStopped where a warning of `train.stop_on` ended it: the model is then not saved.
+    """
+    parts.check_inputs(recipe, training=True)
     trainer_class, config = parts.configure(recipe)
+    from . import report
     from .recipe_data import prepare_data
 
     checkpoint = parts.checkpoint_to_resume(recipe, config)
     tokenizer, peft_config = parts.check_models(recipe)
     parts.check_vllm(recipe, config, peft_config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
+    audit = audited(recipe, trainer_class, tokenizer, config)
     parts.make_output_dir(recipe, config)
     trainer = trainer_class(
         args=config,
@@ -68,20 +92,42 @@ def run(recipe: Recipe) -> dict[str, float]:
         eval_dataset=rows.get("eval"),
         **parts.load_models(recipe, config),
     )
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    report.follow(trainer)
+    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     if trainer.preemption.happened:
         logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
-        return dict(result.metrics)
-    save(trainer, recipe)
-    metrics = dict(result.metrics)
-    if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
-        _keep_metrics(trainer, "train", result.metrics)
-    if recipe.data.eval is not None:
-        evaluated = trainer.evaluate()
-        _keep_metrics(trainer, "eval", evaluated)
-        metrics |= evaluated
+        return metrics
+    if not trainer.stopped:
+        metrics = finish(trainer, recipe, metrics)
     trainer.save_state()
+    if trainer.is_world_process_zero():
+        (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
+        report.write(config.output_dir)
+    if trainer.stopped:
+        raise RunStopped(trainer.stopped)
     return metrics
+
+
+def audited(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """The data audit as JSON, on the first process, which logs a line of each data set; nothing on the others."""
+    from .recipe_data import audit_data
+
+    audits = audit_data(recipe, trainer_class, tokenizer, config) if config.process_index == 0 else {}
+    for audit in audits.values():
+        logger.info("%s", audit.short())
+    return {"data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
+
+
+def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
+    """Save the trained model, then evaluate it; returns the metrics of both."""
+    save(trainer, recipe)
+    if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
+        _keep_metrics(trainer, "train", metrics)
+    if recipe.data.eval is None:
+        return metrics
+    evaluated = trainer.evaluate()
+    _keep_metrics(trainer, "eval", evaluated)
+    return metrics | evaluated
 
 
 def preprocess(recipe: Recipe) -> None:
@@ -97,6 +143,28 @@ def preprocess(recipe: Recipe) -> None:
     if config.local_process_index == 0:
         for name, prepared in rows.items():
             print(f"{name}: {summary(prepared)}")
+
+
+def preflight(arguments: Any) -> int:
+    """--check: print what the recipe would train on and whether it fits; returns 0, or 1 for what would ruin it.
+
+    With --json, what is wrong with the recipe is JSON on stdout too.
+    """
+    try:
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        parts.check_inputs(recipe)
+        from .check import check
+        from .check.show import text
+
+        found = check(recipe, arguments.probe)
+    except InputError as error:
+        if arguments.json:
+            print(json.dumps({"status": 2, "error": str(error)}, indent=2))
+        raise
+    if found is None:
+        return 0
+    print(json.dumps(found.to_dict(), indent=2, default=str) if arguments.json else text(found, sys.stdout.isatty()))
+    return found.status
 
 
 def save(trainer: Any, recipe: Recipe) -> None:

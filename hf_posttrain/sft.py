@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import batch as layouts
-from . import data
+from . import data, rules
 from .batch import Branch, Example
 from .config import PostTrainConfig
 from .errors import InputError
@@ -40,9 +40,8 @@ class SFTConfig(PostTrainConfig):
     """Fill rows of max_length with whole examples, best-fit decreasing, each still its own document."""
 
     def __post_init__(self):
+        rules.check("sft", self)
         super().__post_init__()
-        if self.packing and self.max_length is None:
-            raise InputError("packing needs max_length, the length of a packed row")
 
 
 def collate_supervised(rows: list[dict], layout: str) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from pydantic.errors import PydanticUserError
 from .errors import InputError
 
 Where = Callable[[str], str]
+Advice = Callable[[str], str | None]
 
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a mapping"}
 
@@ -33,13 +34,11 @@ def join(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def build(
-    cls: type, values: Any, key: str, where: Where, advice: Callable[[str], str | None] = lambda name: None
-) -> dict[str, Any]:
+def build(cls: type, values: Any, key: str, where: Where, advice: Advice = lambda key: None) -> dict[str, Any]:
     """The keyword arguments that `values` gives to the dataclass `cls`, checked and of the fields' types.
 
-    `advice(name)` says what to use instead of a name that other versions or libraries have. Fields whose metadata has
-    `hidden` are not keys. Raises InputError with place and key for an unknown or missing name and for a wrong type.
+    `advice(key)` says what to write instead of a dotted key that does not exist. Fields whose metadata has `hidden` are
+    not keys. Raises InputError with place and key for an unknown name, a wrong type and a missing name.
     """
     if not isinstance(values, dict):
         raise InputError(
@@ -51,16 +50,17 @@ def build(
         if name in known:
             continue
         place, full = where(join(key, name)), join(key, name)
-        if instead := advice(str(name)):
+        if instead := advice(full):
             raise InputError(f"{place}: {full} does not exist: {instead}")
         raise InputError(f"{place}: unknown {'key' if key else 'section'} {full}{nearest(str(name), known)}")
+    built = {name: typed(value, hints[name], join(key, name), where, advice) for name, value in values.items()}
     for name, f in known.items():
         if name not in values and f.default is f.default_factory is dataclasses.MISSING:
             raise InputError(f"{where(key)}: {join(key, name)} is missing")
-    return {name: typed(value, hints[name], join(key, name), where) for name, value in values.items()}
+    return built
 
 
-def typed(value: Any, kind: Any, key: str, where: Where) -> Any:
+def typed(value: Any, kind: Any, key: str, where: Where, advice: Advice = lambda key: None) -> Any:
     """`value` as the annotation `kind` wants it; a dataclass is built from a mapping.
 
     Numbers and switches may be written as text. Raises InputError with place, key, what was expected and was given.
@@ -68,16 +68,16 @@ def typed(value: Any, kind: Any, key: str, where: Where) -> Any:
     kinds = _kinds(kind)
     for member in kinds:
         if dataclasses.is_dataclass(member) and isinstance(member, type) and isinstance(value, dict):
-            return member(**build(member, value, key, where))
+            return member(**build(member, value, key, where, advice))
         if typing.get_origin(member) is list and isinstance(value, list):
             (item,) = typing.get_args(member)
             if dataclasses.is_dataclass(item):
-                return [typed(each, item, join(key, i), where) for i, each in enumerate(value)]
+                return [typed(each, item, join(key, i), where, advice) for i, each in enumerate(value)]
     try:
         return _coerced(value, kinds)
     except ValidationError:
         options = _options(kinds)
-        hint = nearest(value, options, listed=False) if isinstance(value, str) else ""
+        hint = (nearest(value, options, listed=False) or _as_mapping(value, kinds)) if isinstance(value, str) else ""
         place = where(key)
         raise InputError(f"{place}: {key} must be {_expected(kinds)}, not {_shown(value)}{hint}") from None
 
@@ -116,6 +116,12 @@ def _options(kinds: Iterable[Any]) -> list[str]:
     """The texts that may stand where only certain values may."""
     literals = [v for k in kinds if typing.get_origin(k) is Literal for v in typing.get_args(k)]
     return [str(v) for v in [*literals, *(m.value for k in kinds if _is_enum(k) for m in k)]]
+
+
+def _as_mapping(value: str, kinds: tuple[Any, ...]) -> str:
+    """The end of a message about a text where a section is wanted: its first key is what the text is meant for."""
+    sections = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
+    return f"; write {{{dataclasses.fields(sections[0])[0].name}: {value}}}" if sections else ""
 
 
 def _expected(kinds: tuple[Any, ...]) -> str:

@@ -1,12 +1,12 @@
 """What of rollout: vllm is refused, most of it before weights are loaded; limits are those of vLLM 0.33.0.
 
-    problems    what in an OPDConfig contradicts itself or vLLM
+    check_installed  is the package there?
     check       what else shows without weights: the server, the kind of adapter
     served      what the server says of its model
     max_rank    how large an adapter vLLM must be ready for
     call        one request to the server
 
-All raise InputError with one sentence, but `problems`, which yields it.
+All raise InputError with one sentence. What an OPDConfig's values refuse is in `rules.methods`.
 """
 
 import http.client
@@ -14,14 +14,12 @@ import importlib.util
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import peft
 
 from .errors import InputError
 
-MODES = ("colocate", "server")
 _TIMEOUT = 3600
 """Seconds that one answer of the server may take."""
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -40,37 +38,10 @@ _NEEDS = {
 }
 
 
-def problems(config: Any) -> Iterator[str]:
-    """What is wrong with the fields of an OPDConfig, one sentence each."""
-    given = [name for name, value in vars(config).items() if name.startswith("vllm_") and value is not None]
-    if config.rollout not in ("transformers", "vllm"):
-        yield f"rollout={config.rollout!r} is not one of transformers, vllm"
-    elif config.rollout == "transformers" and given:
-        yield f"{given[0]} is an option of rollout: vllm: set that, or drop {given[0]}"
-    elif config.rollout == "vllm":
-        yield from _of_vllm(config)
-
-
-def _of_vllm(config: Any) -> Iterator[str]:
-    server, url, share = config.vllm_mode == "server", config.vllm_server_base_url, config.vllm_gpu_memory_utilization
-    if config.vllm_mode not in (None, *MODES):
-        yield f"vllm_mode={config.vllm_mode!r} is not one of {', '.join(MODES)}"
-    if server and url is None:
-        yield "vllm_mode: server needs vllm_server_base_url, such as http://localhost:8000"
-    if url is not None and not server:
-        yield "vllm_server_base_url belongs to vllm_mode: server: set that, or drop the URL"
-    if url is not None and not url.startswith(("http://", "https://")):
-        yield f"vllm_server_base_url={url!r} is not a URL such as http://localhost:8000"
-    if share is not None and server:
-        yield "vllm_gpu_memory_utilization is of vllm_mode: colocate: give --gpu-memory-utilization to vllm serve"
-    if share is not None and not 0 < share <= 1:
-        yield f"vllm_gpu_memory_utilization={share} is not a share of the GPU's memory, above 0 and up to 1"
-    if config.generation_batch_size is not None:
-        yield "generation_batch_size is of rollout: transformers: vLLM makes its own batches, drop it"
-    if not 0.01 <= config.temperature <= 2:
-        yield f"temperature={config.temperature}: vLLM samples at 0.01 to 2: choose one, or rollout: transformers"
-    if not server and importlib.util.find_spec("vllm") is None:
-        yield "rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server"
+def check_installed(config: Any) -> None:
+    """Raises InputError where an OPDConfig wants vLLM in this environment and it is not there."""
+    if config.rollout == "vllm" and config.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
+        raise InputError("rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server")
 
 
 def check(config: Any, peft_config: Any = None) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from hf_posttrain.losses import (
     DIVERGENCES,
-    LABEL_SMOOTHED,
     PAIRED,
     UNPAIRED,
     PairedOptions,
@@ -19,6 +18,7 @@ from hf_posttrain.losses import (
     policy_gradient,
     top_k_buckets,
 )
+from hf_posttrain.rules.methods import LABEL_SMOOTHED
 
 PAIRS = Pairs(*(torch.tensor([x], dtype=torch.float64) for x in (-10.0, -12.0, -11.0, -11.5, 5.0, 6.0)))
 MEANS = Pairs(*(torch.tensor([x], dtype=torch.float64) for x in (-5.0, -9.0, 0.0, 0.0, 5.0, 6.0)))  # -1 and -1.5

@@ -12,7 +12,7 @@ import torch
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from hf_posttrain import data, parts, run
+from hf_posttrain import data, parts, report, run
 from hf_posttrain.checkpoint import find_checkpoint, newest
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import load_recipe
@@ -25,6 +25,7 @@ data:
   train: {path: rows.jsonl, columns: {prompt: question, completion: answer}}
 train: {output_dir: out, max_steps: 2, save_steps: 1, per_device_train_batch_size: 2, use_cpu: true}
 """
+TEACHER = ["teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"]
 
 
 @pytest.fixture
@@ -115,7 +116,7 @@ def test_help_imports_no_torch():
         (["--train.beta=1"], "command line: '--train.beta=1' is not section.key=value"),
         (["train.learning_rte=1"], "command line: unknown key train.learning_rte; did you mean 'learning_rate'?"),
         (["train.max_steps=5e-7"], "command line: train.max_steps must be a whole number, not 5e-07"),
-        (["train.load_best_model_at_end=true"], "command line: --load_best_model_at_end requires"),
+        (["train.load_best_model_at_end=true"], "command line: train.load_best_model_at_end: true needs data.eval"),
         (
             ["train.resume_from_checkpoint=out/x"],
             "command line: train.resume_from_checkpoint: there is no folder out/x",
@@ -140,7 +141,7 @@ def test_pain_33_mistakes_end_before_the_model_loads(folder, no_weights, capsys,
 
 def test_pain_26_teacher_with_another_vocabulary_ends_before_the_model_loads(folder, no_weights, capsys, monkeypatch):
     stub_method(monkeypatch, "kd")
-    line = error_line(capsys, "sft.yaml", "method=kd", "teacher.name_or_path=other")
+    line = error_line(capsys, "sft.yaml", "method=kd", "teacher={name_or_path: other, from_scratch: true}")
     assert line.startswith("error: command line: student and teacher have different vocabularies")
 
 
@@ -198,7 +199,8 @@ def stub_method(monkeypatch, name):
     made = []
 
     class Trainer:
-        preemption, has_trained = types.SimpleNamespace(happened=False), True
+        preemption, has_trained, stopped = types.SimpleNamespace(happened=False), True, None
+        method = "sft"
 
         @staticmethod
         def prepare(rows, tokenizer, args, name_of_rows):
@@ -235,6 +237,8 @@ def stub_method(monkeypatch, name):
     module.Config, module.Trainer = SFTConfig, Trainer
     monkeypatch.setitem(sys.modules, "stub_method", module)
     monkeypatch.setitem(parts.METHODS, name, ("stub_method", "Config", "Trainer"))
+    monkeypatch.setattr(report, "follow", lambda trainer: None)
+    monkeypatch.setattr(report, "write", lambda folder: made[-1][1].append("report"))
     return made
 
 
@@ -249,7 +253,7 @@ def test_steps_of_a_distillation_run(folder, monkeypatch):
     ((given, done),) = made
     assert metrics == {"train_loss": 1.0, "eval_loss": 2.0}
     assert done == [("train", None), "save_model", ("train", {"train_loss": 1.0}), "evaluate",
-                    ("eval", {"eval_loss": 2.0}), "save_state"]  # fmt: skip
+                    ("eval", {"eval_loss": 2.0}), "save_state", "report"]  # fmt: skip
     assert len(given["train_dataset"]) == len(given["eval_dataset"]) == 8
     assert "prompt_ids" in given["train_dataset"].column_names
     assert given["peft_config"].r == 2
@@ -337,7 +341,7 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
 )
 def test_bad_rows_end_before_a_model_is_loaded(folder, no_weights, capsys, method, rows, expected):
     (folder / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    teacher = ["teacher.name_or_path=tiny", "train.max_completion_length=8"] if method == "opd" else []
+    teacher = TEACHER if method == "opd" else []
     line = error_line(capsys, "sft.yaml", f"method={method}", "data.train={path: bad.jsonl}", *teacher)
     assert "bad.jsonl" in line
     assert expected in line
@@ -380,7 +384,7 @@ def test_messages_without_a_chat_template_end_before_a_model_is_loaded(folder, n
         (["train.eval_strategy=steps"], "command line: train.eval_strategy: steps needs data.eval"),
         (["train.eval_on_start=true"], "command line: train.eval_on_start: true needs data.eval"),
         (["train.eval_exact_match=true"], "command line: train.eval_exact_match: true needs data.eval"),
-        (["train.save_strategy=best"], "command line: train.save_strategy: best needs train.metric_for_best_model"),
+        (["train.save_strategy=best"], "command line: train.save_strategy: best needs metric_for_best_model"),
         (
             ["data.train.streaming=true", "train.max_steps=-1"],
             "command line: data.train.streaming: true needs train.max_steps",
@@ -410,7 +414,7 @@ def test_contradictions_end_before_the_tokenizer_loads(folder, monkeypatch, caps
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_rows_without_prompt_or_answer_are_refused_for_exact_match(folder, no_weights, capsys, method, row, streaming):
     (folder / "eval.jsonl").write_text(json.dumps(row))
-    teacher = ["teacher.name_or_path=tiny", "train.max_completion_length=8"] if method == "opd" else []
+    teacher = TEACHER if method == "opd" else []
     overrides = [f"data.eval={{path: eval.jsonl, streaming: {streaming}}}", "train.eval_exact_match=true"]
     line = error_line(capsys, "sft.yaml", f"method={method}", *overrides, *teacher)
     assert line == "error: command line: eval_exact_match needs eval rows with a prompt and an answer"

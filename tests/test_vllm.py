@@ -396,6 +396,7 @@ def test_the_command_refuses_before_weights_are_loaded(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     Qwen3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300).save_pretrained("tiny")
     byte_tokenizer().save_pretrained("tiny")
+    Path("tiny/model.safetensors").touch()  # never read
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n')
     Path("opd.yaml").write_text(
         "method: opd\nmodel: {name_or_path: tiny}\nteacher: {name_or_path: tiny}\ndata: {train: {path: rows.jsonl}}\n"

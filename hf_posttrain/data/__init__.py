@@ -3,8 +3,9 @@
     sources.py    files, folders and hub names -> raw rows (check_sources, load)
     formats.py    which format the columns are (detect); one raw row -> a sample
     encode.py     samples -> text -> ids, cut to size
-    prepare.py    all of it over a data set, counted and cached (prepare, warn_if_too_long); what grouping by length
-                  needs (with_lengths, seeded)
+    prepare.py    all of it over a data set, counted and cached (prepare); the same before anything is dropped
+                  (tokenised)
+    lengths.py    warn_if_too_long, and what grouping by length needs (with_lengths, seeded)
     packing.py    short examples -> full rows (pack)
 
 `prompt_ids` is context, every token of a branch is predicted; SFT and KD say in `completion_mask` which of them are
@@ -13,11 +14,12 @@ expected.
 """
 
 from .formats import ACCEPTS, FORMATS, detect
+from .lengths import seeded, warn_if_too_long, with_lengths
 from .packing import pack
-from .prepare import COLUMNS, prepare, seeded, warn_if_too_long, with_lengths
+from .prepare import COLUMNS, prepare, tokenised
 from .sources import check_sources, load
 
 __all__ = [
     "ACCEPTS", "COLUMNS", "FORMATS", "check_sources", "detect", "load", "pack", "prepare", "seeded",
-    "warn_if_too_long", "with_lengths",
+    "tokenised", "warn_if_too_long", "with_lengths",
 ]  # fmt: skip

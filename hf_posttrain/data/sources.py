@@ -6,7 +6,6 @@ load             sources -> one datasets.Dataset (or IterableDataset)
 
 import json
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,28 +15,15 @@ import datasets
 import numpy as np
 
 from ..errors import InputError
+from ..on_disk import BUILDERS, source_problem
 from ..strict import nearest
-
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 def check_sources(sources: Any, what: str = "data") -> None:
     """Existence, extension and emptiness of each local source, without reading it. Raises InputError."""
     for source in _as_list(sources):
-        path = Path(source.path).expanduser()
-        if path.is_file():
-            if path.suffix not in BUILDERS:
-                raise InputError(f"{what}: {path} has an unknown extension; known are {', '.join(BUILDERS)}")
-            with path.open("rb") as file:
-                if not any(line.strip() for line in file):
-                    raise InputError(f"{what}: {path} is empty")
-        elif path.is_dir():
-            if not any(path.iterdir()):
-                raise InputError(f"{what}: the folder {path} is empty")
-        elif path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source.path):
-            beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-            near = nearest(path.name, beside, listed=False, aside=True)
-            raise InputError(f"{what}: there is no file or folder {path}{near}")
+        if problem := source_problem(source.path):
+            raise InputError(f"{what}: {problem}")
 
 
 def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.IterableDataset:

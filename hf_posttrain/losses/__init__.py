@@ -5,11 +5,10 @@ divergence.py   distances between two next-token distributions, and the on-polic
 """
 
 from .divergence import DIVERGENCES, discounted, forward_kl, policy_gradient, reverse_kl, top_k_buckets, with_tail
-from .preference import LABEL_SMOOTHED, PAIRED, REFERENCE_FREE, UNPAIRED, PairedOptions, Pairs
+from .preference import PAIRED, REFERENCE_FREE, UNPAIRED, PairedOptions, Pairs
 
 __all__ = [
     "DIVERGENCES",
-    "LABEL_SMOOTHED",
     "PAIRED",
     "REFERENCE_FREE",
     "UNPAIRED",

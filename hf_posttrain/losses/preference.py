@@ -158,7 +158,6 @@ PAIRED: dict[str, Callable[[Pairs, PairedOptions], Tensor]] = {
     "sft": sft, "simpo": simpo, "orpo": orpo,
 }  # fmt: skip
 REFERENCE_FREE = {"simpo", "orpo", "sft"}
-LABEL_SMOOTHED = {"sigmoid", "robust", "exo_pair"}
 
 
 def kto(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:

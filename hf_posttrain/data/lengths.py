@@ -1,0 +1,71 @@
+"""Prepared rows by their lengths.
+
+with_lengths, seeded    lengths for HF's sampler by length, and that sampler with an order of its own
+warn_if_too_long        rows that are longer than the model's positions
+"""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from transformers import PretrainedConfig
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from .packing import lengths_of
+
+logger = logging.getLogger(__package__)
+
+
+class _ByLength(LengthGroupedSampler):
+    """HF's sampler draws from the global generator: another order on each rank and after a resume."""
+
+    def __init__(self, sampler: LengthGroupedSampler, seed: int):
+        self.__dict__ |= vars(sampler)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by the data loader."""
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
+
+
+def seeded(sampler: Any, args: Any) -> Any:
+    """A sampler by length whose order depends on (data_seed or seed, epoch); any other as it is."""
+    if not isinstance(sampler, LengthGroupedSampler):
+        return sampler
+    return _ByLength(sampler, args.seed if args.data_seed is None else args.data_seed)
+
+
+def with_lengths(rows: Any, args: Any) -> Any:
+    """Prepared rows with the column that HF's sampler by length reads, where one is asked for: tokens of each row."""
+    wanted = args.train_sampling_strategy == "group_by_length"
+    if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
+        return rows
+    lengths = [sum(_tokens(ids) for name, ids in row.items() if name.endswith("_ids")) for row in rows]
+    return rows.add_column(args.length_column_name, lengths)
+
+
+def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str = "train") -> None:
+    """Warn of prepared rows, not of a stream, that are longer than the positions that the model's config names."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions is None or not isinstance(rows, datasets.Dataset):
+        return
+    branches = [column for column in ("completion_ids", "chosen_ids", "rejected_ids") if column in rows.column_names]
+    rollout = getattr(args, "max_completion_length", None)  # OPD's completions are yet to be sampled
+    lengths = lengths_of(rows, "prompt_ids") + (rollout or np.max([lengths_of(rows, c) for c in branches], axis=0))
+    if count := int((lengths > positions).sum()):
+        logger.warning(
+            "%s: %d examples are longer than the model's %d positions (max_position_embeddings), the longest has %d "
+            "tokens: set train.max_length=%d", name, count, positions, lengths.max(), positions,
+        )  # fmt: skip
+
+
+def _tokens(ids: list) -> int:
+    """Of an example, or of the examples of a packed row."""
+    return sum(map(len, ids)) if ids and isinstance(ids[0], list) else len(ids)

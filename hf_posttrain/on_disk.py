@@ -1,0 +1,198 @@
+"""What the file system shows of a recipe's models, data and folders: told before anything slow is imported.
+
+    inputs          models, tokenizers, adapters and data files, as problems (dotted keys, sentence)
+    training        what only a run needs: weights, packages, output_dir, the checkpoint to resume
+    source_problem  one data source; data.check_sources says the same of data that no recipe names
+    template_problem    a chat template's file
+    is_local        can a name only be that of a folder?
+
+A name that the hub may have is left to the hub, unless HF_HUB_OFFLINE is set and its cache has none of that name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from huggingface_hub import constants as hub
+from jinja2 import Environment, TemplateSyntaxError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+
+from .rules.limits import Problem
+from .rules.shared import REPORTERS, reporters
+from .strict import nearest, nearest_path
+
+if TYPE_CHECKING:
+    from .recipe import ModelSection, Recipe
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+"""Extension of a data file: what reads it in `datasets`."""
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+_INSTEAD = {
+    ".gz": "unpack it first (gunzip)", ".zst": "unpack it first (unzstd)", ".zip": "unpack it first (unzip)",
+    ".xz": "unpack it first (unxz)", ".bz2": "unpack it first (bunzip2)", ".tsv": "save it as .csv, with commas",
+    ".xlsx": "save it as .csv", ".txt": 'write one JSON object a line, such as {"text": ...}, into a .jsonl',
+    ".ndjson": "name it .jsonl",
+}  # fmt: skip
+_HEAD = 4096
+"""Bytes that are looked at in the beginning of a data file."""
+
+
+def inputs(recipe: Recipe) -> Iterator[Problem]:
+    """What is missing or broken of that which the recipe reads, as far as it shows without reading all of it."""
+    for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
+        if section:
+            yield from _model(recipe, key, section)
+    for key, source in recipe.sources():
+        if problem := source_problem(source.path):
+            yield (f"{key}.path",), f"{key}.path: {problem}{_trained_by(recipe, source.path)}"
+
+
+def training(recipe: Recipe) -> Iterator[Problem]:
+    """What keeps a run from loading weights, reporting, writing its output_dir and resuming."""
+    for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
+        if section and not section.from_scratch and (problem := _lacks_weights(section)):
+            yield (f"{key}.name_or_path",), f"{key}.name_or_path: {section.name_or_path} {problem}"
+    for name in reporters(recipe.train.get("report_to")):
+        packages = REPORTERS.get(name, ())
+        if packages and not any(map(importlib.util.find_spec, packages)):
+            yield ("train.report_to",), f"train.report_to: {name} needs a package: pip install {packages[0]}"
+    yield from _folders(recipe)
+
+
+def _folders(recipe: Recipe) -> Iterator[Problem]:
+    folder = Path(recipe.train.get("output_dir") or ".").expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        yield ("train.output_dir",), f"train.output_dir: {existing} is a file, not a folder"
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield ("train.output_dir",), f"train.output_dir: {existing} may not be written to"
+    wanted, key = recipe.train.get("resume_from_checkpoint"), "train.resume_from_checkpoint"
+    if wanted and wanted != "auto" and not Path(wanted).is_dir():
+        yield (key,), f"{key}: there is no folder {wanted}{nearest_path(Path(wanted))}"
+    elif wanted and wanted != "auto" and any(Path(wanted).glob("checkpoint-*")):
+        yield (key,), f"{key}: {wanted} holds checkpoints: name one, or auto"
+
+
+def is_local(name: str) -> bool:
+    """Can `name` only be that of a folder, since no repository of the hub is called so?"""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def source_problem(source: str) -> str | None:
+    """What is wrong with a data source: a missing path, an unknown extension, an empty or quite different file."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return _file_problem(path)
+    if path.is_dir():
+        return None if any(path.iterdir()) else f"the folder {path} is empty"
+    if path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
+        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        return f"there is no file or folder {path}{nearest(path.name, beside, listed=False, aside=True)}"
+    return None
+
+
+def template_problem(name: str) -> str | None:
+    """What is wrong with the file of a chat template: missing, or not the Jinja that transformers renders."""
+    path = Path(name)
+    if not path.is_file():
+        return f"no file {name}{nearest_path(path)}"
+    try:
+        Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"]).parse(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        return f"{name} is not text in UTF-8"
+    except TemplateSyntaxError as error:
+        return f"{name}, line {error.lineno}: no valid Jinja template: {(error.message or '').rstrip('.')}"
+    return None
+
+
+class _Generation(Extension):
+    """Lets `{% generation %}` ... `{% endgeneration %}` stand, the tag of transformers around what assistants wrote."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _model(recipe: Recipe, key: str, section: ModelSection) -> Iterator[Problem]:
+    name, folder = section.name_or_path, Path(section.name_or_path)
+    problem = _folder_problem(folder) if folder.exists() else _missing(recipe, name)
+    if problem:
+        yield (f"{key}.name_or_path",), f"{key}.name_or_path: {problem}"
+    adapter = section.adapter
+    if adapter and (problem := None if Path(adapter).exists() else _missing(recipe, adapter)):
+        yield (f"{key}.adapter",), f"{key}.adapter: {problem}"
+    elif adapter and Path(adapter).exists() and not (Path(adapter) / "adapter_config.json").is_file():
+        yield (f"{key}.adapter",), f"{key}.adapter: {adapter} has no adapter_config.json, so it is no PEFT adapter"
+
+
+def _folder_problem(folder: Path) -> str | None:
+    """Why a path that exists holds no model and tokenizer."""
+    if not folder.is_dir():
+        return f"{folder} is a file: give the folder of a model, or a hub name"
+    if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            return f"{folder} is an adapter: name its base model here, and the adapter in `adapter`"
+        return f"folder {folder} has no config.json, so it is no model"
+    if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+        return f"folder {folder} has no tokenizer (tokenizer.json and tokenizer_config.json)"
+    return None
+
+
+def _missing(recipe: Recipe, name: str) -> str | None:
+    """Why there is no model of this name; None where the hub may have it."""
+    cached = Path(hub.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if not is_local(name) and (not hub.HF_HUB_OFFLINE or cached.is_dir()):
+        return None
+    hint = _trained_by(recipe, name) or nearest_path(Path(name))
+    offline = "" if is_local(name) else ", and with HF_HUB_OFFLINE the hub is not asked"
+    return f"{name}: no such folder{offline}{hint}"
+
+
+def _trained_by(recipe: Recipe, name: str) -> str:
+    """The end of a message about a missing path: the recipe beside this one that would write it."""
+    for sibling in sorted(recipe.path.parent.glob("*.yaml")):
+        try:
+            tree = yaml.safe_load(sibling.read_text(encoding="utf-8"))
+            written = Path(tree["train"]["output_dir"])
+        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):  # another kind of file
+            continue
+        if Path(name).is_relative_to(written) and not sibling.samefile(recipe.path):
+            return f"; {sibling} trains it: run that first"
+    return ""
+
+
+def _lacks_weights(section: ModelSection) -> str | None:
+    folder = Path(section.name_or_path)
+    if not folder.is_dir() or any(folder.glob("*.safetensors")):
+        return None
+    if not any(folder.glob("*.bin")):
+        return "has no weights (*.safetensors): from_scratch: true begins with random ones"
+    if section.trust_remote_code:
+        return None
+    return "has pickled weights alone (*.bin), which can run code: trust_remote_code: true reads them all the same"
+
+
+def _file_problem(path: Path) -> str | None:
+    if path.suffix not in BUILDERS:
+        instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""
+        return f"{path} has an unknown extension; known are {', '.join(BUILDERS)}{instead}"
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+        if not head.strip() and not any(line.strip() for line in file):
+            return f"{path} is empty"
+    if head.startswith(b"version https://git-lfs"):
+        return f"{path} is a pointer of Git LFS, not the data: git lfs pull"
+    if path.suffix == ".parquet" and not head.startswith(b"PAR1"):
+        return f"{path} is no Parquet file: it does not begin with PAR1"
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return f"{path} is text in UTF-16: save it in UTF-8"
+    return None
