@@ -390,6 +390,8 @@ def _metrics(page: str, heading: str) -> list[list[str]]:
 
 def test_names_of_trl_are_its_own():
     trl = pytest.importorskip("trl")
+    if not trl.__version__.startswith("1.16."):
+        pytest.skip(f"the page is about TRL 1.16, here is {trl.__version__}")
     distillation = importlib.import_module("trl.trainer.distillation_config").DistillationConfig
     gkd = importlib.import_module("trl.experimental.gkd").GKDConfig
     transformers_own = {field.name for field in dataclasses.fields(TrainingArguments)}
