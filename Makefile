@@ -12,7 +12,7 @@ BENCH ?= --method all --against trl
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
-SOURCES := hf_posttrain tests benchmarks recipes
+SOURCES := hf_posttrain tests benchmarks recipes docs
 SUITE := -m pytest -n $(WORKERS) --dist loadfile
 PIP := -m pip install -q --disable-pip-version-check
 
@@ -22,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all test-floor lint types bench clean
+.PHONY: help venv quickstart test test-all test-floor lint types docs bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -33,7 +33,7 @@ venv: $(STAMP) ## .venv with the tested versions; installed again only after set
 $(STAMP): setup.cfg constraints.txt
 	@$(call check_python)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,plot,deepspeed,quant]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,deepspeed,quant]'
 	@touch $@
 
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference
@@ -51,7 +51,7 @@ test-floor: $(FLOOR_STAMP) ## the tests of one process with the oldest versions 
 $(FLOOR_STAMP): setup.cfg constraints-floor.txt
 	@$(call check_python)
 	@test -x $(FLOOR_VENV)/bin/python || $(PYTHON) -m venv $(FLOOR_VENV)
-	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) -e '.[test,plot]'
+	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) -e '.[test]'
 	@touch $@
 
 lint: $(STAMP) ## ruff
@@ -59,6 +59,9 @@ lint: $(STAMP) ## ruff
 
 types: $(STAMP) ## mypy
 	$(BIN)/mypy
+
+docs: $(STAMP) ## the tables of options in docs/, written from the source
+	$(BIN)/python docs/options.py
 
 bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")
 	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/python $(PIP) -c constraints.txt -e '.[bench]'

@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
-from .errors import InputError
+from .errors import InputError, shown
 
 Messages = list[dict[str, Any]]
 
@@ -32,38 +32,75 @@ _SHAREGPT = {  # ours: theirs
     "tool": ("tool", "observation", "function_response"),
 }
 _ROLES = {theirs: ours for ours, names in _SHAREGPT.items() for theirs in names}
+_NO_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ADVICE = (
     "the template rewrites earlier turns or thinking. Set chat_template_kwargs (for instance {enable_thinking: false}) "
     "or a template made for training, with {% generation %} tags around what assistants write"
 )
+_REFUSALS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 
 
 def clean_messages(value: Any) -> Messages:
-    """Messages as templates expect them: roles checked, from/value renamed, absent (None) keys removed.
+    """Messages as templates expect them: roles checked, from/value renamed, absent (None) keys removed, text
+    parts joined.
 
     Raises:
-        InputError: not a list of `{role, content}` (or `{from, value}`), an unknown `from`, or content that is missing.
+        InputError: not a list of `{role, content}` (or `{from, value}`), an unknown `from`, a role by another name than
+            templates have for it, content that is missing, or parts of it that are no text.
     """
     if not isinstance(value, list) or not value:
-        raise InputError(f"expected a list of messages {{role, content}}, found {str(value)[:60]!r}")
+        raise InputError(f"expected a list of messages {{role, content}}, found {shown(value)}")
     return [_clean_message(message, n) for n, message in enumerate(value)]
 
 
 def _clean_message(message: Any, n: int) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise InputError(f"message {n} is {str(message)[:60]!r}, expected {{role, content}}")
+        raise InputError(f"message {n} is {shown(message)}, expected {{role, content}}")
     message = without_none(message)
     if "from" in message and "role" not in message:
-        if message["from"] not in _ROLES:
-            raise InputError(f"message {n} is from {message['from']!r}, expected one of {', '.join(_ROLES)}")
-        message = {"role": _ROLES[message.pop("from")], "content": message.pop("value", None), **message}
-    if not isinstance(message.get("role"), str):
-        raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {sorted(message)}")
-    if message.get("tool_calls"):
+        message = {"role": _role_from(message.pop("from"), n), "content": message.pop("value", None), **message}
+    role, calls = message.get("role"), message.get("tool_calls")
+    if not isinstance(role, str):
+        raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {shown([*message])}")
+    plain = role.strip().lower()
+    if role not in _SHAREGPT and (known := plain if plain in _SHAREGPT else _NO_ROLES.get(plain)):
+        raise InputError(f"message {n} has the role {role!r}, expected {known!r}")
+    check_unicode(role, f"message {n}: role")
+    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
+        raise InputError(f"message {n} ({role}): tool_calls is {shown(calls)}, expected a list of calls")
+    if calls:
         message.setdefault("content", "")
-    if not isinstance(message.get("content"), str | list):
-        raise InputError(f"message {n} ({message['role']}): content is {message.get('content')!r}, expected a string")
-    return message
+    return {**message, "content": _text_of(message.get("content"), f"message {n} ({role})")}
+
+
+def _role_from(name: Any, n: int) -> str:
+    if not isinstance(name, str) or name not in _ROLES:
+        raise InputError(f"message {n} is from {shown(name)}, expected one of {', '.join(_ROLES)}")
+    return _ROLES[name]
+
+
+def _text_of(content: Any, where: str) -> str:
+    """Content is a string, or a list of parts `{type: text, text}`, whose texts follow one another."""
+    if isinstance(content, list):
+        for part in content:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise InputError(f"{where}: a part of the content is {shown(part)}, expected {{type: text, text: ...}}")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise InputError(f"{where}: content is {shown(content)}, expected a string")
+    check_unicode(content, f"{where}: content")
+    return content
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises InputError for half of a surrogate pair: JSON may hold it, tokenizers refuse it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise InputError(f"{what}: character {error.start} is {half!r}, half of a surrogate pair: mend it") from None
 
 
 def without_none(value: Any) -> Any:
@@ -83,10 +120,13 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
         raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
     options = {**(template_kwargs or {}), **options}
     try:
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise InputError(f"the chat template refuses messages with roles [{roles}]: {error}") from error
+        text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+    except _REFUSALS as error:
+        roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
+        problem = " ".join(str(error).split())[:300]
+        raise InputError(f"the chat template refuses messages with roles [{roles}]: {problem}") from error
+    check_unicode(text, "the rendered conversation")
+    return text
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -212,7 +252,7 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
     tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
     ids, mask = (_tagged_mask if tagged else _rendered_mask)(tokenizer, messages, tools, template_kwargs, end_id)
-    if not any(mask):
+    if not any(m and i != end_id for i, m in zip(ids, mask, strict=True)):
         raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
     size, prefix = len(mask) - mask[::-1].index(1), _prefix_ids(tokenizer)
     prefix = [] if ids[: len(prefix)] == prefix else prefix

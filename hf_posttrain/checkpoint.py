@@ -1,7 +1,7 @@
 """Checkpoints: complete or invisible, found again, and resumed only where the numbers stay the same.
 
     complete_or_invisible   a checkpoint is written beside and renamed when every rank is done
-    find_checkpoint         the newest complete one, for resume_from_checkpoint: auto
+    find_checkpoint         the newest complete one, for resume_from_checkpoint: auto; to_resume: what train() is given
     launched, check_launch  how a run was launched; a checkpoint of another kind of launch is refused
     Preemption              SIGTERM: finish the step, save, stop
 """
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
@@ -115,6 +116,21 @@ def newest(args: Any) -> str | None:
     found = find_checkpoint(args.output_dir, args.save_only_model)
     logger.info("resuming %s" if found else "no complete checkpoint in %s: a fresh start", found or args.output_dir)
     return found
+
+
+def to_resume(trainer: Any, wanted: str | bool | None) -> str | bool | None:
+    """The folder that `train(resume_from_checkpoint=wanted)` means: a folder, "auto" or True; None is a fresh start.
+
+    Raises InputError where True finds none, and where this run could not go on as the one that wrote it.
+    """
+    if wanted in (True, "auto"):
+        [found] = broadcast_object_list([newest(trainer.args)])  # the first rank's view of the disk
+        if found is None and wanted is True:
+            raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {trainer.args.output_dir}")
+        wanted = found
+    if isinstance(wanted, str):
+        check_launch(trainer, wanted)
+    return wanted
 
 
 def lacking(folder: Path, weights_only: bool) -> list[str]:

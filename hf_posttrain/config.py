@@ -64,6 +64,9 @@ class PostTrainConfig(TrainingArguments):
     """Set every dropout of the policy to 0, LoRA's included."""
     router_aux_loss_coef: float | None = None
     """Weight of the experts' load-balancing loss; None: the model's own where its config has output_router_logits."""
+    stop_on: list[str] | str | None = None
+    """Warnings that end the run, one or a list: nan, chosen_falling, kl_zero, no_learning, clipped_rollouts,
+    empty_rollouts, no_eos, label_leak, as `watch` describes them. Nothing more is saved then."""
     eval_exact_match: bool = False
     """In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."""
     eval_max_completion_length: int = 256

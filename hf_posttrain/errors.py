@@ -1,4 +1,10 @@
-"""The exception for a user's mistake: recipe, data or arguments."""
+"""Exceptions: a user's mistake, and a run that was ended; `shown`, what messages say of a value."""
+
+import reprlib
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 class InputError(ValueError):
@@ -10,3 +16,12 @@ class InputError(ValueError):
 
 class LaunchError(InputError):
     """A mistake in how a run was launched, or in the engine it asks for: no line of the recipe is to blame."""
+
+
+class RunStopped(Exception):
+    """A warning that train.stop_on names has ended a run: its message says which, at which step, and what to do."""
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: one line of printable text, shortened, however large or deep the value is."""
+    return _SHORT.repr(value)

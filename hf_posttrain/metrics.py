@@ -2,16 +2,19 @@
 
 sum_and_count the pair that a weighted mean is made of
 Meter         exact global means from (sum, count) pairs, one reduction each time they are logged
-FiniteWatch   the first step whose loss was not finite
+Pace          tokens a second and peak memory
 """
 
-import logging
-from typing import Any
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+GIB = 2**30
 
 
 def sum_and_count(values: Tensor, weights: Tensor) -> Tensor:
@@ -24,43 +27,78 @@ class Meter:
 
     def __init__(self) -> None:
         self.totals: dict[str, Tensor] = {}
+        self.largest: set[str] = set()
 
     def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
         """Add values of any shape, weighted as in `sum_and_count`."""
-        values = values.detach().double() if values.device.type != "mps" else values.detach().float()
+        values = _exact(values.detach())
         weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
-        pair = sum_and_count(values, weights)
+        self.add_pair(name, sum_and_count(values, weights))
+
+    def add_pair(self, name: str, pair: Tensor) -> None:
+        """Add [sum, count], as `sum_and_count` gives it."""
         self.totals[name] = self.totals[name] + pair if name in self.totals else pair
+
+    def peak(self, name: str, value: Tensor) -> None:
+        """Of this scalar, given once between two logs, the largest over the ranks counts, not the mean."""
+        self.totals[name] = torch.stack([_exact(value), torch.ones_like(_exact(value))])
+        self.largest.add(name)
 
     def averages(self, accelerator=None) -> dict[str, float]:
         """Global means since the last call; a name that nothing was counted for is left out. Empties the meter."""
         if not self.totals:
             return {}
-        totals = torch.stack(list(self.totals.values()))  # [names, 2]
+        totals = torch.stack(list(self.totals.values()))[None]  # [ranks, names, 2]
         if accelerator is not None and accelerator.num_processes > 1:
-            totals = accelerator.reduce(totals, "sum")
-        pairs = dict(zip(self.totals, totals.tolist(), strict=True))
+            totals = accelerator.gather(totals)
+        pairs = dict(zip(self.totals, totals.sum(0).tolist(), strict=True))
+        peaks = dict(zip(self.totals, totals[:, :, 0].amax(0).tolist(), strict=True))
         self.totals = {}
-        return {name: total / count for name, (total, count) in pairs.items() if count}
+        return {name: peaks[name] if name in self.largest else total / count
+                for name, (total, count) in pairs.items() if count}  # fmt: skip
 
 
-class FiniteWatch:
-    """Remembers, on the device, the first step whose loss was not finite, and names it once."""
+def _exact(values: Tensor) -> Tensor:
+    """In float64, where the device has it."""
+    return values.double() if values.device.type != "mps" else values.float()
+
+
+class Pace:
+    """How fast a logging interval trained, and how much memory the process has needed so far.
+
+    Counted are the tokens that the policy reads with gradient, padding aside: a prompt once in the shared layout and
+    once for each answer in others. KTO's passes for the KL estimate are not, nor are generated tokens as they are
+    drawn, but their time is; that of evaluations and checkpoints is not.
+    """
 
     def __init__(self) -> None:
-        self.first: Tensor | None = None
-        self.named = False
+        self.tokens: Tensor | None = None
+        self.since = time.perf_counter()
 
-    def note(self, loss: Tensor, step: int) -> None:
-        """Look at the loss (a scalar) of a step."""
-        bad = torch.where(torch.isfinite(loss), torch.inf, float(step))
-        self.first = bad if self.first is None else torch.minimum(self.first, bad)
+    def count(self, weights: Tensor) -> None:
+        """Add a micro-batch: `router_weights` [R, L], which are 0 for padding alone."""
+        found = (weights > 0).sum()
+        self.tokens = found if self.tokens is None else self.tokens + found
 
-    def report(self, accelerator: Any) -> None:
-        """Warn, once, if there was such a step on any rank."""
-        if self.first is None or self.named:
-            return
-        step = accelerator.gather(self.first).min().item()
-        if step < float("inf"):
-            self.named = True
-            logger.warning("the loss was not finite at step %d; lower the learning rate or look at its batch", step)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens meanwhile is not training."""
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
+
+    def hand_over(self, meter: Meter, processes: int) -> None:
+        """Add the interval to the meter: tokens_per_second of all ranks, peak_memory_gib of the rank with the most."""
+        now = time.perf_counter()
+        if self.tokens is not None:
+            seconds = self.tokens.new_tensor((now - self.since) / processes, dtype=torch.float32)  # each rank adds its
+            meter.add_pair("tokens_per_second", torch.stack([_exact(self.tokens), _exact(seconds)]))
+            meter.peak("peak_memory_gib", self.tokens.new_tensor(peak_memory(self.tokens.device), dtype=torch.float32))
+        self.tokens, self.since = None, now
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory so far, in GiB: allocated on a CUDA device, or resident of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB

@@ -2,7 +2,8 @@
 
     accelerate launch -m hf_posttrain.run RECIPE.yaml [section.key=value ...]
 
-    main          arguments, exit codes: 0, 2 for a mistake in the input (one line on stderr), 130 for Ctrl-C
+    main          arguments, exit codes: 0; 1 where train.stop_on ended the run; 2 for a mistake in the input, in one
+                  line on stderr; 130 for Ctrl-C
     run           the steps in order; everything that can be wrong is found before weights are loaded
     preflight     --check: what it would train on, and does it fit
     preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
@@ -11,6 +12,7 @@
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -22,7 +24,7 @@ from typing import Any
 
 from . import parts
 from .arguments import parse
-from .errors import InputError
+from .errors import InputError, RunStopped
 from .recipe import Recipe, load_recipe
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
@@ -47,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(PATIENCE)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except RunStopped as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -64,15 +69,20 @@ def _command(argv: list[str]) -> int:
 
 
 def run(recipe: Recipe) -> dict[str, float]:
-    """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded."""
+    """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded.
+
+    Raises RunStopped where a warning of `train.stop_on` ended it: the model is then not saved.
+    """
     parts.check_inputs(recipe, training=True)
     trainer_class, config = parts.configure(recipe)
+    from . import report
     from .recipe_data import prepare_data
 
     checkpoint = parts.checkpoint_to_resume(recipe, config)
     tokenizer, peft_config = parts.check_models(recipe)
     parts.check_vllm(recipe, config, peft_config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
+    audit = audited(recipe, trainer_class, tokenizer, config)
     parts.make_output_dir(recipe, config)
     trainer = trainer_class(
         args=config,
@@ -82,20 +92,42 @@ def run(recipe: Recipe) -> dict[str, float]:
         eval_dataset=rows.get("eval"),
         **parts.load_models(recipe, config),
     )
-    result = trainer.train(resume_from_checkpoint=checkpoint)
+    report.follow(trainer)
+    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     if trainer.preemption.happened:
         logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
-        return dict(result.metrics)
-    save(trainer, recipe)
-    metrics = dict(result.metrics)
-    if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
-        _keep_metrics(trainer, "train", result.metrics)
-    if recipe.data.eval is not None:
-        evaluated = trainer.evaluate()
-        _keep_metrics(trainer, "eval", evaluated)
-        metrics |= evaluated
+        return metrics
+    if not trainer.stopped:
+        metrics = finish(trainer, recipe, metrics)
     trainer.save_state()
+    if trainer.is_world_process_zero():
+        (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
+        report.write(config.output_dir)
+    if trainer.stopped:
+        raise RunStopped(trainer.stopped)
     return metrics
+
+
+def audited(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """The data audit as JSON, on the first process, which logs a line of each data set; nothing on the others."""
+    from .recipe_data import audit_data
+
+    audits = audit_data(recipe, trainer_class, tokenizer, config) if config.process_index == 0 else {}
+    for audit in audits.values():
+        logger.info("%s", audit.short())
+    return {"data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
+
+
+def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
+    """Save the trained model, then evaluate it; returns the metrics of both."""
+    save(trainer, recipe)
+    if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
+        _keep_metrics(trainer, "train", metrics)
+    if recipe.data.eval is None:
+        return metrics
+    evaluated = trainer.evaluate()
+    _keep_metrics(trainer, "eval", evaluated)
+    return metrics | evaluated
 
 
 def preprocess(recipe: Recipe) -> None:

@@ -18,19 +18,18 @@ import datasets
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import has_length
 
-from . import checkpoint, data, engine, launch, policy, rollout, saving, scoring, sequence, units
-from .answers import exact_match
+from . import checkpoint, data, engine, launch, policy, progress, rollout, saving, scoring, sequence, units
 from .attention import choose_layout
 from .config import PostTrainConfig
 from .errors import InputError
+from .evaluation import Evaluating
 from .frozen import Frozen
-from .metrics import FiniteWatch, Meter
+from .guard import Guard
+from .metrics import Meter, Pace
 from .router import balancing_loss, router_coef
-from .saving import Saving
 from .tiles import TileFunction
 from .units import Losses
 
@@ -38,7 +37,7 @@ logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
 
 
-class PostTrainer(Saving):
+class PostTrainer(Evaluating):
     """Base of the five trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
 
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model.
@@ -73,7 +72,7 @@ class PostTrainer(Saving):
         model = policy.for_training(model, peft_config, args)
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.scoring_checked = {"train": Meter(), "eval": Meter()}, False
-        self.finite = FiniteWatch()
+        self.pace = Pace()
         self.router_coef = router_coef(scoring.causal_lm(model).config, args.router_aux_loss_coef)
         self.scored = [scoring.causal_lm(model)]
         sequence.check_model(self.scored[0], self.router_coef, args)
@@ -89,10 +88,13 @@ class PostTrainer(Saving):
         if args.merge_lora:
             saving.check_mergeable(model)
         super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
+        progress.install(self)
         launch.check_accelerator(self.accelerator, args)
         engine.keep_scores_whole(self.accelerator)
         self.preemption = checkpoint.Preemption(self.accelerator)
         self.add_callback(self.preemption)
+        self.guard = Guard(self)
+        self.add_callback(self.guard)
         self.ready = False
 
     # ---- what a method defines
@@ -168,6 +170,7 @@ class PostTrainer(Saving):
         model, dataloader = super()._prepare_for_training(*args)
         self.ready = True
         self.check_scoring(model)
+        self.pace = Pace()
         return model, sequence.split(self, dataloader)
 
     # ---- training
@@ -175,7 +178,9 @@ class PostTrainer(Saving):
     def score(
         self, model: nn.Module, batch: dict[str, Tensor], tile: TileFunction, weights: Tensor | None = None
     ) -> dict[str, Any]:
-        """`scoring.score`, with the router's logits where their loss is on."""
+        """`scoring.score`, with the router's logits where their loss is on. Tokens that are trained on are counted."""
+        if torch.is_grad_enabled():
+            self.pace.count(batch["router_weights"])
         return scoring.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
@@ -192,26 +197,27 @@ class PostTrainer(Saving):
         """
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
-        if resume_from_checkpoint in (True, "auto"):
-            [found] = broadcast_object_list([checkpoint.newest(self.args)])  # the first rank's view of the disk
-            if found is None and resume_from_checkpoint is True:
-                raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {self.args.output_dir}")
-            resume_from_checkpoint = found
-        if isinstance(resume_from_checkpoint, str):
-            checkpoint.check_launch(self, resume_from_checkpoint)
+        resume_from_checkpoint = checkpoint.to_resume(self, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         logger.info("training %s", launch.described(self))
         set_seed(self.args.seed)
-        self.meters["train"], self.finite = Meter(), FiniteWatch()
-        with self.preemption.listening():
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
-        self.finite.report(self.accelerator)
-        return output
+        self.meters["train"] = Meter()
+        with self.preemption.listening(), progress.messages_above():
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @property
     def has_trained(self) -> bool:
         """Did the last `train` take a step? A finished run that is resumed does not."""
-        return self.finite.first is not None
+        return self.guard.losses.steps > 0
+
+    @property
+    def stopped(self) -> str | None:
+        """Why `stop_on` ended the last `train`, in a line, or None. A model that was stopped is not worth saving."""
+        return self.guard.stopped
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with self.pace.paused():
+            super()._save_checkpoint(model, trial)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """HF's; grouped by length too, the order depends on seed and epoch alone."""
@@ -238,9 +244,6 @@ class PostTrainer(Saving):
         """What a method needs of all micro-batches of an optimizer step before the first of them; all ranks call it."""
         return batches
 
-    def prepare_evaluation(self) -> None:
-        """What a method needs before it evaluates; all ranks call it."""
-
     def _units_of_window(self, batches: list[dict[str, Any]], device: torch.device) -> Tensor:
         """Tokens or examples of the window that the loss is averaged over, on all ranks."""
         count = torch.as_tensor(sum(self.weights(batch).sum() for batch in batches)).to(device).float()
@@ -264,7 +267,7 @@ class PostTrainer(Saving):
         items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
         loss = (losses.values * losses.weights).sum() / torch.as_tensor(items).clamp(min=1)
         self._note("train", losses)
-        self.finite.note(loss.detach(), self.state.global_step + 1)
+        self.guard.losses.note(loss, self.state.global_step + 1, inputs)
         if self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes
         if losses.router_logits is not None:
@@ -283,69 +286,9 @@ class PostTrainer(Saving):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the training metrics, reduced over ranks, to each log of the loss."""
         if "loss" in logs:
+            self.pace.hand_over(self.meters["train"], self.accelerator.num_processes)
             logs |= self.finish_metrics("train", self.meters["train"].averages(self.accelerator))
-            self.finite.report(self.accelerator)
         super().log(logs, start_time)
-
-    # ---- evaluation
-
-    def prediction_step(
-        self, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
-        """The training losses without gradient, added up exactly; predictions for `compute_metrics`."""
-        inputs = self._prepare_inputs(units.weigh(inputs, self.accelerator))
-        with torch.no_grad(), self.compute_loss_context_manager():
-            losses = self.losses(model, inputs)
-            self._note("eval", losses)
-            mean = (losses.values * losses.weights).sum() / losses.weights.sum().clamp(min=1)
-            if prediction_loss_only:
-                return mean, None, None
-            return mean, *self.predictions(model, inputs, losses)
-
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> Any:
-        """HF's. For evaluation and `predict` it takes raw rows too, and lays out a row for each example where
-        `compute_metrics` is given rows of logits. It is not kept: HF keeps loaders by a name that such rows lack."""
-        if is_training:
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training)
-        packed, rows = self.data_collator, self.prepare(dataset, self.tokenizer, self.args, "eval")
-        if self.compute_metrics is not None:
-            self.data_collator = partial(packed.func, **packed.keywords | {"layout": "padded"})
-        try:
-            return super()._get_dataloader(rows, description, batch_size, sampler_fn)
-        finally:
-            self.data_collator = packed
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        """In order, however the training rows are sampled."""
-        whole = self.args.world_size <= 1 and has_length(eval_dataset)
-        return SequentialSampler(eval_dataset) if whole else None
-
-    def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Any, Any]:
-        """What `compute_metrics` is given: (predictions, label_ids)."""
-        return losses.predictions, losses.labels
-
-    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """HF's loop, with means over the whole set instead of means of batch means."""
-        if not self.ready and engine.changes_weights(self.accelerator):
-            raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
-        self.check_scoring(self.model_wrapped)
-        self.prepare_evaluation()
-        self.meters["eval"] = Meter()
-        output: Any = super().evaluation_loop(dataloader, *args, **kwargs)
-        metrics = self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))
-        if self.args.eval_exact_match:
-            metrics["exact_match"] = exact_match(self, dataloader.dataset)
-        prefix = kwargs.get("metric_key_prefix", "eval")
-        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
-        return output
 
 
 def _checked(args: PostTrainConfig, config_class: type, kwargs: dict) -> PostTrainConfig:

@@ -119,6 +119,16 @@ def test_exit_codes_reach_the_shell(folder, code):
     assert not (folder / "out").exists()
 
 
+def test_pain_34_import_budget(folder):
+    """A check takes seconds: it imports torch and transformers, and nothing that only training or a report needs."""
+    command = [sys.executable, "-X", "importtime", "-m", "hf_posttrain.run", "recipe.yaml", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = {line.split()[-1].partition(".")[0] for line in done.stderr.splitlines() if "import time:" in line}
+    assert {"torch", "transformers", "datasets"} <= imported
+    assert not {"matplotlib", "wandb", "tensorboard", "trl", "sklearn", "vllm", "playwright"} & imported
+
+
 # ---- tokens
 
 
@@ -128,6 +138,7 @@ def test_samples_show_what_is_trained(folder):
     assert marked(sample.pieces, colour=False) == (
         "2 + 2 =\nchosen: [[ 4<|im_end|>]]\nrejected: [[ 5<|im_end|>]]"
     )
+    assert sample.boundary == "'2 + 2 =' | ' 4<|im_end|>'"
     assert "\033[1;32m 4<|im_end|>\033[0m" in marked(sample.pieces, colour=True)
 
 

@@ -7,7 +7,7 @@ import datasets
 import pytest
 import torch
 from models_for_tests import tiny_model
-from training_for_tests import Gradients, assert_same_step, one_step, token_rows, trainer_for
+from training_for_tests import Gradients, assert_same_step, logged, one_step, token_rows, trainer_for
 
 from hf_posttrain import kto
 from hf_posttrain.errors import InputError
@@ -223,8 +223,7 @@ def test_long_prompts_are_read_once_for_the_loss_and_its_kl(cached, tmp_path, mo
         )
         trainer.train()
         counted.append(sum(passes) / len(passes))
-        logs.append([{k: v for k, v in log.items() if "second" not in k and "runtime" not in k}
-                     for log in trainer.state.log_history])  # fmt: skip
+        logs.append(logged(trainer))
         weights.append(dict(trainer.model.named_parameters()))
     assert whole(trainer.train_dataset)
     assert counted[0] > counted[1]  # fewer passes without gradient

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 
 import pytest
+from hub_for_tests import ROWS
 from models_for_tests import CONFIGS, tiny_model
 from tokenizers_for_tests import QWEN3, byte_tokenizer
 
@@ -23,23 +24,6 @@ SMALL = [
     "train.max_steps=2", "train.use_cpu=true", "train.per_device_train_batch_size=2", "train.max_length=96",
     "train.gradient_accumulation_steps=1", "train.logging_steps=1", "train.save_strategy=no", "train.eval_strategy=no",
 ]  # fmt: skip
-
-
-def turns(*contents):
-    """A conversation that the user begins."""
-    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
-
-
-ROWS = {  # hub name: number -> a row with its columns
-    "openai/gsm8k": lambda n: {"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"},
-    "trl-lib/ultrafeedback_binarized": lambda n: {
-        "chosen": turns(f"Say {n}.", f"{n}!"), "rejected": turns(f"Say {n}.", f"Not {n}."), "score_chosen": 8.0,
-        "score_rejected": 3.5,
-    },
-    "trl-lib/kto-mix-14k": lambda n: {
-        "prompt": turns(f"Say {n}."), "completion": turns("", f"{n}")[1:], "label": n % 2 == 0
-    },
-}  # fmt: skip
 
 
 def name(path):

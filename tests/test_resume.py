@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from models_for_tests import CONFIGS, tiny_model
-from training_for_tests import METHODS, token_rows, trainer_for
+from training_for_tests import METHODS, logged, token_rows, trainer_for
 
 VARIANTS = [(method, {}) for method in METHODS] + [
     ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}),
@@ -30,7 +30,7 @@ def trainer(method, tmp_path, lora, config, architecture="qwen3"):
 
 
 def history(done):
-    return [{k: v for k, v in log.items() if k != "train_runtime"} for log in done.state.log_history if "loss" in log]
+    return [log for log in logged(done) if "loss" in log]
 
 
 def assert_resume_is_exact(method, config, lora, tmp_path, architecture):

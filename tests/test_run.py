@@ -12,7 +12,7 @@ import torch
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from hf_posttrain import data, parts, run
+from hf_posttrain import data, parts, report, run
 from hf_posttrain.checkpoint import find_checkpoint, newest
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import load_recipe
@@ -199,7 +199,8 @@ def stub_method(monkeypatch, name):
     made = []
 
     class Trainer:
-        preemption, has_trained = types.SimpleNamespace(happened=False), True
+        preemption, has_trained, stopped = types.SimpleNamespace(happened=False), True, None
+        method = "sft"
 
         @staticmethod
         def prepare(rows, tokenizer, args, name_of_rows):
@@ -236,6 +237,8 @@ def stub_method(monkeypatch, name):
     module.Config, module.Trainer = SFTConfig, Trainer
     monkeypatch.setitem(sys.modules, "stub_method", module)
     monkeypatch.setitem(parts.METHODS, name, ("stub_method", "Config", "Trainer"))
+    monkeypatch.setattr(report, "follow", lambda trainer: None)
+    monkeypatch.setattr(report, "write", lambda folder: made[-1][1].append("report"))
     return made
 
 
@@ -250,7 +253,7 @@ def test_steps_of_a_distillation_run(folder, monkeypatch):
     ((given, done),) = made
     assert metrics == {"train_loss": 1.0, "eval_loss": 2.0}
     assert done == [("train", None), "save_model", ("train", {"train_loss": 1.0}), "evaluate",
-                    ("eval", {"eval_loss": 2.0}), "save_state"]  # fmt: skip
+                    ("eval", {"eval_loss": 2.0}), "save_state", "report"]  # fmt: skip
     assert len(given["train_dataset"]) == len(given["eval_dataset"]) == 8
     assert "prompt_ids" in given["train_dataset"].column_names
     assert given["peft_config"].r == 2

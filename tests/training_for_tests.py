@@ -13,7 +13,7 @@ import hf_posttrain
 from hf_posttrain import rollout, saving
 
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
-TIMES = ("runtime", "per_second", "total_flos", "train_loss")
+TIMES = ("runtime", "per_second", "peak_memory", "total_flos", "train_loss")
 METHODS = ("sft", "dpo", "kto", "kd", "opd")
 COLUMNS = {
     "sft": ("prompt_ids", "completion_ids", "completion_mask"),
@@ -77,9 +77,14 @@ def policy_of(trainer):
     return trainer.accelerator.unwrap_model(trainer.model_wrapped)
 
 
+def logged(trainer):
+    """What a run logged, without its times and memory, which differ from run to run."""
+    return [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
+
+
 def logs_and_weights(trainer, lora):
     """What a run logged, without its times, and its trained weights, whole on rank 0; all ranks call it."""
-    logs = [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
+    logs = logged(trainer)
     state = saving.whole_state(trainer, adapter_only=lora) or policy_of(trainer).state_dict()
     return logs, {name: tensor.clone() for name, tensor in state.items() if not lora or "lora_" in name}
 

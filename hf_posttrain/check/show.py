@@ -41,7 +41,8 @@ def _sections(check: "Check", colour: bool) -> Iterator[tuple[str, Iterable[str]
         yield f"Data: {audit.name}", audit.lines()
     yield "Tokens", check.tokens.lines()
     for sample in check.tokens.samples:
-        yield _headline(sample), marked(sample.pieces, colour).split("\n")
+        shown = marked(sample.pieces, colour).split("\n")
+        yield _headline(sample), [*shown, f"boundary: {sample.boundary}"]
     yield "Plan", check.plan.lines()
     yield "Memory", check.memory.lines()
     if check.probe:

@@ -26,6 +26,8 @@ LOOKED_AT = 1000
 """Rows of each source that ends and beginnings are counted in."""
 PADDED_SHARE = 0.1
 """Of the examples: so many hold the padding token before it is warned of."""
+EDGE = 24
+"""Characters on both sides of the boundary between prompt and trained text."""
 ELIDED = 600
 """Characters of a run of tokens that are shown; of a longer one its beginning and end."""
 
@@ -56,6 +58,15 @@ class Sample:
     """Of KTO: is it desirable?"""
     pieces: list[Piece]
     """The prompt, then every branch."""
+
+    @property
+    def boundary(self) -> str:
+        """Where the first trained token begins, with line breaks and spaces to be seen."""
+        first = next((n for n, piece in enumerate(self.pieces) if piece.trained), None)
+        if first is None:
+            return "no token is trained: the student samples its own answers"
+        before = self.pieces[first - 1].text if first else ""
+        return f"{before[-EDGE:]!r} | {self.pieces[first].text[:EDGE]!r}"
 
 
 @dataclass

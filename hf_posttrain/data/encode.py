@@ -34,19 +34,28 @@ class Plan(NamedTuple):
     assistant_only: bool
     template_kwargs: dict | None
     as_chat: bool = False
+    vocabulary: int | None = None  # ids that tokenised rows may have, below this
     code: str = _CODE  # ages the cache
 
 
 def read(row: dict, plan: Plan) -> list[Sample]:
     """The samples of a row for this method: KTO splits pairs; OPD splits a conversation at its last turn.
 
-    Raises InputError for a missing column: `datasets` puts None where only some rows of a file have it.
+    Raises InputError for a missing column (`datasets` puts None where only some rows of a file have it), for a value of
+    the wrong kind, and for ids outside the vocabulary.
     """
     present = [column for column, value in row.items() if value is not None]
     for column in plan.form.split(" + "):
         if column not in present:
             raise InputError(f"column {column!r}: missing or null, this row has {', '.join(present) or 'no columns'}")
-    sample = FORMATS[plan.form](row)
+    try:
+        sample = FORMATS[plan.form](row)
+    except RecursionError:
+        raise InputError(f"columns {plan.form}: a value is nested too deeply") from None
+    if plan.vocabulary is not None:
+        top = max((i for part in (sample.prompt, *sample.branches) for i in part), default=0)
+        if top >= plan.vocabulary:
+            raise InputError(f"columns {plan.form}: token id {top} is none of the tokenizer's {plan.vocabulary}")
     if plan.as_chat and isinstance(sample.prompt, str):
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
@@ -83,9 +92,13 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
     completions = [branch for text in texts for branch in text.branches or [""]]
     pairs = iter(chat.encode_pairs(tokenizer, prompts, completions, end_id))
     encoded = []
-    for text in texts:
+    for text, row in zip(texts, rows, strict=True):
         mine = [next(pairs) for _ in text.branches or [""]]
-        encoded.append(text._replace(prompt=mine[0][0], branches=[ids for _, ids in mine][: len(text.branches)]))
+        branches = [ids for _, ids in mine][: len(text.branches)]
+        if [end_id] in branches:
+            how = " as the chat template writes it" if is_chat else ""
+            raise InputError(f"{plan.name}, row {row}: columns {plan.form}: the completion is empty{how}")
+        encoded.append(text._replace(prompt=mine[0][0], branches=branches))
     return encoded
 
 
@@ -126,10 +139,10 @@ def context(sample: Sample, plan: Plan) -> Sample:
     stands before the first trained token, at least one; the other methods refuse an empty prompt."""
     prompt, branches = sample.prompt, sample.branches
     if plan.method != "opd" and not all(branches):
-        raise InputError("empty completion")
+        raise InputError(f"columns {plan.form}: empty completion")
     if plan.method not in ("sft", "kd"):
         if not prompt:
-            raise InputError(f"column 'prompt': empty, {plan.method} needs a prompt of at least one token")
+            raise InputError(f"columns {plan.form}: empty prompt, {plan.method} needs a prompt of at least one token")
         return sample
     ids = prompt + branches[0]
     mask = [int(plan.completion_only is False)] * len(prompt) + (sample.mask or [1] * len(branches[0]))

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import chat
-from ..errors import InputError
+from ..errors import InputError, shown
 from ..strict import nearest
 
 
@@ -42,9 +42,10 @@ def located(where: str) -> Iterator[None]:
 def _value(row: dict, column: str) -> str | chat.Messages:
     value = row.get(column)
     if isinstance(value, str):
+        chat.check_unicode(value, f"column {column!r}")
         return value
     if not isinstance(value, list):
-        raise InputError(f"column {column!r}: expected a string or a list of messages, found {value!r}")
+        raise InputError(f"column {column!r}: expected a string or a list of messages, found {shown(value)}")
     with located(f"column {column!r}"):
         return chat.clean_messages(value)
 
@@ -53,35 +54,40 @@ def _completion(row: dict, column: str) -> str | chat.Messages:
     value = _value(row, column)
     if isinstance(value, list) and value[-1]["role"] != "assistant":
         raise InputError(f"column {column!r}: the last turn is {value[-1]['role']!r}, expected 'assistant'")
-    if not (value if isinstance(value, str) else value[-1]["content"] or value[-1].get("tool_calls")):
+    text = value if isinstance(value, str) else value[-1]["content"]
+    if not text.strip() and (isinstance(value, str) or not value[-1].get("tool_calls")):
         raise InputError(f"column {column!r}: empty completion")
     return value
 
 
 def _label(row: dict) -> bool:
     if not isinstance(row["label"], bool | int | np.bool_) or row["label"] not in (0, 1):
-        raise InputError(f"column 'label': expected true or false (or 1, 0), found {row['label']!r}")
+        raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(row['label'])}")
     return bool(row["label"])
 
 
 def _tools(row: dict) -> list | None:
     tools = row.get("tools")
     try:
-        return chat.without_none(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
-    except json.JSONDecodeError as error:
+        tools = chat.without_none(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
+    except (ValueError, RecursionError) as error:
         raise InputError(f"column 'tools': not valid JSON ({error})") from None
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise InputError(f"column 'tools': expected a list of tools {{type, function}}, found {shown(tools)}")
+    return tools
 
 
 def _ids(row: dict, column: str) -> list[int]:
     value = row.get(column)
     if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
-        raise InputError(f"column {column!r}: expected a list of token ids, found {str(value)[:60]}")
+        raise InputError(f"column {column!r}: expected a list of token ids, found {shown(value)}")
     return value
 
 
 def _read_text(row: dict) -> Sample:
-    if not isinstance(row["text"], str) or not row["text"]:
-        raise InputError(f"column 'text': expected a text that is not empty, found {row['text']!r}")
+    if not isinstance(row["text"], str) or not row["text"].strip():
+        raise InputError(f"column 'text': expected a text that is not empty, found {shown(row['text'])}")
+    chat.check_unicode(row["text"], "column 'text'")
     return Sample(None, [row["text"]])
 
 
@@ -124,7 +130,8 @@ def _read_prompt(row: dict) -> Sample:
 
 def _read_ids(row: dict) -> Sample:
     branches, mask = [_ids(row, "completion_ids")] if "completion_ids" in row else [], row.get("completion_mask")
-    return Sample(_ids(row, "prompt_ids"), branches, mask=_mask(mask, branches[0]) if mask and branches else None)
+    mask = _mask(mask, branches[0]) if mask is not None and branches else None
+    return Sample(_ids(row, "prompt_ids"), branches, mask=mask)
 
 
 def _read_label_ids(row: dict) -> Sample:
@@ -138,14 +145,15 @@ def _read_preference_ids(row: dict) -> Sample:
 def _read_input_ids(row: dict) -> Sample:
     ids, labels, mask = _ids(row, "input_ids"), row.get("labels"), row.get("completion_mask")
     if labels is not None:
-        if len(labels) != len(ids) or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
+        fitting = isinstance(labels, list) and len(labels) == len(ids)
+        if not fitting or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
             raise InputError("column 'labels': expected -100 or the token of 'input_ids' at the same position")
         mask = [int(label != -100) for label in labels]
     return Sample([], [ids], mask=_mask([1] * len(ids) if mask is None else mask, ids))
 
 
-def _mask(mask: list[int], ids: list[int]) -> list[int]:
-    if len(mask) != len(ids) or not set(mask) <= {0, 1}:
+def _mask(mask: Any, ids: list[int]) -> list[int]:
+    if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
         raise InputError(f"column 'completion_mask': expected {len(ids)} values 0 or 1, one for each token")
     return [int(m) for m in mask]
 

@@ -70,12 +70,7 @@ def tokenised(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, con
     with located(name):
         if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
             raise InputError("the data set has no rows")
-        plan = _plan(detect(columns, method), method, config, name)
-        if plan.assistant_only and not tokenizer.is_fast:
-            raise InputError(
-                f"assistant_only_loss needs a fast tokenizer: {type(tokenizer).__name__} does not say which characters "
-                "a token stands for"
-            )
+        plan = plan_for(detect(columns, method), method, tokenizer, config, name)
     kwargs = {"batched": True, "with_indices": True, "remove_columns": columns}
     kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method)}
     if not isinstance(dataset, datasets.Dataset):
@@ -95,7 +90,9 @@ def _is_prepared(dataset: Any, method: str) -> bool:
     return own <= columns <= own | ADDED
 
 
-def _plan(form: str, method: str, config: Any, name: str) -> Plan:
+def plan_for(form: str, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str) -> Plan:
+    """What rows of this form become. Raises InputError for options that do not go with it."""
+
     def option(key: str) -> Any:
         return getattr(config, key, None)
 
@@ -112,8 +109,16 @@ def _plan(form: str, method: str, config: Any, name: str) -> Plan:
     as_chat = bool(option("apply_chat_template"))
     if as_chat and (form == "text" or "_ids" in form):
         raise InputError(f"apply_chat_template needs a column 'prompt', the data has {form}")
+    if assistant_only and not tokenizer.is_fast:
+        raise InputError(
+            f"assistant_only_loss needs a fast tokenizer: {type(tokenizer).__name__} does not say which characters a "
+            "token stands for"
+        )
     max_prompt = max_length - max_new if method == "opd" and max_length else None
-    return Plan(method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs, as_chat)
+    known = max(tokenizer.get_vocab().values()) + 1 if "_ids" in form else None
+    return Plan(
+        method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs, as_chat, known
+    )
 
 
 def _features(method: str, beside: tuple[str, ...] = BESIDE) -> datasets.Features:

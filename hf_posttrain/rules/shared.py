@@ -6,6 +6,7 @@ Each function takes values with the fields of a PostTrainConfig, as given, and y
 from collections.abc import Iterator
 from typing import Any
 
+from .. import watch
 from .limits import Problem, one_of
 
 LAYOUTS = ("auto", "shared", "packed", "padded")
@@ -40,6 +41,12 @@ def names(values: Any) -> Iterator[Problem]:
         yield from one_of(name, getattr(values, name), LOG_LEVELS)
     for name in reporters(values.report_to):
         yield from one_of("report_to", name, ("all", "none", *REPORTERS))
+
+
+def stops(kind: str, values: Any) -> Iterator[Problem]:
+    """Names of warnings that end the run: for kind "shared" do they exist, for a method are they its own?"""
+    for problem in watch.problems(values.stop_on, None if kind == "shared" else kind):
+        yield ("stop_on",), problem
 
 
 def reporters(report_to: list[str] | str | None) -> list[str]:

@@ -23,6 +23,7 @@ def problems(kind: str, values: Any) -> Iterator[Problem]:
     kind: "shared" for what all methods have, or a method for what is its own.
     """
     yield from beyond(kind, values)
+    yield from shared.stops(kind, values)
     for rule in RULES[kind]:
         yield from rule(values)
 

@@ -1,0 +1,94 @@
+"""The tables of options in these pages, written from the dataclasses: python docs/options.py (or make docs).
+
+    <!-- options DPOConfig -->   a row for each field that the class declares: name, default and docstring as in the
+    <!-- end -->                 source; the last column is the page's own, and is kept by the name of the option
+    <!-- shared DPOConfig -->    what the class has beyond those from PostTrainConfig, as one paragraph
+    <!-- end -->
+
+A test fails where a page is not what this script would write, or where a last column is empty.
+"""
+
+import ast
+import dataclasses
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from hf_posttrain import DPOConfig, KDConfig, KTOConfig, OPDConfig, SFTConfig
+from hf_posttrain.config import PostTrainConfig
+from hf_posttrain.recipe import ModelSection, Source
+
+HERE = Path(__file__).parent
+CLASSES = {cls.__name__: cls for cls in (
+    SFTConfig, DPOConfig, KTOConfig, KDConfig, OPDConfig, PostTrainConfig, ModelSection, Source,
+)}  # fmt: skip
+_HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
+_PART = re.compile(r"(<!-- (options|shared) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+def declared(cls: type) -> Iterator[tuple[str, str]]:
+    """(name, docstring) of each field in the body of a dataclass."""
+    [definition] = ast.parse(inspect.getsource(cls)).body
+    body = definition.body if isinstance(definition, ast.ClassDef) else []
+    names = {field.name for field in dataclasses.fields(cls)}
+    for node, after in pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in names:
+            said = after.value.value if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) else ""
+            yield node.target.id, " ".join(str(said).split())
+
+
+def default(cls: type, name: str) -> str:
+    """The default of a field as a recipe writes it."""
+    [field] = [field for field in dataclasses.fields(cls) if field.name == name]
+    if field.default is field.default_factory is dataclasses.MISSING:
+        return "needed"
+    given: Any = field.default_factory() if field.default is dataclasses.MISSING else field.default
+    if isinstance(given, list) and len(given) == 1:
+        [given] = given
+    text = given if isinstance(given, str) else json.dumps(given)
+    return f"`{re.sub(r'e-0', 'e-', text)}`"
+
+
+def table(cls: type, before: str) -> str:
+    """The options that `cls` declares, their last column from the table that was there before."""
+    rows = [re.split(r"(?<!\\)\|", line) for line in before.splitlines() if line.startswith("| `")]
+    kept = {row[1].strip(): row[4].strip() for row in rows}
+    lines = []
+    for name, meaning in declared(cls):
+        cells = (f"`{name}`", default(cls, name), meaning.replace("|", "\\|"), kept.get(f"`{name}`", ""))
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return _HEAD + "".join(lines)
+
+
+def paragraph(cls: type) -> str:
+    """The options that `cls` has from PostTrainConfig and does not declare anew."""
+    own = {name for name, _ in declared(cls)}
+    shared = [f"`{name}` ({default(cls, name)})" for name, _ in declared(PostTrainConfig) if name not in own]
+    return f"{', '.join(shared)}.\n"
+
+
+def written(page: str) -> str:
+    """A page with its tables and paragraphs as they should be."""
+
+    def part(found: re.Match[str]) -> str:
+        begin, kind, name, inner, end = found.groups()
+        cls = CLASSES[name]
+        return begin + (table(cls, inner) if kind == "options" else paragraph(cls)) + end
+
+    return _PART.sub(part, page)
+
+
+def main() -> int:
+    """Write every page anew."""
+    for path in sorted(HERE.glob("*.md")):
+        path.write_text(written(path.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

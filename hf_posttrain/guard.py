@@ -1,0 +1,100 @@
+"""Guard: reads the logs as they come, warns once of each symptom in `watch`, and ends the run where stop_on says so."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback
+
+from . import watch
+from .nonfinite import Nonfinite
+
+logger = logging.getLogger(__name__)
+
+
+class Guard(TrainerCallback):
+    """Watches over a training run of `trainer`, a PostTrainer. All ranks decide together.
+
+    A run that is ended saves nothing more and is not evaluated: what it has saved before stays as it is. To be added
+    after whatever else asks for a checkpoint.
+    """
+
+    stopped: str | None = None
+    """Why the last run was ended, in a line; None where it was not."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.stop_on = watch.listed(trainer.args.stop_on)
+        self.losses = Nonfinite()
+        self.history: list[dict[str, float]] = []
+        self.warned: set[str] = set()
+
+    # ---- events
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin anew, or with the logs of the checkpoint that training resumes from."""
+        self.stopped, self.warned, self.losses, self.history = None, set(), Nonfinite(), []
+        for log in state.log_history:
+            self._remember(log)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Look at the losses since the last log, and at all logs so far."""
+        if "loss" not in logs:
+            return
+        self._remember(state.log_history[-1])
+        loss_type = getattr(args, "loss_type", ())
+        loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
+        self._act(self._nonfinite() | watch.look(self.history, self.trainer.method, loss_types), state, control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """No checkpoint of broken weights, where these end the run: look before one that no log precedes."""
+        if "nan" in self.stop_on and control.should_save and not control.should_log:
+            self._act(self._nonfinite(), state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is due at an epoch's end is not in a run that was ended."""
+        if self.stopped:
+            control.should_save = control.should_evaluate = False
+        elif "nan" in self.stop_on and control.should_save and not control.should_log:
+            self._act(self._nonfinite(), state, control)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Look at what no log came after."""
+        self._act(self._nonfinite(), state, control)
+
+    # ---- what they do
+
+    def _remember(self, log: Mapping[str, Any]) -> None:
+        if "loss" in log:
+            rows = self.trainer.get_total_train_batch_size(self.trainer.args)
+            self.history.append({**log, "rows": log["step"] * rows})
+
+    def _nonfinite(self) -> dict[str, str]:
+        """The symptom `nan`, with its micro-batch saved, once."""
+        if "nan" in self.warned or (found := self.losses.first_step(self.trainer.accelerator)) is None:
+            return {}
+        step, ranks = found
+        folder, own = Path(self.trainer.args.output_dir), self.trainer.accelerator.process_index
+        files = {rank: folder / f"nonfinite_step_{step}_rank_{rank}.pt" for rank in ranks}
+        if own in files:
+            self.losses.save(files[own], self.trainer.tokenizer)
+        return {"nan": f"the loss was not finite at step {step}; its batch is in {', '.join(map(str, files.values()))} "
+                "(rows, text, tensors). If that looks sound, the step before broke the weights: lower "
+                "train.learning_rate, or set train.max_grad_norm."}  # fmt: skip
+
+    def _act(self, found: dict[str, str], state: Any, control: Any) -> None:
+        """Say what is new, and stop where that was asked for."""
+        [found] = broadcast_object_list([found])
+        for name, message in found.items():
+            if name in self.warned:
+                continue
+            self.warned.add(name)
+            if name in self.stop_on and self.stopped is None:
+                self.stopped = f"stopped at step {state.global_step} (stop_on: {name}): {message}"
+            if state.is_world_process_zero:
+                logger.warning("%s", self.stopped if name in self.stop_on else message)
+        if self.stopped:
+            control.should_training_stop = True
+            control.should_save = control.should_evaluate = False

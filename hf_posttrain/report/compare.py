@@ -1,0 +1,171 @@
+"""`hf-posttrain compare RUN RUN ...`: several runs side by side in one page.
+
+    main(argv)          the command; returns its exit code
+    compared(folders)   the page as text
+    differing           the recipe keys and arguments that are not the same in all runs
+    final_rows          last values of every metric, the best of comparable ones marked
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import InputError
+from . import outcome, page
+from .charts import shared_charts
+from .history import number
+from .run_folder import Run, read
+
+HIGHER = ("exact_match", "mean_token_accuracy", "rewards/accuracies", "generation/stopped")
+"""Metrics of which more is better, whatever the options; `loss` is better lower, of runs with the same loss."""
+NOT_OF_THE_LOSS = (
+    "output_dir", "seed", "data_seed", "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type",
+    "warmup_steps", "run_name", "save_", "logging_", "eval_", "report_to", "per_device_", "gradient_", "optim", "adam_",
+    "weight_decay", "max_grad_norm", "activation_", "bf16", "fp16", "use_cpu", "layout", "dataset_num_proc",
+    "precompute_", "disable_dropout", "hub_", "push_to_hub", "resume_from_checkpoint",
+)  # fmt: skip
+"""Arguments, or how they begin, that change how a loss is lowered and not what it measures."""
+
+
+class Cell(NamedTuple):
+    """A value in the table of metrics."""
+
+    text: str
+    best: bool
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the page and say where; returns 0. Raises InputError for a folder without a run."""
+    parser = argparse.ArgumentParser(
+        prog="hf-posttrain compare", allow_abbrev=False,
+        description="Lay runs side by side in one page: curves, last values, what differs in their recipes, samples.",
+        epilog="example: hf-posttrain compare outputs/dpo outputs/dpo-beta-0.5 --output compare.html",
+    )  # fmt: skip
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's output_dir, or a checkpoint")
+    parser.add_argument("--output", metavar="FILE.html", type=Path, default=Path("compare.html"),
+                        help="the page (default: compare.html)")  # fmt: skip
+    arguments = parser.parse_args(argv)
+    text = compared(arguments.runs, arguments.output)
+    try:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--output {arguments.output} cannot be written ({error.strerror})") from error
+    print(arguments.output)
+    return 0
+
+
+def compared(folders: Sequence[Path], output: Path) -> str:
+    """The page; links to reports are relative to `output`. Raises InputError as `run_folder.read` does, and for less
+    than two runs."""
+    if len({folder.resolve() for folder in folders}) < 2:
+        raise InputError("compare needs at least two different runs: hf-posttrain compare outputs/a outputs/b")
+    runs = dict(zip(names(folders), map(read, folders), strict=True))
+    reason = not_comparable(list(runs.values()))
+    return page.rendered(
+        "compare.html",
+        runs=runs,
+        links={name: _link(run, output) for name, run in runs.items()},
+        facts={name: {fact.name: fact for fact in outcome.facts(run)} for name, run in runs.items()},
+        warnings={name: found for name, run in runs.items() if (found := outcome.warnings(run))},
+        groups=page.by_group(shared_charts({name: run.history for name, run in runs.items()})),
+        finals=final_rows(list(runs.values()), reason),
+        reason=reason,
+        differences=differing(list(runs.values())),
+        prompts=_samples(runs),
+        long=any(page.long_answers(run.samples) for run in runs.values()),
+    )
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """A short name for each folder: its last part, and as many parts before it as tell it from the others."""
+    paths = [folder.resolve() for folder in folders]
+    found = []
+    for path in paths:
+        length = next(
+            (n for n in range(1, len(path.parts)) if sum(other.parts[-n:] == path.parts[-n:] for other in paths) == 1),
+            len(path.parts),
+        )
+        found.append("/".join(path.parts[-length:]))
+    return found
+
+
+def not_comparable(runs: list[Run]) -> str:
+    """Why the losses of these runs cannot be set against each other; empty where they can."""
+    if len({run.method for run in runs}) > 1:
+        return "their methods differ"
+    if len({str(run.sources("eval")) for run in runs}) > 1:
+        return "their evaluation data differ"
+    for name, *_ in differing(runs, "arguments"):
+        if not name.startswith(NOT_OF_THE_LOSS):
+            return f"{name} differs"
+    return ""
+
+
+def final_rows(runs: list[Run], reason: str) -> list[tuple[str, list[Cell]]]:
+    """(metric and split, a cell for each run); best is marked among evaluations on the same data.
+
+    reason: of `not_comparable`; with one, losses get no mark.
+    """
+    same_data = len({str(run.sources("eval")) for run in runs}) == 1
+    keys = dict.fromkeys(key for run in runs for key in run.history)
+    rows = []
+    for key in sorted(keys, key=lambda k: (k.removeprefix("eval_") != "loss", not k.startswith("eval_"), k)):
+        metric = key.removeprefix("eval_")
+        values = [run.history[key].last if key in run.history else math.nan for run in runs]
+        sign = 1 if metric in HIGHER else -1 if metric == "loss" and not reason else 0
+        marked = sign if key.startswith("eval_") and same_data else 0
+        known = [marked * value for value in values if math.isfinite(value)]
+        best = max(known) if marked and len(set(known)) > 1 else None
+        split = "evaluation" if key.startswith("eval_") else "training"
+        cells = [
+            Cell(number(value) if key in run.history else "", best is not None and marked * value == best)
+            for run, value in zip(runs, values, strict=True)
+        ]
+        rows.append((f"{metric} ({split})", cells))
+    return rows
+
+
+def differing(runs: list[Run], of: str = "recipe") -> list[tuple[str, ...]]:
+    """(dotted key, a value for each run) where the values are not all the same; "not given" where a run lacks it.
+
+    of: "recipe", which stands in for the arguments of runs that have none, or "arguments".
+    """
+    trees = [run.arguments if of == "arguments" else _settings(run) for run in runs]
+    flat = [{key: value for key, value in _flat(tree, "") if key != "train.output_dir"} for tree in trees]
+    keys = dict.fromkeys(key for tree in flat for key in tree)
+    rows = [(key, *(outcome.shown(tree[key]) if key in tree else "not given" for tree in flat)) for key in keys]
+    return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    return run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
+
+
+def _flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        key = f"{above}.{name}" if above else name
+        if isinstance(value, dict) and value:
+            yield from _flat(value, key)
+        else:
+            yield key, value
+
+
+def _link(run: Run, output: Path) -> str | None:
+    """From the page to the run's report, where there is one."""
+    file = run.folder.resolve() / page.NAME
+    return Path(os.path.relpath(file, output.resolve().parent)).as_posix() if file.exists() else None
+
+
+def _samples(runs: dict[str, Run]) -> list[dict[str, Any]]:
+    """Each prompt with what every run that was asked it answered."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        for sample in run.samples:
+            entry = found.setdefault(sample["prompt"], {"prompt": sample["prompt"], "answers": {}})
+            entry["answers"][name] = sample["after"]
+            entry["expected"] = entry.get("expected") or sample.get("expected")
+    return list(found.values())

@@ -1,0 +1,132 @@
+"""A run's folder, read: whatever a run has left so far, and None or nothing for what it has not.
+
+    read(folder) -> Run
+    recipe.yaml, run.json, trainer_state.json (its own or the newest checkpoint's), all_results.json, audit.json,
+    samples.json; of the rest only whether it is there. Nothing is unpickled.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..yaml_tree import read_tree
+from .history import History, history_of
+
+STATE = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is known of a run."""
+
+    folder: Path
+    """Where it was read from."""
+    state: dict[str, Any]
+    """HF's TrainerState."""
+    history: History
+    """What it logged, by metric."""
+    recipe: dict[str, Any] = field(default_factory=dict)
+    """recipe.yaml; empty for a run without (one from Python, or one that has not finished)."""
+    recipe_text: str = ""
+    """The same as it stands there."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """run.json; empty for a run that `report.follow` did not see."""
+    results: dict[str, Any] = field(default_factory=dict)
+    """all_results.json; empty while a run trains."""
+    audit: dict[str, Any] = field(default_factory=dict)
+    """audit.json; empty without."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """samples.json; empty without."""
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.folder.resolve().name
+
+    @property
+    def method(self) -> str:
+        """sft, dpo, ...; empty where nothing says it."""
+        return str(self.recipe.get("method") or self.record.get("method") or "")
+
+    @property
+    def base_model(self) -> str:
+        """Hub name or folder of the model that was trained; empty where nothing says it."""
+        return str(self.recipe.get("model", {}).get("name_or_path") or self.record.get("base_model") or "")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Training arguments: all that matter with run.json, otherwise those that the recipe gives."""
+        return self.recipe.get("train", {}) | self.record.get("arguments", {})
+
+    @property
+    def adapter(self) -> bool:
+        """Does the folder hold an adapter, not a whole model?"""
+        return (self.folder / "adapter_config.json").exists()
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """(steps taken, steps planned)."""
+        return int(self.state.get("global_step", 0)), int(self.state.get("max_steps", 0))
+
+    def sources(self, split: str) -> list[dict[str, Any]]:
+        """The recipe's sources of "train" or "eval", as it gives them."""
+        given = self.recipe.get("data", {}).get(split)
+        return given if isinstance(given, list) else [given] if given else []
+
+
+def read(folder: str | Path) -> Run:
+    """The run in `folder`, an output_dir or a checkpoint in one.
+
+    Raises InputError where there is no folder, no trainer_state.json in it or its checkpoints, or a broken file.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}: give a run's output_dir")
+    source = _state_file(folder)
+    state, recipe = _json(source), folder / "recipe.yaml"
+    known = recipe.exists() and not _of_earlier_run(recipe, source)
+    results = folder / "all_results.json"
+    return Run(
+        folder=folder,
+        state=state,
+        history=history_of(state.get("log_history", [])),
+        recipe=read_tree(recipe)[0] if known else {},
+        recipe_text=recipe.read_text(encoding="utf-8") if known else "",
+        record=_json(folder / "run.json", {}),
+        results={} if _of_earlier_run(results, source) else _json(results, {}),
+        audit=_json(folder / "audit.json", {}),
+        samples=_json(folder / "samples.json", []),
+    )
+
+
+def _state_file(folder: Path) -> Path:
+    """The run's own, written when it ends, unless a checkpoint is newer: a run that is resumed, or not over."""
+    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.parent.name), path) for path in folder.glob(f"*/{STATE}")]
+    newest = sorted((int(match[1]), path) for match, path in numbered if match)[-1:]
+    candidates = [path for path in (folder / STATE, *(path for _, path in newest)) if path.exists()]
+    if not candidates:
+        raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
+    return max(candidates, key=lambda path: path.stat().st_mtime)
+
+
+def _of_earlier_run(file: Path, source: Path) -> bool:
+    """Was it left by a run that was over before the one that wrote `source`, a checkpoint's state, began?"""
+    over = file.parent / STATE
+    return source != over and over.exists() and file.exists() and file.stat().st_mtime <= over.stat().st_mtime
+
+
+def _json(file: Path, default: Any = None) -> Any:
+    """The file's content, or `default` where it is missing and there is one; of the same type."""
+    if default is not None and not file.exists():
+        return default
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file} cannot be read as JSON ({error}): write it again, or move it away") from error
+    expected = dict if default is None else type(default)
+    if not isinstance(content, expected):
+        raise InputError(f"{file} holds a {type(content).__name__}, a {expected.__name__} was expected")
+    return content

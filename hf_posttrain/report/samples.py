@@ -1,0 +1,129 @@
+"""samples.json in output_dir: greedy answers to a few prompts before the first step and after the last.
+
+    Samples    the callback: all ranks have it, the first one asks and writes
+    questions  which prompts are asked: rows of the evaluation data, else of the training data
+    refusal    why a run gets no samples, if it does not
+
+Nothing is drawn and the generators are put aside, so training gives the same numbers with and without. The time counts
+into train_runtime. A resumed run keeps the answers from before its first step.
+"""
+
+import json
+import logging
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import datasets
+from transformers import TrainerCallback
+
+from .. import engine, rollout
+
+logger = logging.getLogger(__name__)
+NAME = "samples.json"
+COUNT = 4
+LONGEST = 96
+"""Tokens of an answer, at most."""
+OPENING = 16
+"""Tokens that a text without a prompt is continued from, at most."""
+
+
+class Samples(TrainerCallback):
+    """Asks before and after training; says in the log where it cannot."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.file = Path(trainer.args.output_dir, NAME)
+        self.asked: list[tuple[list[int], list[int]]] = []
+        self.samples: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The engine is ready by now: the answers of before, or of a resumed run those that were kept."""
+        if problem := refusal(self.trainer):
+            logger.info("no sample answers before and after training: %s", problem)
+            return
+        trainer = self.trainer
+        self.asked = questions(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
+        resumed = state.global_step > 0
+        answers = [None] * len(self.asked) if resumed else self.answers()
+        if not state.is_world_process_zero:
+            return
+        text = trainer.tokenizer.decode
+        for (prompt, expected), answer in zip(self.asked, answers, strict=True):
+            sample: dict[str, Any] = {"prompt": text(prompt), "before": answer, "after": None}
+            self.samples.append(sample | ({"expected": text(expected, skip_special_tokens=True)} if expected else {}))
+        if resumed:
+            self._keep_before()
+        self.save()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The answers of after; none where SIGTERM asks for a quick end."""
+        if not self.asked or self.trainer.preemption.happened:
+            return
+        for sample, answer in zip(self.samples, self.answers(), strict=False):  # other ranks have no samples
+            sample["after"] = answer
+        if state.is_world_process_zero:
+            self.save()
+
+    def answers(self) -> list[str | None]:
+        """A text for each question on the first process, none on others; all ranks call it."""
+        trainer = self.trainer
+        prompts = [prompt for prompt, _ in self.asked] if trainer.is_world_process_zero() else []
+        with rollout.seeded(trainer.accelerator.device, trainer.args.seed):
+            found = trainer.generate(prompts, LONGEST, batch_size=COUNT)
+        ends = set(trainer.terminal_ids)
+        texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True) if found else []
+        return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]
+
+    def save(self) -> None:
+        """Write the file."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.file.write_text(json.dumps(self.samples, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _keep_before(self) -> None:
+        earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
+        before = {sample["prompt"]: sample["before"] for sample in earlier}
+        for sample in self.samples:
+            sample["before"] = before.get(sample["prompt"])
+        if not all(sample["prompt"] in before for sample in self.samples):
+            logger.info("no sample answers from before training: %s of the run that is resumed lacks them", self.file)
+
+
+def refusal(trainer: Any) -> str | None:
+    """Why the policy should not be asked: whole weights on one device, or whole rows, may be out of its reach."""
+    if trainer.train_dataset is None and trainer.eval_dataset is None:
+        return "there are no rows"
+    parallel = trainer.args.parallelism_config
+    if parallel is not None and parallel.sp_size > 1:
+        return "with sequence parallelism the model cannot generate"
+    generates = trainer.args.eval_exact_match or getattr(trainer.args, "rollout", None) == "transformers"
+    if engine.shards(trainer.accelerator) and not generates:
+        return "they would gather all weights on each device, for which eval_exact_match: true would ask as well"
+    return None
+
+
+def questions(rows: Any) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, ids of the right answer, or none) of a few rows, evenly spread over a data set, first of a stream.
+
+    rows: prepared ones, packed or not; of a dict of data sets the first.
+    """
+    if isinstance(rows, dict):
+        rows = next(iter(rows.values()))
+    if isinstance(rows, datasets.Dataset):
+        rows = rows.select(sorted({n * len(rows) // COUNT for n in range(COUNT)}) if len(rows) else [])
+    elif isinstance(rows, datasets.IterableDataset):
+        rows = rows.take(COUNT)
+    return [_question(row) for row in islice(rows, COUNT)]
+
+
+def _question(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    answer = row.get("chosen_ids") or row.get("completion_ids") or []
+    if answer and isinstance(answer[0], list):  # packed
+        return _question({name: value[0] for name, value in row.items() if isinstance(value, list)})
+    prompt = row["prompt_ids"]
+    if len(prompt) < 2:  # a text: its beginning is the prompt
+        opening = max(1, min(OPENING, len(answer) // 2))
+        return [*prompt, *answer[:opening]], answer[opening:]
+    mask = row.get("completion_mask") or [1] * len(answer)
+    first_turn = [token for token, _ in takewhile(lambda pair: pair[1], zip(answer, mask, strict=True))]
+    return prompt, first_turn if row.get("label", True) else []

@@ -1,0 +1,256 @@
+"""What goes wrong in training runs, seen in their logs, and what to do about it.
+
+    NAMES          the names that `train.stop_on` takes: nan, and those of SYMPTOMS
+    SYMPTOMS       name -> Symptom: which methods have it, how it shows, what to change
+    look           logs -> the symptoms that show
+    listed, problems    the names that a stop_on gives, and what is wrong with them
+
+A detector is a pure function from a history to the figures that it saw, as text, or None where nothing is wrong. A
+history is the training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was logged.
+One odd log is no symptom: every detector wants several in a row. What looks at losses themselves, for nan, is
+`nonfinite`; what warns and stops is `guard`. Nothing here imports torch, so a recipe is checked in no time.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import TypeAlias
+
+from .strict import nearest
+
+History: TypeAlias = Sequence[Mapping[str, float]]
+
+FALL_NATS, FALL_SHARE = 1.0, 0.2
+"""How far chosen answers fall below the reference: in log-probability of a whole answer, and as a share of what the
+reference gives it. A run that ends well moves by a few per cent."""
+MARGIN_LOGS = 3
+"""Logs that are averaged at both ends to see whether the margin rises, and that all show the fall."""
+KL_LOGS, KL_STEPS = 10, 50
+"""Logs and steps through which the KL estimate is never positive. Windows of healthy runs are clamped often, by their
+noise, but not each of so many."""
+STILL_REWARD, STILL_LOGS, STILL_STEPS = 1e-3, 5, 50
+"""Mean rewards that are as good as none, and how long they stay so at a learning rate that no longer rises."""
+ROLLOUT_LOGS, ROLLOUT_ROWS = 3, 64
+"""Logs, and prompts, through which rollouts are clipped or empty."""
+CLIPPED_STOPS, EMPTY_LENGTH, EMPTY_STOPS = 0.05, 1.1, 0.9
+"""Share of rollouts that end by themselves, at most, where all are called clipped; mean length in tokens (the terminal
+one counts), at most, and share that end, at least, where all are called empty."""
+NO_EOS_LOGS, NO_EOS_ROWS = 5, 128
+"""Logs, and prompts, from the start, without a single rollout that ended by itself."""
+LEAK_ACCURACY, LEAK_LOGS, LEAK_ROWS = 0.999, 3, 128
+"""Accuracy from the second log on, and on how many rows, that no model has which has to learn what is better."""
+
+
+# ---- how each shows
+
+
+def chosen_falling(history: History) -> str | None:
+    """Chosen answers become less likely while the margin grows: both answers fall, the rejected one faster.
+
+    The loss sees the margin alone, so it looks well; probability goes to answers that nobody wrote, and the policy
+    degrades (arXiv 2402.13228, 2410.08847).
+    """
+    names = ("logps/chosen", "logps/chosen_change", "rewards/margins")
+    logs = [log for log in history if all(name in log for name in names)]
+    if len(logs) < 2 * MARGIN_LOGS:
+        return None
+    first, last = logs[:MARGIN_LOGS], logs[-MARGIN_LOGS:]
+    before, margin = (mean(log["rewards/margins"] for log in part) for part in (first, last))
+    if not all(_has_fallen(log) for log in last) or not margin > max(before, 0):
+        return None
+    change, reference = last[-1]["logps/chosen_change"], last[-1]["logps/chosen"] - last[-1]["logps/chosen_change"]
+    return f"logps/chosen_change {change:.3g}, from {reference:.4g}; rewards/margins {before:.2g} -> {margin:.2g}"
+
+
+def _has_fallen(log: Mapping[str, float]) -> bool:
+    change = log["logps/chosen_change"]
+    return change <= -FALL_NATS and change <= FALL_SHARE * (log["logps/chosen"] - change)
+
+
+def kl_zero(history: History) -> str | None:
+    """KTO's KL estimate is 0 at every step: below it, and so clamped, or exactly there.
+
+    The reference point of the loss is then the constant 0 and no longer the policy's own drift: with rewards of both
+    classes on one side of it the loss saturates, or stays at 0.5.
+    """
+    logs = history[-KL_LOGS:]
+    if len(logs) < KL_LOGS or logs[-1]["step"] - _before(history, KL_LOGS) < KL_STEPS:
+        return None
+    if not all(log.get("kl_clamped", 0) > 0.999 or abs(log.get("kl", 1)) < 1e-6 for log in logs):
+        return None
+    return f"kl {mean(log['kl'] for log in logs):.2g} over the last {KL_LOGS} logs, never above 0"
+
+
+def no_learning(history: History) -> str | None:
+    """Rewards stay at 0 although the learning rate has passed its warm-up: the policy is still its reference.
+
+    A learning rate meant for another kind of training (LoRA wants a hundred times that of all weights), or bf16 weights
+    that swallow the updates.
+    """
+    peak = max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
+    logs = history[peak:]
+    if len(logs) < STILL_LOGS or logs[-1]["step"] - logs[0]["step"] < STILL_STEPS:
+        return None
+    if not logs[0].get("learning_rate", 0) > 0 or "logps/chosen_change" not in logs[-1]:
+        return None  # reference-free rewards are no log-ratios
+    rewards = [log[name] for log in logs for name in ("rewards/chosen", "rewards/rejected") if name in log]
+    if not all(abs(reward) < STILL_REWARD for reward in rewards):
+        return None
+    largest, rate = max(map(abs, rewards)), logs[0]["learning_rate"]
+    return f"no mean reward above {largest:.1g} at a learning rate of {rate:.2g}"
+
+
+def clipped_rollouts(history: History) -> str | None:
+    """Hardly a rollout ends by itself: the rest is cut at max_completion_length.
+
+    The student is not taught to end its answers, and time goes into tokens behind the point where it should have.
+    """
+    logs = history[-ROLLOUT_LOGS:]
+    stopped = [log.get("generation/stopped", 1.0) for log in logs]
+    if not _covers(history, ROLLOUT_LOGS, ROLLOUT_ROWS) or not all(share <= CLIPPED_STOPS for share in stopped):
+        return None
+    return f"generation/stopped {mean(stopped):.2g}, generation/length {logs[-1]['generation/length']:.4g}"
+
+
+def empty_rollouts(history: History) -> str | None:
+    """Rollouts are a terminal token and nothing before it.
+
+    The prompt looks finished to the student (it ends in a turn end, or the template adds no opening of the answer), or
+    the student has collapsed into silence.
+    """
+    logs = history[-ROLLOUT_LOGS:]
+    empty = [log.get("generation/length", 2.0) <= EMPTY_LENGTH and log["generation/stopped"] >= EMPTY_STOPS
+             for log in logs]  # fmt: skip
+    if not _covers(history, ROLLOUT_LOGS, ROLLOUT_ROWS) or not all(empty):
+        return None
+    return f"generation/length {mean(log['generation/length'] for log in logs):.3g}, the terminal token counted"
+
+
+def no_eos(history: History) -> str | None:
+    """No rollout has ended by itself since the start.
+
+    Then the student cannot know how answers end: its terminal token is another one than those that count, or it is a
+    base model that has never seen any.
+    """
+    if not _covers(history, NO_EOS_LOGS, NO_EOS_ROWS):
+        return None
+    if any(log.get("generation/stopped", 1.0) > 0 for log in history):
+        return None
+    return f"generation/stopped 0 in all {len(history)} logs"
+
+
+def label_leak(history: History) -> str | None:
+    """From the second log on, and on rows that were never seen before, every preference is predicted right.
+
+    What is learned in so few steps is no preference, but a mark of the label: a length, a template, a truncated end,
+    the model that wrote the answer. (The first log is left out: policy and reference are equal there.)
+    """
+    logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
+    accuracy = [log.get("rewards/accuracies", 0.0) for log in logs]
+    if len(logs) < LEAK_LOGS or logs[-1]["rows"] - history[0]["rows"] < LEAK_ROWS:
+        return None
+    if not all(share >= LEAK_ACCURACY for share in accuracy):
+        return None
+    return f"rewards/accuracies {mean(accuracy):.4g} from step {history[0]['step'] + 1:.0f} on"
+
+
+def _before(history: History, count: int, key: str = "step") -> float:
+    """Of the log before the last `count`; 0 at the start."""
+    return history[-count - 1][key] if len(history) > count else 0.0
+
+
+def _covers(history: History, logs: int, rows: int) -> bool:
+    """Do the last `logs` logs exist, and are they of so many rows?"""
+    return len(history) >= logs and history[-1]["rows"] - _before(history, logs, "rows") >= rows
+
+
+# ---- what they mean
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A way in which runs of some methods go wrong."""
+
+    find: Callable[[History], str | None]
+    """History -> the figures that show it, or None."""
+    says: str
+    """What it is."""
+    remedies: Mapping[str, str]
+    """method -> what to change, in keys of a recipe. Other methods do not have it."""
+    unless: tuple[str, ...] = ()
+    """Values of loss_type that mean to do this."""
+
+
+SYMPTOMS = {
+    "chosen_falling": Symptom(
+        chosen_falling, "chosen answers become less likely while the margin rises",
+        {"dpo": "Set train.nll_coef (0.1 to 5), which holds them up, and lower train.learning_rate",
+         "kto": "Lower train.undesirable_weight, which pushes all answers down, and train.learning_rate"},
+        unless=("apo_down",),
+    ),
+    "kl_zero": Symptom(
+        kl_zero, "the KL estimate is stuck at 0",
+        {"kto": "Raise train.gradient_accumulation_steps or train.per_device_train_batch_size (it is a mean over an "
+                "optimizer step), lower train.undesirable_weight, or set train.loss_type=apo_zero_unpaired, which "
+                "needs no KL"},
+    ),
+    "no_learning": Symptom(
+        no_learning, "the policy does not leave its reference",
+        dict.fromkeys(
+            ("dpo", "kto"),
+            "Raise train.learning_rate (model.lora wants 1e-5 or more), and leave model.dtype at default: weights "
+            "that are trained in bf16 hardly move",
+        ),
+    ),
+    "clipped_rollouts": Symptom(
+        clipped_rollouts, "rollouts are cut at max_completion_length instead of ending",
+        {"opd": "Raise train.max_completion_length (and train.max_length with it), or teach the student by SFT on "
+                "finished answers to end its own"},
+    ),
+    "empty_rollouts": Symptom(
+        empty_rollouts, "rollouts are empty",
+        {"opd": "Look at how prompts end (in a turn end, or without the opening of an answer: "
+                "train.apply_chat_template, model.chat_template); if it began in mid-run, lower train.learning_rate"},
+    ),
+    "no_eos": Symptom(
+        no_eos, "no rollout has ever ended by itself",
+        {"opd": "Train the student by SFT first, or give it the chat template that its answers end by "
+                "(train.apply_chat_template, model.chat_template)"},
+    ),
+    "label_leak": Symptom(
+        label_leak, "every preference was predicted right almost from the start",
+        dict.fromkeys(
+            ("dpo", "kto"),
+            "Look in data.train for what gives the label away: lengths, templates, missing ends, one model for all "
+            "good answers and another for all bad ones",
+        ),
+    ),
+}  # fmt: skip
+"""In the order in which they are looked for."""
+NAMES = ("nan", *SYMPTOMS)
+"""What `train.stop_on` takes."""
+
+
+def look(history: History, method: str, loss_types: Sequence[str] = ()) -> dict[str, str]:
+    """The symptoms that the history of a run of this method shows: name -> what, with which figures, what to do."""
+    found = {}
+    for name, symptom in SYMPTOMS.items():
+        if method not in symptom.remedies or set(loss_types) & set(symptom.unless):
+            continue
+        if figures := symptom.find(history):
+            found[name] = f"step {history[-1]['step']:.0f}: {symptom.says} ({figures}). {symptom.remedies[method]}."
+    return found
+
+
+def listed(given: list[str] | str | None) -> list[str]:
+    """The names that a `stop_on` gives: none, one, or a list of them."""
+    return [given] if isinstance(given, str) else list(given or [])
+
+
+def problems(given: list[str] | str | None, method: str | None = None) -> Iterator[str]:
+    """What is wrong with a `stop_on`: names that do not exist or, with a method, symptoms of other methods."""
+    for name in listed(given):
+        if method is None and name not in NAMES:
+            yield f"stop_on: there is no {name!r}{nearest(str(name), NAMES)}"
+        elif method is not None and name in SYMPTOMS and method not in (methods := SYMPTOMS[name].remedies):
+            yield f"stop_on: {name} is a symptom of {' and '.join(methods)}, not of {method}"

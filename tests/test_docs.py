@@ -1,0 +1,424 @@
+"""README.md, CONTRIBUTING.md and docs/: every code block runs, every table and link is true.
+
+Blocks of a page run one after the other in a folder where hub names are local folders (`hub_for_tests`):
+
+    bash      each line: the command itself in this process, with overrides that make it small; what cannot run here is
+              parsed as far as can be (PROGRAMS), and an unknown program fails
+    python    executed, names are kept for the page's next block
+    yaml      loaded as a recipe; a fragment is laid over a small recipe of the page's method
+    json      each line is a row that some method reads
+    text      formulas and output
+
+A word behind the language is the file that the block is (`mine.yaml`), or a fragment's method. Commands in running text
+are parsed, not run.
+"""
+
+import dataclasses
+import importlib
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from configparser import ConfigParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from accelerate.commands.launch import launch_command_parser
+from hub_for_tests import REPOSITORY, at_home, make_hub, small
+from models_for_tests import tiny_model
+from torch.distributed.run import get_args_parser as torchrun_parser
+from training_for_tests import token_rows, trainer_for
+from transformers import TrainingArguments
+
+import hf_posttrain
+from hf_posttrain import arguments, parts, run, watch
+from hf_posttrain.config import PostTrainConfig
+from hf_posttrain.data.formats import ACCEPTS, detect
+from hf_posttrain.errors import InputError
+from hf_posttrain.recipe import ModelSection, Source, check_train, load_recipe, train_config
+
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+METHODS = ("sft", "dpo", "kto", "kd", "opd")
+CONFIGS = {method: getattr(hf_posttrain, f"{method.upper()}Config") for method in METHODS}
+NEEDS_A_SERVER = "train.rollout=vllm"
+"""Commands with it are checked up to the call of vLLM's server: tests/test_vllm.py has stand-ins for that."""
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    line: int
+    language: str
+    note: str
+    text: str
+
+
+def name(page: Path) -> str:
+    """In test ids and messages."""
+    return str(page.relative_to(REPOSITORY))
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    found, open_ = [], None
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        if line.startswith("```"):
+            if open_ is None:
+                language, _, note = line[3:].partition(" ")
+                open_ = Block(number, language, note, "")
+            else:
+                found.append(open_)
+                open_ = None
+        elif open_ is not None:
+            open_ = open_._replace(text=f"{open_.text}{line}\n")
+    assert open_ is None, f"{name(page)}: a block is not closed"
+    return found
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(page: Path) -> list[str]:
+    """Inline code."""
+    return [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose(page))]
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """Cells of the rows of the first table below a heading."""
+    lines = text.split(f"\n{heading}\n")[1].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("|---"))
+    rows = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return rows
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+# ---- bash
+
+
+def _of_hf_posttrain(words: list[str], runs: bool) -> None:
+    """The command, in this process; small, if it trains."""
+    if not words or words[0] in ("data", "compare"):
+        if runs:
+            assert run.main(words) == 0
+        return
+    asked = arguments.parse(words)
+    if not runs and not Path(asked.recipe).exists():
+        return
+    recipe = load_recipe(asked.recipe, asked.overrides)
+    check_train(recipe)
+    if not runs or NEEDS_A_SERVER in words:
+        parts.configure(load_recipe(asked.recipe, [*asked.overrides, "train.use_cpu=true"]))
+        return
+    assert run.main([*words, *small(recipe)]) in ((0, 1) if asked.check else (0,))  # 1: so few rows are a warning
+
+
+def _module(words: list[str], runs: bool) -> None:
+    """`python FILE` or `python -m MODULE ...`: hf_posttrain.run is the command; others and their options exist."""
+    if words[0] != "-m":
+        return _file(words, runs)
+    if words[1] == "hf_posttrain.run":
+        return _of_hf_posttrain(words[2:], runs)
+    source = Path(importlib.util.find_spec(words[1]).origin).read_text(encoding="utf-8")
+    unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source]
+    assert not unknown, f"{words[1]} has no {unknown}"
+    return None
+
+
+def _accelerate(words: list[str], runs: bool) -> None:
+    """The launcher's options are parsed by itself and its file is there; what it launches runs in this process."""
+    assert words[0] == "launch"
+    given = launch_command_parser().parse_args(words[1:] if runs or "-m" in words else [*words[1:], "script.py"])
+    assert given.config_file is None or Path(given.config_file).is_file(), given.config_file
+    if given.module:
+        _module(["-m", given.training_script, *given.training_script_args], runs)
+
+
+def _torchrun(words: list[str], runs: bool) -> None:
+    given = torchrun_parser().parse_args(words)
+    assert given.module
+    _module(["-m", given.training_script, *given.training_script_args], runs)
+
+
+def _make(words: list[str], runs: bool) -> None:
+    """Tests, installation and quickstart are jobs of their own: the target is there."""
+    targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+    assert {word for word in words if "=" not in word} <= set(targets), words
+
+
+def _pip(words: list[str], runs: bool) -> None:
+    """Nothing is installed by a test: the extra is there."""
+    setup = ConfigParser()
+    setup.read(REPOSITORY / "setup.cfg")
+    assert words[0] == "install"
+    for extras in re.findall(r"\[([\w,]+)\]", " ".join(words)):
+        assert set(extras.split(",")) <= set(setup["options.extras_require"]), extras
+
+
+def _file(words: list[str], runs: bool) -> None:
+    """Long, or for a GPU: the script is there (tests/test_benchmarks.py runs gpu.sh dry)."""
+    assert Path(words[0]).is_file(), words[0]
+
+
+def _environment(words: list[str], runs: bool) -> None:
+    """`source .venv/bin/activate`: what `make` makes."""
+    assert words == [".venv/bin/activate"]
+
+
+def _vllm(words: list[str], runs: bool) -> None:
+    """No vLLM here: its subcommand alone is checked."""
+    assert words[0] == "serve"
+
+
+PROGRAMS = {
+    "hf-posttrain": _of_hf_posttrain, "python": _module, "accelerate": _accelerate, "torchrun": _torchrun,
+    "make": _make, "pip": _pip, "bash": _file, "source": _environment, "vllm": _vllm,
+}  # fmt: skip
+
+
+def command(line: str, runs: bool) -> None:
+    """One command line, its environment variables and comment aside."""
+    words = shlex.split(line, comments=True)
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words.pop(0)
+    if not words:
+        return
+    assert words[0] in PROGRAMS, f"no way to check {words[0]!r}: add it to PROGRAMS"
+    PROGRAMS[words[0]](words[1:], runs)
+
+
+# ---- the other languages
+
+
+def recipe_of(block: Block, page: Path, folder: Path) -> None:
+    """A recipe, or a fragment laid over a small one: strictly loaded, and its train section made a Config."""
+    tree = yaml.safe_load(block.text)
+    if "method" not in tree:
+        tree = _whole(tree, block.note or (page.stem if page.stem in METHODS else "sft"))
+    file = folder / f"block-{block.line}.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    recipe = load_recipe(file, ["train.use_cpu=true", "train.bf16=null"])
+    check_train(recipe)
+    train_config(recipe, CONFIGS[recipe.method])
+
+
+def _whole(fragment: dict, method: str) -> dict:
+    """A recipe of the method with the fragment's sections in place of its own."""
+    rows, second = {"path": "mine.jsonl"}, {"teacher": {"name_or_path": "Qwen/Qwen3-4B"}}
+    tree = {"method": method, "model": {"name_or_path": "Qwen/Qwen3-0.6B"}, "data": {"train": rows, "eval": rows}}
+    tree |= second if method in ("kd", "opd") else {}
+    return tree | fragment | {"train": {"output_dir": "outputs/fragment", **fragment.get("train", {})}}
+
+
+def rows_of(block: Block) -> None:
+    for line in filter(None, block.text.splitlines()):
+        columns = list(json.loads(line))
+        assert any(_reads(columns, method) for method in METHODS), line
+
+
+def _reads(columns: list[str], method: str) -> bool:
+    try:
+        return bool(detect(columns, method))
+    except InputError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    make_hub(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(hub, tmp_path, monkeypatch):
+    """The current directory: the hub's names are folders in it, and the files of the README's table."""
+    at_home(tmp_path, hub)
+    for file, line in _own_files():
+        (tmp_path / file).write_text(f"{line}\n{line.replace('347', '348')}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _own_files() -> Iterator[tuple[str, str]]:
+    for file, line, _ in table((REPOSITORY / "README.md").read_text(encoding="utf-8"), "## Your own data"):
+        yield code(file)[0], code(line)[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_block_of_a_page_runs(page, folder):
+    kept = {"__name__": "page"}
+    for block in blocks(page):
+        place = f"{name(page)}:{block.line}"
+        if "." in block.note:
+            (folder / block.note).write_text(block.text)
+        if block.language == "bash":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                print(f"{place}: {line}", file=sys.stderr)
+                command(line, runs=True)
+        elif block.language == "python":
+            exec(compile(block.text, place, "exec"), kept)
+        elif block.language == "yaml":
+            recipe_of(block, page, folder)
+        elif block.language == "json":
+            rows_of(block)
+        else:
+            assert block.language == "text", f"{place}: a block of {block.language or 'no language'}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_in_running_text_can_be_parsed(page, folder):
+    for span in spans(page):
+        if span.split()[0] in PROGRAMS and " " in span:
+            command(span, runs=False)
+
+
+def test_an_unknown_command_or_option_fails():
+    with pytest.raises(AssertionError, match="add it to PROGRAMS"):
+        command("rm -rf /", runs=False)
+    with pytest.raises(InputError, match="unknown option --chekc"):
+        command("hf-posttrain x.yaml --chekc", runs=False)
+    with pytest.raises(AssertionError):
+        command("make coffee", runs=False)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_keys_in_running_text_exist(page):
+    fields = {name for config in CONFIGS.values() for name in config.__dataclass_fields__}
+    sections = {"model": ModelSection, "teacher": ModelSection, "data.train": Source, "data.eval": Source}
+    for section, key in re.findall(r"\b(train|model|teacher|data\.train|data\.eval)\.(\w+)", " ".join(spans(page))):
+        known = fields if section == "train" else set(sections[section].__dataclass_fields__)
+        assert key in known or key == "jsonl", f"{section}.{key}"
+
+
+# ---- links
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+# ---- tables
+
+
+def options_script():
+    spec = importlib.util.spec_from_file_location("docs_options", REPOSITORY / "docs" / "options.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name == "docs"], ids=name)
+def test_tables_of_options_are_those_of_the_source(page):
+    text = page.read_text(encoding="utf-8")
+    assert options_script().written(text) == text, "run `make docs`"
+    for part in re.findall(r"<!-- options \w+ -->\n(.*?)<!-- end -->", text, re.DOTALL):
+        for line in part.splitlines():
+            assert "|  |" not in line, f"a cell is empty: {line}"
+
+
+def test_every_method_has_a_page_with_all_its_options():
+    for method, config in CONFIGS.items():
+        text = (REPOSITORY / "docs" / f"{method}.md").read_text(encoding="utf-8")
+        shown = "".join(re.findall(r"<!-- (?:options|shared) \w+ -->\n(.*?)<!-- end -->", text, re.DOTALL))
+        inherited = {field.name for field in dataclasses.fields(TrainingArguments)}
+        assert {field.name for field in dataclasses.fields(config)} - inherited <= set(code(shown)), method
+
+
+def test_the_table_of_training_arguments_is_true():
+    text = (REPOSITORY / "docs" / "options.md").read_text(encoding="utf-8")
+    fields = {field.name: field for field in dataclasses.fields(PostTrainConfig)}
+    for option, default, _ in table(text, "## Of TrainingArguments"):
+        given = fields[code(option)[0]].default
+        assert code(default)[0] == (given if isinstance(given, str) else json.dumps(given)), option
+
+
+def test_the_table_of_warnings_has_all_of_them():
+    rows = table((REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), "## Warnings while it runs")
+    said = {code(name)[0]: methods.split(", ") for name, methods, *_ in rows}
+    assert said == {"nan": ["all"]} | {name: list(symptom.methods) for name, symptom in watch.SYMPTOMS.items()}
+
+
+VARIANTS = {"kto": [{}, {"loss_type": "bco"}], "opd": [{}, {"loss_type": "policy_gradient"}]}
+"""Options that log other metrics."""
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_metrics_of_a_method_are_those_that_it_logs(method, tmp_path):
+    logged = set()
+    for options in VARIANTS.get(method, [{}]):
+        second = {"second": tiny_model(seed=1)} if method in ("kd", "opd") else {}
+        rows = token_rows(method)
+        trainer = trainer_for(method, tiny_model(), rows, tmp_path, eval_rows=rows, eval_strategy="steps", eval_steps=1,
+                              **second, **options)  # fmt: skip
+        trainer.train()
+        logged |= {key.removeprefix("eval_") for log in trainer.state.log_history for key in log}
+    shared = {one for cells in _metrics("options", "## Metrics of every method") for one in code(cells[0])}
+    own = {one.removeprefix("eval_") for cells in _metrics(method, "## Metrics") for one in code(cells[0])}
+    plain = {one.removeprefix("eval_") for one in shared}
+    assert logged <= own | plain, logged - own - plain
+    assert own - {"…", "exact_match"} <= logged, own - logged
+
+
+def _metrics(page: str, heading: str) -> list[list[str]]:
+    return table((REPOSITORY / "docs" / f"{page}.md").read_text(encoding="utf-8"), heading)
+
+
+def test_names_of_trl_are_its_own():
+    trl = pytest.importorskip("trl")
+    if not trl.__version__.startswith("1.16."):
+        pytest.skip(f"the page is about TRL 1.16, here is {trl.__version__}")
+    distillation = importlib.import_module("trl.trainer.distillation_config").DistillationConfig
+    gkd = importlib.import_module("trl.experimental.gkd").GKDConfig
+    transformers_own = {field.name for field in dataclasses.fields(TrainingArguments)}
+    theirs = {
+        field.name for config in (trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, distillation, gkd)
+        for field in dataclasses.fields(config)
+    }  # fmt: skip
+    ours = {name for config in CONFIGS.values() for name in config.__dataclass_fields__}
+    rows = table((REPOSITORY / "docs" / "from_trl.md").read_text(encoding="utf-8"), "## Fields")
+    named = {one for cells in rows for one in code(cells[0])}
+    assert named <= theirs, named - theirs
+    assert theirs - transformers_own <= named, theirs - transformers_own - named
+    for cells in rows:
+        assert not cells[1].startswith("the same") or set(code(cells[0])) <= ours, cells
+
+
+def test_formats_of_the_readme_are_read_by_their_method():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for _, line, method in table(text, "## Your own data"):
+        assert detect(list(json.loads(code(line)[0])), method.partition(",")[0]) in ACCEPTS[method.partition(",")[0]]
+
+
+def test_the_house_is_as_the_readme_says():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("## The house\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"\b(\w+\.py)\b", text))
+    modules = {path.name for path in (REPOSITORY / "hf_posttrain").glob("*.py")} - {"__init__.py"}
+    packages = {path.parent.name for path in (REPOSITORY / "hf_posttrain").glob("*/__init__.py")}
+    assert modules <= named, modules - named
+    assert all(f"{package}/" in text for package in packages), packages
+    assert all(list(REPOSITORY.rglob(one)) for one in named), named
