@@ -39,6 +39,7 @@ from hf_posttrain.config import PostTrainConfig
 from hf_posttrain.data.formats import ACCEPTS, detect
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import ModelSection, Source, check_train, load_recipe, train_config
+from hf_posttrain.report import curves, samples
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 METHODS = ("sft", "dpo", "kto", "kd", "opd")
@@ -245,6 +246,8 @@ def hub(tmp_path_factory):
 def folder(hub, tmp_path, monkeypatch):
     """The current directory: the hub's names are folders in it, and the files of the README's table."""
     at_home(tmp_path, hub)
+    monkeypatch.setattr(curves, "write", lambda run: None)  # tests/test_report.py has them; they take most of the time
+    monkeypatch.setattr(samples, "LONGEST", 4)
     for file, line in _own_files():
         (tmp_path / file).write_text(f"{line}\n{line.replace('347', '348')}\n")
     monkeypatch.chdir(tmp_path)
