@@ -33,7 +33,7 @@ venv: $(STAMP) ## .venv with the tested versions; installed again only after set
 $(STAMP): setup.cfg constraints.txt
 	@$(call check_python)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,plot,deepspeed,quant]'
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,deepspeed,quant]'
 	@touch $@
 
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference
@@ -51,7 +51,7 @@ test-floor: $(FLOOR_STAMP) ## the tests of one process with the oldest versions 
 $(FLOOR_STAMP): setup.cfg constraints-floor.txt
 	@$(call check_python)
 	@test -x $(FLOOR_VENV)/bin/python || $(PYTHON) -m venv $(FLOOR_VENV)
-	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) -e '.[test,plot]'
+	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) -e '.[test]'
 	@touch $@
 
 lint: $(STAMP) ## ruff

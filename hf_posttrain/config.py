@@ -1,17 +1,20 @@
 """PostTrainConfig: TrainingArguments with what all five methods add. It refuses what `rules` and `launch` name."""
 
 import dataclasses
+import inspect
 import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from . import rules, sequence
 from .errors import InputError
 from .keys import advice
 from .launch import check_engine
+from .strict import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +89,7 @@ class PostTrainConfig(TrainingArguments):
             )
         super().__post_init__()
         self._keep_batches_whole()
+        self._check_scheduler()
         self.parallelism_config = sequence.settle(self)
         if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
             logger.info("layout: padded (with sequence parallelism a row is one document)")
@@ -97,6 +101,16 @@ class PostTrainConfig(TrainingArguments):
             )
             self._n_gpu = 1
         check_engine(self)
+
+    def _check_scheduler(self) -> None:
+        """Raises InputError for options that the learning rate's schedule does not have."""
+        kind: Any = self.lr_scheduler_type
+        function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
+        allowed = inspect.signature(function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in allowed.values())
+        for name in self.lr_scheduler_kwargs or {}:
+            if name not in allowed and not takes_all:
+                raise InputError(f"lr_scheduler_kwargs: {kind.value} has no option {name}{nearest(name, allowed)}")
 
     def _keep_batches_whole(self) -> None:
         """Accelerate must not cut a laid-out batch by rows, as it does by default with streams."""

@@ -88,7 +88,10 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
         spare = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
     if tokenizer.pad_token_id is None:
-        raise InputError(f"the tokenizer {tokenizer.name_or_path or ''} has neither a pad nor an eos token")
+        raise InputError(
+            f"the tokenizer {tokenizer.name_or_path or ''} has neither a pad nor an eos token: name one in its"
+            " tokenizer_config.json"
+        )
     return tokenizer
 
 

@@ -51,7 +51,9 @@ def inputs(recipe: Recipe) -> Iterator[Problem]:
             yield from _model(recipe, key, section)
     for key, source in recipe.sources():
         if problem := source_problem(source.path):
-            yield (f"{key}.path",), f"{key}.path: {problem}{_trained_by(recipe, source.path)}"
+            yield (f"{key}.path",), f"{key}.path: {problem}"
+    if problem := _unwritable(Path(os.environ.get("HF_DATASETS_CACHE") or Path(hub.HF_HOME) / "datasets")):
+        yield (), f"the cache of data sets cannot be written: {problem}; HF_DATASETS_CACHE says where it is"
 
 
 def training(recipe: Recipe) -> Iterator[Problem]:
@@ -67,17 +69,22 @@ def training(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _folders(recipe: Recipe) -> Iterator[Problem]:
-    folder = Path(recipe.train.get("output_dir") or ".").expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        yield ("train.output_dir",), f"train.output_dir: {existing} is a file, not a folder"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        yield ("train.output_dir",), f"train.output_dir: {existing} may not be written to"
+    if problem := _unwritable(Path(recipe.train.get("output_dir") or ".")):
+        yield ("train.output_dir",), f"train.output_dir: {problem}"
     wanted, key = recipe.train.get("resume_from_checkpoint"), "train.resume_from_checkpoint"
     if wanted and wanted != "auto" and not Path(wanted).is_dir():
         yield (key,), f"{key}: there is no folder {wanted}{nearest_path(Path(wanted))}"
     elif wanted and wanted != "auto" and any(Path(wanted).glob("checkpoint-*")):
         yield (key,), f"{key}: {wanted} holds checkpoints: name one, or auto"
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Why a folder that may not be there yet cannot be written to."""
+    folder = folder.expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written to"
 
 
 def is_local(name: str) -> bool:

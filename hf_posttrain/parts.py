@@ -93,11 +93,11 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
     """(tokenizer, LoRA config or None), after everything about both models that shows without weights."""
     from . import models
 
-    with placed(recipe, "model"):
+    with placed(recipe, "model.name_or_path"):
         tokenizer, size = models.load_tokenizer(recipe.model), models.vocabulary_size(recipe.model)
         models.check_tokenizer_fits(tokenizer, size, recipe.model.name_or_path)
     if recipe.teacher:
-        with placed(recipe, "teacher"):
+        with placed(recipe, "teacher.name_or_path"):
             teacher_size = models.vocabulary_size(recipe.teacher)
             models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher), size, teacher_size)
     return tokenizer, models.lora_config(recipe.model, recipe.where)
@@ -121,10 +121,10 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
 
     set_seed(config.seed)
     place: dict[str, Any] = {"device": config.device, "storage": launch.quantised_storage(config)}
-    with placed(recipe, "model"):
+    with placed(recipe, "model.name_or_path"):
         loaded: dict[str, Any] = {"model": models.load_model(recipe.model, **place)}
     if recipe.teacher:
-        with placed(recipe, "teacher"):
+        with placed(recipe, "teacher.name_or_path"):
             loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, **place)
         loaded["teacher_offload"] = recipe.teacher.offload
     return loaded

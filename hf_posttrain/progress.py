@@ -33,7 +33,7 @@ KEY_METRICS = {
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
-_UNSHOWN = ("epoch", "_runtime", "_per_second", "_time", "total_flos")
+_UNSHOWN = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped")
 """How keys end that say nothing of an evaluation's result."""
 
 

@@ -181,15 +181,20 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
         return config_class(**values)
     except LaunchError:
         raise
-    except (ValueError, ImportError) as error:  # a contradiction, or a package that an option needs
+    except (ValueError, TypeError, ImportError) as error:  # a contradiction, or a package that an option needs
         problem = " ".join(str(error).split())
         key = next((f"train.{name}" for name in re.findall(r"\w+", problem) if name in recipe.train), "train")
         raise InputError(f"{recipe.where(key)}: {problem}") from error
 
 
 def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:
-    """Raises InputError for the first of the problems, (dotted keys, sentence), with the place of each key."""
+    """Raises InputError for the first of the problems, (dotted keys, sentence), with the place of each key.
+
+    One without keys is not of the recipe.
+    """
     for keys, problem in problems:
+        if not keys:
+            raise InputError(problem)
         given = [key for key in keys if key in recipe.places] or [keys[0]]
         first, *others = ((key, recipe.where(key)) for key in given)
         beside = "".join(f"; {key} is at {place}" for key, place in others if place != first[1])

@@ -25,7 +25,7 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
             data.check_sources(sources, name)
     with launch.main_process_first(config):
         for name, sources in _given(recipe):
-            with placed(recipe, f"data.{name}.path"):
+            with placed(recipe, f"data.{name}.path"), data.decoded(sources, name):
                 raw = data.load(sources, name)
                 rows[name] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:

@@ -147,7 +147,9 @@ def label_leak(history: History) -> str | None:
     """
     logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
     accuracy = [log.get("rewards/accuracies", 0.0) for log in logs]
-    if len(logs) < LEAK_LOGS or logs[-1]["rows"] - history[0]["rows"] < LEAK_ROWS or min(accuracy) < LEAK_ACCURACY:
+    if len(logs) < LEAK_LOGS or logs[-1]["rows"] - history[0]["rows"] < LEAK_ROWS:
+        return None
+    if not all(share >= LEAK_ACCURACY for share in accuracy):
         return None
     return f"rewards/accuracies {mean(accuracy):.4g} from step {history[0]['step'] + 1:.0f} on"
 
@@ -169,51 +171,59 @@ def _covers(history: History, logs: int, rows: int) -> bool:
 class Symptom:
     """A way in which runs of some methods go wrong."""
 
-    methods: tuple[str, ...]
     find: Callable[[History], str | None]
     """History -> the figures that show it, or None."""
     says: str
     """What it is."""
-    remedy: str
-    """What to change, in keys of a recipe."""
+    remedies: Mapping[str, str]
+    """method -> what to change, in keys of a recipe. Other methods do not have it."""
     unless: tuple[str, ...] = ()
     """Values of loss_type that mean to do this."""
 
 
 SYMPTOMS = {
     "chosen_falling": Symptom(
-        ("dpo", "kto"), chosen_falling, "chosen answers become less likely while the margin rises",
-        "Lower train.learning_rate, and set train.nll_coef=0.1 or more (dpo), or lower train.undesirable_weight (kto)",
+        chosen_falling, "chosen answers become less likely while the margin rises",
+        {"dpo": "Set train.nll_coef (0.1 to 5), which holds them up, and lower train.learning_rate",
+         "kto": "Lower train.undesirable_weight, which pushes all answers down, and train.learning_rate"},
         unless=("apo_down",),
     ),
     "kl_zero": Symptom(
-        ("kto",), kl_zero, "KTO's KL estimate is stuck at 0",
-        "Raise train.gradient_accumulation_steps or train.per_device_train_batch_size (the estimate is a mean over an "
-        "optimizer step), lower train.undesirable_weight, or take train.loss_type=apo_zero_unpaired, which needs no KL",
+        kl_zero, "the KL estimate is stuck at 0",
+        {"kto": "Raise train.gradient_accumulation_steps or train.per_device_train_batch_size (it is a mean over an "
+                "optimizer step), lower train.undesirable_weight, or set train.loss_type=apo_zero_unpaired, which "
+                "needs no KL"},
     ),
     "no_learning": Symptom(
-        ("dpo", "kto"), no_learning, "the policy does not leave its reference",
-        "Raise train.learning_rate (model.lora wants 1e-5 or more), and leave model.dtype at default: in bf16, weights "
-        "that are trained fully hardly move",
+        no_learning, "the policy does not leave its reference",
+        dict.fromkeys(
+            ("dpo", "kto"),
+            "Raise train.learning_rate (model.lora wants 1e-5 or more), and leave model.dtype at default: weights "
+            "that are trained in bf16 hardly move",
+        ),
     ),
     "clipped_rollouts": Symptom(
-        ("opd",), clipped_rollouts, "rollouts are cut at max_completion_length instead of ending",
-        "Raise train.max_completion_length (and train.max_length with it), or shorten answers by SFT on finished ones",
+        clipped_rollouts, "rollouts are cut at max_completion_length instead of ending",
+        {"opd": "Raise train.max_completion_length (and train.max_length with it), or teach the student by SFT on "
+                "finished answers to end its own"},
     ),
     "empty_rollouts": Symptom(
-        ("opd",), empty_rollouts, "rollouts are empty",
-        "Look at how prompts end (a turn end too many, or none that opens the answer: train.apply_chat_template, "
-        "model.chat_template), and lower train.learning_rate if it began in the middle of the run",
+        empty_rollouts, "rollouts are empty",
+        {"opd": "Look at how prompts end (in a turn end, or without the opening of an answer: "
+                "train.apply_chat_template, model.chat_template); if it began in mid-run, lower train.learning_rate"},
     ),
     "no_eos": Symptom(
-        ("opd",), no_eos, "no rollout ever ended by itself",
-        "Train the student by SFT first, or give it the chat template and tokenizer that its answers end by "
-        "(train.apply_chat_template, model.chat_template)",
+        no_eos, "no rollout has ever ended by itself",
+        {"opd": "Train the student by SFT first, or give it the chat template that its answers end by "
+                "(train.apply_chat_template, model.chat_template)"},
     ),
     "label_leak": Symptom(
-        ("dpo", "kto"), label_leak, "every preference was predicted right almost from the start",
-        "Look for what gives the label away in data.train: lengths, templates, missing ends, or one model for all "
-        "chosen answers and another for all rejected ones",
+        label_leak, "every preference was predicted right almost from the start",
+        dict.fromkeys(
+            ("dpo", "kto"),
+            "Look in data.train for what gives the label away: lengths, templates, missing ends, one model for all "
+            "good answers and another for all bad ones",
+        ),
     ),
 }  # fmt: skip
 """In the order in which they are looked for."""
@@ -225,10 +235,10 @@ def look(history: History, method: str, loss_types: Sequence[str] = ()) -> dict[
     """The symptoms that the history of a run of this method shows: name -> what, with which figures, what to do."""
     found = {}
     for name, symptom in SYMPTOMS.items():
-        if method not in symptom.methods or set(loss_types) & set(symptom.unless):
+        if method not in symptom.remedies or set(loss_types) & set(symptom.unless):
             continue
         if figures := symptom.find(history):
-            found[name] = f"step {history[-1]['step']:.0f}: {symptom.says} ({figures}). {symptom.remedy}."
+            found[name] = f"step {history[-1]['step']:.0f}: {symptom.says} ({figures}). {symptom.remedies[method]}."
     return found
 
 
@@ -238,10 +248,9 @@ def listed(given: list[str] | str | None) -> list[str]:
 
 
 def problems(given: list[str] | str | None, method: str | None = None) -> Iterator[str]:
-    """What is wrong with a `stop_on`: names that do not exist or, with a method, those that belong to others."""
+    """What is wrong with a `stop_on`: names that do not exist or, with a method, symptoms of other methods."""
     for name in listed(given):
-        methods = SYMPTOMS[name].methods if name in SYMPTOMS else (method,)
         if method is None and name not in NAMES:
             yield f"stop_on: there is no {name!r}{nearest(str(name), NAMES)}"
-        elif method is not None and method not in methods:
-            yield f"stop_on: {name} is of method {' and '.join(map(str, methods))}, not of {method}"
+        elif method is not None and name in SYMPTOMS and method not in (methods := SYMPTOMS[name].remedies):
+            yield f"stop_on: {name} is a symptom of {' and '.join(methods)}, not of {method}"

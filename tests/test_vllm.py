@@ -411,7 +411,7 @@ def test_the_command_refuses_before_weights_are_loaded(tmp_path, monkeypatch, ca
     assert "command line: vllm_server_base_url: no vLLM server answers at" in line("train.vllm_mode=server", url)
     assert "opd.yaml:5: rollout: vllm cannot serve LoRA with use_dora=True" in line("model.lora={use_dora: true}")
     assert "train.rollout: vllm takes no quantised" in line("model.lora={r: 8}", "model.quantization=4bit")
-    assert "command line: vllm_server_base_url belongs to vllm_mode" in line(url)
+    assert "command line: train.vllm_server_base_url belongs to vllm_mode" in line(url)
     assert "train.use_vllm does not exist: use rollout: vllm" in line("train.use_vllm=true")
 
 

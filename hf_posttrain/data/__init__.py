@@ -1,6 +1,7 @@
 """Data: any source and any supported columns -> rows of token ids, one layout per method.
 
-    sources.py    files, folders and hub names -> raw rows (check_sources, load)
+    sources.py    files, folders and hub names -> raw rows (check_sources, load, decoded)
+    broken.py     the broken line of a file that cannot be read
     formats.py    which format the columns are (detect); one raw row -> a sample
     encode.py     samples -> text -> ids, cut to size
     prepare.py    all of it over a data set, counted and cached (prepare); the same before anything is dropped
@@ -17,9 +18,9 @@ from .formats import ACCEPTS, FORMATS, detect
 from .lengths import seeded, warn_if_too_long, with_lengths
 from .packing import pack
 from .prepare import COLUMNS, prepare, tokenised
-from .sources import check_sources, load
+from .sources import check_sources, decoded, load
 
 __all__ = [
-    "ACCEPTS", "COLUMNS", "FORMATS", "check_sources", "detect", "load", "pack", "prepare", "seeded",
+    "ACCEPTS", "COLUMNS", "FORMATS", "check_sources", "decoded", "detect", "load", "pack", "prepare", "seeded",
     "tokenised", "warn_if_too_long", "with_lengths",
 ]  # fmt: skip

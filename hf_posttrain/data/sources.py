@@ -2,10 +2,11 @@
 
 check_sources    path, extension and emptiness of each source, before anything slow
 load             sources -> one datasets.Dataset (or IterableDataset)
+decoded          around what reads its rows: a text that is no UTF-8
 """
 
-import json
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from ..errors import InputError
 from ..on_disk import BUILDERS, source_problem
 from ..strict import nearest
+from .broken import broken
 
 
 def check_sources(sources: Any, what: str = "data") -> None:
@@ -77,11 +79,13 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
             folder = str(path) if path.is_dir() else source.path
             rows = _with_columns(datasets.load_dataset(folder, source.name, **options))
     except Exception as error:
-        line = _malformed_line(path) if path.is_file() and BUILDERS[path.suffix] == "json" else None
         local = "" if path.exists() else " (it is no file or folder here, so the hub was asked)"
-        raise InputError(f"{what}: cannot read {source.path}{local}: {line or error.__cause__ or error}") from error
+        problem = broken(path) or " ".join(str(error.__cause__ or error).split())
+        raise InputError(f"{what}: cannot read {source.path}{local}: {problem}") from error
     if isinstance(rows, datasets.Dataset) and len(rows) == 0:
         raise InputError(f"{what}: {source.path} has no rows")
+    if path.suffix == ".csv" and len(rows.column_names) == 1 and (other := re.search("[;\t|]", rows.column_names[0])):
+        raise InputError(f"{what}: {source.path} is separated by {other[0]!r}: a .csv has commas between its fields")
     rows = _rename(rows, source.columns or {}, f"{what}: {source.path}")
     if source.limit is None:
         return rows
@@ -91,6 +95,20 @@ def _load_one(source: Any, what: str) -> datasets.Dataset | datasets.IterableDat
 def _with_columns(rows: Any) -> Any:
     """Rows whose columns are known: those of a stream are in its first row."""
     return rows._resolve_features() if rows.column_names is None else rows
+
+
+@contextmanager
+def decoded(sources: Any, what: str) -> Iterator[None]:
+    """Around what reads the rows of a loaded data set: Arrow keeps texts that are no UTF-8 until they are looked at.
+
+    Raises InputError with the file and line of the first.
+    """
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        found = ((source.path, broken(Path(source.path).expanduser())) for source in _as_list(sources))
+        places = [f"{path}: {problem}" for path, problem in found if problem]
+        raise InputError(f"{what}: {places[0] if places else f'a text is not UTF-8 ({error})'}") from error
 
 
 @contextmanager
@@ -116,17 +134,6 @@ def _saved(path: Path, split: str) -> datasets.Dataset:
         whole = (part.from_, part.to) == (0, len(rows))
         parts.append(rows if whole else rows.select(range(part.from_, part.to)))
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
-
-
-def _malformed_line(path: Path) -> str | None:
-    text = path.read_text(errors="replace")
-    chunks = [(1, text)] if text.lstrip().startswith("[") else enumerate(text.split("\n"), 1)
-    for first, chunk in chunks:
-        try:
-            json.loads(chunk or "0")
-        except json.JSONDecodeError as error:
-            return f"line {first + error.lineno - 1} is not valid JSON ({error.msg}, column {error.colno})"
-    return None
 
 
 def _rename(rows: Any, columns: dict[str, str], where: str) -> Any:

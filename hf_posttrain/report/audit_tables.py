@@ -11,6 +11,10 @@ from .history import number
 
 SPLITS = {"train": "Training data", "eval": "Evaluation data"}
 QUANTILES = {"min": "least", "p50": "median", "p95": "95 %", "p99": "99 %", "max": "most", "mean": "mean"}
+FINDINGS = {
+    "stubs": "one trained token", "duplicates": "duplicates", "unknown": "with an unknown token",
+    "conflicts": "under both labels", "identical": "chosen equal to rejected", "overlap": "also in train",
+}  # fmt: skip
 SHOWN_ROWS = 5
 """Row numbers of a finding, at most."""
 
@@ -28,7 +32,7 @@ class Table:
 
 def tables(audit: dict[str, Any]) -> list[Table]:
     """Counts and token lengths of each data set, then the other parts of the check, folded."""
-    found = []
+    found: list[Table] = []
     for split, data in (audit.get("data") or {}).items():
         if data:
             found += _of_data(SPLITS.get(split, split), data)
@@ -39,13 +43,11 @@ def tables(audit: dict[str, Any]) -> list[Table]:
 
 
 def _of_data(title: str, data: dict[str, Any]) -> Iterator[Table]:
-    counts = [[name, number(data[key]), ""] for name, key in (("rows read", "rows_read"), ("examples", "examples"))
-              if data.get(key) is not None]  # fmt: skip
+    wholes = {"rows read": data.get("rows_read"), "examples": data.get("examples")}
+    counts = [[name, number(count), ""] for name, count in wholes.items() if count is not None]
     for kind in ("dropped", "truncated"):
         counts += [[f"{kind}: {item['reason']}", *_count(item)] for item in data.get(kind) or []]
-    for kind, name in (("duplicates", "duplicates"), ("identical", "chosen equal to rejected"), ("overlap", "also in train")):
-        if data.get(kind):
-            counts.append([name, *_count(data[kind])])
+    counts += [[name, *_count(data[kind])] for kind, name in FINDINGS.items() if data.get(kind)]
     counts += [[name, number(count), ""] for name, count in (data.get("classes") or {}).items()]
     yield Table(title, ["what", "count", "first rows"], counts)
     lengths = {part: sizes for part, sizes in (data.get("lengths") or {}).items() if sizes}

@@ -24,7 +24,6 @@ REPLACED = (
     "generated automatically according to the information the Trainer had access to",
 )  # fmt: skip
 """What a README.md holds that may be replaced: ours, PEFT's empty template, the Trainer's draft."""
-PEFT_FILE = "adapter_config.json"
 
 
 def write(run: Run) -> Path:
@@ -61,8 +60,8 @@ def front_matter(run: Run) -> Any:
 
 def on_hub(name: str) -> bool:
     """Does it look like owner/name on the hub, and is there no such folder or file here?"""
-    fits = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name) and not re.search(r"\.(jsonl?|csv|parquet)$", name)
-    return bool(fits) and not Path(name).exists()
+    fits = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name)
+    return bool(fits) and not name.endswith((".jsonl", ".json", ".csv", ".parquet")) and not Path(name).exists()
 
 
 def _lora(run: Run) -> bool:
@@ -74,15 +73,20 @@ def _body(run: Run) -> str:
 
     environment = Environment(
         loader=PackageLoader(__package__), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, finalize=lambda value: "" if value is None else value, autoescape=False,
+        autoescape=False,  # Markdown, not HTML: see `cell`
     )  # fmt: skip
-    environment.filters["cell"] = cell
+    environment.filters |= {"cell": cell, "code": code}
     return environment.get_template("card.md").render(marker=MARKER, **content(run))
 
 
 def cell(text: Any) -> str:
     """Text for a cell of a Markdown table: on one line, its bars and brackets as they are."""
     return re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split()))
+
+
+def code(text: Any) -> str:
+    """Text as inline code, on one line."""
+    return f"`{' '.join(str(text).split()).replace('`', chr(39))}`"
 
 
 def content(run: Run) -> dict[str, Any]:

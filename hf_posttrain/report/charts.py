@@ -46,19 +46,19 @@ QUALITY, METHOD, LENGTHS, OPTIMISER, MACHINE, OTHER = (
     "Loss and quality", "What the method moves", "Answers", "Optimiser", "Machine", "Other metrics",
 )  # fmt: skip
 KINDS = (
-    _Kind(QUALITY, "Loss", {"loss": "loss"}, "Evaluation loss that turns upwards while training loss falls: overfitting."),
-    _Kind(QUALITY, "Exact match", {"exact_match": "exact match"}, "Share of greedy answers with the right final answer."),
+    _Kind(QUALITY, "Loss", {"loss": "loss"}, "Evaluation loss that rises while training loss falls: overfitting."),
+    _Kind(QUALITY, "Exact match", {"exact_match": "exact match"}, "Share of greedy answers that end right."),
     _Kind(QUALITY, "Token accuracy", {"mean_token_accuracy": "accuracy"}, "Share of trained tokens ranked first."),
     _Kind(QUALITY, "Reward accuracy", {"rewards/accuracies": "accuracy"},
           "Share of pairs whose chosen answer has the higher reward. Near 1 from the first steps: look for a leak."),
     _Kind(METHOD, "Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
           "beta times the log-ratio to the reference. Both falling together: the policy forgets both answers."),
-    _Kind(METHOD, "Reward margin", {"rewards/margins": "margin"}, "Chosen reward less rejected reward; it should rise."),
+    _Kind(METHOD, "Reward margin", {"rewards/margins": "margin"}, "Chosen less rejected reward; it should rise."),
     _Kind(METHOD, "Log-probabilities", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
           "Sum over an answer's tokens, under the policy."),
     _Kind(METHOD, "Chosen against the reference", {"logps/chosen_change": "change"},
           "Log-probability of chosen answers less the reference's. Well below 0: they become unlikely too."),
-    _Kind(METHOD, "KL estimate", {"kl": "KL"}, "Distance from the reference. At 0 throughout: the policy does not move."),
+    _Kind(METHOD, "KL estimate", {"kl": "KL"}, "Distance from the reference. Always 0: the policy stands still."),
     _Kind(METHOD, "KL clamped at 0", {"kl_clamped": "share"}, "Share of steps whose estimate was negative."),
     _Kind(METHOD, "Delta", {"delta": "delta"}, "BCO's running mean of rewards."),
     _Kind(METHOD, "Reverse KL to the teacher", {"distill/reverse_kl": "reverse KL"}, "Per token; it should fall."),
@@ -73,7 +73,7 @@ KINDS = (
     _Kind(OPTIMISER, "Learning rate", {"learning_rate": "rate"}),
     _Kind(OPTIMISER, "Gradient norm", {"grad_norm": "norm"}, "Before clipping."),
     _Kind(MACHINE, "Tokens per second", {"tokens_per_second": "tokens/s"}, "Through the policy, all processes."),
-    _Kind(MACHINE, "Peak memory", {"peak_memory_gib": "GiB"}, "GiB on the first device, or of the process on CPU."),
+    _Kind(MACHINE, "Peak memory", {"peak_memory_gib": "GiB"}, "GiB, of the process with the most."),
 )  # fmt: skip
 REPEATED = ("logprob/gap", "distill/advantage")
 """Metrics that are the difference of two others that are shown."""

@@ -9,7 +9,7 @@
 import argparse
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,7 @@ def compared(folders: Sequence[Path], output: Path) -> str:
         reason=reason,
         differences=differing(list(runs.values())),
         prompts=_samples(runs),
+        long=any(page.long_answers(run.samples) for run in runs.values()),
     )
 
 
@@ -144,7 +145,7 @@ def _settings(run: Run) -> dict[str, Any]:
     return run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
 
 
-def _flat(tree: dict[str, Any], above: str):
+def _flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         key = f"{above}.{name}" if above else name
         if isinstance(value, dict) and value:

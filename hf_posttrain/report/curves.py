@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from .charts import Chart, charts
-from .history import thinned
+from .history import smoothed, thinned
 from .run_folder import Run
 
 NAME = "curves.png"
 COLOURS = ("#1f5fbf", "#b8500b", "#1b7a52", "#8036b3")
 INK, QUIET, GRID = "#1c2430", "#55606e", "#e2e6eb"
-COLUMNS = 3
-STYLE = {
+COLUMNS, POINTS = 3, 1000
+STYLE: Any = {
     "font.size": 9, "axes.edgecolor": GRID, "axes.labelcolor": QUIET, "xtick.color": QUIET, "ytick.color": QUIET,
     "text.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
     "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 10,
@@ -25,6 +25,7 @@ def write(run: Run) -> Path | None:
     """Write it into the run's folder; None, and no file, where nothing was logged."""
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     found = charts(run.history)
     if not found:
@@ -32,13 +33,13 @@ def write(run: Run) -> Path | None:
     columns = min(COLUMNS, len(found))
     rows = math.ceil(len(found) / columns)
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.5), layout="constrained")
-        figure.get_layout_engine().set(h_pad=0.09, w_pad=0.09)
+        spacing = ConstrainedLayoutEngine(h_pad=0.09, w_pad=0.09)
+        figure = Figure(figsize=(4.2 * columns, 2.6 * rows + 0.5), layout=spacing)
         figure.suptitle(f"{run.method.upper()}  {run.name}".strip(), x=0.01, ha="left", fontsize=12, fontweight="bold")
-        axes = figure.subplots(rows, columns, squeeze=False).flat
+        axes = list(figure.subplots(rows, columns, squeeze=False).flat)
         for chart, axis in zip(found, axes, strict=False):
             _draw(chart, axis)
-        for axis in list(axes)[len(found) :]:
+        for axis in axes[len(found) :]:
             axis.set_axis_off()
         figure.savefig(run.folder / NAME, dpi=120)
     return run.folder / NAME
@@ -46,9 +47,12 @@ def write(run: Run) -> Path | None:
 
 def _draw(chart: Chart, axis: Any) -> None:
     for line in chart.lines:
-        series = thinned(line.series, 2000)
-        style = {"linestyle": (0, (4, 2)), "marker": "o", "markersize": 3} if line.dashed else {}
-        axis.plot(series.steps, series.values, label=line.label, color=COLOURS[line.colour], linewidth=1.3, **style)
+        logged, mean, colour = thinned(line.series, POINTS), smoothed(line.series), COLOURS[line.colour]
+        style: Any = {"linestyle": (0, (4, 2)), "marker": None if mean else "o", "markersize": 3} if line.dashed else {}
+        if mean:
+            axis.plot(logged.steps, logged.values, color=colour, linewidth=0.8, alpha=0.35)
+            logged = thinned(mean, POINTS)
+        axis.plot(logged.steps, logged.values, label=line.label, color=colour, linewidth=1.3, **style)
     axis.set_xlabel("step")
     axis.locator_params(nbins=5)
     axis.margins(x=0.02)

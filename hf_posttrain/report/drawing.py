@@ -7,10 +7,12 @@ it uses.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from .charts import Chart, Line
-from .history import number, thinned
+from .history import Series, number, smoothed, thinned
 
 WIDTH, HEIGHT = 400, 230
 RIGHT, TOP, BOTTOM = 12, 10, 26
@@ -23,6 +25,10 @@ ROWS = 60
 """Rows that a line brings to the table of numbers, at most."""
 MARKED = 30
 """A line of so few points shows each of them."""
+
+
+Place: TypeAlias = Callable[[float, float], tuple[float, float]]
+"""(step, value) -> (x, y)."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,9 @@ class Curve:
     colour: int
     dashed: bool
     path: str
+    """The line, or its running mean where there is one."""
+    faint: str
+    """The line as logged, where `path` is its mean; otherwise empty."""
     marks: list[tuple[float, float, str]]
 
 
@@ -94,9 +103,18 @@ def drawn(chart: Chart) -> Drawing:
     )
 
 
-def _curve(line: Line, place) -> Curve:
-    """The path of a line, broken where a value is not finite; marks where there are few, or where one stands alone."""
-    series = thinned(line.series, POINTS)
+def _curve(line: Line, place: Place) -> Curve:
+    """A line with marks where its points are few, or with its running mean where they are many."""
+    mean = smoothed(line.series)
+    logged = _path(thinned(line.series, POINTS), place)
+    few = line.series.finite() if len(line.series.steps) <= MARKED else []
+    marks = [(*place(step, value), f"{line.label}, step {number(step)}: {number(value)}") for step, value in few]
+    main, faint = (_path(thinned(mean, POINTS), place), logged) if mean else (logged, "")
+    return Curve(line.label, line.colour, line.dashed, main, faint, marks)
+
+
+def _path(series: Series, place: Place) -> str:
+    """SVG's path through the points, broken where a value is not finite."""
     parts, pen = [], "M"
     for step, value in zip(series.steps, series.values, strict=True):
         if math.isfinite(value):
@@ -104,13 +122,11 @@ def _curve(line: Line, place) -> Curve:
             pen = "L"
         else:
             pen = "M"
-    few = series.finite() if len(series.steps) <= MARKED else []
-    marks = [(*place(step, value), f"{line.label}, step {number(step)}: {number(value)}") for step, value in few]
-    return Curve(line.label, line.colour, line.dashed, "".join(parts), marks)
+    return "".join(parts)
 
 
 def _ticks(low: float, high: float, whole: bool = False) -> list[float]:
-    """About five round numbers from below `low` to above `high`, evenly spaced; around a constant there is some room."""
+    """About five round numbers from below `low` to above `high`, with room around a constant."""
     from matplotlib.ticker import MaxNLocator
 
     if high - low <= 1e-6 * max(abs(low), abs(high)):
@@ -140,11 +156,10 @@ def _words(line: Line) -> str:
     (first_step, first), (last_step, last) = finite[0], finite[-1]
     lowest, highest = min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])
     missing = len(series.steps) - len(finite)
-    return (
-        f"{line.label}: from {number(first)} at step {number(first_step)} to {number(last)} at step {number(last_step)}, "
-        f"lowest {number(lowest[1])} at step {number(lowest[0])}, highest {number(highest[1])} at step "
-        f"{number(highest[0])}" + (f"; {missing} values are not finite." if missing else ".")
-    )
+    said = [f"from {number(first)} at step {number(first_step)}", f"to {number(last)} at step {number(last_step)}"]
+    said += [f"{name} {number(v)} at step {number(s)}" for name, (s, v) in (("lowest", lowest), ("highest", highest))]
+    said += [f"{missing} values not finite"] if missing else []
+    return f"{line.label}: {', '.join(said)}."
 
 
 def _table(chart: Chart) -> Table:
@@ -156,4 +171,3 @@ def _table(chart: Chart) -> Table:
     ]
     whole = all(len(kept.steps) == len(line.series.steps) for kept, line in zip(few, chart.lines, strict=True))
     return Table(["step", *(line.label for line in chart.lines)], rows, whole)
-

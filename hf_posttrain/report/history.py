@@ -2,6 +2,7 @@
 
     history_of   log_history of trainer_state.json -> {key: Series}
     thinned      a long series with fewer points and the same look
+    smoothed     its running mean
     number       a value as the pages print it
 
 A key that begins with eval_ was measured on evaluation data.
@@ -10,9 +11,12 @@ A key that begins with eval_ was measured on evaluation data.
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 _NOT_CURVES = ("step", "epoch", "total_flos", "train_loss", "num_input_tokens_seen")
+SMOOTHED_FROM, STRETCHES = 150, 40
+"""Points from which a series may get a running mean, and how many separate means it then has room for."""
 _TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 
@@ -64,22 +68,35 @@ def history_of(log: Iterable[dict[str, Any]]) -> History:
 def thinned(series: Series, limit: int) -> Series:
     """At most about `limit` points: the first, the last, and of each stretch between them its least and greatest.
 
-    So a spike stays, and every point is one that was logged. A value that is not finite stays as the stretch's greatest.
+    So a spike stays, and every point is one that was logged. What is not finite counts as the stretch's greatest.
     """
     count = len(series.steps)
     if count <= limit:
         return series
     width = 2 * (count - 2) / (limit - 2)
-    kept = {0, count - 1}
+    kept, order = {0, count - 1}, [value if math.isfinite(value) else math.inf for value in series.values]
     for stretch in range((limit - 2) // 2):
         inside = range(1 + int(stretch * width), 1 + int((stretch + 1) * width))
-        kept |= {min(inside, key=lambda i: _order(series.values[i])), max(inside, key=lambda i: _order(series.values[i]))}
-    order = sorted(kept)
-    return Series(series.key, tuple(series.steps[i] for i in order), tuple(series.values[i] for i in order))
+        kept |= {min(inside, key=order.__getitem__), max(inside, key=order.__getitem__)}
+    points = sorted(kept)
+    return Series(series.key, tuple(series.steps[i] for i in points), tuple(series.values[i] for i in points))
 
 
-def _order(value: float) -> float:
-    return value if math.isfinite(value) else math.inf
+def smoothed(series: Series) -> Series | None:
+    """The mean of the finite values around each point; None for a series that is short, or has no noise to take out."""
+    count, values = len(series.values), series.values
+    turns = sum((b - a) * (c - b) < 0 for a, b, c in zip(values, values[1:], values[2:], strict=False))
+    if count < SMOOTHED_FROM or turns < count / 4:
+        return None
+    reach = count // (2 * STRETCHES)
+    finite = [(value, 1) if math.isfinite(value) else (0.0, 0) for value in values]
+    sums, counts = ([0, *accumulate(part)] for part in zip(*finite, strict=True))
+    means = []
+    for i in range(count):
+        first, last = max(0, i - reach), min(count, i + reach + 1)
+        known = counts[last] - counts[first]
+        means.append((sums[last] - sums[first]) / known if known else math.nan)
+    return Series(series.key, series.steps, tuple(means))
 
 
 def number(value: Any) -> str:

@@ -29,9 +29,10 @@ LABELS = {
 }  # fmt: skip
 
 _ASIDE = (
-    "output_dir", "use_cpu", "report_to", "run_name", "logging_", "save_", "eval_", "per_device_eval", "dataset_", "hub_",
-    "push_to_hub", "resume_from_checkpoint", "merge_lora", "layout", "precompute_", "vllm_", "rollout", "disable_tqdm",
-    "dataloader_", "generation_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "output_dir", "use_cpu", "report_to", "run_name", "logging_", "save_", "eval_", "per_device_eval", "dataset_",
+    "hub_", "push_to_hub", "resume_from_checkpoint", "merge_lora", "layout", "precompute_", "vllm_", "rollout",
+    "disable_tqdm", "dataloader_", "generation_batch_size", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better",
 )  # fmt: skip
 """Arguments, or how they begin, that the weights do not hang on; the recipe has them."""
 
@@ -101,7 +102,7 @@ def _not_finite(series: Series | None) -> str:
 
 
 def setup(run: Run) -> list[tuple[str, str]]:
-    """Hyper-parameters: the arguments that are known and shape the result, and the adapter's. Empty ones are left out."""
+    """Hyper-parameters: the arguments that are known and shape the result, and the adapter's; empty ones left out."""
     known = {name: value for name, value in run.arguments.items() if not name.startswith(_ASIDE)}
     if known.get("max_steps", -1) > 0:
         known.pop("num_train_epochs", None)
@@ -126,8 +127,7 @@ def shown(value: Any) -> str:
 
 def finals(run: Run) -> list[tuple[str, str, str]]:
     """The last logged value of every metric, training beside evaluation; "" where there is none."""
-    metrics = list(dict.fromkeys(series.metric for series in run.history.values()))
-    return [
-        (metric, *(number(run.history[key].last) if key in run.history else "" for key in (metric, f"eval_{metric}")))
-        for metric in sorted(metrics, key=lambda name: (name != "loss", name))
-    ]
+    metrics = {series.metric for series in run.history.values()}
+    last = {key: number(series.last) for key, series in run.history.items()}
+    ordered = sorted(metrics, key=lambda name: (name != "loss", name))
+    return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in ordered]

@@ -13,6 +13,8 @@ from .drawing import HEIGHT, RIGHT, WIDTH, Drawing, drawn
 from .run_folder import Run
 
 NAME = "report.html"
+SHORT = 60
+"""Letters of an answer that fits beside others in half of the page."""
 
 
 def write(run: Run) -> Path:
@@ -31,6 +33,7 @@ def rendered(template: str, **content: Any) -> str:
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.globals["box"] = {"width": WIDTH, "height": HEIGHT, "right": WIDTH - RIGHT}
+    environment.globals["averaged"] = averaged
     return environment.get_template(template).render(**content)
 
 
@@ -42,6 +45,16 @@ def by_group(found: list[Chart]) -> list[tuple[str, list[Drawing]]]:
     return list(groups.items())
 
 
+def averaged(groups: list[tuple[str, list[Drawing]]]) -> bool:
+    """Is there a line that is shown as its running mean?"""
+    return any(curve.faint for _, drawings in groups for drawing in drawings for curve in drawing.curves)
+
+
+def long_answers(samples: list[dict[str, Any]]) -> bool:
+    """Do sample answers want the whole width?"""
+    return any(len(sample.get(part) or "") > SHORT for sample in samples for part in ("before", "after", "expected"))
+
+
 def _content(run: Run) -> dict[str, Any]:
     versions = run.record.get("versions", {})
     machine = [(name, run.record[name]) for name in ("engine", "device", "started") if run.record.get(name)]
@@ -51,6 +64,7 @@ def _content(run: Run) -> dict[str, Any]:
         "facts": outcome.facts(run),
         "warnings": outcome.warnings(run),
         "groups": by_group(charts(run.history)),
+        "long": long_answers(run.samples),
         "audit": audit_tables.tables(run.audit),
         "setup": outcome.setup(run),
         "finals": outcome.finals(run),

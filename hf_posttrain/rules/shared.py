@@ -10,6 +10,7 @@ from .. import watch
 from .limits import Problem, one_of
 
 LAYOUTS = ("auto", "shared", "packed", "padded")
+LOG_LEVELS = ("debug", "detail", "info", "warning", "error", "critical", "passive")
 SAMPLING = ("random", "sequential", "group_by_length")
 REPORTERS: dict[str, tuple[str, ...]] = {
     "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
@@ -29,13 +30,15 @@ _REFUSED = {  # field: (off, why it stays off)
 
 
 def names(values: Any) -> Iterator[Problem]:
-    """Layout, order of the rows, and who is told of the run."""
+    """Layout, order of the rows, what is logged, and who is told of the run."""
     yield from one_of("layout", values.layout, LAYOUTS)
     if values.train_sampling_strategy == "batch_rebalance":
         problem = "train_sampling_strategy: batch_rebalance repeats rows unseen: use random or group_by_length"
         yield ("train_sampling_strategy",), problem
     else:
         yield from one_of("train_sampling_strategy", values.train_sampling_strategy, SAMPLING)
+    for name in ("log_level", "log_level_replica"):
+        yield from one_of(name, getattr(values, name), LOG_LEVELS)
     for name in reporters(values.report_to):
         yield from one_of("report_to", name, ("all", "none", *REPORTERS))
 
@@ -125,5 +128,7 @@ def together(values: Any) -> Iterator[Problem]:
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
         if getattr(values, name) and values.dataloader_num_workers == 0:
             yield (name, "dataloader_num_workers"), f"{name} needs dataloader_num_workers above 0"
+    if values.optim_args and not all("=" in pair for pair in values.optim_args.split(",")):
+        yield ("optim_args",), f"optim_args={values.optim_args!r} is not name=value, or several with commas between"
     if values.eval_exact_match and values.eval_max_completion_length < 1:
         yield ("eval_max_completion_length", "eval_exact_match"), "eval_max_completion_length must be at least 1"

@@ -9,12 +9,11 @@
 
 Each stage is a recipe of this folder, run as `python -m hf_posttrain.run RECIPE` runs it. Exact match is that of
 greedy answers to the 500 problems of heldout.jsonl, which no stage trains on. Left in the output folder: a model for
-each stage, own_answers.jsonl, log.txt, quickstart.json and, with matplotlib, quickstart.png.
+each stage, own_answers.jsonl, log.txt, quickstart.json and quickstart.png.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import json
 import os
 import time
@@ -190,10 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     (output / "quickstart.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(f"\nExact match of greedy answers to held-out problems\n\n{table(done)}\n")
     print(f"{results['seconds']:.0f} seconds in all; models, log and plot are in {output}")
-    if importlib.util.find_spec("matplotlib"):
-        plot(done, arguments.seed, output / "quickstart.png")
-    else:
-        print("no plot: pip install matplotlib")
+    plot(done, arguments.seed, output / "quickstart.png")
     return 0
 
 

@@ -1,0 +1,132 @@
+"""hf-posttrain compare: several runs in one page, what differs between them, and which values may be ranked."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from runs_for_tests import HOSTILE, RECIPE, SAMPLES, Page, leave_run, log_of
+
+from hf_posttrain import report
+from hf_posttrain.errors import InputError
+from hf_posttrain.report import compare
+from hf_posttrain.report.run_folder import read
+
+
+def with_train(**changes):
+    return RECIPE | {"train": RECIPE["train"] | changes}
+
+
+@pytest.fixture
+def two(tmp_path):
+    """Folders of two DPO runs that differ in seed and learning rate."""
+    first = leave_run(tmp_path / "a", samples=SAMPLES)
+    second = leave_run(
+        tmp_path / "b", log_of(loss=lambda step: 1.0 / step), recipe=with_train(seed=7, learning_rate=1e-6),
+        samples=[SAMPLES[0] | {"after": "11"}],
+    )  # fmt: skip
+    return first, second
+
+
+def page_of(*folders, output=None):
+    output = output or folders[0].parent / "compare.html"
+    assert compare.main([*map(str, folders), "--output", str(output)]) == 0
+    return Page(output.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_values_curves_differences_and_samples(two, capsys):
+    page = page_of(*two)
+    assert capsys.readouterr().out.strip().endswith("compare.html")
+    assert page.table("The last logged value")[:2] == [
+        ["loss (evaluation)", "0.6", "best 0.55"], ["loss (training)", "0.1", "0.05"],
+    ]  # fmt: skip
+    assert page.table("Settings that are not the same") == [
+        ["train.learning_rate", "5e-07", "1e-06"], ["train.seed", "not given", "7"],
+    ]  # fmt: skip
+    assert page.table("Loss (training)")[3] == ["4", "0.5", "0.25"]
+    assert "script" not in page.tags
+    assert page.loads == ["data:,"]
+    for text in ("1 + 1 =", "11"):
+        assert text in page.words
+
+
+def test_it_links_to_reports_that_are_there(two, tmp_path):
+    report.write(two[1])
+    page = page_of(*two, output=tmp_path / "pages" / "compare.html")
+    assert [link for link in page.links if not link.startswith("#")] == ["../b/report.html"]
+
+
+def test_names_tell_runs_apart(tmp_path):
+    paths = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "other"]
+    assert compare.names(paths) == ["x/run", "y/run", "other"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        (with_train(seed=3, per_device_train_batch_size=2, warmup_steps=9), ""),
+        (with_train(beta=0.5), "beta differs"),
+        (with_train(loss_type="ipo"), "loss_type differs"),
+        (RECIPE | {"method": "kto"}, "their methods differ"),
+        (RECIPE | {"data": RECIPE["data"] | {"eval": {"path": "else.jsonl"}}}, "their evaluation data differ"),
+    ],
+)
+def test_losses_are_ranked_only_where_they_measure_the_same(tmp_path, recipe, reason):
+    runs = [read(leave_run(tmp_path / "a")), read(leave_run(tmp_path / "b", log_of(loss=lambda s: 1.0), recipe=recipe))]
+    assert compare.not_comparable(runs) == reason
+    rows = dict(compare.final_rows(runs, reason))
+    assert [cell.best for cell in rows["loss (evaluation)"]] == [not reason, False]
+    assert not any(cell.best for cell in rows["loss (training)"])
+
+
+def test_best_is_the_highest_accuracy_whatever_the_options_and_nobody_in_a_tie(tmp_path):
+    scores = (0.25, 0.75, math.nan)
+    logs = [[{"step": 1, "eval_exact_match": score, "eval_rewards/accuracies": 0.5}] for score in scores]
+    runs = [read(leave_run(tmp_path / str(n), log, recipe=with_train(beta=n))) for n, log in enumerate(logs, 1)]
+    rows = dict(compare.final_rows(runs, "beta differs"))
+    assert [(cell.text, cell.best) for cell in rows["exact_match (evaluation)"]] == [
+        ("0.25", False), ("0.75", True), ("nan", False),
+    ]  # fmt: skip
+    assert not any(cell.best for cell in rows["rewards/accuracies (evaluation)"])
+
+
+def test_runs_without_recipes_and_with_other_metrics(tmp_path):
+    page = page_of(
+        leave_run(tmp_path / "a", log_of(kl=abs), recipe=None, run={"method": "kto", "arguments": {"beta": 0.1}}),
+        leave_run(tmp_path / "b", recipe=None, run={"method": "dpo", "arguments": {"beta": 0.2}}),
+    )
+    assert ["train.beta", "0.1", "0.2"] in page.table("Settings")
+    assert ["kl (training)", "20", ""] in page.table("The last logged value")
+
+
+def test_hostile_names_are_text(tmp_path):
+    log, sample = log_of(**{HOSTILE: abs}), dict.fromkeys(("prompt", "before", "after"), HOSTILE)
+    folders = [leave_run(tmp_path / name, log, samples=[sample]) for name in ("<script>a", "b&amp;")]
+    page = page_of(*folders)
+    assert "script" not in page.tags
+    assert page.words.count(HOSTILE) >= 3
+    assert "<script>a" in page.words
+
+
+@pytest.mark.parametrize(
+    ("folders", "message"),
+    [
+        (["a"], "compare needs at least two different runs"),
+        (["a", "./a"], "compare needs at least two different runs"),
+        (["a", "nowhere"], "there is no folder nowhere"),
+        (["a", "empty"], "empty: no run is in it"),
+    ],
+)
+def test_mistakes_are_said(tmp_path, monkeypatch, folders, message):
+    monkeypatch.chdir(tmp_path)
+    leave_run(Path("a"))
+    Path("empty").mkdir()
+    with pytest.raises(InputError, match=re.escape(message)):
+        compare.main(folders)
+    assert not Path("compare.html").exists()
+
+
+def test_an_output_that_cannot_be_written_is_said(two, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"--output .* cannot be written"):
+        compare.main([*map(str, two), "--output", str(tmp_path / "file" / "x.html")])
