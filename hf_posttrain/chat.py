@@ -241,8 +241,8 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
 
 def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
                    template_kwargs: dict | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Ids of the conversation and a 0/1 mask of equal length: each assistant's content and its turn end. Turns without content
-    are not trained.
+    """Ids of the conversation and a 0/1 mask of equal length: each assistant's content and its turn end, but of turns
+    without content.
 
     From the template's `{% generation %}` tags, otherwise from the rendered text. Nothing follows the last 1.
 
@@ -273,8 +273,8 @@ def _without_empty_turns(tokenizer, ids: list[int], mask: list[int], end_id: int
 
 
 def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
-    """From the template's generation tags; a turn end that stands right behind a span is trained as well, and all tokens
-    of a span's last character, of which transformers marks the first."""
+    """From the template's generation tags; a turn end that stands right behind a span is trained as well, and every
+    token of a span's last character, of which transformers marks the first."""
     render(tokenizer, messages, tools, template_kwargs)  # its errors are the clear ones
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options["tokenizer_kwargs"] = {"return_offsets_mapping": True}

@@ -5,8 +5,8 @@ mutated   a row with one to three random changes: values of other kinds, control
 expected  what a row must become, or that it must be refused: a second, plain reading of the README's table of formats,
           written without the library: a byte is a token, CHATML is a loop over messages
 
-A row that the plain reading refuses must raise an InputError of one line that names row and column; one that it can read
-must become exactly its prompt, its trained tokens and its state. Nothing else may happen to any of them.
+A row that the plain reading refuses must raise an InputError of one line that names row and column; one that it can
+read must become exactly its prompt, its trained tokens and its state. Nothing else may happen to any of them.
 """
 
 import copy
@@ -14,12 +14,13 @@ import json
 import math
 import random
 import re
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import datasets
 import pytest
 import tokenizers_for_tests as tok
+from test_data import source
 
 from hf_posttrain import data
 from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT
@@ -71,7 +72,7 @@ PAIRED = [
 ]  # fmt: skip
 ROWS = {
     "sft": SUPERVISED,
-    "kd": SUPERVISED[::3],
+    "kd": SUPERVISED[::2],
     "dpo": [*PAIRED, (TOKEN_PAIR, {}), (TOKEN_PAIR, {"max_length": 3})],
     "kto": [
         *PAIRED, ({**PLAIN, "label": True}, {}), ({**PLAIN, "label": False}, CUT), ({**TURNS, "label": 1}, {}),
@@ -79,7 +80,8 @@ ROWS = {
     ],
     "opd": [
         ({"prompt": "2+2?"}, {}), ({"prompt": [USER]}, {}), (PLAIN, {"max_length": 12, "max_completion_length": 6}),
-        (TURNS, {}), ({"messages": CHAT}, {}), ({"conversations": SHARED}, {}), ({"prompt_ids": [50, 43]}, {}), (TOKENS, {}),
+        (TURNS, {}), ({"messages": CHAT}, {}), ({"conversations": SHARED}, {}), ({"prompt_ids": [50, 43]}, {}),
+        (TOKENS, {}),
     ],
 }  # fmt: skip
 CASES = [(method, row, options) for method, rows in ROWS.items() for row, options in rows]
@@ -97,14 +99,19 @@ def deep():
 
 
 STRANGE = [
-    None, True, False, 0, 1, -1, 258, 259, 2**31, 2**63, 10**40, 0.5, 1.0, math.nan, math.inf, "", " ", "\n\t ", "0", "yes",
-    "null", "NaN", "[]", "{}", "x" * 30_000, "\x00\x01\x1b[31m", "\ud83d", "a\udc00b", "😀👩‍👩‍👧 é", "\u202eabc\u200b", END,
-    f"a{END}", f"a{END}\n", f"{END}b", f"{START}user\n", PAD, BOS, f"{BOS}a</s>", "</s>", b"\xff\x00", [], {}, [[]], [None], [{}], [""], [1.5], ["1"], [-1],
-    [259], [2**40], [True], {"role": "user"}, {"a": {"b": [1]}}, deep, lambda: [deep()], lambda: {"role": deep()}, [USER], [REPLY], [USER, REPLY],
-    USER, "[" * 3000, "[1]", '{"a": 1}', json.dumps([TOOL]), "9" * 5000, "user", "assistant", "human", "gpt", "User", "wizard",
-    "tool", {"type": "image", "url": "x"}, [{"type": "text", "text": "hi"}], [{"type": "image"}], [{"type": "text"}],
+    None, True, False, 0, 1, -1, 258, 259, 2**31, 2**63, 10**40, 0.5, 1.0, math.nan, math.inf, b"\xff\x00",
+    "", " ", "\n\t ", "0", "yes", "null", "NaN", "[]", "{}", "x" * 30_000, "\x00\x01\x1b[31m", "\ud83d", "a\udc00b",
+    "😀👩‍👩‍👧 é", "\u202eabc\u200b", END, f"a{END}", f"a{END}\n", f"{END}b", f"{START}user\n", PAD, BOS,
+    f"{BOS}a</s>", "</s>", "[" * 3000, "[1]", '{"a": 1}', json.dumps([TOOL]), "9" * 5000, "user", "assistant", "human",
+    "gpt", "User", "wizard", "tool",
+    [], {}, [[]], [None], [{}], [""], [1.5], ["1"], [-1], [259], [2**40], [True], deep, lambda: [deep()],
+    lambda: {"role": deep()}, {"role": "user"}, {"a": {"b": [1]}}, [USER], [REPLY], [USER, REPLY], USER,
+    {"type": "image", "url": "x"}, [{"type": "text", "text": "hi"}], [{"type": "image"}], [{"type": "text"}],
 ]  # fmt: skip
-KEYS = ["role", "content", "from", "value", "tool_calls", "name", "weight", "extra", "tools", "completion_mask", "labels", "text"]
+KEYS = [
+    "role", "content", "from", "value", "tool_calls", "name", "weight", "extra", "tools", "completion_mask", "labels",
+    "text",
+]  # fmt: skip
 
 
 def strange(draw):
@@ -154,7 +161,7 @@ def change(holder, key, draw):
 
 
 def mutated(row, draw):
-    """A copy of `row` with one to three changes; columns that are gone are None, as in a file whose other rows have them."""
+    """A copy of `row` with one to three changes; a column that is gone is None, as where other rows have it."""
     row = copy.deepcopy(row)
     columns = list(row)
     if draw.random() < 0.05:
@@ -397,7 +404,8 @@ def expected(plain, method, form, row, options):
         need(type(row["label"]) in (bool, int) and row["label"] in (0, 1))
         label = bool(row["label"])
     tokenised = "_ids" in form
-    prompt, branches, mask = token_row(row, max(plain.special.values()) + 1) if tokenised else text_row(plain, row, method, form, options)
+    size = max(plain.special.values()) + 1
+    prompt, branches, mask = token_row(row, size) if tokenised else text_row(plain, row, method, form, options)
     ends = [[plain.special[end]] for end in (END, plain.text_end)]
     need(tokenised or not any(branch in ends for branch in branches))
     need(method == "opd" or all(branches))
@@ -490,18 +498,67 @@ def test_good_rows_are_trained(case):
 
 @pytest.mark.parametrize("method", list(ROWS))
 def test_mutated_rows(method):
+    """MUTATIONS of them in all methods together."""
     outcomes = {"refused": 0, "dropped": 0, "trained": 0}
-    for case, (of, row, options) in enumerate(CASES):
-        if of != method:
-            continue
-        form = form_of(method, row)
+    cases = [n for n, case in enumerate(CASES) if case[0] == method]
+    for case in cases:
+        _, row, options = CASES[case]
         for n in range(case, MUTATIONS, len(CASES)):
-            draw = random.Random(f"{case} {n}")
-            changed = mutated(row, draw)
+            changed = mutated(row, random.Random(f"{case} {n}"))
             try:
-                outcomes[outcome(TOKENIZERS[n % 3], method, changed, options, form)] += 1
+                outcomes[outcome(TOKENIZERS[n % 3], method, changed, options, form_of(method, row))] += 1
             except Exception as error:
-                error.add_note(f"{method}, {form}, {options}, mutation {n}: {shown(changed)}")
+                error.add_note(f"{method}, {options}, mutation {n}: {shown(changed)}")
                 raise
-    assert sum(outcomes.values()) == sum(len(range(c, MUTATIONS, len(CASES))) for c, (of, *_) in enumerate(CASES) if of == method)
-    assert outcomes["trained"] > 0.1 * sum(outcomes.values()) < 0.9 * outcomes["refused"] * 10
+    assert sum(outcomes.values()) == sum(len(range(case, MUTATIONS, len(CASES))) for case in cases)
+    assert min(outcomes["refused"], outcomes["trained"]) > sum(outcomes.values()) / 4  # both sides are looked at
+
+
+def test_all_methods_and_formats_are_mutated():
+    assert sum(len(range(case, MUTATIONS, len(CASES))) for case in range(len(CASES))) == MUTATIONS == 10_000
+    for method, forms in data.ACCEPTS.items():
+        assert {form_of(method, row) for of, row, _ in CASES if of == method} == {*forms}
+
+
+def prepared_file(path, method, options):
+    """The examples of a file, or the message that refuses it."""
+    try:
+        rows = data.prepare(data.load(source(path), "fuzz"), method, CHATML.tokenizer, settings(options), "fuzz")
+    except InputError as error:
+        return str(error)
+    columns = rows.to_dict() | {"row": rows["index"], "state": [0] * len(rows)}
+    return [example[:4] for example in as_trained(columns, method)]
+
+
+def wanted_of(rows, method, form, options):
+    """The examples that the plain reading keeps of all rows; None where it refuses one."""
+    try:
+        whole = [example for row in rows for example in expected(CHATML, method, form, row, options)]
+    except (Refused, RecursionError):
+        return None
+    examples = [cut(*example, method, options) for example in whole]
+    return [example[:4] for example in examples if not example[4] & NO_TARGET]
+
+
+def test_mutated_files(tmp_path):
+    """A good row and a mutated one, in FILES files: the same outcomes. A row that could be read may be refused since it
+    makes a column of two kinds, and a file whose rows `datasets` cannot read is named, not the row."""
+    outcomes = {"refused": 0, "trained": 0, "of two kinds": 0}
+    for n in range(FILES):
+        method, row, options = CASES[n % len(CASES)]
+        draw, form, lines = random.Random(f"file {n}"), form_of(method, row), []
+        while not lines:
+            changed = mutated(row, draw)
+            with suppress(TypeError, ValueError, RecursionError):  # JSON has no bytes, NaN, and not any depth
+                lines = [json.dumps(row), json.dumps(changed, allow_nan=False)]
+        path = tmp_path / f"{n}.jsonl"
+        path.write_text("\n".join(lines), encoding="utf-8")
+        wanted, found = wanted_of((row, changed), method, form, options), prepared_file(path, method, options)
+        if isinstance(found, str):
+            assert re.fullmatch(r"fuzz(, row [01]: |: cannot read \S+: )[^\n]+", found)
+            outcomes["refused" if wanted is None else "of two kinds"] += 1
+        else:
+            assert found == wanted, lines[1]
+            outcomes["trained"] += 1
+    assert sum(outcomes.values()) == FILES
+    assert min(outcomes["refused"], outcomes["trained"]) > FILES / 4 > 4 * outcomes["of two kinds"]

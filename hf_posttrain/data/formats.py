@@ -31,12 +31,12 @@ class Sample(NamedTuple):
 
 
 @contextmanager
-def located(where: str) -> Iterator[None]:
+def located(where: str, joint: str = ": ") -> Iterator[None]:
     """Puts `where` in front of an InputError's message."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+        raise InputError(f"{where}{joint}{error}") from error
 
 
 def _value(row: dict, column: str) -> str | chat.Messages:
