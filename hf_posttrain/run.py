@@ -109,12 +109,15 @@ def run(recipe: Recipe) -> dict[str, float]:
 
 
 def audited(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """The data audit as JSON, on the first process, which logs a line of each data set; nothing on the others."""
+    """The data audit as JSON, on the first process, which logs a line of each data set and what would ruin training;
+    nothing on the others."""
     from .recipe_data import audit_data
 
     audits = audit_data(recipe, trainer_class, tokenizer, config) if config.process_index == 0 else {}
     for audit in audits.values():
         logger.info("%s", audit.short())
+        for warning in audit.warnings():
+            logger.warning("%s", warning)
     return {"data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
 
 

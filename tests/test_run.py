@@ -1,5 +1,6 @@
 """The command: exit codes, messages before anything heavy, the order of steps, what is resumed, what is left behind."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ import torch
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from hf_posttrain import data, parts, report, run
+from hf_posttrain import SFTTrainer, data, parts, report, run
 from hf_posttrain.checkpoint import find_checkpoint, newest
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import load_recipe
@@ -264,6 +265,20 @@ def test_steps_of_a_distillation_run(folder, monkeypatch):
     assert load_recipe("out/recipe.yaml").model.lora == {"r": 2}
 
 
+def test_a_run_that_stop_on_ends_exits_with_1_and_saves_no_model(folder, capsys, monkeypatch):
+    def losses(self, model, batch):
+        found = sft_losses(self, model, batch)
+        return dataclasses.replace(found, values=found.values * float("nan"))
+
+    sft_losses = SFTTrainer.losses
+    monkeypatch.setattr(SFTTrainer, "losses", losses)
+    assert run.main(["sft.yaml", "train.stop_on=nan", "train.logging_steps=1", "train.save_strategy=no"]) == 1
+    assert "stopped at step 1 (stop_on: nan)" in capsys.readouterr().err.splitlines()[-1]
+    left = {path.name for path in Path("out").iterdir()}
+    assert "report.html" in left
+    assert not {"model.safetensors", "recipe.yaml", "all_results.json"} & left
+
+
 def test_random_weights_are_drawn_from_the_seed(folder, monkeypatch):
     made = stub_method(monkeypatch, "sft")
     for seed in (1, 1, 2):
@@ -315,12 +330,15 @@ def test_what_is_resumed(folder, caplog, monkeypatch):
 
 
 def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
-    assert run.main(["sft.yaml"]) == 0
+    assert run.main(["sft.yaml", "train.logging_steps=1"]) == 0
     counts = [line for line in caplog.messages if "rows read" in line]  # once, before the model is loaded
     assert counts == ["train (rows.jsonl): 8 rows read, 0 truncated (max_length 1024), 0 dropped"]
     left = {path.name for path in Path("out").iterdir()}
     assert left >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "recipe.yaml",
-                    "trainer_state.json", "all_results.json", "checkpoint-1", "checkpoint-2"}  # fmt: skip
+                    "trainer_state.json", "all_results.json", "checkpoint-1", "checkpoint-2", "report.html", "curves.png",
+                    "README.md", "audit.json", "samples.json"}  # fmt: skip
+    assert "train (rows.jsonl): tokens p50 10 p95 10 max 10" in caplog.messages  # "0 + 1 = 1" and its end
+    assert json.loads(Path("out/audit.json").read_text())["data"]["train"]["rows_read"] == 8
     assert AutoModelForCausalLM.from_pretrained("out").generation_config.eos_token_id == 258
     assert AutoTokenizer.from_pretrained("out").eos_token == "<|im_end|>"
     assert json.loads(Path("out/all_results.json").read_text())["train_loss"] > 0

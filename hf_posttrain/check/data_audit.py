@@ -96,15 +96,14 @@ class DataAudit:
         return self.examples - _total(self.dropped)
 
     def short(self) -> str:
-        """One line, for the log."""
-        parts = [f"{self.name}: {self._read()}", f"{_total(self.dropped)} dropped"]
-        parts.append(f"{_total(self.truncated)} truncated (max_length {self.max_length})")
-        if total := self.lengths["total"]:
-            parts.append(f"tokens p50 {total['p50']} p95 {total['p95']} max {total['max']}")
+        """One line for the log, beside that of `data.prepare`, which counts what was read, cut and dropped."""
+        total = self.lengths["total"] or {}
+        parts = [f"tokens p50 {total['p50']} p95 {total['p95']} max {total['max']}"] if total else []
         parts += [f"{found.count} {what}" for what, found in self._findings() if found.count]
         if self.classes:
             parts.append(" and ".join(f"{count} {label}" for label, count in self.classes.items()))
-        return ", ".join(parts)
+        aside = f", of the first {self.examples} examples of the stream" if self.streamed else ""
+        return f"{self.name}: {', '.join(parts)}{aside}"
 
     def lines(self) -> list[str]:
         """The audit for people: a title and indented lines."""
