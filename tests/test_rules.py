@@ -4,13 +4,14 @@ import dataclasses
 import importlib
 from enum import Enum
 
+import peft
 import pytest
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posttrain import contradictions, losses, rules
 from hf_posttrain.errors import InputError
-from hf_posttrain.keys import METHODS, owners, train_fields
+from hf_posttrain.keys import METHODS, lora_fields, owners, train_fields
 from hf_posttrain.parts import METHODS as CLASSES
 from hf_posttrain.rules import limits, methods, shared
 
@@ -46,6 +47,11 @@ def test_the_stand_in_has_the_defaults_of_the_config(method):
         if getattr(stand_in, field.name) != default:
             differing.append(field.name)
     assert differing == ["optim"]
+
+
+def test_the_stand_in_of_lora_has_the_fields_of_peft_and_the_friendly_names():
+    fields = {field.name for field in dataclasses.fields(peft.LoraConfig) if field.init}
+    assert {field.name for field in dataclasses.fields(lora_fields())} == fields | {"alpha", "dropout"}
 
 
 @pytest.mark.parametrize("method", METHODS)
