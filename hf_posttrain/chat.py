@@ -1,6 +1,5 @@
 """Chat templates and token boundaries: messages -> text -> ids, and which ids the assistant wrote.
 
-    clean_messages   what a data file holds -> messages for a template (ShareGPT's from/value as well)
     render           messages -> text
     turn_end_id      the id that ends an assistant turn;  eos_id: the id that ends plain text;  special_ids
     prompt_text      prompt messages -> the text that generation would start from
@@ -22,17 +21,8 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from .errors import InputError, shown
+from .messages import Messages, check_unicode
 
-Messages = list[dict[str, Any]]
-
-_SHAREGPT = {  # ours: theirs
-    "system": ("system",),
-    "user": ("human", "user"),
-    "assistant": ("gpt", "chatgpt", "assistant", "model", "function_call"),
-    "tool": ("tool", "observation", "function_response"),
-}
-_ROLES = {theirs: ours for ours, names in _SHAREGPT.items() for theirs in names}
-_NO_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 _ADVICE = (
     "the template rewrites earlier turns or thinking. Set chat_template_kwargs (for instance {enable_thinking: false}) "
     "or a template made for training, with {% generation %} tags around what assistants write"
@@ -40,74 +30,6 @@ _ADVICE = (
 _REFUSALS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
 )  # fmt: skip
-
-
-def clean_messages(value: Any) -> Messages:
-    """Messages as templates expect them: roles checked, from/value renamed, absent (None) keys removed, text
-    parts joined.
-
-    Raises:
-        InputError: not a list of `{role, content}` (or `{from, value}`), an unknown `from`, a role by another name than
-            templates have for it, content that is missing, or parts of it that are no text.
-    """
-    if not isinstance(value, list) or not value:
-        raise InputError(f"expected a list of messages {{role, content}}, found {shown(value)}")
-    return [_clean_message(message, n) for n, message in enumerate(value)]
-
-
-def _clean_message(message: Any, n: int) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InputError(f"message {n} is {shown(message)}, expected {{role, content}}")
-    message = without_none(message)
-    if "from" in message and "role" not in message:
-        message = {"role": _role_from(message.pop("from"), n), "content": message.pop("value", None), **message}
-    role, calls = message.get("role"), message.get("tool_calls")
-    if not isinstance(role, str) or not role.strip():
-        raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {shown([*message])}")
-    plain, where = role.strip().lower(), f"message {n} ({shown(role)[1:-1]})"
-    if role not in _SHAREGPT and (known := plain if plain in _SHAREGPT else _NO_ROLES.get(plain)):
-        raise InputError(f"message {n} has the role {shown(role)}, expected {known!r}")
-    check_unicode(role, f"message {n}: role")
-    if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise InputError(f"{where}: tool_calls is {shown(calls)}, expected a list of calls")
-    if calls:
-        message.setdefault("content", "")
-    return {**message, "content": _text_of(message.get("content"), where)}
-
-
-def _role_from(name: Any, n: int) -> str:
-    if not isinstance(name, str) or name not in _ROLES:
-        raise InputError(f"message {n} is from {shown(name)}, expected one of {', '.join(_ROLES)}")
-    return _ROLES[name]
-
-
-def _text_of(content: Any, where: str) -> str:
-    """Content is a string, or a list of parts `{type: text, text}`, whose texts follow one another."""
-    if isinstance(content, list):
-        for part in content:
-            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise InputError(f"{where}: a part of the content is {shown(part)}, expected {{type: text, text: ...}}")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise InputError(f"{where}: content is {shown(content)}, expected a string")
-    check_unicode(content, f"{where}: content")
-    return content
-
-
-def check_unicode(text: str, what: str) -> None:
-    """Raises InputError for half of a surrogate pair: JSON may hold it, tokenizers refuse it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise InputError(f"{what}: character {error.start} is {half!r}, half of a surrogate pair: mend it") from None
-
-
-def without_none(value: Any) -> Any:
-    """`value` without the None entries that Arrow adds where dictionaries differ in their keys."""
-    if isinstance(value, dict):
-        return {key: without_none(item) for key, item in value.items() if item is not None}
-    return [without_none(item) for item in value] if isinstance(value, list) else value
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
@@ -234,7 +156,9 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
     fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
     pairs = []
     for head, full, completion in zip(heads, fulls, completions, strict=True):
-        tail = full[len(head) :] if full[: len(head)] == head else _plain_ids(tokenizer, [completion])[0]
+        hidden = head and head[-1] == tokenizer.unk_token_id  # a merge across the boundary may be as unknown
+        whole = full[: len(head)] == head and not hidden
+        tail = full[len(head) :] if whole else _plain_ids(tokenizer, [completion])[0]
         pairs.append((head, end_once(tokenizer, tail, end_id)))
     return pairs
 
@@ -276,8 +200,8 @@ def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[l
     """From the template's generation tags; a turn end that stands right behind a span is trained as well, and every
     token of a span's last character, of which transformers marks the first."""
     render(tokenizer, messages, tools, template_kwargs)  # its errors are the clear ones
-    options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    options["tokenizer_kwargs"] = {"return_offsets_mapping": True}
+    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
     encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
     ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
     for n in range(1, len(ids)):

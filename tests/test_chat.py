@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from hf_posttrain import chat, policy
 from hf_posttrain.errors import InputError
+from hf_posttrain.messages import clean_messages
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 MORE, LAST = {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}
@@ -199,6 +200,20 @@ def test_assistant_mask_with_repeated_and_multibyte_content():
     assert trained(tok.byte_tokenizer(), [USER, same, MORE, same]) == ["user é 🎉<|im_end|>"] * 2
 
 
+@pytest.mark.parametrize("template", [tok.CHATML, tok.CHATML_GENERATION])
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        ([USER, {**REPLY, "content": "4 ✓"}], ["4 ✓<|im_end|>"]),  # a character of three tokens
+        ([REPLY, MORE, LAST], ["4<|im_end|>", "6<|im_end|>"]),  # the assistant speaks first
+        ([USER, {**REPLY, "content": " "}, MORE, LAST], ["6<|im_end|>"]),  # nothing is said
+        ([USER, {**REPLY, "content": "4<|im_end|>"}], ["4<|im_end|>"]),  # an end in the data
+    ],
+)
+def test_assistant_mask_of_turns_that_mislead(messages, expected, template):
+    assert trained(tok.byte_tokenizer(template), messages) == expected
+
+
 def test_assistant_mask_without_turn_end_in_the_template():
     assert trained(tok.byte_tokenizer(BARE), [USER, REPLY, MORE, LAST]) == ["4", "6<|im_end|>"]
     assert trained(tok.byte_tokenizer(BARE), [USER, REPLY, MORE]) == ["4"]
@@ -208,9 +223,9 @@ def test_assistant_mask_without_turn_end_in_the_template():
 
 def test_messages_are_cleaned():
     rows = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho", "weight": None}]
-    assert chat.clean_messages(rows) == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+    assert clean_messages(rows) == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1, "y": None}}]}
-    assert chat.clean_messages([call])[0] == {
+    assert clean_messages([call])[0] == {
         "role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]
     }  # fmt: skip
 
@@ -228,7 +243,7 @@ def test_messages_are_cleaned():
 )
 def test_wrong_messages_say_which_and_why(value, message):
     with pytest.raises(InputError, match=message):
-        chat.clean_messages(value)
+        clean_messages(value)
 
 
 def test_render_errors():

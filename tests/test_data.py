@@ -268,8 +268,10 @@ def test_rows_with_unknown_tokens_are_counted(caplog):
     caplog.clear()
     prepare(rows[:1], "dpo", tokenizer)
     tokenizer.unk_token = "</s>"  # as GPT-2's, which is no sign of an unknown text
-    prepare(rows[:2], "dpo", tokenizer)
+    prepare([{"prompt": "a", "chosen": "x b", "rejected": "b"}], "dpo", tokenizer)
     assert caplog.messages == []
+    tokenizer.unk_token = "<unk>"  # "xb" is as unknown as "x": what is learnt is "b" all the same
+    assert prepare(rows[1:2], "dpo", tokenizer)[0]["chosen_ids"] == [3, 1]
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "opd"])
@@ -664,6 +666,29 @@ def test_a_prepared_stream_stays_as_it_is(method, named):
     once = prepare(stream, method, apply_chat_template=True)
     assert once.column_names == list(data.COLUMNS[method])
     assert prepare(once, method, apply_chat_template=True) is once
+
+
+@pytest.mark.parametrize("other", [5, [{"type": "text", "text": "four"}]])
+def test_text_that_looks_like_json_is_not_mistaken(other, tmp_path):
+    """Beside content of another kind `datasets` has read the string "4" as 4, and '"yes"' as yes."""
+    rows = [{"messages": [USER, {**REPLY, "content": content}]} for content in ('"yes"', other)]
+    with pytest.raises(InputError, match=r"column 'messages'.* text that looks like JSON is then read as JSON"):
+        prepare(data.load(source(jsonl(tmp_path / "rows.jsonl", rows))), "sft")
+
+
+def test_parts_of_text_are_joined_and_others_refused():
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    asked = {"role": "user", "content": parts}
+    assert texts([{"prompt": [asked], "completion": [REPLY]}], "sft")[0][0] == ASKED
+    asked["content"] = [{"type": "image", "text": "2+2?"}]
+    with pytest.raises(InputError, match=r"message 0 \(user\): a part of the content is {.*'image'"):
+        prepare([{"prompt": [asked], "completion": [REPLY]}], "sft")
+
+
+@pytest.mark.parametrize("role", ["human", "User", "gpt", " user"])
+def test_roles_under_other_names(role):
+    with pytest.raises(InputError, match=r"row 0: column 'prompt': message 0 has the role '.*', expected '"):
+        prepare([{"prompt": [{"role": role, "content": "2+2?"}], "completion": [REPLY]}], "sft")
 
 
 def test_a_tokenised_stream_of_other_types_is_cut(tmp_path):

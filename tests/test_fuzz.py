@@ -555,7 +555,7 @@ def test_mutated_files(tmp_path):
         path.write_text("\n".join(lines), encoding="utf-8")
         wanted, found = wanted_of((row, changed), method, form, options), prepared_file(path, method, options)
         if isinstance(found, str):
-            assert re.fullmatch(r"fuzz(, row [01]: |: cannot read \S+: )[^\n]+", found)
+            assert re.fullmatch(r"fuzz(, row [01]|: column '\w+'|: cannot read \S+): [^\n]+", found)
             outcomes["refused" if wanted is None else "of two kinds"] += 1
         else:
             assert found == wanted, lines[1]

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from .. import chat
+from .. import chat, messages
 from ..errors import InputError, shown
 from .formats import FORMATS, Sample, located
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
-_FILES = [Path(chat.__file__), *sorted(Path(__file__).parent.glob("*.py"))]  # all that shapes rows
+_FILES = [Path(chat.__file__), Path(messages.__file__), *sorted(Path(__file__).parent.glob("*.py"))]  # what shapes rows
 _CODE = sha256(b"".join(path.read_bytes() for path in _FILES)).hexdigest()
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from .. import chat
 from ..errors import InputError, shown
+from ..messages import Messages, check_unicode, clean_messages, without_none
 from ..strict import nearest
 
 
@@ -31,26 +32,26 @@ class Sample(NamedTuple):
 
 
 @contextmanager
-def located(where: str, joint: str = ": ") -> Iterator[None]:
+def located(where: str) -> Iterator[None]:
     """Puts `where` in front of an InputError's message."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{where}{joint}{error}") from error
+        raise InputError(f"{where}: {error}") from error
 
 
-def _value(row: dict, column: str) -> str | chat.Messages:
+def _value(row: dict, column: str) -> str | Messages:
     value = row.get(column)
     if isinstance(value, str):
-        chat.check_unicode(value, f"column {column!r}")
+        check_unicode(value, f"column {column!r}")
         return value
     if not isinstance(value, list):
         raise InputError(f"column {column!r}: expected a string or a list of messages, found {shown(value)}")
     with located(f"column {column!r}"):
-        return chat.clean_messages(value)
+        return clean_messages(value)
 
 
-def _completion(row: dict, column: str) -> str | chat.Messages:
+def _completion(row: dict, column: str) -> str | Messages:
     value = _value(row, column)
     if isinstance(value, list) and value[-1]["role"] != "assistant":
         raise InputError(f"column {column!r}: the last turn is {shown(value[-1]['role'])}, expected 'assistant'")
@@ -69,13 +70,13 @@ def _label(row: dict) -> bool:
 def _tools(row: dict) -> list | None:
     tools = row.get("tools")
     try:
-        tools = chat.without_none(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
+        tools = without_none(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
         text = json.dumps(tools, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"column 'tools': not valid JSON ({error})") from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError(f"column 'tools': expected a list of tools {{type, function}}, found {shown(tools)}")
-    chat.check_unicode(text, "column 'tools'")
+    check_unicode(text, "column 'tools'")
     return tools
 
 
@@ -89,14 +90,14 @@ def _ids(row: dict, column: str) -> list[int]:
 def _read_text(row: dict) -> Sample:
     if not isinstance(row["text"], str) or not row["text"].strip():
         raise InputError(f"column 'text': expected a text that is not empty, found {shown(row['text'])}")
-    chat.check_unicode(row["text"], "column 'text'")
+    check_unicode(row["text"], "column 'text'")
     return Sample(None, [row["text"]])
 
 
 def _read_messages(row: dict) -> Sample:
     column = "messages" if "messages" in row else "conversations"
     with located(f"column {column!r}"):
-        return Sample(None, [chat.clean_messages(row[column])], tools=_tools(row))
+        return Sample(None, [clean_messages(row[column])], tools=_tools(row))
 
 
 def _read_completion(row: dict) -> Sample:
@@ -114,7 +115,7 @@ def _read_preference(row: dict) -> Sample:
     return Sample(_value(row, "prompt"), [chosen, rejected], tools=_tools(row))
 
 
-def _shared_prompt(chosen: str | chat.Messages, rejected: str | chat.Messages) -> Sample:
+def _shared_prompt(chosen: str | Messages, rejected: str | Messages) -> Sample:
     """The longest common beginning is the prompt: whole messages, or text up to a word or line boundary (a space
     belongs to the completions, a line break to the prompt). No branch is left empty."""
     n = min(chat.shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)

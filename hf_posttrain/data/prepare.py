@@ -7,6 +7,7 @@ prepare    the same without those that train nothing, counted, and without BESID
 """
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -14,7 +15,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, shown
+from ..errors import InputError
 from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read
 from .formats import detect, located
 
@@ -32,6 +33,8 @@ BESIDE = ("row", "state", "unknown", "uncut", "keys")
 they were cut; a hash of the prompt with each branch, before they were cut (OPD: of the prompt alone)."""
 ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
 """What trainers add to prepared rows."""
+
+_MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
 
 
 def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
@@ -71,34 +74,33 @@ def tokenised(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, con
         if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
             raise InputError("the data set has no rows")
         plan = plan_for(detect(columns, method), method, tokenizer, config, name)
-    with located(name, ", "):
-        _refuse_mixed(dataset, plan.form)
     kwargs = {"batched": True, "with_indices": True, "remove_columns": columns}
     kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method)}
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(_tokenise, **kwargs)
-    workers = getattr(config, "dataset_num_proc", None)
-    return dataset.map(_tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
+    workers, mixed = getattr(config, "dataset_num_proc", None), list(_of_two_kinds(dataset, plan.form))
+    try:
+        mapped = dataset.map(_tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
+    except InputError as error:
+        raise InputError(f"{error}; {_MIXED}" if mixed else str(error)) from error
+    for column, inside in mixed:
+        values = (message for row in dataset[column] for message in (row or [] if inside else [row]))
+        if inside or any(isinstance(value, str) for value in values):
+            raise InputError(f"{name}: column {column!r}: {_MIXED}, so write text in all rows, or in none")
+    return mapped
 
 
-def _refuse_mixed(dataset: Any, form: str) -> None:
-    """Where rows differ in kind, `datasets` reads text that looks like JSON as JSON: "4" as 4, a quoted word without
-    quotes. Raises InputError where that is the text of a prompt, an answer or a message (of a stream nobody knows)."""
-    columns = [column for column in form.split(" + ") if column != "label" and not column.endswith("_ids")]
-    for column in columns if isinstance(dataset, datasets.Dataset) else []:
+def _of_two_kinds(dataset: datasets.Dataset, form: str) -> Iterator[tuple[str, str | None]]:
+    """(column, None) or (column, key of its messages) whose text is text in some rows and something else in others.
+
+    There `datasets` keeps text that looks like JSON as JSON: "4" comes back as 4, a quoted word without its quotes.
+    """
+    for column in form.split(" + "):
         kind = dataset.features[column]
         fields = kind.feature if isinstance(kind, datasets.List) and isinstance(kind.feature, dict) else {}
-        inside = next((key for key in ("content", "value") if isinstance(fields.get(key), datasets.Json)), None)
-        if inside is None and not isinstance(kind, datasets.Json):
-            continue
-        rows = [[m.get(inside) for m in value or []] if inside else [value] for value in dataset[column]]
-        values = [(n, value) for n, row in enumerate(rows) for value in row if value is not None]
-        other = next((pair for pair in values if not isinstance(pair[1], str)), None)
-        if other and (inside or any(isinstance(value, str) for _, value in values)):
-            raise InputError(
-                f"row {other[0]}: column {column!r}: {inside or 'it'} is {shown(other[1])}, but rows differ in kind"
-                " there, and text that looks like JSON is then read as JSON: write text in all rows, or in none"
-            )
+        yield from ((column, key) for key in ("content", "value") if isinstance(fields.get(key), datasets.Json))
+        if isinstance(kind, datasets.Json) and column != "label" and not column.endswith("_ids"):
+            yield column, None
 
 
 def _columns(dataset: Any) -> list[str]:
