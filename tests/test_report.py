@@ -166,7 +166,9 @@ def test_what_the_run_left_is_on_the_page(tmp_path):
     record = {
         "method": "dpo", "arguments": {"learning_rate": 5e-7, "beta": 0.1, "loss_type": ["sigmoid"]},
         "rows_per_step": 64, "engine": "ddp, 2 processes", "device": "cpu", "versions": {"torch": "2.13.0"},
-        "warnings": [{"step": 7, "message": "the policy never leaves the reference"}],
+        "warnings": [
+            {"step": 7, "message": "the policy never leaves the reference"}, {"step": 9, "message": "step 8: no end"},
+        ],
     }  # fmt: skip
     results = {"train_runtime": 75.2, "train_samples_per_second": 12.5}
     page = page_of(leave_run(tmp_path / "run", audit=AUDIT, samples=SAMPLES, run=record, all_results=results))
@@ -178,8 +180,8 @@ def test_what_the_run_left_is_on_the_page(tmp_path):
     expected = {"rows per optimizer step": "64", "learning_rate": "5e-07", "loss_type": "sigmoid"}
     assert expected.items() <= options.items()
     assert ["torch", "2.13.0"] in page.table("Environment")
-    for text in ("1 min 15 s", "Step 7: the policy never leaves the reference", AUDIT["warnings"][0], "1 + 1 =",
-                 "name_or_path: Qwen/Qwen3-0.6B"):  # fmt: skip
+    for text in ("1 min 15 s", "Step 7: the policy never leaves the reference", "Step 8: no end",
+                 AUDIT["warnings"][0], "1 + 1 =", "name_or_path: Qwen/Qwen3-0.6B"):  # fmt: skip
         assert text in page.words
 
 

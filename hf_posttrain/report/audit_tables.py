@@ -46,7 +46,9 @@ def _of_data(title: str, data: dict[str, Any]) -> Iterator[Table]:
     wholes = {"rows read": data.get("rows_read"), "examples": data.get("examples")}
     counts = [[name, number(count), ""] for name, count in wholes.items() if count is not None]
     for kind in ("dropped", "truncated"):
-        counts += [[f"{kind}: {item['reason']}", *_count(item)] for item in data.get(kind) or []]
+        cuts = data.get(kind)
+        counts += [[f"{kind}: {item['reason']}", *_count(item)] for item in cuts or []]
+        counts += [[kind, "0", ""]] if cuts == [] else []
     counts += [[name, *_count(data[kind])] for kind, name in FINDINGS.items() if data.get(kind)]
     counts += [[name, number(count), ""] for name, count in (data.get("classes") or {}).items()]
     yield Table(title, ["what", "count", "first rows"], counts)

@@ -48,7 +48,9 @@ def write(run: Run) -> Path | None:
 def _draw(chart: Chart, axis: Any) -> None:
     for line in chart.lines:
         logged, mean, colour = thinned(line.series, POINTS), smoothed(line.series), COLOURS[line.colour]
-        style: Any = {"linestyle": (0, (4, 2)), "marker": None if mean else "o", "markersize": 3} if line.dashed else {}
+        style: Any = {"linestyle": (0, (4, 2)), "clip_on": False} if line.dashed else {}
+        if line.dashed and not mean:
+            style |= {"marker": "o", "markersize": 3}
         if mean:
             axis.plot(logged.steps, logged.values, color=colour, linewidth=0.8, alpha=0.35)
             logged = thinned(mean, POINTS)

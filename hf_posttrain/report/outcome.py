@@ -85,13 +85,20 @@ def duration(seconds: float) -> str:
 def warnings(run: Run) -> list[str]:
     """What the data check and the run itself warned of, and what the logs show."""
     said = [str(text) for text in run.audit.get("warnings", [])]
-    said += [f"Step {number(item['step'])}: {item['message']}" for item in run.record.get("warnings", [])]
+    said += [_dated(item) for item in run.record.get("warnings", [])]
     broken = [found for key in ("loss", "eval_loss") if (found := _not_finite(run.history.get(key)))]
     said += broken
     taken, planned = run.steps
     if taken < planned:
         said.append(f"The run is not over or was stopped: {number(taken)} of {number(planned)} steps were taken.")
     return said
+
+
+def _dated(warning: dict[str, Any]) -> str:
+    """A warning of the run with its step, unless it names one itself."""
+    message = str(warning["message"])
+    names_step = message.lower().startswith("step ")
+    return message[0].upper() + message[1:] if names_step else f"Step {number(warning['step'])}: {message}"
 
 
 def _not_finite(series: Series | None) -> str:
