@@ -1,6 +1,6 @@
 """The command's arguments: what may stand on the line, in any order, and what --help says.
 
-    parse(argv)  -> Namespace of recipe, overrides, preprocess_only, check, probe, json
+    parse(argv)  -> Namespace of recipe, overrides, preprocess_only, check and its options
 
 Every mistake is an InputError that begins with "command line: ". `data` and `compare` as first word are commands of
 their own, which `run.main` takes before it parses.
@@ -11,11 +11,12 @@ import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .errors import InputError
+from .strict import nearest_path
 
-_USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [--probe] [--json]] [--preprocess-only]
+_USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [OPTIONS]] [--preprocess-only]
        hf-posttrain data FILE ...
        hf-posttrain compare RUN RUN ..."""
 _EPILOG = """other commands:
@@ -28,17 +29,22 @@ examples:
   hf-posttrain recipes/sft.yaml data.train.path=mine.jsonl 'data.train.columns={prompt: question, completion: answer}'
   hf-posttrain recipes/sft.yaml train.resume_from_checkpoint=auto
   hf-posttrain recipes/dpo.yaml --check
+  hf-posttrain recipes/dpo_full.yaml --check --config_file accelerate_configs/zero2.yaml --device_memory 80
   hf-posttrain recipes/dpo.yaml --preprocess-only train.dataset_num_proc=16
   accelerate launch -m hf_posttrain.run recipes/kto.yaml
 """
-_OPTIONS = {
-    "--check": "what the recipe would train on, and whether it fits, without training: exit code 0, 1 for warnings that"
-    " would ruin training, 2 if it cannot run",
-    "--probe": "with --check: also run the longest batch for real",
-    "--json": "with --check: print it for machines",
-    "--preprocess-only": "check and tokenise the data into the cache, where later runs find it, and stop: needs no"
-    " launcher and no GPU, loads no weights, writes no output_dir",
-}
+_SWITCH: dict[str, Any] = {"action": "store_true"}
+_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "--check": (_SWITCH, "what the recipe would train on, and whether it fits, without training: exit code 0, 1 for"
+                " warnings that would ruin training, 2 if it cannot run"),
+    "--probe": (_SWITCH, "with --check: also run the longest batch for real"),
+    "--json": (_SWITCH, "with --check: print it for machines"),
+    "--config_file": ({"metavar": "FILE", "type": Path}, "with --check: plan and memory as accelerate launch would run"
+                      " it with this file of accelerate_configs, on this machine or another"),
+    "--device_memory": ({"metavar": "GIB", "type": float}, "with --check: memory of each device, such as 80"),
+    "--preprocess-only": (_SWITCH, "check and tokenise the data into the cache, where later runs find it, and stop:"
+                          " needs no launcher and no GPU, loads no weights, writes no output_dir"),
+}  # fmt: skip
 _OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")
 
 
@@ -50,7 +56,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and a switch an option.
+    """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and the options.
 
     Raises InputError for an unknown option (with the nearest), options that do not go together, and no recipe.
     """
@@ -64,8 +70,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("words", metavar="RECIPE.yaml, section.key=value", nargs="*",
                         help="the recipe file, and what replaces values of it")  # fmt: skip
-    for name, meaning in _OPTIONS.items():
-        parser.add_argument(name, action="store_true", help=meaning)
+    for name, (reading, meaning) in _OPTIONS.items():
+        parser.add_argument(name, help=meaning, **reading)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
         raise InputError(f"command line: {_unknown(unknown[0])}")
@@ -96,8 +102,13 @@ def _unknown(option: str) -> str:
 
 
 def _refuse_contradictions(arguments: argparse.Namespace) -> None:
-    for name in ("probe", "json"):
+    for name in ("probe", "json", "config_file", "device_memory"):
         if getattr(arguments, name) and not arguments.check:
             raise InputError(f"command line: --{name} is an option of --check: add that, or drop --{name}")
+    file, memory = arguments.config_file, arguments.device_memory
+    if file and not file.is_file():
+        raise InputError(f"command line: --config_file: there is no file {file}{nearest_path(file)}")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise InputError(f"command line: --device_memory must be a number of GiB above 0, not {memory}")
     if arguments.check and arguments.preprocess_only:
         raise InputError("command line: --check and --preprocess-only exclude each other: drop one")

@@ -62,17 +62,17 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
     if "from" in message and "role" not in message:
         message = {"role": _role_from(message.pop("from"), n), "content": message.pop("value", None), **message}
     role, calls = message.get("role"), message.get("tool_calls")
-    if not isinstance(role, str):
+    if not isinstance(role, str) or not role.strip():
         raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {shown([*message])}")
-    plain = role.strip().lower()
+    plain, where = role.strip().lower(), f"message {n} ({shown(role)[1:-1]})"
     if role not in _SHAREGPT and (known := plain if plain in _SHAREGPT else _NO_ROLES.get(plain)):
-        raise InputError(f"message {n} has the role {role!r}, expected {known!r}")
+        raise InputError(f"message {n} has the role {shown(role)}, expected {known!r}")
     check_unicode(role, f"message {n}: role")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
-        raise InputError(f"message {n} ({role}): tool_calls is {shown(calls)}, expected a list of calls")
+        raise InputError(f"{where}: tool_calls is {shown(calls)}, expected a list of calls")
     if calls:
         message.setdefault("content", "")
-    return {**message, "content": _text_of(message.get("content"), f"message {n} ({role})")}
+    return {**message, "content": _text_of(message.get("content"), where)}
 
 
 def _role_from(name: Any, n: int) -> str:
@@ -241,7 +241,8 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
 
 def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
                    template_kwargs: dict | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Ids of the conversation and a 0/1 mask of equal length: each assistant's content and its turn end.
+    """Ids of the conversation and a 0/1 mask of equal length: each assistant's content and its turn end, but of turns
+    without content.
 
     From the template's `{% generation %}` tags, otherwise from the rendered text. Nothing follows the last 1.
 
@@ -252,7 +253,8 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
     tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
     ids, mask = (_tagged_mask if tagged else _rendered_mask)(tokenizer, messages, tools, template_kwargs, end_id)
-    if not any(m and i != end_id for i, m in zip(ids, mask, strict=True)):
+    mask = _without_empty_turns(tokenizer, ids, mask, end_id)
+    if not any(mask):
         raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
     size, prefix = len(mask) - mask[::-1].index(1), _prefix_ids(tokenizer)
     prefix = [] if ids[: len(prefix)] == prefix else prefix
@@ -260,14 +262,27 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
 
 
+def _without_empty_turns(tokenizer, ids: list[int], mask: list[int], end_id: int) -> list[int]:
+    """The mask without turns that hold nothing but their end, and without ends right behind an end."""
+    kept = [int(m and not (n and ids[n] == ids[n - 1] == end_id)) for n, m in enumerate(mask)]
+    edges = [n for n in range(len(kept) + 1) if (kept[n - 1] if n else 0) != (kept[n] if n < len(kept) else 0)]
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        if not str(tokenizer.decode(ids[start:stop], skip_special_tokens=True)).strip():
+            kept[start:stop] = [0] * (stop - start)
+    return kept
+
+
 def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
-    """From the template's generation tags; a turn end that stands right behind a span is trained as well."""
+    """From the template's generation tags; a turn end that stands right behind a span is trained as well, and every
+    token of a span's last character, of which transformers marks the first."""
     render(tokenizer, messages, tools, template_kwargs)  # its errors are the clear ones
     options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    options["tokenizer_kwargs"] = {"return_offsets_mapping": True}
     encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
-    ids, mask = list(encoded["input_ids"]), list(encoded["assistant_masks"])
+    ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
     for n in range(1, len(ids)):
-        if ids[n] == end_id and mask[n - 1] and ids[n - 1] != end_id:
+        ends_turn = ids[n] == end_id and ids[n - 1] != end_id
+        if mask[n - 1] and (ends_turn or offsets[n][0] < offsets[n - 1][1]):
             mask[n] = 1
     return ids, mask
 
@@ -279,12 +294,25 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple
     ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
     mask, limit = [0] * len(ids), len(full)  # limit: the character where the next assistant turn begins
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
-        before = render(tokenizer, messages[:n], tools, template_kwargs, add_generation_prompt=True)
-        begin = len(full) - len(_after(before, full))
-        content = messages[n]["content"].strip() if isinstance(messages[n]["content"], str) else ""
-        found = full.find(content, begin, limit)
-        after = bisect_left(starts, found + len(content) if found >= 0 else begin)
+        begin = _turn_begin(tokenizer, messages[:n], full, tools, template_kwargs)
+        found = full.find(messages[n]["content"].strip(), begin, limit)
+        after = bisect_left(starts, found + len(messages[n]["content"].strip()) if found >= 0 else begin)
         ends = (k + 1 for k in range(after, bisect_left(starts, limit)) if ids[k] == end_id)
         first, stop = bisect_left(starts, begin), next(ends, after if messages[n + 1 :] else len(ids))
         mask[first:stop], limit = [1] * (stop - first), begin
     return ids, mask
+
+
+def _turn_begin(tokenizer, before: Messages, full: str, tools, template_kwargs) -> int:
+    """The character of `full` where generation behind the messages `before` starts. Templates do not render none of
+    them: an assistant that speaks first does so behind the first header that generation starts from."""
+    if before:
+        start = render(tokenizer, before, tools, template_kwargs, add_generation_prompt=True)
+        return len(full) - len(_after(start, full))
+    probe = [{"role": "user", "content": "hello"}]
+    asked = render(tokenizer, probe, None, template_kwargs)
+    header = _after(asked, render(tokenizer, probe, None, template_kwargs, add_generation_prompt=True))
+    place = full.find(header)
+    if place < 0 or not header:
+        raise InputError(f"assistant_only_loss: the assistant speaks first, and {header!r} does not open its turn")
+    return place + len(header)

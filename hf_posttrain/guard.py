@@ -50,15 +50,11 @@ class Guard(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """No checkpoint of broken weights, where these end the run: look before one that no log precedes."""
-        if "nan" in self.stop_on and control.should_save and not control.should_log:
+        looks = "nan" in self.stop_on and control.should_save and not control.should_log
+        if looks or self.stopped:
             self._act(self._nonfinite(), state, control)
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What is due at an epoch's end is not in a run that was ended."""
-        if self.stopped:
-            control.should_save = control.should_evaluate = False
-        elif "nan" in self.stop_on and control.should_save and not control.should_log:
-            self._act(self._nonfinite(), state, control)
+    on_epoch_end = on_step_end
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Look at what no log came after."""

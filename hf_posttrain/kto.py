@@ -206,10 +206,9 @@ class KTOTrainer(PostTrainer):
         label, shift = batch["label"], batch["shift"]
         desirable, undesirable = weights * label, weights * ~label
         rewards = self.args.beta * log_ratio.detach()
-        right = torch.where(label, rewards > 0, rewards < 0).float()
         metrics = {
             "rewards/chosen": (rewards, desirable), "rewards/rejected": (rewards, undesirable),
-            "rewards/accuracies": (right, weights),
+            "rewards/accuracies": (torch.where(label, rewards > 0, rewards < 0).float(), weights),
             "logps/chosen": (logps, desirable), "logps/rejected": (logps, undesirable),
             "logps/chosen_change": (log_ratio, desirable),
         }  # fmt: skip

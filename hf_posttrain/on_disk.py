@@ -12,6 +12,7 @@ A name that the hub may have is left to the hub, unless HF_HUB_OFFLINE is set an
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -95,10 +96,13 @@ def is_local(name: str) -> bool:
 def source_problem(source: str) -> str | None:
     """What is wrong with a data source: a missing path, an unknown extension, an empty or quite different file."""
     path = Path(source).expanduser()
-    if path.is_file():
-        return _file_problem(path)
-    if path.is_dir():
-        return None if any(path.iterdir()) else f"the folder {path} is empty"
+    try:
+        if path.is_file():
+            return _file_problem(path)
+        if path.is_dir():
+            return None if any(path.iterdir()) else f"the folder {path} is empty"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
     if path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         return f"there is no file or folder {path}{nearest(path.name, beside, listed=False, aside=True)}"
@@ -114,6 +118,8 @@ def template_problem(name: str) -> str | None:
         Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"]).parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         return f"{name} is not text in UTF-8"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
     except TemplateSyntaxError as error:
         return f"{name}, line {error.lineno}: no valid Jinja template: {(error.message or '').rstrip('.')}"
     return None
@@ -130,18 +136,21 @@ class _Generation(Extension):
 
 
 def _model(recipe: Recipe, key: str, section: ModelSection) -> Iterator[Problem]:
-    name, folder = section.name_or_path, Path(section.name_or_path)
-    problem = _folder_problem(folder) if folder.exists() else _missing(recipe, name)
-    if problem:
-        yield (f"{key}.name_or_path",), f"{key}.name_or_path: {problem}"
-    adapter = section.adapter
-    if adapter and (problem := None if Path(adapter).exists() else _missing(recipe, adapter)):
-        yield (f"{key}.adapter",), f"{key}.adapter: {problem}"
-    elif adapter and Path(adapter).exists() and not (Path(adapter) / "adapter_config.json").is_file():
-        yield (f"{key}.adapter",), f"{key}.adapter: {adapter} has no adapter_config.json, so it is no PEFT adapter"
+    named = [("name_or_path", section.name_or_path, _model_problem), ("adapter", section.adapter, _adapter_problem)]
+    for field, name, problem_of in named:
+        if name is None:
+            continue
+        if problem := problem_of(Path(name)) if Path(name).exists() else _missing(recipe, name):
+            yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
 
 
-def _folder_problem(folder: Path) -> str | None:
+def _adapter_problem(folder: Path) -> str | None:
+    if (folder / "adapter_config.json").is_file():
+        return None
+    return f"{folder} has no adapter_config.json, so it is no PEFT adapter"
+
+
+def _model_problem(folder: Path) -> str | None:
     """Why a path that exists holds no model and tokenizer."""
     if not folder.is_dir():
         return f"{folder} is a file: give the folder of a model, or a hub name"
@@ -149,6 +158,10 @@ def _folder_problem(folder: Path) -> str | None:
         if (folder / "adapter_config.json").is_file():
             return f"{folder} is an adapter: name its base model here, and the adapter in `adapter`"
         return f"folder {folder} has no config.json, so it is no model"
+    try:
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        return f"{folder}/config.json is not valid JSON ({error})"
     if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
         return f"folder {folder} has no tokenizer (tokenizer.json and tokenizer_config.json)"
     return None

@@ -163,9 +163,8 @@ def install(trainer: Any) -> None:
     """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
     kind. The caller's own callbacks stay, and so does a notebook's table."""
     ours: dict[type, type[Any]] = {ProgressCallback: Bar, PrinterCallback: Lines}
-    callbacks = trainer.callback_handler.callbacks
-    default = callbacks[-1]
-    if type(default) in ours:
+    default = next((one for one in reversed(trainer.callback_handler.callbacks) if type(one) in ours), None)
+    if default is not None:
         trainer.remove_callback(default)
         trainer.add_callback(ours[type(default)](trainer.method))
 

@@ -156,7 +156,7 @@ def preflight(arguments: Any) -> int:
         from .check import check
         from .check.show import text
 
-        found = check(recipe, arguments.probe)
+        found = check(recipe, arguments.probe, arguments.config_file, arguments.device_memory)
     except InputError as error:
         if arguments.json:
             print(json.dumps({"status": 2, "error": str(error)}, indent=2))

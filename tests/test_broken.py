@@ -15,10 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
+from tokenizers_for_tests import CHATML, CHATML_GENERATION, DEEPSEEK, LLAMA, QWEN3, bos_tokenizer, byte_tokenizer
 from transformers import Qwen3Config
 
-from hf_posttrain import run
+from hf_posttrain import on_disk, run
+from hf_posttrain.on_disk import template_problem
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = """\
@@ -38,6 +39,7 @@ ROWS = [
     {"prompt": f"{n} + 1 = ", "completion": str(n + 1), "chosen": "a", "rejected": "b", "label": n % 2 == 0}
     for n in range(8)
 ]
+BREAKS = "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
 
 
 def recipe(method, more="", model="tiny", output="out"):
@@ -159,7 +161,7 @@ def assert_is(said, expected, here):
 
 def test_there_are_enough():
     assert len(BEFORE_TORCH) >= 80
-    assert len(AFTERWARDS) >= 25
+    assert len(AFTERWARDS) >= 24
     assert len(WHOLE) == 2
 
 
@@ -193,13 +195,32 @@ def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_rows(untouched):
     assert (code, lines) == (2, [f"error: the cache of data sets cannot be written: {problem}"])
 
 
-def test_a_reporter_that_is_not_installed_is_named(untouched, monkeypatch, capsys):
-    from hf_posttrain import on_disk
+@pytest.mark.parametrize(("key", "path"), [("data.train.path", "rows.jsonl"), ("model.chat_template", "open.jinja")])
+def test_a_file_that_may_not_be_read(untouched, monkeypatch, capsys, key, path):
+    """By a stand-in of the system's refusal: root may read everything."""
 
+    def refused(self, *args, before=Path.open, **kwargs):
+        if self.name == path:
+            raise PermissionError(13, "Permission denied")
+        return before(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(Path, "read_text", lambda self, **kwargs: self.open(**kwargs).read())
+    assert run.main(["sft.yaml", f"{key}={path}"]) == 2
+    assert capsys.readouterr().err == f"error: command line: {key}: {path} cannot be read (Permission denied)\n"
+
+
+def test_a_reporter_that_is_not_installed_is_named(untouched, monkeypatch, capsys):
     monkeypatch.setattr(on_disk, "REPORTERS", {"wandb": ("no_such_package",)})
     assert run.main(["sft.yaml", "train.report_to=wandb"]) == 2
     expected = "error: command line: train.report_to: wandb needs a package: pip install no_such_package\n"
     assert capsys.readouterr().err == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, CHATML_GENERATION, QWEN3, DEEPSEEK, LLAMA, BREAKS])
+def test_templates_that_transformers_renders_are_let_through(template, tmp_path):
+    (tmp_path / "own.jinja").write_text(template)
+    assert template_problem(str(tmp_path / "own.jinja")) is None
 
 
 @pytest.mark.parametrize("name", ["bom.jsonl", "array.jsonl", "pretty.json", "crlf.csv", "one class"])
@@ -215,4 +236,4 @@ def test_files_that_look_odd_and_are_sound(untouched, name, tmp_path, capsys):
         "one class": lines(*({**row, "label": True} for row in ROWS)).encode(),
     }[name])  # fmt: skip
     assert run.main([f"{method}.yaml", f"data.train={{path: {path}}}", "--preprocess-only"]) == 0
-    assert capsys.readouterr().out.startswith("train: 8 rows")
+    assert "train: 8 rows, " in capsys.readouterr().out

@@ -85,6 +85,19 @@ def test_pain_15_kl_is_logged_unclamped_with_its_clamp_fraction(tmp_path):
     assert all((log["kl"] < 0) == (log["kl_clamped"] == 1.0) for log in logs)
 
 
+def test_accuracy_is_the_share_of_rewards_with_the_sign_of_their_label(tmp_path):
+    seen = []
+    trainer = trainer_for(
+        "kto", tiny_model(), token_rows("kto"), tmp_path, eval_rows=token_rows("kto", 7, seed=4),
+        second=tiny_model(seed=9), per_device_eval_batch_size=3,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda predicted: seen.append(predicted) or {}
+    accuracy = trainer.evaluate()["eval_rewards/accuracies"]
+    positive = seen[0].predictions[:, 0] > seen[0].predictions[:, 1]
+    assert accuracy == pytest.approx((positive == seen[0].label_ids).mean())
+    assert 0 < accuracy < 1
+
+
 @pytest.mark.parametrize("size", [3, 5, 8])
 def test_the_odd_last_batch_counts_its_rows(size, tmp_path):
     """8 rows in batches of 3: the last step has 2. Its loss is the mean over 2 rows, its KL over 2 pairs."""

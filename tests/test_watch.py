@@ -150,12 +150,12 @@ def test_a_loss_that_means_to_lower_chosen_answers_may():
 
 
 def test_names_are_checked_without_torch():
-    code = "import sys, hf_posttrain.watch as w; w.check_names('nan', 'sft'); print('torch' in sys.modules)"
+    code = "import sys, hf_posttrain.watch as w; list(w.problems('nan', 'sft')); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.strip() == "False"
-    assert watch.check_names(None) == []
-    assert watch.check_names("nan") == ["nan"]
-    assert watch.check_names(["nan", "kl_zero"], "kto") == ["nan", "kl_zero"]
+    assert watch.listed(None) == []
+    assert watch.listed("nan") == ["nan"]
+    assert list(watch.problems(["nan", "kl_zero"], "kto")) == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .. import parts
@@ -69,8 +70,13 @@ class Check:
         return {"status": self.status, "warnings": self.warnings} | dataclasses.asdict(self)
 
 
-def check(recipe: Recipe, with_probe: bool = False) -> Check | None:
+def check(
+    recipe: Recipe, with_probe: bool = False, config_file: Path | None = None, device_memory: float | None = None
+) -> Check | None:
     """Everything about a recipe that shows without training it; None on every rank but the first of each machine.
+
+    config_file: plan and memory are those of a launch by this file of accelerate_configs. device_memory: GiB, in place
+    of this machine's.
 
     What its train section asks of engines and GPUs is checked where it is launched for them, and otherwise for names
     and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
@@ -79,6 +85,7 @@ def check(recipe: Recipe, with_probe: bool = False) -> Check | None:
     trainer_class, config = parts.configure(recipe if _is_at_home() else parts.of_any_machine(recipe))
     from ..recipe_data import audit_data, prepare_data
     from .memory import estimate
+    from .placement import engine_asked, engine_of
     from .plan import plan
     from .probe import probe
     from .skeleton import skeletons
@@ -91,6 +98,7 @@ def check(recipe: Recipe, with_probe: bool = False) -> Check | None:
     if config.local_process_index != 0:
         return None
     models = skeletons(recipe)
+    engine = engine_of(config_file) if config_file else engine_asked(config)
     return Check(
         path=str(recipe.path),
         method=recipe.method,
@@ -99,8 +107,8 @@ def check(recipe: Recipe, with_probe: bool = False) -> Check | None:
         defaulted=_defaulted(recipe, trainer_class, config),
         data=audit_data(recipe, trainer_class, tokenizer, config),
         tokens=audit_tokens(recipe, tokenizer, config, models),
-        plan=plan(rows["train"], trainer_class, config, models, config.world_size),
-        memory=estimate(recipe, config, trainer_class, rows, tokenizer),
+        plan=plan(rows["train"], trainer_class, config, models, engine.processes),
+        memory=estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory),
         probe=probed,
         notes=notes,
     )

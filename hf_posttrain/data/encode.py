@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from .. import chat
-from ..errors import InputError
+from ..errors import InputError, shown
 from .formats import FORMATS, Sample, located
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
@@ -59,6 +59,10 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if plan.as_chat and isinstance(sample.prompt, str):
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
+    for answer in sample.branches if isinstance(sample.prompt, list) and plan.vocabulary is None else []:
+        if isinstance(answer, list) and answer[0]["role"] != "assistant":
+            role = shown(answer[0]["role"])
+            raise InputError(f"columns {plan.form}: a completion begins with the turn of {role}, expected 'assistant'")
     parts = [part for part in (sample.prompt, *sample.branches) if part is not None]
     if len({type(part) for part in parts}) > 1:
         raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")

@@ -31,12 +31,12 @@ class Sample(NamedTuple):
 
 
 @contextmanager
-def located(where: str) -> Iterator[None]:
+def located(where: str, joint: str = ": ") -> Iterator[None]:
     """Puts `where` in front of an InputError's message."""
     try:
         yield
     except InputError as error:
-        raise InputError(f"{where}: {error}") from error
+        raise InputError(f"{where}{joint}{error}") from error
 
 
 def _value(row: dict, column: str) -> str | chat.Messages:
@@ -53,7 +53,7 @@ def _value(row: dict, column: str) -> str | chat.Messages:
 def _completion(row: dict, column: str) -> str | chat.Messages:
     value = _value(row, column)
     if isinstance(value, list) and value[-1]["role"] != "assistant":
-        raise InputError(f"column {column!r}: the last turn is {value[-1]['role']!r}, expected 'assistant'")
+        raise InputError(f"column {column!r}: the last turn is {shown(value[-1]['role'])}, expected 'assistant'")
     text = value if isinstance(value, str) else value[-1]["content"]
     if not text.strip() and (isinstance(value, str) or not value[-1].get("tool_calls")):
         raise InputError(f"column {column!r}: empty completion")
@@ -70,10 +70,12 @@ def _tools(row: dict) -> list | None:
     tools = row.get("tools")
     try:
         tools = chat.without_none(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
-    except (ValueError, RecursionError) as error:
+        text = json.dumps(tools, ensure_ascii=False)
+    except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"column 'tools': not valid JSON ({error})") from None
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise InputError(f"column 'tools': expected a list of tools {{type, function}}, found {shown(tools)}")
+    chat.check_unicode(text, "column 'tools'")
     return tools
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read
 from .formats import detect, located
 
@@ -71,12 +71,34 @@ def tokenised(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, con
         if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
             raise InputError("the data set has no rows")
         plan = plan_for(detect(columns, method), method, tokenizer, config, name)
+    with located(name, ", "):
+        _refuse_mixed(dataset, plan.form)
     kwargs = {"batched": True, "with_indices": True, "remove_columns": columns}
     kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method)}
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(_tokenise, **kwargs)
     workers = getattr(config, "dataset_num_proc", None)
     return dataset.map(_tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
+
+
+def _refuse_mixed(dataset: Any, form: str) -> None:
+    """Where rows differ in kind, `datasets` reads text that looks like JSON as JSON: "4" as 4, a quoted word without
+    quotes. Raises InputError where that is the text of a prompt, an answer or a message (of a stream nobody knows)."""
+    columns = [column for column in form.split(" + ") if column != "label" and not column.endswith("_ids")]
+    for column in columns if isinstance(dataset, datasets.Dataset) else []:
+        kind = dataset.features[column]
+        fields = kind.feature if isinstance(kind, datasets.List) and isinstance(kind.feature, dict) else {}
+        inside = next((key for key in ("content", "value") if isinstance(fields.get(key), datasets.Json)), None)
+        if inside is None and not isinstance(kind, datasets.Json):
+            continue
+        rows = [[m.get(inside) for m in value or []] if inside else [value] for value in dataset[column]]
+        values = [(n, value) for n, row in enumerate(rows) for value in row if value is not None]
+        other = next((pair for pair in values if not isinstance(pair[1], str)), None)
+        if other and (inside or any(isinstance(value, str) for _, value in values)):
+            raise InputError(
+                f"row {other[0]}: column {column!r}: {inside or 'it'} is {shown(other[1])}, but rows differ in kind"
+                " there, and text that looks like JSON is then read as JSON: write text in all rows, or in none"
+            )
 
 
 def _columns(dataset: Any) -> list[str]:

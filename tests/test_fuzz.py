@@ -1,0 +1,564 @@
+"""10,000 mutated rows through every method's data path: each is refused clearly, dropped and counted, or trained right.
+
+CASES     a good row of each format of each method, in the layouts that readers, templates and masks tell apart
+mutated   a row with one to three random changes: values of other kinds, control characters, broken nesting, huge things
+expected  what a row must become, or that it must be refused: a second, plain reading of the README's table of formats,
+          written without the library: a byte is a token, CHATML is a loop over messages
+
+A row that the plain reading refuses must raise an InputError of one line that names row and column; one that it can
+read must become exactly its prompt, its trained tokens and its state. Nothing else may happen to any of them.
+"""
+
+import copy
+import json
+import math
+import random
+import re
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import tokenizers_for_tests as tok
+from test_data import source
+
+from hf_posttrain import data
+from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT
+from hf_posttrain.data.prepare import _tokenise, plan_for
+from hf_posttrain.errors import InputError, shown
+
+MUTATIONS = 10_000
+"""Mutated rows in all, shared equally by CASES; the seed of each is (case, number)."""
+FILES = 300
+"""Mutated rows that are also written to a file, and go through data.load and data.prepare."""
+ROW = 7
+END, START, PAD, BOS = "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<s>"
+
+# ---- good rows
+
+USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is 4."}
+MORE, LAST = {"role": "user", "content": "und 3+3?"}, {"role": "assistant", "content": "6 ✓"}
+WRONG, SYSTEM = {"role": "assistant", "content": "5"}, {"role": "system", "content": "Short."}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}
+CHAT = [SYSTEM, USER, REPLY, MORE, LAST]
+SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+PARTS = [{"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]}, REPLY]
+PLAIN = {"prompt": "2+2?\n", "completion": "It is 4."}
+TURNS = {"prompt": [USER], "completion": [REPLY]}
+PREFILLED = {"prompt": [USER, {"role": "assistant", "content": "It "}], "completion": [{**REPLY, "content": "is 4."}]}
+PAIR = {"prompt": "2+2?\n", "chosen": "It is 4.", "rejected": "5"}
+TURN_PAIR = {"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}
+IMPLICIT = {"chosen": "Q: 2+2?\nA: it is 4.", "rejected": "Q: 2+2?\nA: it was 5."}
+TURN_IMPLICIT = {"chosen": [USER, REPLY], "rejected": [USER, WRONG]}
+BESIDE = {"prompt": "2+2?", "chosen": [USER, REPLY], "rejected": [USER, WRONG]}
+TOKENS = {"prompt_ids": [50, 43, 50], "completion_ids": [52, 46, 258]}
+MASKED = {**TOKENS, "completion_mask": [1, 0, 1]}
+LABELLED = {"input_ids": [50, 43, 50, 52, 258], "labels": [-100, -100, -100, 52, 258]}
+WHOLE = {"input_ids": [50, 43, 50, 52, 258], "completion_mask": [0, 0, 0, 1, 1]}
+TOKEN_PAIR = {"prompt_ids": [50, 43], "chosen_ids": [52, 258], "rejected_ids": [53, 54, 258]}
+ASSISTANT, CUT, ALL = {"assistant_only_loss": True}, {"max_length": 12}, {"completion_only_loss": False}
+SUPERVISED = [
+    (PLAIN, {}), (PLAIN, CUT), (PLAIN, ALL), (PLAIN, {"apply_chat_template": True}), ({"text": "all of it"}, {}),
+    ({"text": "all of it"}, {"max_length": 5}), (TURNS, {}), (TURNS, {"max_length": 40}), (TURNS, ASSISTANT),
+    ({**TURNS, "tools": [TOOL]}, {}), ({**TURNS, "tools": json.dumps([TOOL])}, {}), (PREFILLED, {}),
+    ({"messages": CHAT}, {}), ({"messages": CHAT}, ASSISTANT), ({"messages": CHAT}, {**ASSISTANT, "max_length": 60}),
+    ({"conversations": SHARED}, {}), ({"conversations": SHARED}, ASSISTANT), ({"messages": PARTS}, ASSISTANT),
+    ({"messages": CHAT, "tools": [TOOL]}, ASSISTANT), (TOKENS, {}), (MASKED, {}), (MASKED, {"max_length": 3}),
+    (LABELLED, {}), (WHOLE, {}),
+]  # fmt: skip
+PAIRED = [
+    (PAIR, {}), (PAIR, CUT), (TURN_PAIR, {}), ({**TURN_PAIR, "tools": [TOOL]}, {}), (IMPLICIT, {}), (TURN_IMPLICIT, {}),
+    (BESIDE, {}),
+]  # fmt: skip
+ROWS = {
+    "sft": SUPERVISED,
+    "kd": SUPERVISED[::2],
+    "dpo": [*PAIRED, (TOKEN_PAIR, {}), (TOKEN_PAIR, {"max_length": 3})],
+    "kto": [
+        *PAIRED, ({**PLAIN, "label": True}, {}), ({**PLAIN, "label": False}, CUT), ({**TURNS, "label": 1}, {}),
+        ({**TOKENS, "label": 0}, {}),
+    ],
+    "opd": [
+        ({"prompt": "2+2?"}, {}), ({"prompt": [USER]}, {}), (PLAIN, {"max_length": 12, "max_completion_length": 6}),
+        (TURNS, {}), ({"messages": CHAT}, {}), ({"conversations": SHARED}, {}), ({"prompt_ids": [50, 43]}, {}),
+        (TOKENS, {}),
+    ],
+}  # fmt: skip
+CASES = [(method, row, options) for method, rows in ROWS.items() for row, options in rows]
+
+# ---- mutations
+
+
+
+def deep():
+    """A list nested beyond what Python recurses into."""
+    value: list = []
+    for _ in range(3000):
+        value = [value]
+    return value
+
+
+STRANGE = [
+    None, True, False, 0, 1, -1, 258, 259, 2**31, 2**63, 10**40, 0.5, 1.0, math.nan, math.inf, b"\xff\x00",
+    "", " ", "\n\t ", "0", "yes", "null", "NaN", "[]", "{}", "x" * 30_000, "\x00\x01\x1b[31m", "\ud83d", "a\udc00b",
+    "😀👩‍👩‍👧 é", "\u202eabc\u200b", END, f"a{END}", f"a{END}\n", f"{END}b", f"{START}user\n", PAD, BOS,
+    f"{BOS}a</s>", "</s>", "[" * 3000, "[1]", '{"a": 1}', json.dumps([TOOL]), "9" * 5000, "user", "assistant", "human",
+    "gpt", "User", "wizard", "tool",
+    [], {}, [[]], [None], [{}], [""], [1.5], ["1"], [-1], [259], [2**40], [True], deep, lambda: [deep()],
+    lambda: {"role": deep()}, {"role": "user"}, {"a": {"b": [1]}}, [USER], [REPLY], [USER, REPLY], USER,
+    {"type": "image", "url": "x"}, [{"type": "text", "text": "hi"}], [{"type": "image"}], [{"type": "text"}],
+]  # fmt: skip
+KEYS = [
+    "role", "content", "from", "value", "tool_calls", "name", "weight", "extra", "tools", "completion_mask", "labels",
+    "text",
+]  # fmt: skip
+
+
+def strange(draw):
+    value = draw.choice(STRANGE)
+    return value() if callable(value) else copy.deepcopy(value)
+
+
+def places(value, path=()):
+    """The path of every value inside `value`, not below eight steps."""
+    yield path
+    if len(path) == 8:
+        return
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def insert(holder, key, draw):
+    """Something strange inside a string, an item of a list once more, a strange key of a dictionary, another number."""
+    value = holder[key]
+    if isinstance(value, str):
+        at, text = draw.randrange(len(value) + 1), draw.choice([s for s in STRANGE if isinstance(s, str)])
+        holder[key] = value[:at] + text + value[at:]
+    elif isinstance(value, list):
+        value.insert(draw.randrange(len(value) + 1), draw.choice(value or [None]))
+    elif isinstance(value, dict):
+        value[draw.choice(KEYS)] = strange(draw)
+    elif type(value) is int:
+        holder[key] = draw.choice([0, 1, 2, 97, 258, 259, -100])
+
+
+def change(holder, key, draw):
+    """One random change of `holder[key]`, half of them gentle."""
+    value, what = holder[key], draw.randrange(12)
+    if what < 6:
+        insert(holder, key, draw)
+    elif what == 6 and isinstance(holder, dict):
+        holder[key] = None  # as Arrow has a key that only other rows have
+    elif what == 7:
+        del holder[key]
+    elif what == 8:
+        holder[key] = draw.choice([[value], {"value": value}])
+    elif what == 9 and isinstance(value, list):
+        draw.shuffle(value)
+    else:
+        holder[key] = strange(draw)
+
+
+def mutated(row, draw):
+    """A copy of `row` with one to three changes; a column that is gone is None, as where other rows have it."""
+    row = copy.deepcopy(row)
+    columns = list(row)
+    if draw.random() < 0.05:
+        row[draw.choice(KEYS)] = strange(draw)
+    for _ in range(draw.choice((1, 1, 1, 2, 3))):
+        inside = [path for path in places(row) if path]
+        if not inside:
+            break
+        *path, key = draw.choice(inside)
+        holder = row
+        for step in path:
+            holder = holder[step]
+        change(holder, key, draw)
+    return {**dict.fromkeys(columns), **row}
+
+
+# ---- the plain reading
+
+
+class Refused(Exception):
+    """The row is not what its format promises."""
+
+
+def need(condition):
+    if not condition:
+        raise Refused
+
+
+class Plain(NamedTuple):
+    """A tokenizer and its template, as the plain reading has them."""
+
+    tokenizer: Any
+    special: dict[str, int]
+    text_end: str = END
+    begin: str = ""
+    header: str = START + "{}\n"
+    close: str = END + "\n"
+    trims: bool = False
+    writes_tools: bool = False
+
+    def ids(self, text):
+        text = text if text.startswith(self.begin) else self.begin + text
+        return self.raw_ids(text)
+
+    def raw_ids(self, text):
+        pieces = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text)
+        return [i for piece in pieces for i in ([self.special[piece]] if piece in self.special else piece.encode())]
+
+    def ended(self, text, end):
+        """Ids of a completion with exactly one end: what is blank or special behind an end is none of it."""
+        specials = "|".join(map(re.escape, self.special))
+        closed = re.sub(rf"({re.escape(end)})+(?!{re.escape(end)})((?!{re.escape(end)})({specials}|\s))*\Z", "", text)
+        return [*self.raw_ids(closed), self.special[end]]
+
+    def said(self, turn):
+        return turn["content"].strip() if self.trims else turn["content"]
+
+    def render(self, turns):
+        return self.begin + "".join(self.header.format(t["role"]) + self.said(t) + self.close for t in turns)
+
+    def opened(self, turns):
+        """What generation starts from: an assistant turn at the end stays open."""
+        if turns[-1]["role"] != "assistant":
+            return self.render(turns) + self.header.format("assistant")
+        text = self.render(turns).removesuffix(self.close)
+        return text.rstrip() if self.trims else text
+
+
+def string(value):
+    need(isinstance(value, str) and not re.search("[\ud800-\udfff]", value))
+    return value
+
+
+def without_null(value):
+    if isinstance(value, dict):
+        return {k: without_null(v) for k, v in value.items() if v is not None}
+    return [without_null(v) for v in value] if isinstance(value, list) else value
+
+
+def message(raw):
+    need(isinstance(raw, dict))
+    raw = without_null(raw)
+    if "from" in raw and "role" not in raw:
+        need(isinstance(raw["from"], str))
+        known = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+        known |= {"tool": "tool"}
+        need(raw["from"] in known)
+        raw = {**raw, "content": raw.get("content", raw.get("value")), "role": known[raw["from"]]}
+    role, calls, content = string(raw.get("role")), raw.get("tool_calls"), raw.get("content")
+    ours = {"system", "user", "assistant", "tool"}
+    need(role.strip() and (role in ours or role.strip().lower() not in ours | {"human", "gpt"}))
+    need(calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)))
+    content = "" if content is None and calls else content
+    if isinstance(content, list):
+        need(all(isinstance(part, dict) and part.get("type") == "text" for part in content))
+        content = "".join(string(part.get("text")) for part in content)
+    beside = {key: value for key, value in raw.items() if key != "value"}
+    return {**beside, "role": role, "content": string(content), "calls": bool(calls)}
+
+
+def messages(raw):
+    need(isinstance(raw, list) and raw)
+    return [message(each) for each in raw]
+
+
+def tools_text(row):
+    tools = row.get("tools")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError):
+            raise Refused from None
+    tools = without_null(tools)
+    if not tools:
+        return ""
+    need(isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))
+    try:
+        return f"{START}system\nTools: {string(json.dumps(tools, ensure_ascii=False))}{END}\n"
+    except (TypeError, ValueError):
+        raise Refused from None
+
+
+def answer(value):
+    """A completion: a string, or messages that end with an assistant's."""
+    value = string(value) if isinstance(value, str) else messages(value)
+    last = value if isinstance(value, str) else value[-1]["content"]
+    need(isinstance(value, str) or value[-1]["role"] == "assistant")
+    need(last.strip() or (isinstance(value, list) and value[-1]["calls"]))
+    return value
+
+
+def joined(prompt, completion):
+    if (prompt[-1]["role"], completion[0]["role"]) != ("assistant", "assistant"):
+        return prompt + completion
+    merged = {**completion[0], "content": prompt[-1]["content"] + completion[0]["content"]}
+    return [*prompt[:-1], merged, *completion[1:]]
+
+
+def prompt_and_answers(row, columns):
+    """(prompt, answers): strings or lists of messages, one kind."""
+    answers = [answer(row[column]) for column in columns]
+    prompt = row.get("prompt") if "prompt" in row else None
+    if "chosen" in columns and ("prompt" not in row or (isinstance(prompt, str) and isinstance(answers[0], list))):
+        need(isinstance(answers[0], type(answers[1])))
+        alike = [a == b for a, b in zip(*answers, strict=False)]
+        n = min(([*alike, False]).index(False), *(len(each) - 1 for each in answers))
+        if isinstance(answers[0], str):
+            while n and answers[0][n - 1] != "\n" and any(each[n] != " " for each in answers):
+                n -= 1
+        else:
+            need(n)
+        return answers[0][:n], [each[n:] for each in answers]
+    return string(prompt) if isinstance(prompt, str) else messages(prompt), answers
+
+
+def numbers(value, size):
+    need(isinstance(value, list) and all(type(i) is int and 0 <= i < size for i in value))
+    return value
+
+
+def mask_of(value, ids):
+    need(isinstance(value, list) and len(value) == len(ids) and all(m in (0, 1) for m in value))
+    return [int(m) for m in value]
+
+
+def assistants(plain, turns, tools, context):
+    """Ids and mask of a conversation up to the last that an assistant wrote; of the first `context` ids none counts."""
+    ids = plain.raw_ids(plain.begin + tools)
+    mask, end = [0] * len(ids), plain.special[END]
+    for turn in turns:
+        head, text = plain.raw_ids(plain.header.format(turn["role"])), plain.raw_ids(plain.said(turn) + END)
+        rest = plain.raw_ids(plain.close.removeprefix(END))
+        words = re.sub("|".join(map(re.escape, plain.special)), "", turn["content"]).strip()
+        wrote = int(turn["role"] == "assistant" and words != "")
+        once = [wrote * (pair != (end, end)) for pair in zip([0, *text], text, strict=False)]
+        ids, mask = ids + head + text + rest, mask + [0] * len(head) + once + [0] * len(rest)
+    mask = [m * (n >= context) for n, m in enumerate(mask)]
+    need(any(mask))
+    size = len(mask) - mask[::-1].index(1)
+    return ids[:size], mask[:size]
+
+
+def token_row(row, size):
+    """(prompt ids, [ids], mask) of a tokenised row."""
+    if "input_ids" in row:
+        ids, mask = numbers(row["input_ids"], size), row.get("completion_mask")
+        if (labels := row.get("labels")) is not None:
+            need(isinstance(labels, list) and len(labels) == len(ids))
+            need(all(label in (-100, i) for label, i in zip(labels, ids, strict=True)))
+            mask = [int(label != -100) for label in labels]
+        return [], [ids], [1] * len(ids) if mask is None else mask_of(mask, ids)
+    names = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in row]
+    branches, mask = [numbers(row[name], size) for name in names], row.get("completion_mask")
+    mask = mask_of(mask, branches[0]) if mask is not None and names == ["completion_ids"] else None
+    return numbers(row["prompt_ids"], size), branches, mask
+
+
+def text_row(plain, row, method, form, options):
+    """(prompt ids, [ids], mask) of a row of text or messages."""
+    if form == "text":
+        need(string(row["text"]).strip())
+        return plain.ids(""), [plain.ended(row["text"].removeprefix(plain.begin), plain.text_end)], None
+    tools = tools_text(row) * plain.writes_tools
+
+    def with_tools(text):
+        return plain.begin + tools + text.removeprefix(plain.begin)
+
+    if form in ("messages", "conversations"):
+        turns = messages(row[form])
+        if method != "opd":
+            if options.get("assistant_only_loss"):
+                ids, mask = assistants(plain, turns, tools, 0)
+                return [], [ids], mask
+            return plain.ids(""), [plain.ended(with_tools(plain.render(turns)).removeprefix(plain.begin), END)], None
+        answered = len(turns) > 1 and turns[-1]["role"] == "assistant"
+        prompt, answers = (turns[:-1], [turns[-1:]]) if answered else (turns, [])
+    else:
+        prompt, answers = prompt_and_answers(row, [c for c in form.split(" + ") if c not in ("prompt", "label")])
+    if options.get("apply_chat_template") and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+        answers = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
+    need(all(isinstance(each, type(prompt)) for each in answers))
+    if isinstance(prompt, str):
+        need(not options.get("assistant_only_loss"))
+        return plain.ids(prompt), [plain.ended(each, plain.text_end) for each in answers], None
+    need(all(each[0]["role"] == "assistant" for each in answers))
+    start = with_tools(plain.opened(prompt))
+    if options.get("assistant_only_loss"):
+        ids, mask = assistants(plain, joined(prompt, answers[0]), tools, len(plain.ids(start)))
+        return [], [ids], mask
+    fulls = [with_tools(plain.render(joined(prompt, each))) for each in answers]
+    return plain.ids(start), [plain.ended(full[len(start) :], END) for full in fulls], None
+
+
+def expected(plain, method, form, row, options):
+    """[(prompt ids, [branch ids], mask, label)] before they are cut. Raises Refused, or RecursionError."""
+    need(all(row.get(column) is not None for column in form.split(" + ")))
+    label = None
+    if form.endswith(" + label"):
+        need(type(row["label"]) in (bool, int) and row["label"] in (0, 1))
+        label = bool(row["label"])
+    tokenised = "_ids" in form
+    size = max(plain.special.values()) + 1
+    prompt, branches, mask = token_row(row, size) if tokenised else text_row(plain, row, method, form, options)
+    ends = [[plain.special[end]] for end in (END, plain.text_end)]
+    need(tokenised or not any(branch in ends for branch in branches))
+    need(method == "opd" or all(branches))
+    if method in ("sft", "kd"):
+        every = options.get("completion_only_loss") is False
+        ids, mask = prompt + branches[0], [int(every)] * len(prompt) + (mask or [1] * len(branches[0]))
+        n = len(prompt) if prompt and not every else max(1, mask.index(1) if 1 in mask else 1)
+        return [(ids[:n], [ids[n:]], mask[n:], None)]
+    need(prompt)
+    if method == "kto" and len(branches) == 2:
+        return [(prompt, [branch], None, label) for branch, label in zip(branches, (True, False), strict=True)]
+    return [(prompt, branches, None, label)]
+
+
+def cut(prompt, branches, mask, label, method, options):
+    """(prompt, branches, mask, label, bits) as max_length leaves them."""
+    branches = branches or [[]]
+    limit = options.get("max_length")
+    if limit and method == "opd":
+        kept, ends = prompt[max(0, len(prompt) - (limit - options["max_completion_length"])) :], branches
+    elif limit:
+        room = max(1, limit - max(map(len, branches)))
+        kept, ends = prompt[max(0, len(prompt) - room) :], [branch[: limit - 1] for branch in branches]
+    else:
+        kept, ends = prompt, branches
+    mask = None if mask is None else mask[: len(ends[0])]
+    lost = method != "opd" and not (all(ends) and (mask is None or any(mask)))
+    bits = PROMPT_CUT * (len(kept) < len(prompt)) + COMPLETION_CUT * (ends != branches) + NO_TARGET * lost
+    return kept, ends, mask, label, bits
+
+
+# ---- the tests
+
+
+CHATML = Plain(tok.byte_tokenizer(), {PAD: 256, START: 257, END: 258}, writes_tools=True)
+TAGGED = CHATML._replace(tokenizer=tok.byte_tokenizer(tok.CHATML_GENERATION), writes_tools=False)
+LLAMA_SPECIAL = {BOS: 256, "</s>": 257, START: 258, END: 259}
+LLAMA = Plain(tok.bos_tokenizer(), LLAMA_SPECIAL, "</s>", BOS, START + "{}\n\n", END, trims=True)
+TOKENIZERS = (CHATML, LLAMA, TAGGED)
+
+
+def settings(options):
+    known = {"max_length": None, "dataset_num_proc": None, "chat_template_kwargs": None}
+    return SimpleNamespace(**(known | options))
+
+
+def check_message(error, form, where=f"fuzz, row {ROW}: "):
+    text = str(error)
+    text.encode()
+    assert text.startswith(where), text
+    assert "\n" not in text, text
+    assert len(text) < 600, text
+    about = [*form.split(" + "), "tools", "labels", "completion_", "chat template", "rendered", "assistant_only_loss"]
+    assert any(name in text for name in about), text
+
+
+def as_trained(out, method):
+    """[(prompt, branches, mask, label, bits)] from the columns that `_tokenise` gives."""
+    names = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in out]
+    masks, labels = (out.get(name, [None] * len(out["row"])) for name in ("completion_mask", "label"))
+    rows = zip(out["prompt_ids"], zip(*(out[n] for n in names), strict=True), masks, labels, out["state"], strict=True)
+    return [(prompt, list(branches), mask, label, bits & 7) for prompt, branches, mask, label, bits in rows]
+
+
+def outcome(plain, method, row, options, form):
+    """What became of the row: "refused", "dropped" or "trained". Fails where it is not what the plain reading says."""
+    plan = plan_for(form, method, plain.tokenizer, settings(options), "fuzz")
+    batch = {column: [value] for column, value in row.items()}
+    try:
+        whole = expected(plain, method, form, row, options)
+    except (Refused, RecursionError):
+        with pytest.raises(InputError) as raised:
+            _tokenise(batch, [ROW], plain.tokenizer, plan)
+        check_message(raised.value, form)
+        return "refused"
+    examples = [cut(*example, method, options) for example in whole]
+    assert as_trained(_tokenise(batch, [ROW], plain.tokenizer, plan), method) == examples
+    return "dropped" if all(bits & NO_TARGET for *_, bits in examples) else "trained"
+
+
+def form_of(method, row):
+    return data.detect(list(row), method)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_good_rows_are_trained(case):
+    method, row, options = CASES[case]
+    assert outcome(CHATML, method, row, options, form_of(method, row)) == "trained"
+
+
+@pytest.mark.parametrize("method", list(ROWS))
+def test_mutated_rows(method):
+    """MUTATIONS of them in all methods together."""
+    outcomes = {"refused": 0, "dropped": 0, "trained": 0}
+    cases = [n for n, case in enumerate(CASES) if case[0] == method]
+    for case in cases:
+        _, row, options = CASES[case]
+        for n in range(case, MUTATIONS, len(CASES)):
+            changed = mutated(row, random.Random(f"{case} {n}"))
+            try:
+                outcomes[outcome(TOKENIZERS[n % 3], method, changed, options, form_of(method, row))] += 1
+            except Exception as error:
+                error.add_note(f"{method}, {options}, mutation {n}: {shown(changed)}")
+                raise
+    assert sum(outcomes.values()) == sum(len(range(case, MUTATIONS, len(CASES))) for case in cases)
+    assert min(outcomes["refused"], outcomes["trained"]) > sum(outcomes.values()) / 4  # both sides are looked at
+
+
+def test_all_methods_and_formats_are_mutated():
+    assert sum(len(range(case, MUTATIONS, len(CASES))) for case in range(len(CASES))) == MUTATIONS == 10_000
+    for method, forms in data.ACCEPTS.items():
+        assert {form_of(method, row) for of, row, _ in CASES if of == method} == {*forms}
+
+
+def prepared_file(path, method, options):
+    """The examples of a file, or the message that refuses it."""
+    try:
+        rows = data.prepare(data.load(source(path), "fuzz"), method, CHATML.tokenizer, settings(options), "fuzz")
+    except InputError as error:
+        return str(error)
+    columns = rows.to_dict() | {"row": rows["index"], "state": [0] * len(rows)}
+    return [example[:4] for example in as_trained(columns, method)]
+
+
+def wanted_of(rows, method, form, options):
+    """The examples that the plain reading keeps of all rows; None where it refuses one."""
+    try:
+        whole = [example for row in rows for example in expected(CHATML, method, form, row, options)]
+    except (Refused, RecursionError):
+        return None
+    examples = [cut(*example, method, options) for example in whole]
+    return [example[:4] for example in examples if not example[4] & NO_TARGET]
+
+
+def test_mutated_files(tmp_path):
+    """A good row and a mutated one, in FILES files: the same outcomes. A row that could be read may be refused since it
+    makes a column of two kinds, and a file whose rows `datasets` cannot read is named, not the row."""
+    outcomes = {"refused": 0, "trained": 0, "of two kinds": 0}
+    for n in range(FILES):
+        method, row, options = CASES[n % len(CASES)]
+        draw, form, lines = random.Random(f"file {n}"), form_of(method, row), []
+        while not lines:
+            changed = mutated(row, draw)
+            with suppress(TypeError, ValueError, RecursionError):  # JSON has no bytes, NaN, and not any depth
+                lines = [json.dumps(row), json.dumps(changed, allow_nan=False)]
+        path = tmp_path / f"{n}.jsonl"
+        path.write_text("\n".join(lines), encoding="utf-8")
+        wanted, found = wanted_of((row, changed), method, form, options), prepared_file(path, method, options)
+        if isinstance(found, str):
+            assert re.fullmatch(r"fuzz(, row [01]: |: cannot read \S+: )[^\n]+", found)
+            outcomes["refused" if wanted is None else "of two kinds"] += 1
+        else:
+            assert found == wanted, lines[1]
+            outcomes["trained"] += 1
+    assert sum(outcomes.values()) == FILES
+    assert min(outcomes["refused"], outcomes["trained"]) > FILES / 4 > 4 * outcomes["of two kinds"]
