@@ -78,7 +78,7 @@ def small(recipe) -> list[str]:
     overrides += ["train.max_completion_length=8"] if recipe.method == "opd" else []
     overrides += ["train.eval_max_completion_length=8"] if recipe.train.get("eval_exact_match") else []
     if str(recipe.train.get("output_dir", "")).startswith("outputs/quickstart"):  # that is the hub
-        overrides += ["train.output_dir=outputs/small"]
+        overrides += ["train.output_dir=outputs/not_the_hub"]
     limits = {"train": 16, "eval": 4}
     parts = {name: getattr(recipe.data, name) for name in limits}
     return overrides + [f"data.{name}.limit={limits[name]}" for name, part in parts.items() if hasattr(part, "limit")]

@@ -30,7 +30,7 @@ from accelerate.commands.launch import launch_command_parser
 from hub_for_tests import REPOSITORY, at_home, make_hub, small
 from models_for_tests import tiny_model
 from torch.distributed.run import get_args_parser as torchrun_parser
-from training_for_tests import token_rows, trainer_for
+from training_for_tests import quick, token_rows, trainer_for
 from transformers import TrainingArguments
 
 import hf_posttrain
@@ -259,8 +259,13 @@ def _own_files() -> Iterator[tuple[str, str]]:
         yield code(file)[0], code(line)[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+SLOW = {"docs/scaling.md", "docs/sft.md", "docs/kto.md", "docs/kd.md", "docs/opd.md"}
+"""Pages whose commands run recipes that tests/test_recipes.py runs too."""
+
+
+@pytest.mark.parametrize("page", quick(*({*map(name, PAGES)} - SLOW), among=[*map(name, PAGES)]))
 def test_every_block_of_a_page_runs(page, folder):
+    page = REPOSITORY / page
     kept = {"__name__": "page"}
     for block in blocks(page):
         place = f"{name(page)}:{block.line}"
