@@ -83,6 +83,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     parts.check_vllm(recipe, config, peft_config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
     audit = audited(recipe, trainer_class, tokenizer, config)
+    models = parts.load_models(recipe, config)
     parts.make_output_dir(recipe, config)
     trainer = trainer_class(
         args=config,
@@ -90,8 +91,10 @@ def run(recipe: Recipe) -> dict[str, float]:
         peft_config=peft_config,
         train_dataset=rows["train"],
         eval_dataset=rows.get("eval"),
-        **parts.load_models(recipe, config),
+        **models,
     )
+    if trainer.is_world_process_zero():
+        (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
     report.follow(trainer)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     if trainer.preemption.happened:
@@ -101,8 +104,9 @@ def run(recipe: Recipe) -> dict[str, float]:
         metrics = finish(trainer, recipe, metrics)
     trainer.save_state()
     if trainer.is_world_process_zero():
-        (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
         report.write(config.output_dir)
+    if config.push_to_hub and not trainer.stopped:
+        trainer.push_to_hub(commit_message="Report and model card", revision=config.hub_revision)
     if trainer.stopped:
         raise RunStopped(trainer.stopped)
     return metrics
@@ -116,9 +120,10 @@ def audited(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> 
     audits = audit_data(recipe, trainer_class, tokenizer, config) if config.process_index == 0 else {}
     for audit in audits.values():
         logger.info("%s", audit.short())
-        for warning in audit.warnings():
-            logger.warning("%s", warning)
-    return {"data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
+    warnings = [warning for audit in audits.values() for warning in audit.warnings()]
+    for warning in warnings:
+        logger.warning("%s", warning)
+    return {"warnings": warnings, "data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
 
 
 def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, Trainer
 
 from . import checkpoint, engine, reference, scoring
 from .errors import InputError
+from .report import card
 
 
 class Saving(Trainer):
@@ -51,6 +52,11 @@ class Saving(Trainer):
                 check_saved(self.model, folder)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """HF's draft, unless the folder has the report's card, which says more."""
+        if not card.is_ours(Path(self.args.output_dir)):
+            super().create_model_card(*args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""

@@ -335,8 +335,8 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
     assert counts == ["train (rows.jsonl): 8 rows read, 0 truncated (max_length 1024), 0 dropped"]
     left = {path.name for path in Path("out").iterdir()}
     assert left >= {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "recipe.yaml",
-                    "trainer_state.json", "all_results.json", "checkpoint-1", "checkpoint-2", "report.html", "curves.png",
-                    "README.md", "audit.json", "samples.json"}  # fmt: skip
+                    "trainer_state.json", "all_results.json", "checkpoint-1", "checkpoint-2", "report.html",
+                    "curves.png", "README.md", "audit.json", "samples.json"}  # fmt: skip
     assert "train (rows.jsonl): tokens p50 10 p95 10 max 10" in caplog.messages  # "0 + 1 = 1" and its end
     assert json.loads(Path("out/audit.json").read_text())["data"]["train"]["rows_read"] == 8
     assert AutoModelForCausalLM.from_pretrained("out").generation_config.eos_token_id == 258

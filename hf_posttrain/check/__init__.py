@@ -125,8 +125,9 @@ def _is_at_home() -> bool:
 
 def _defaulted(recipe: Recipe, trainer_class: Any, config: Any) -> dict[str, Any]:
     """The values of what the recipe leaves open, as they are used."""
+    known = {f.name for f in dataclasses.fields(config)}
     own = vars(trainer_class.config_class)["__annotations__"]
-    names = [name for name in (*_USUAL, *own) if name not in recipe.train and name in config.__dataclass_fields__]
+    names = [name for name in (*_USUAL, *own) if name not in recipe.train and name in known]
     values = {name: getattr(config, name) for name in dict.fromkeys(names)}
     return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
 

@@ -26,6 +26,12 @@ REPLACED = (
 """What a README.md holds that may be replaced: ours, PEFT's empty template, the Trainer's draft."""
 
 
+def is_ours(folder: Path) -> bool:
+    """Has the folder a model card that `write` made?"""
+    file = folder / NAME
+    return file.exists() and MARKER in file.read_text(encoding="utf-8")
+
+
 def write(run: Run) -> Path:
     """Write the card; returns its path."""
     from huggingface_hub import ModelCard
