@@ -92,6 +92,7 @@ def imported(module: str) -> Any:
 def check_models(recipe: Recipe) -> tuple[Any, Any]:
     """(tokenizer, LoRA config or None), after everything about both models that shows without weights."""
     from . import models
+    from .check.skeleton import skeleton
 
     with placed(recipe, "model.name_or_path"):
         tokenizer, size = models.load_tokenizer(recipe.model), models.vocabulary_size(recipe.model)
@@ -100,6 +101,10 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
         with placed(recipe, "teacher.name_or_path"):
             teacher_size = models.vocabulary_size(recipe.teacher)
             models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher), size, teacher_size)
+    for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
+        if section and section.attn_implementation not in ("auto", "eager", "sdpa"):  # those are always there
+            with placed(recipe, f"{key}.attn_implementation"):
+                skeleton(section)
     return tokenizer, models.lora_config(recipe.model, recipe.where)
 
 

@@ -83,7 +83,6 @@ def run(recipe: Recipe) -> dict[str, float]:
     parts.check_vllm(recipe, config, peft_config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
     audit = audited(recipe, trainer_class, tokenizer, config)
-    models = parts.load_models(recipe, config)
     parts.make_output_dir(recipe, config)
     trainer = trainer_class(
         args=config,
@@ -91,7 +90,7 @@ def run(recipe: Recipe) -> dict[str, float]:
         peft_config=peft_config,
         train_dataset=rows["train"],
         eval_dataset=rows.get("eval"),
-        **models,
+        **parts.load_models(recipe, config),
     )
     if trainer.is_world_process_zero():
         (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")

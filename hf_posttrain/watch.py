@@ -84,7 +84,7 @@ def kl_zero(history: History) -> str | None:
 def no_learning(history: History) -> str | None:
     """Rewards stay at 0 although the learning rate has passed its warm-up: the policy is still its reference.
 
-    A learning rate meant for another kind of training (LoRA wants ten times that of all weights, or more), or bf16 weights
+    A learning rate meant for another kind of training (LoRA wants ten times that of all weights), or bf16 weights
     that swallow the updates.
     """
     peak = max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
@@ -198,8 +198,8 @@ SYMPTOMS = {
         no_learning, "the policy does not leave its reference",
         dict.fromkeys(
             ("dpo", "kto"),
-            "Raise train.learning_rate (model.lora wants ten times that of full training), and leave model.dtype at default: weights "
-            "that are trained in bf16 hardly move",
+            "Raise train.learning_rate (model.lora wants ten times that of full training), and leave model.dtype at "
+            "default: weights that are trained in bf16 hardly move",
         ),
     ),
     "clipped_rollouts": Symptom(
