@@ -24,7 +24,7 @@ from test_data import source
 
 from hf_posttrain import data
 from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT
-from hf_posttrain.data.prepare import _tokenise, plan_for
+from hf_posttrain.data.prepare import plan_for, tokenise
 from hf_posttrain.errors import InputError, shown
 
 MUTATIONS = 10_000
@@ -463,7 +463,7 @@ def check_message(error, form, where=f"fuzz, row {ROW}: "):
 
 
 def as_trained(out, method):
-    """[(prompt, branches, mask, label, bits)] from the columns that `_tokenise` gives."""
+    """[(prompt, branches, mask, label, bits)] from the columns that `tokenise` gives."""
     names = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in out]
     masks, labels = (out.get(name, [None] * len(out["row"])) for name in ("completion_mask", "label"))
     rows = zip(out["prompt_ids"], zip(*(out[n] for n in names), strict=True), masks, labels, out["state"], strict=True)
@@ -478,11 +478,11 @@ def outcome(plain, method, row, options, form):
         whole = expected(plain, method, form, row, options)
     except (Refused, RecursionError):
         with pytest.raises(InputError) as raised:
-            _tokenise(batch, [ROW], plain.tokenizer, plan)
+            tokenise(batch, [ROW], plain.tokenizer, plan)
         check_message(raised.value, form)
         return "refused"
     examples = [cut(*example, method, options) for example in whole]
-    assert as_trained(_tokenise(batch, [ROW], plain.tokenizer, plan), method) == examples
+    assert as_trained(tokenise(batch, [ROW], plain.tokenizer, plan), method) == examples
     return "dropped" if all(bits & NO_TARGET for *_, bits in examples) else "trained"
 
 

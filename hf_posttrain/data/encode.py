@@ -59,7 +59,7 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if plan.as_chat and isinstance(sample.prompt, str):
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
-    for answer in sample.branches if isinstance(sample.prompt, list) and plan.vocabulary is None else []:
+    for answer in sample.branches if isinstance(sample.prompt, list) and "_ids" not in plan.form else []:
         if isinstance(answer, list) and answer[0]["role"] != "assistant":
             role = shown(answer[0]["role"])
             raise InputError(f"columns {plan.form}: a completion begins with the turn of {role}, expected 'assistant'")

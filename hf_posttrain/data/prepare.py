@@ -3,7 +3,8 @@
 COLUMNS    what each method's rows hold, beside `index` (row number)
 BESIDE     what is known of each example beside them
 tokenised  a data set in any of FORMATS -> one example a row: COLUMNS[method] cut to size, and BESIDE
-prepare    the same without those that train nothing, counted, and without BESIDE; prepared rows pass through
+tokenise   the same of one batch of raw rows
+prepare    what `tokenised` gives without examples that train nothing, counted, and without BESIDE; prepared rows pass
 """
 
 import logging
@@ -77,10 +78,10 @@ def tokenised(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, con
     kwargs = {"batched": True, "with_indices": True, "remove_columns": columns}
     kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method)}
     if not isinstance(dataset, datasets.Dataset):
-        return dataset.map(_tokenise, **kwargs)
+        return dataset.map(tokenise, **kwargs)
     workers, mixed = getattr(config, "dataset_num_proc", None), list(_of_two_kinds(dataset, plan.form))
     try:
-        mapped = dataset.map(_tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
+        mapped = dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
     except InputError as error:
         raise InputError(f"{error}; {_MIXED}" if mixed else str(error)) from error
     for column, inside in mixed:
@@ -155,7 +156,7 @@ def _features(method: str, beside: tuple[str, ...] = BESIDE) -> datasets.Feature
     return datasets.Features({column: kinds.get(column, ids) for column in (*COLUMNS[method], *beside)})
 
 
-def _tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> dict:
+def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> dict:
     """A batch of raw rows -> columns of ids, and BESIDE."""
     samples, origin = [], []
     for n, row in enumerate(rows):

@@ -1,0 +1,143 @@
+"""Columns that no method reads -> the nearest format, and which column could stand for each of its own.
+
+    kind          what a value is: text, messages, ids, flag, number, ...
+    suggest       the first rows of a data set -> Suggestion
+    no_mapping    what to do where new names of columns are not enough
+    remedy        what to do about a row that is refused
+
+A column is taken for one of ours if it has a usual name of it and values of a kind that it may hold.
+"""
+
+from typing import Any, NamedTuple
+
+from ..errors import shown
+from .formats import ACCEPTS
+
+_NAMES = {  # ours: usual names for it, the likelier first
+    "prompt": (
+        "prompt", "prompts", "question", "query", "instruction", "problem", "input", "user", "human", "request",
+        "context", "user_input", "input_text", "source",
+    ),
+    "completion": (
+        "completion", "response", "answer", "output", "solution", "reply", "assistant", "target", "generated",
+        "generation", "model_output", "output_text", "final_answer", "completions",
+    ),
+    "chosen": (
+        "chosen", "preferred", "accepted", "better", "winner", "positive", "good", "chosen_response", "response_chosen",
+        "answer_chosen", "win", "preferred_response",
+    ),
+    "rejected": (
+        "rejected", "dispreferred", "rejected_response", "worse", "loser", "negative", "bad", "response_rejected",
+        "answer_rejected", "lose", "dispreferred_response", "non_preferred", "unpreferred",
+    ),
+    "label": (
+        "label", "labels", "desirable", "is_desirable", "good", "is_good", "liked", "thumbs_up", "preference",
+        "feedback", "correct", "is_correct", "accepted",
+    ),
+    "messages": (
+        "messages", "message", "conversation", "conversations", "dialog", "dialogue", "chat", "turns", "history",
+        "convo",
+    ),
+    "text": ("text", "content", "document", "body", "article", "raw_content", "passage", "markdown", "page", "story"),
+    "prompt_ids": ("prompt_ids", "prompt_input_ids", "prompt_token_ids", "prompt_tokens"),
+    "completion_ids": ("completion_ids", "completion_input_ids", "response_ids", "completion_tokens", "output_ids"),
+    "input_ids": ("input_ids", "tokens", "token_ids", "ids"),
+}  # fmt: skip
+_KINDS = {"label": ("flag",), "messages": ("messages",), "text": ("text",), "prompt_ids": ("ids",),
+          "completion_ids": ("ids",), "input_ids": ("ids",)}  # fmt: skip
+_FORMS = (  # the ones that say more come first
+    "prompt + chosen + rejected", "chosen + rejected", "prompt + completion + label", "prompt + completion", "messages",
+    "prompt_ids + completion_ids", "input_ids", "text", "prompt",
+)  # fmt: skip
+_SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "stars", "quality", "grade", "label")
+
+
+class Suggestion(NamedTuple):
+    """The nearest format: `columns` is {ours: theirs} of all that was found, `missing` what was not."""
+
+    form: str
+    methods: tuple[str, ...]
+    columns: dict[str, str]
+    missing: tuple[str, ...]
+
+    @property
+    def mapping(self) -> dict[str, str]:
+        """What has to be written: `columns` without those that have our name."""
+        return {ours: theirs for ours, theirs in self.columns.items() if ours != theirs}
+
+
+def kind(value: Any) -> str:
+    """Of a value: text, flag (true or false, 1 or 0), number, messages, ids, list, mapping or nothing."""
+    if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
+        return "flag"
+    for name, types in {"text": str, "number": int | float, "mapping": dict}.items():
+        if isinstance(value, types):
+            return name
+    if not isinstance(value, list):
+        return "nothing"
+    if value and all(isinstance(item, dict) and {*item} & {"role", "from"} for item in value):
+        return "messages"
+    return "ids" if value and all(type(item) is int for item in value) else "list"
+
+
+def suggest(rows: list[dict], methods: tuple[str, ...]) -> Suggestion | None:
+    """The format that the rows come nearest to among those that `methods` read; None where no column is alike."""
+    best = None
+    for form in _FORMS:
+        readers = tuple(method for method in methods if form in ACCEPTS[method])
+        columns: dict[str, str] = {}
+        for ours in form.split(" + ") if readers else ():
+            if theirs := _standing_for(ours, rows, columns):
+                columns[ours] = theirs
+        missing = tuple(ours for ours in form.split(" + ") if ours not in columns)
+        if columns and (best is None or len(missing) < len(best.missing)):
+            best = Suggestion(form, readers, columns, missing)
+    return best
+
+
+def _standing_for(ours: str, rows: list[dict], taken: dict[str, str]) -> str | None:
+    """The column that could be `ours`, by its name and the kind of its values."""
+    wanted = _KINDS.get(ours, ("text", "messages"))
+    names = {column.lower().replace("-", "_").replace(" ", "_"): column for column in rows[0]}
+    for name in _NAMES[ours]:
+        column = names.get(name)
+        found = {kind(row[column]) for row in rows if row.get(column) is not None} if column else set()
+        if column and column not in taken.values() and found and found <= {*wanted}:
+            return column
+    return None
+
+
+def no_mapping(rows: list[dict], nearest: Suggestion | None) -> str | None:
+    """What to do with layouts that new names alone do not make readable; None where this is none that is known."""
+    columns = rows[0]
+    if {"instruction", "input", "output"} <= {*columns} and any(row["input"] for row in rows):
+        return (
+            "this is Alpaca's layout, whose prompt is in two columns: write a column 'prompt' with both, for instance"
+            " row['prompt'] = row['instruction'] + '\\n\\n' + row['input'], and rename output with"
+            " columns: {completion: output}"
+        )
+    if nearest is None or "label" not in nearest.missing:
+        return None
+    for name in (*_NAMES["label"], *_SCORES):
+        if name in columns and {"prompt", "completion"} <= {*nearest.columns}:
+            return _label_advice(name, columns[name])
+    return None
+
+
+def remedy(row: dict, form: str) -> str:
+    """The end of the message about a refused row: what to do, where that is known."""
+    if form.endswith(" + label") and kind(row.get("label")) in ("text", "number"):
+        return f"; {_label_advice('label', row['label'])}"
+    return ""
+
+
+def _label_advice(column: str, value: Any) -> str:
+    if kind(value) == "number":
+        return (
+            f"column {column!r} holds a score ({shown(value)}), KTO needs true or false: choose a limit and write"
+            f" row['label'] = row[{column!r}] >= limit; or make pairs for DPO of two answers to a prompt"
+        )
+    return (
+        f"column {column!r} holds {shown(value)}, KTO needs true or false: write row['label'] = row[{column!r}] =="
+        f" {shown(value)} where that is the good answer"
+    )
