@@ -26,22 +26,16 @@ reference gives it. A run that ends well moves by a few per cent."""
 MARGIN_LOGS = 3
 """Logs that are averaged at both ends to see whether the margin rises, and that all show the fall."""
 KL_LOGS, KL_STEPS = 10, 50
-"""Logs and steps through which the KL estimate is never positive. Windows of healthy runs are clamped often, by their
-noise, but not each of so many."""
+"""Logs and steps through which the KL estimate is never positive; in healthy runs noise clamps many, but not all."""
 STILL_REWARD, STILL_LOGS, STILL_STEPS = 1e-3, 5, 50
 """Mean rewards that are as good as none, and how long they stay so at a learning rate that no longer rises."""
-ROLLOUT_LOGS, ROLLOUT_ROWS = 3, 64
-"""Logs, and prompts, through which rollouts are clipped or empty."""
+ROLLOUT_LOGS, ROLLOUT_ROWS, NO_EOS_LOGS, NO_EOS_ROWS = 3, 64, 5, 128
+"""Logs, and prompts, through which rollouts are clipped or empty, or none has ended by itself from the start."""
 CLIPPED_STOPS, EMPTY_LENGTH, EMPTY_STOPS = 0.05, 1.1, 0.9
 """Share of rollouts that end by themselves, at most, where all are called clipped; mean length in tokens (the terminal
 one counts), at most, and share that end, at least, where all are called empty."""
-NO_EOS_LOGS, NO_EOS_ROWS = 5, 128
-"""Logs, and prompts, from the start, without a single rollout that ended by itself."""
 LEAK_ACCURACY, LEAK_LOGS, LEAK_ROWS = 0.999, 3, 128
 """Accuracy from the second log on, and on how many rows, that no model has which has to learn what is better."""
-
-
-# ---- how each shows
 
 
 def chosen_falling(history: History) -> str | None:
@@ -58,8 +52,8 @@ def chosen_falling(history: History) -> str | None:
     before, margin = (mean(log["rewards/margins"] for log in part) for part in (first, last))
     if not all(_has_fallen(log) for log in last) or not margin > max(before, 0):
         return None
-    change, reference = last[-1]["logps/chosen_change"], last[-1]["logps/chosen"] - last[-1]["logps/chosen_change"]
-    return f"logps/chosen_change {change:.3g}, from {reference:.4g}; rewards/margins {before:.2g} -> {margin:.2g}"
+    change, now = last[-1]["logps/chosen_change"], last[-1]["logps/chosen"]
+    return f"logps/chosen_change {change:.3g}, from {now - change:.4g}; rewards/margins {before:.2g} -> {margin:.2g}"
 
 
 def _has_fallen(log: Mapping[str, float]) -> bool:
@@ -106,10 +100,10 @@ def clipped_rollouts(history: History) -> str | None:
     The student is not taught to end its answers, and time goes into tokens behind the point where it should have.
     """
     logs = history[-ROLLOUT_LOGS:]
-    stopped = [log.get("generation/stopped", 1.0) for log in logs]
-    if not _covers(history, ROLLOUT_LOGS, ROLLOUT_ROWS) or not all(share <= CLIPPED_STOPS for share in stopped):
+    clipped = all(log.get("generation/stopped", 1.0) <= CLIPPED_STOPS for log in logs)
+    if not _covers(history, ROLLOUT_LOGS, ROLLOUT_ROWS) or not clipped:
         return None
-    return f"generation/stopped {mean(stopped):.2g}, generation/length {logs[-1]['generation/length']:.4g}"
+    return f"generation/stopped {logs[-1]['generation/stopped']:.2g}, length {logs[-1]['generation/length']:.4g}"
 
 
 def empty_rollouts(history: History) -> str | None:
@@ -119,11 +113,10 @@ def empty_rollouts(history: History) -> str | None:
     the student has collapsed into silence.
     """
     logs = history[-ROLLOUT_LOGS:]
-    empty = [log.get("generation/length", 2.0) <= EMPTY_LENGTH and log["generation/stopped"] >= EMPTY_STOPS
-             for log in logs]  # fmt: skip
-    if not _covers(history, ROLLOUT_LOGS, ROLLOUT_ROWS) or not all(empty):
+    short = all(log.get("generation/length", 2.0) <= EMPTY_LENGTH for log in logs)
+    if not _covers(history, ROLLOUT_LOGS, ROLLOUT_ROWS) or not short or logs[-1]["generation/stopped"] < EMPTY_STOPS:
         return None
-    return f"generation/length {mean(log['generation/length'] for log in logs):.3g}, the terminal token counted"
+    return f"generation/length {logs[-1]['generation/length']:.3g}, the terminal token counted"
 
 
 def no_eos(history: History) -> str | None:
@@ -132,9 +125,8 @@ def no_eos(history: History) -> str | None:
     Then the student cannot know how answers end: its terminal token is another one than those that count, or it is a
     base model that has never seen any.
     """
-    if not _covers(history, NO_EOS_LOGS, NO_EOS_ROWS):
-        return None
-    if any(log.get("generation/stopped", 1.0) > 0 for log in history):
+    ended = any(log.get("generation/stopped", 1.0) > 0 for log in history)
+    if not _covers(history, NO_EOS_LOGS, NO_EOS_ROWS) or ended:
         return None
     return f"generation/stopped 0 in all {len(history)} logs"
 
@@ -147,9 +139,8 @@ def label_leak(history: History) -> str | None:
     """
     logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
     accuracy = [log.get("rewards/accuracies", 0.0) for log in logs]
-    if len(logs) < LEAK_LOGS or logs[-1]["rows"] - history[0]["rows"] < LEAK_ROWS:
-        return None
-    if not all(share >= LEAK_ACCURACY for share in accuracy):
+    enough = len(logs) >= LEAK_LOGS and logs[-1]["rows"] - history[0]["rows"] >= LEAK_ROWS
+    if not enough or not all(share >= LEAK_ACCURACY for share in accuracy):
         return None
     return f"rewards/accuracies {mean(accuracy):.4g} from step {history[0]['step'] + 1:.0f} on"
 
