@@ -5,12 +5,12 @@ Meter         exact global means from (sum, count) pairs, one reduction each tim
 Pace          tokens a second and peak memory
 """
 
-import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -93,12 +93,17 @@ class Pace:
         if self.tokens is not None:
             seconds = self.tokens.new_tensor((now - self.since) / processes, dtype=torch.float32)  # each rank adds its
             meter.add_pair("tokens_per_second", torch.stack([_exact(self.tokens), _exact(seconds)]))
-            meter.peak("peak_memory_gib", self.tokens.new_tensor(peak_memory(self.tokens.device), dtype=torch.float32))
+            peak = peak_memory(self.tokens.device) / GIB
+            meter.peak("peak_memory_gib", self.tokens.new_tensor(peak, dtype=torch.float32))
         self.tokens, self.since = None, now
 
 
-def peak_memory(device: torch.device) -> float:
-    """The most memory so far, in GiB: allocated on a CUDA device, or resident of the process."""
+def peak_memory(device: torch.device) -> int:
+    """The most memory so far, in bytes: allocated on a CUDA device, or resident of the process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / GIB
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -3,7 +3,6 @@
     probe    what it took, and for OPD what the student samples
 """
 
-import resource
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
@@ -17,6 +16,7 @@ from .. import batch as layouts
 from .. import distill, parts
 from ..data.packing import lengths_of
 from ..keys import train_fields
+from ..metrics import peak_memory
 from ..recipe import Recipe
 
 PROMPTS = 4
@@ -104,7 +104,7 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
         longest = int(_lengths(chosen).max())
         rollouts = sampled(trainer, chosen) if recipe.method == "opd" else None
     return Probe(
-        min(config.per_device_train_batch_size, len(chosen)), longest, metrics["train_runtime"], _peak(),
+        min(config.per_device_train_batch_size, len(chosen)), longest, metrics["train_runtime"], peak_memory(config.device),
         metrics["train_loss"], rollouts,
     )  # fmt: skip
 
@@ -135,9 +135,3 @@ def _longest(rows: Any, count: int) -> datasets.Dataset:
 def _lengths(rows: datasets.Dataset) -> np.ndarray:
     """Tokens of each row, all its branches together."""
     return np.sum([lengths_of(rows, name) for name in rows.column_names if name.endswith("_ids")], axis=0)
-
-
-def _peak() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
