@@ -231,7 +231,7 @@ def counted(rank, folder):
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         a_second_a_step(trainer, patch)
-        patch.setattr(metrics, "peak_memory", lambda device: 1.0 + rank)
+        patch.setattr(metrics, "peak_memory", lambda device: (1 + rank) * metrics.GIB)
         trainer.train()
     return {name: trainer.state.log_history[0][name] for name in ("tokens_per_second", "peak_memory_gib")}
 
@@ -262,5 +262,5 @@ def test_evaluations_and_checkpoints_are_not_training_time(monkeypatch):
 def test_peak_memory_of_a_gpu_is_what_was_allocated():
     before = metrics.peak_memory(torch.device("cuda"))
     held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    assert metrics.peak_memory(torch.device("cuda")) >= max(before, 1.0)
+    assert metrics.peak_memory(torch.device("cuda")) >= max(before, 2**30)
     del held

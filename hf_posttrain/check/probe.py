@@ -104,8 +104,8 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
         longest = int(_lengths(chosen).max())
         rollouts = sampled(trainer, chosen) if recipe.method == "opd" else None
     return Probe(
-        min(config.per_device_train_batch_size, len(chosen)), longest, metrics["train_runtime"], peak_memory(config.device),
-        metrics["train_loss"], rollouts,
+        min(config.per_device_train_batch_size, len(chosen)), longest, metrics["train_runtime"],
+        peak_memory(config.device), metrics["train_loss"], rollouts,
     )  # fmt: skip
 
 
