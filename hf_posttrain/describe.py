@@ -16,13 +16,14 @@ from typing import Any
 import yaml
 
 from .errors import InputError
+from .pieces import Piece, marked, pieces, printable
 from .recipe import ModelSection, Source
 
 ROWS = 100
 """Rows that are looked at."""
-SHOWN = 1500
-"""Characters of a text that are printed."""
 METHODS = ("sft", "kd", "dpo", "kto", "opd")
+SAMPLED = Piece("completion", False, "(sampled by the student)")
+"""OPD's answers are not in the file."""
 _EXAMPLES = """examples:
   hf-posttrain data mine.jsonl
   hf-posttrain data mine.jsonl prompt=question completion=answer --model Qwen/Qwen3-0.6B
@@ -152,13 +153,14 @@ def columns_of_recipe(path: str, columns: dict[str, str]) -> list[str]:
 
 
 def example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:
-    """The first example, of the method that reads most of it: what is trained is green or in [brackets]."""
+    """The first example, of the method that reads most of it: what is trained is green or in [[brackets]]."""
     method = max(forms, key=lambda method: len(forms[method].split(" + ")))
-    parts = _tokenised(row, method, forms[method], tokenizer) if tokenizer else _as_text(row, method, forms[method])
+    shown = _tokenised(row, method, forms[method], tokenizer) if tokenizer else _as_text(row, method, forms[method])
     how = "trained tokens" if tokenizer else "what is trained"
-    lines = [f"first example ({method}), {how} {'green' if sys.stdout.isatty() else 'in [brackets]'}:"]
-    for name, pieces in parts:
-        lines += [f"  {name}:", *(f"    {line}" for line in _marked(pieces).split("\n"))]
+    colour = sys.stdout.isatty()
+    lines = [f"first example ({method}), {how} {'green' if colour else 'in [[brackets]]'}:"]
+    for role, runs in itertools.groupby(shown, lambda piece: piece.role):
+        lines += [f"  {role}:", *(f"    {line}" for line in marked(runs, colour).split("\n"))]
     if method in ("sft", "kd") and forms[method] in ("messages", "conversations"):
         lines.append("  (with assistant_only_loss: true, the assistant's turns alone)")
     return lines
@@ -185,64 +187,35 @@ def _unknown(nearest: Any, methods: tuple[str, ...]) -> list[str]:
     return lines + [f"{method} reads {' | '.join(ACCEPTS[method])}" for method in methods]
 
 
-Pieces = list[tuple[str, bool]]  # text, is it trained?
-
-
-def _as_text(row: dict, method: str, form: str) -> list[tuple[str, Pieces]]:
-    """(name, pieces) of the prompt and each answer, as the file has them."""
+def _as_text(row: dict, method: str, form: str) -> list[Piece]:
+    """The prompt and each answer, as the file has them."""
     from .data.encode import read
 
     sample = read(row, _plan(method, form))[0]
-    names = ("chosen", "rejected") if method == "dpo" else ("completion",)
-    parts = [("prompt", [(_flat(sample.prompt), False)])] if sample.prompt else []
+    prompt = [Piece("prompt", False, _flat(sample.prompt))] if sample.prompt else []
     if method == "opd":
-        return [*parts, ("completion", [("(sampled by the student)", False)])]
-    masks = sample.mask or [1] * len(sample.branches[0])
+        return [*prompt, SAMPLED]
     if sample.mask is not None:
-        return [*parts, ("completion", _runs([f"{i} " for i in sample.branches[0]], masks))]
-    return [*parts, *((name, [(_flat(b), True)]) for name, b in zip(names, sample.branches, strict=False))]
+        groups = itertools.groupby(zip(sample.branches[0], sample.mask, strict=True), lambda pair: bool(pair[1]))
+        return [*prompt, *(Piece("completion", one, " ".join(str(i) for i, _ in group)) for one, group in groups)]
+    roles = ("chosen", "rejected") if method == "dpo" else ("completion",)
+    return [*prompt, *(Piece(role, True, _flat(part)) for role, part in zip(roles, sample.branches, strict=False))]
 
 
 def _flat(value: Any) -> str:
-    """Text, messages or ids as lines of text."""
+    """Text, messages or ids as lines of printable text."""
     if isinstance(value, str):
-        return value
+        return printable(value)
     if value and isinstance(value[0], dict):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in value)
+        return printable("\n".join(f"{message['role']}: {message['content']}" for message in value))
     return " ".join(map(str, value))
 
 
-def _tokenised(row: dict, method: str, form: str, tokenizer: Any) -> list[tuple[str, Pieces]]:
-    """(name, pieces) of the prompt and each answer, as text of their tokens."""
+def _tokenised(row: dict, method: str, form: str, tokenizer: Any) -> list[Piece]:
+    """The prompt and each answer, as text of their tokens."""
     from .data.prepare import plan_for, tokenise
 
     plan = plan_for(form, method, tokenizer, None, "data")
     made = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
-    parts = [("prompt", [(tokenizer.decode(made["prompt_ids"][0]), False)])]
-    if method == "opd":
-        return [*parts, ("completion", [("(sampled by the student)", False)])]
-    for column in (name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in made):
-        ids = made[column][0]
-        mask = made["completion_mask"][0] if "completion_mask" in made else None
-        runs = itertools.groupby(zip(ids, mask or [1] * len(ids), strict=True), lambda pair: bool(pair[1]))
-        pieces = [(tokenizer.decode([i for i, _ in run]), trained) for trained, run in runs]
-        parts.append((column.removesuffix("_ids"), pieces))
-    return parts
-
-
-def _runs(texts: list[str], mask: list[int]) -> Pieces:
-    """Texts joined as long as their mask is the same."""
-    groups = itertools.groupby(zip(texts, mask, strict=True), lambda pair: pair[1])
-    return [("".join(text for text, _ in group).strip(), bool(one)) for one, group in groups]
-
-
-def _marked(pieces: Pieces) -> str:
-    before, after = ("\x1b[32m", "\x1b[0m") if sys.stdout.isatty() else ("[", "]")
-    return "".join(f"{before}{_printable(text)}{after}" if trained else _printable(text) for text, trained in pieces)
-
-
-def _printable(text: str) -> str:
-    """Control characters written out, and the middle of a long text left out."""
-    half = SHOWN // 2
-    text = text if len(text) <= SHOWN else f"{text[:half]} ... {len(text) - SHOWN} characters ... {text[-half:]}"
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    shown = pieces({column: values[0] for column, values in made.items()}, method, tokenizer)
+    return [*shown[:1], SAMPLED] if method == "opd" else shown

@@ -17,7 +17,7 @@ from hf_posttrain import DPOTrainer, SFTTrainer, models, run
 from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
-from hf_posttrain.check.show import marked
+from hf_posttrain.check.show import sample_lines
 from hf_posttrain.recipe import load_recipe
 
 RECIPE = """\
@@ -135,11 +135,11 @@ def test_pain_34_import_budget(folder):
 def test_samples_show_what_is_trained(folder):
     write_rows(folder / "pairs.jsonl", [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}])
     [sample] = checked("method=dpo", "data={train: {path: pairs.jsonl}}").tokens.samples
-    assert marked(sample.pieces, colour=False) == (
-        "2 + 2 =\nchosen: [[ 4<|im_end|>]]\nrejected: [[ 5<|im_end|>]]"
-    )
+    assert sample_lines(sample, colour=False) == [
+        "2 + 2 =", "chosen: [[ 4<|im_end|>]]", "rejected: [[ 5<|im_end|>]]"
+    ]  # fmt: skip
     assert sample.boundary == "'2 + 2 =' | ' 4<|im_end|>'"
-    assert "\033[1;32m 4<|im_end|>\033[0m" in marked(sample.pieces, colour=True)
+    assert "\033[1;32m 4<|im_end|>\033[0m" in sample_lines(sample, colour=True)[1]
 
 
 def test_each_source_has_samples_of_its_own(folder):

@@ -33,17 +33,18 @@ def described(tmp_path, monkeypatch, capsys):
 
 
 READ = [  # row, formats that are named, the first example
-    ({"prompt": "2+2?", "completion": "4"}, ["prompt + completion (sft, kd, opd)"], ["2+2?", "[4]"]),
-    ({"text": "four"}, ["text (sft, kd)"], ["[four]"]),
-    ({"messages": [USER, REPLY]}, ["messages (sft, kd, opd)"], ["[user: 2+2?", "assistant: 4]"]),
-    ({"conversations": SHARED}, ["conversations (sft, kd, opd)"], ["[user: 2+2?", "assistant: 4]"]),
-    ({"prompt": "2+2?", **ANSWERS}, ["prompt + chosen + rejected (dpo, kto)", "prompt (opd)"], ["2+2?", "[4]", "[5]"]),
+    ({"prompt": "2+2?", "completion": "4"}, ["prompt + completion (sft, kd, opd)"], ["2+2?", "[[4]]"]),
+    ({"text": "four"}, ["text (sft, kd)"], ["[[four]]"]),
+    ({"messages": [USER, REPLY]}, ["messages (sft, kd, opd)"], ["[[user: 2+2?", "assistant: 4]]"]),
+    ({"conversations": SHARED}, ["conversations (sft, kd, opd)"], ["[[user: 2+2?", "assistant: 4]]"]),
+    ({"prompt": "2+2?", **ANSWERS}, ["prompt + chosen + rejected (dpo, kto)", "prompt (opd)"],
+     ["2+2?", "[[4]]", "[[5]]"]),
     ({"chosen": [USER, REPLY], "rejected": [USER, {**REPLY, "content": "5"}]}, ["chosen + rejected (dpo, kto)"],
-     ["user: 2+2?", "[assistant: 4]", "[assistant: 5]"]),
+     ["user: 2+2?", "[[assistant: 4]]", "[[assistant: 5]]"]),
     ({"prompt": "2+2?", "completion": "4", "label": True},
-     ["prompt + completion (sft, kd, opd)", "prompt + completion + label (kto)"], ["2+2?", "[4]"]),
+     ["prompt + completion (sft, kd, opd)", "prompt + completion + label (kto)"], ["2+2?", "[[4]]"]),
     ({"prompt": "2+2?"}, ["prompt (opd)"], ["2+2?", "(sampled by the student)"]),
-    ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, ["input_ids (sft, kd)"], ["1[2 3]"]),
+    ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, ["input_ids (sft, kd)"], ["1[[2 3]]"]),
 ]  # fmt: skip
 
 
@@ -132,18 +133,18 @@ def test_in_tokens_of_a_model(described, tmp_path):
     code, text = described({"prompt": [USER], "completion": [REPLY]}, "--model", "tiny")
     assert code == 0
     assert text.endswith(
-        "first example (sft), trained tokens in [brackets]:\n  prompt:\n    <|im_start|>user\n    2+2?<|im_end|>\n"
-        "    <|im_start|>assistant\n    \n  completion:\n    [4<|im_end|>]\n"
+        "first example (sft), trained tokens in [[brackets]]:\n  prompt:\n    <|im_start|>user\n    2+2?<|im_end|>\n"
+        "    <|im_start|>assistant\n    \n  completion:\n    [[4<|im_end|>]]\n"
     )
     row = {"prompt_ids": [65, 66], "completion_ids": [67, 68, 69], "completion_mask": [1, 0, 1]}
-    assert "  prompt:\n    AB\n  completion:\n    [C]D[E]\n" in described(row, "--model", "tiny")[1]
+    assert "  prompt:\n    AB\n  completion:\n    [[C]]D[[E]]\n" in described(row, "--model", "tiny")[1]
 
 
 def test_terminals_get_colour_and_no_control_characters(described, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     text = described({"prompt": "a\x1b[2Jb", "completion": "4" * 5000})[1]
     assert "a\\x1b[2Jb" in text
-    assert "\x1b[32m" + "4" * 750 + " ... 3500 characters ... " + "4" * 750 + "\x1b[0m" in text
+    assert "\x1b[1;32m" + "4" * 750 + " ... 3500 characters ... " + "4" * 750 + "\x1b[0m" in text
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.csv", "rows.parquet", "saved"])

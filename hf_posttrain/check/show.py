@@ -1,20 +1,20 @@
 """A check as text: sections, samples with what is trained in colour or in brackets, and a verdict.
 
     text    Check -> the page that --check prints
-    marked  runs of tokens -> one text
 """
 
 import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from .tokens import Piece, Sample
+from ..pieces import PLAIN, marked
+from .tokens import Sample
 
 if TYPE_CHECKING:
     from . import Check
 
 WIDTH = 110
-BOLD, GREEN, YELLOW, RED, DIM, PLAIN = "\033[1m", "\033[1;32m", "\033[33m", "\033[1;31m", "\033[2m", "\033[0m"
+BOLD, YELLOW, RED = "\033[1m", "\033[33m", "\033[1;31m"
 
 
 def text(check: "Check", colour: bool) -> str:
@@ -24,25 +24,13 @@ def text(check: "Check", colour: bool) -> str:
     return "\n".join([*lines, "", *_verdict(check, paint)])
 
 
-def marked(pieces: Iterable[Piece], colour: bool) -> str:
-    """The text of the pieces, trained tokens told apart; chosen and rejected begin on lines of their own."""
-    shown, role = "", "prompt"
-    for piece in pieces:
-        if piece.role != role and piece.role in ("chosen", "rejected"):
-            shown += f"\n{piece.role}: "
-        role = piece.role
-        shown += (f"{GREEN}{piece.text}{PLAIN}" if colour else f"[[{piece.text}]]") if piece.trained else piece.text
-    return shown
-
-
 def _sections(check: "Check", colour: bool) -> Iterator[tuple[str, Iterable[str]]]:
     yield "Recipe", _recipe(check)
     for audit in check.data.values():
         yield f"Data: {audit.name}", audit.lines()
     yield "Tokens", check.tokens.lines()
     for sample in check.tokens.samples:
-        shown = marked(sample.pieces, colour).split("\n")
-        yield _headline(sample), [*shown, f"boundary: {sample.boundary}"]
+        yield _headline(sample), [*sample_lines(sample, colour), f"boundary: {sample.boundary}"]
     yield "Plan", check.plan.lines()
     yield "Memory", check.memory.lines()
     if check.probe:
@@ -53,6 +41,15 @@ def _recipe(check: "Check") -> Iterator[str]:
     yield f"method {check.method}, model {check.recipe['model']['name_or_path']}, read from {check.path}"
     yield "given: " + ", ".join(f"{name}={value}" for name, value in check.given.items())
     yield "defaulted: " + ", ".join(f"{name}={value}" for name, value in check.defaulted.items())
+
+
+def sample_lines(sample: Sample, colour: bool) -> list[str]:
+    """Prompt and completion in one piece, as the model reads them; chosen and rejected on lines of their own."""
+    paired = [role for role in ("chosen", "rejected") if any(piece.role == role for piece in sample.pieces)]
+    whole = marked([piece for piece in sample.pieces if piece.role not in paired], colour)
+    for role in paired:
+        whole += f"\n{role}: {marked([piece for piece in sample.pieces if piece.role == role], colour)}"
+    return whole.split("\n")
 
 
 def _headline(sample: Sample) -> str:

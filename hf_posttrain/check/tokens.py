@@ -1,13 +1,12 @@
 """What is trained, token by token: decoded samples of each source, how they begin and end, what stops generation.
 
     audit_tokens    the first rows of every source -> TokenAudit
-    samples         prepared rows -> Sample, runs of trained and untrained tokens decoded
+    samples         prepared rows -> Sample, see pieces.py
     prompts_differ  rows whose prompts the teacher's own template and tokenizer would write otherwise
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import datasets
@@ -17,6 +16,7 @@ from .. import data
 from ..data.encode import NO_TARGET
 from ..errors import InputError
 from ..models import load_tokenizer
+from ..pieces import Piece, branches, pieces
 from ..policy import terminal_ids
 from ..recipe import Recipe, placed
 
@@ -28,22 +28,6 @@ PADDED_SHARE = 0.1
 """Of the examples: so many hold the padding token before it is warned of."""
 EDGE = 24
 """Characters on both sides of the boundary between prompt and trained text."""
-ELIDED = 600
-"""Characters of a run of tokens that are shown; of a longer one its beginning and end."""
-
-
-@dataclass
-class Piece:
-    """A run of tokens of one kind, decoded."""
-
-    role: str
-    """prompt, completion, chosen or rejected."""
-    trained: bool
-    """Is the loss of these tokens trained?"""
-    tokens: int
-    """How many they are."""
-    text: str
-    """What they say, special tokens included."""
 
 
 @dataclass
@@ -159,7 +143,7 @@ def audit_tokens(
 def samples(rows: list[dict], method: str, tokenizer: PreTrainedTokenizerBase, source: str) -> list[Sample]:
     """The first, the middle and the last of prepared rows."""
     numbers = sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []
-    return [Sample(source, n, rows[n].get("label"), _pieces(rows[n], method, tokenizer)) for n in numbers]
+    return [Sample(source, n, rows[n].get("label"), pieces(rows[n], method, tokenizer)) for n in numbers]
 
 
 def prompts_differ(recipe: Recipe, tokenizers: Sequence[PreTrainedTokenizerBase], config: Any) -> int:
@@ -188,36 +172,17 @@ def _listed(named: dict[int, str]) -> str:
     return ", ".join(f"{token} ({i})" for i, token in named.items())
 
 
-def _branches(row: dict, method: str) -> Iterator[tuple[str, list[int], list[int]]]:
-    """(role, ids, mask) of each branch; of OPD none is trained: the student samples its own."""
-    for role in ("completion", "chosen", "rejected"):
-        if ids := row.get(f"{role}_ids"):
-            yield role, ids, row.get("completion_mask") or [int(method != "opd")] * len(ids)
-
-
 def _all_ids(row: dict, method: str) -> list[int]:
-    return sum((ids for _, ids, _ in _branches(row, method)), row["prompt_ids"])
-
-
-def _pieces(row: dict, method: str, tokenizer: PreTrainedTokenizerBase) -> list[Piece]:
-    runs = [("prompt", False, row["prompt_ids"])] if row["prompt_ids"] else []
-    for role, ids, mask in _branches(row, method):
-        for trained, run in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
-            runs.append((role, trained, [i for i, _ in run]))
-    return [Piece(role, trained, len(ids), _elided(str(tokenizer.decode(ids)))) for role, trained, ids in runs]
-
-
-def _elided(text: str) -> str:
-    return text if len(text) <= ELIDED else f"{text[: ELIDED // 2]} [...] {text[-ELIDED // 2 :]}"
+    return sum((ids for _, ids, _ in branches(row, method)), row["prompt_ids"])
 
 
 def _count_edges(row: dict, method: str, found: TokenAudit, bos: int | None) -> None:
     """Add a prepared row to the counts."""
     found.examples += 1
-    branches = list(_branches(row, method))
+    answers = list(branches(row, method))
     if bos is not None:
-        number = row["prompt_ids"].count(bos) + max((ids.count(bos) for _, ids, _ in branches), default=0)
+        number = row["prompt_ids"].count(bos) + max((ids.count(bos) for _, ids, _ in answers), default=0)
         found.bos_counts[number] = found.bos_counts.get(number, 0) + 1
-    trained = [(ids, mask) for _, ids, mask in branches if any(mask)]
+    trained = [(ids, mask) for _, ids, mask in answers if any(mask)]
     found.answers += len(trained)
     found.ended += sum(ids[-1] in found.stops and bool(mask[-1]) for ids, mask in trained)
