@@ -112,7 +112,7 @@ def load_model(
     if whole and section.quantization != "none":
         raise InputError("quantization needs lora or adapter: quantised weights cannot be trained")
     kwargs: dict[str, Any] = {
-        "dtype": _dtype(section, config, whole, device),
+        "dtype": weights_dtype(section, config, whole, device),
         "trust_remote_code": section.trust_remote_code,
     }
     if section.attn_implementation != "auto":
@@ -208,8 +208,9 @@ def align_generation_config(
         generation.do_sample = True
 
 
-def _dtype(section: ModelSection, config: PretrainedConfig, whole: bool, device: torch.device) -> torch.dtype:
-    """`default`: float32 where all weights are trained; otherwise bfloat16 on GPU and float32 on CPU."""
+def weights_dtype(section: ModelSection, config: PretrainedConfig, whole: bool, device: torch.device) -> torch.dtype:
+    """What weights are loaded as. `default`: float32 where all are trained (`whole`), otherwise bfloat16 on GPU and
+    float32 on CPU."""
     if section.dtype == "default":
         return torch.bfloat16 if device.type != "cpu" and not whole else torch.float32
     own = getattr(config.get_text_config(), "dtype", None) or torch.float32

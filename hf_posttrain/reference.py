@@ -35,7 +35,7 @@ class Reference:
         self.adapter: str | None = None
         self.starts_equal, self.checked = ref_model is None, False
         adapted, asked = isinstance(self.policy, peft.PeftModel), trainer.args.precompute_ref_log_probs
-        precompute = _is_cheaper(trainer) if asked is None else asked
+        precompute = is_cheaper(trainer) if asked is None else asked
         if self.frozen is None and adapted and not trainer.new_adapter:
             self.adapter = self.policy.active_adapter
             _copy_adapter(self.policy, self.adapter)
@@ -73,9 +73,10 @@ class Reference:
                 "this data set was not scored by the reference: with precompute_ref_log_probs, pass every data set "
                 "when the trainer is built, or turn it off to keep a reference model"
             )
-        return self._score(policy, part, len(batch["index"]), branches)
+        return self.score(policy, part, len(batch["index"]), branches)
 
-    def _score(self, policy: nn.Module, part: dict[str, Any], examples: int, branches: int) -> Tensor:
+    def score(self, policy: nn.Module, part: dict[str, Any], examples: int, branches: int) -> Tensor:
+        """As `logps`, computed now: [B, K]."""
         with self.trainer.accelerator.autocast():
             if self.frozen is None:
                 with self._switched(scoring.unwrapped(policy)):
@@ -114,7 +115,7 @@ class Reference:
         branches = 2 if "chosen_ids" in rows.column_names or "mismatch_ids" in rows.column_names else 1
 
         def score(batch: dict, count: int) -> list[list[float]]:
-            return self._score(self.policy, batch.get("pair", batch), count, branches).float().tolist()
+            return self.score(self.policy, batch.get("pair", batch), count, branches).float().tolist()
 
         found = score_rows(self.trainer, rows, size, score, f"Reference log-probs of {name}")
         return datasets.Dataset.from_dict({"ref_logps": found})
@@ -133,7 +134,7 @@ class Reference:
             )  # fmt: skip
 
 
-def _is_cheaper(trainer: Any) -> bool:
+def is_cheaper(trainer: Any) -> bool:
     """Are the training rows planned to be seen more than once?"""
     args, rows = trainer.args, trainer.train_dataset
     if not isinstance(rows, datasets.Dataset):

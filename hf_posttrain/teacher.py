@@ -85,7 +85,7 @@ def check_teacher(teacher: nn.Module | str | None, student: nn.Module, tokenizer
 # ---- a teacher that is scored once
 
 
-class _TopTokens:
+class TopTokens:
     """Tile function: the K largest log-probabilities at a temperature and their ids, as stats of [n, K]."""
 
     def __init__(self, k: int, temperature: float, vocabulary: int):
@@ -124,7 +124,7 @@ def precompute_top_k(trainer: Any, rows: Any, name: str) -> Any:
 def _score_rows(trainer: Any, rows: datasets.Dataset, name: str) -> datasets.Dataset:
     """Every row's top tokens, in the order of the rows."""
     args = trainer.args
-    tile = _TopTokens(args.precompute_teacher_top_k, args.temperature, trainer.vocabulary)
+    tile = TopTokens(args.precompute_teacher_top_k, args.temperature, trainer.vocabulary)
 
     def score(batch: dict, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
         scores = trainer.teacher.score(batch, tile)

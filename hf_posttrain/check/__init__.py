@@ -1,0 +1,1 @@
+"""What a recipe would do, said before it is done."""

@@ -1,0 +1,220 @@
+"""What a run needs of each device's memory, before anything is loaded, and what to change if it does not fit.
+
+    estimate         -> MemoryEstimate
+    on_device        its sum for one engine: used again for other engines and settings (`advice.py`)
+
+Weights are counted from the models' configs (`shapes.py`), what each engine makes of them is arithmetic
+(`placement.py`), and what comes on top is the real trainer's real step on the longest rows, with weights that are
+shapes (`phases.py`). What the process has beside all that is measured in this one.
+"""
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from .. import models
+from ..recipe import Recipe
+from .advice import Run, advice
+from .phases import Phase, phases_of
+from .placement import Engine, Weights, engine_asked, frozen_on, policy_on
+from .rehearsal import longest, quiet, rehearsed
+from .shapes import Shapes, weights_of
+
+GIB = 2**30
+CUDA_CONTEXT = GIB // 2
+"""Kernels and workspaces of CUDA where there is no GPU to ask: a typical value, not a measured one."""
+
+
+@dataclass
+class MemoryEstimate:
+    """Bytes on each device at the peak of the part of the run that needs most."""
+
+    engine: str
+    """Which engine, and on how many processes."""
+    phase: str
+    """The part of the run at whose peak this is: training step, evaluation, generation, ..."""
+    parameters: int
+    """Weights of the policy, with the layers that an engine gathers."""
+    gradients: int
+    """Of the trained weights, with the buckets that they travel in."""
+    optimizer: int
+    """Its state, with the float32 weights that DeepSpeed keeps."""
+    second_model: int
+    """Reference or teacher."""
+    activations: int
+    """All other tensors: activations, a tile of the head, masks, the cache of generation."""
+    other: int
+    """What the process has without tensors; on a GPU its context, and what vLLM keeps."""
+    total: int
+    """All of these."""
+    available: int | None
+    """Bytes of the device; None where it is not in this machine."""
+    host: int
+    """Bytes that an engine keeps in host memory for this device."""
+    batch: dict[str, Any]
+    """rows and tokens of the longest micro-batch, and its layout."""
+    phases: dict[str, int] = field(default_factory=dict)
+    """The total of each part of the run."""
+    notes: list[str] = field(default_factory=list)
+    """What is not in it."""
+    advice: list[str] = field(default_factory=list)
+    """What to change if it does not fit, in the order to try, each on top of those before."""
+
+    @property
+    def fits(self) -> bool:
+        """As far as it is known."""
+        return self.available is None or self.total <= self.available
+
+    def warnings(self) -> list[str]:
+        """One line where it does not fit."""
+        if self.fits:
+            return []
+        need, have = (f"{size / GIB:.1f} GiB" for size in (self.total, self.available or 0))
+        return [f"memory: the {self.phase} needs about {need} on each device, which has {have}"]
+
+    def lines(self) -> list[str]:
+        """The estimate for people."""
+        limit = "" if self.available is None else f" of {self.available / GIB:.1f}"
+        rows, tokens, layout = (self.batch[name] for name in ("rows", "tokens", "layout"))
+        found = [f"memory on each device ({self.engine}): {self.total / GIB:.2f} GiB{limit}, in the {self.phase}"]
+        for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other"):
+            if size := getattr(self, name):
+                found.append(f"  {name.replace('_', ' '):13s}{size / GIB:8.2f}")
+        found.append(f"  the longest micro-batch: {rows} rows, {tokens} tokens, layout {layout}")
+        rest = [f"{name} {size / GIB:.2f}" for name, size in self.phases.items() if name != self.phase]
+        found += [f"  other parts of the run: {', '.join(rest)}"] if rest else []
+        found += [f"  in host memory for it: {self.host / GIB:.2f}"] if self.host else []
+        return found + [f"  {line}" for line in (*self.notes, *self.advice)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A rehearsed run: what it consists of, before an engine places it."""
+
+    policy: Weights
+    second: Weights | None
+    phases: tuple[Phase, ...]
+    optim: str
+    mixed: bool
+    """bf16 or fp16."""
+    batch: dict[str, Any]
+    other: int
+    notes: tuple[str, ...] = ()
+
+
+def estimate(
+    recipe: Recipe,
+    config: Any,
+    trainer_class: Any,
+    rows: dict[str, Any],
+    tokenizer: Any,
+    engine: Engine | None = None,
+    available_gib: float | None = None,
+) -> MemoryEstimate:
+    """The memory that training on `rows`, as `prepare_data` gives them, needs of each device.
+
+    engine: instead of that of this process, such as `placement.engine_of(file)`; for GPUs it means what the recipe
+    would be there, bf16 for instance. available_gib: memory of the device, instead of this machine's.
+    Raises InputError as the trainer's constructor does.
+    """
+    run = Run(recipe, config, engine or engine_asked(config))
+    available = int(available_gib * GIB) if available_gib else device_memory(run.engine)
+
+    def of(run: Run) -> MemoryEstimate:
+        return on_device(measure(run, trainer_class, rows, tokenizer), run.engine, available)
+
+    with quiet():
+        found = of(run)
+        if not found.fits:
+            found.advice = advice(found, run, of)
+    return found
+
+
+def measure(run: Run, trainer_class: Any, rows: dict[str, Any], tokenizer: Any) -> Measured:
+    """Rehearse the run. An engine that casts weights itself is given cast ones."""
+    recipe, engine, config = run.recipe, run.engine, as_on(run)
+    shapes, device = Shapes(), torch.device("cuda" if engine.gpu else "cpu")
+    given = {"model": shapes.model(recipe.model, True, device), "peft_config": models.lora_config(recipe.model)}
+    if recipe.teacher is not None:
+        given["teacher_model"] = shapes.model(recipe.teacher, False, device)
+        given["teacher_offload"] = recipe.teacher.offload
+    given |= {"train_dataset": rows["train"], "eval_dataset": rows.get("eval"), "processing_class": tokenizer}
+    trainer, mixed = rehearsed(trainer_class, config, **given), bool(config.bf16 or config.fp16)
+    second = trainer.beside.model if trainer.beside is not None else None
+    policy = weights_of(trainer.model, recipe.model)
+    beside = None if second is None else weights_of(second, recipe.teacher or recipe.model)
+    if mixed and engine.name not in ("single", "ddp"):
+        shapes.cast(trainer.model, torch.bfloat16)
+    other, found, notes = process_memory(engine, config), [], ()
+    try:
+        for phase in phases_of(trainer, config, rows, engine):
+            found.append(phase)
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+        notes = (f"activations are not in it: this model's forward cannot be run on shapes alone ({error})",)
+    batch = described_batch(trainer, rows["train"])
+    phases = tuple(found) or (Phase("training step", 0, gradients=True),)
+    return Measured(policy, beside, phases, config.optim, mixed, batch, other, notes)
+
+
+def on_device(measured: Measured, engine: Engine, available: int | None) -> MemoryEstimate:
+    """The sum on one device of `engine`, at the phase that needs most."""
+    held = policy_on(engine, measured.policy, measured.optim, measured.mixed)
+    second = frozen_on(engine, measured.second, measured.mixed) if measured.second else 0
+    whole = measured.policy.numbers * (2 if measured.mixed else 4) if engine.shards else 0
+    totals, parts = {}, {}
+    for phase in measured.phases:
+        parts[phase.name] = {
+            "parameters": held.parameters + (whole if phase.whole else 0),
+            "gradients": held.gradients if phase.gradients else 0,
+            "optimizer": held.optimizer if phase.optimizer else 0,
+            "second_model": second if phase.second else 0,
+            "activations": phase.beyond,
+            "other": measured.other,
+        }
+        totals[phase.name] = sum(parts[phase.name].values())
+    most = max(totals, key=lambda name: totals[name])
+    return MemoryEstimate(
+        engine.described, most, **parts[most], total=totals[most], available=available, host=held.host,
+        batch=measured.batch, phases=totals, notes=list(measured.notes),
+    )  # fmt: skip
+
+
+def as_on(run: Run) -> Any:
+    """The config as it would be on the engine's machines: on GPUs bf16, unless the recipe says otherwise."""
+    decided = {"bf16", "fp16", "use_cpu"} & run.recipe.train.keys()
+    return run.config if decided or not run.engine.gpu else run.with_train(bf16=True).config
+
+
+def described_batch(trainer: Any, rows: Any) -> dict[str, Any]:
+    """rows, tokens (as laid out, OPD's without its rollouts) and layout of the longest micro-batch."""
+    chosen = longest(rows, trainer.args.per_device_train_batch_size)
+    [batch] = trainer.prepare_window([trainer.data_collator(chosen)])
+    return {"rows": len(chosen), "tokens": batch["input_ids"].numel(), "layout": trainer.data_collator.keywords["layout"]}
+
+
+def device_memory(engine: Engine) -> int | None:
+    """Bytes of the GPU, or what this machine has free and this process has already; None for GPUs elsewhere."""
+    if engine.gpu:
+        return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    return psutil.virtual_memory().available + psutil.Process().memory_info().rss
+
+
+def process_memory(engine: Engine, config: Any) -> int:
+    """Bytes that are no tensors of the run: of this process so far, or of a GPU's context and vLLM."""
+    gc.collect()
+    if not engine.gpu:
+        return psutil.Process().memory_info().rss
+    if not torch.cuda.is_available():
+        return CUDA_CONTEXT
+    free, total = torch.cuda.mem_get_info()
+    colocated = getattr(config, "vllm_mode", None) == "colocate"
+    share = (config.vllm_gpu_memory_utilization or 0.3) if colocated else 0.0
+    return total - free - torch.cuda.memory_reserved() + int(share * total)
