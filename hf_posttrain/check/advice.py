@@ -58,13 +58,15 @@ def advice(found: Any, run: Run, again: Callable[[Run], Any]) -> list[str]:
     return lines
 
 
-def _checkpointing(run: Run, phase: str) -> Change:
+def checkpointing(run: Run, phase: str) -> Change:
+    """Recompute activations."""
     if run.config.activation_checkpointing:
         return None
     return "train.activation_checkpointing=true", run.with_train(activation_checkpointing=True)
 
 
-def _smaller_batches(run: Run, phase: str) -> Change:
+def smaller_batches(run: Run, phase: str) -> Change:
+    """A quarter of the rows at a time, the same rows a step: the same numbers."""
     size, steps = run.config.per_device_train_batch_size, run.config.gradient_accumulation_steps
     if size == 1:
         return None
@@ -73,27 +75,31 @@ def _smaller_batches(run: Run, phase: str) -> Change:
     return " ".join(f"train.{name}={value}" for name, value in fields.items()), run.with_train(**fields)
 
 
-def _one_at_a_time(run: Run, phase: str) -> Change:
+def one_at_a_time(run: Run, phase: str) -> Change:
+    """One row or rollout at a time where it is not the training step that needs most."""
     names = {"evaluation": "per_device_eval_batch_size", "scoring beforehand": "per_device_eval_batch_size",
              "greedy answers": "per_device_eval_batch_size", "generation": "generation_batch_size"}  # fmt: skip
     name = names.get(phase)
     return name and (f"train.{name}=1", run.with_train(**{name: 1}))  # type: ignore[return-value]
 
 
-def _scored_beforehand(run: Run, phase: str) -> Change:
+def scored_beforehand(run: Run, phase: str) -> Change:
+    """No reference while training."""
     if getattr(run.config, "precompute_ref_log_probs", True):
         return None
     return "train.precompute_ref_log_probs=true", run.with_train(precompute_ref_log_probs=True)
 
 
-def _offloaded_teacher(run: Run, phase: str) -> Change:
+def offloaded_teacher(run: Run, phase: str) -> Change:
+    """The teacher on the device only while it scores."""
     teacher = run.recipe.teacher
     if teacher is None or teacher.offload or not run.engine.gpu:
         return None
     return "teacher.offload=true", replace(run, recipe=replace(run.recipe, teacher=replace(teacher, offload=True)))
 
 
-def _on_engine(name: str, run: Run, phase: str) -> Change:
+def on_engine(name: str, run: Run, phase: str) -> Change:
+    """An engine that cuts more, where there are several devices."""
     kind, _, offload = name.partition("_")
     if run.engine.processes == 1 or run.engine.name == kind or run.engine.offload_params:
         return None
@@ -101,20 +107,23 @@ def _on_engine(name: str, run: Run, phase: str) -> Change:
     return f"accelerate launch --config_file accelerate_configs/{name}.yaml", replace(run, engine=engine)
 
 
-def _small_optimizer(run: Run, phase: str) -> Change:
+def small_optimizer(run: Run, phase: str) -> Change:
+    """AdamW's state in bytes."""
     if not run.engine.gpu or "8bit" in str(run.config.optim) or run.engine.name not in ("single", "ddp"):
         return None
     return "train.optim=adamw_8bit", run.with_train(optim="adamw_8bit")
 
 
-def _lora(run: Run, phase: str) -> Change:
+def lora(run: Run, phase: str) -> Change:
+    """An adapter instead of all weights."""
     model = run.recipe.model
     if model.lora is not None or model.adapter or model.from_scratch:
         return None
     return "model.lora={r: 16}", run.with_model(lora={"r": 16})
 
 
-def _four_bits(run: Run, phase: str) -> Change:
+def four_bits(run: Run, phase: str) -> Change:
+    """A quantised base."""
     model = run.recipe.model
     if not run.engine.gpu or model.quantization != "none" or not (model.lora is not None or model.adapter):
         return None
@@ -122,7 +131,7 @@ def _four_bits(run: Run, phase: str) -> Change:
 
 
 CHANGES: list[Callable[[Run, str], Change]] = [
-    _checkpointing, _smaller_batches, _one_at_a_time, _scored_beforehand, _offloaded_teacher, _smaller_batches,
-    *(partial(_on_engine, name) for name in ENGINES), _small_optimizer, _lora, _four_bits,
+    checkpointing, smaller_batches, one_at_a_time, scored_beforehand, offloaded_teacher, smaller_batches,
+    *(partial(on_engine, name) for name in ENGINES), small_optimizer, lora, four_bits,
 ]  # fmt: skip
 """In the order to try."""

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from .. import models
 from ..recipe import Recipe
 from .advice import Run, advice
-from .phases import Phase, phases_of
+from .phases import Phase, columns, phases_of
 from .placement import Engine, Weights, engine_asked, frozen_on, policy_on
 from .rehearsal import longest, quiet, rehearsed
 from .shapes import Shapes, weights_of
@@ -142,18 +142,20 @@ def measure(run: Run, trainer_class: Any, rows: dict[str, Any], tokenizer: Any) 
     """Rehearse the run. An engine that casts weights itself is given cast ones."""
     recipe, engine, config = run.recipe, run.engine, as_on(run)
     shapes, device = Shapes(), torch.device("cuda" if engine.gpu else "cpu")
-    given = {"model": shapes.model(recipe.model, True, device), "peft_config": models.lora_config(recipe.model)}
+    given: dict[str, Any] = {"model": shapes.model(recipe.model, True, device), "processing_class": tokenizer}
     if recipe.teacher is not None:
         given["teacher_model"] = shapes.model(recipe.teacher, False, device)
         given["teacher_offload"] = recipe.teacher.offload
-    given |= {"train_dataset": rows["train"], "eval_dataset": rows.get("eval"), "processing_class": tokenizer}
+    given |= {"train_dataset": rows["train"], "eval_dataset": rows.get("eval")}
+    given["peft_config"] = models.lora_config(recipe.model)
     trainer, mixed = rehearsed(trainer_class, config, **given), bool(config.bf16 or config.fp16)
     second = trainer.beside.model if trainer.beside is not None else None
     policy = weights_of(trainer.model, recipe.model)
     beside = None if second is None else weights_of(second, recipe.teacher or recipe.model)
     if mixed and engine.name not in ("single", "ddp"):
         shapes.cast(trainer.model, torch.bfloat16)
-    other, found, notes = process_memory(engine, config), [], ()
+    other, found = process_memory(engine, config), []
+    notes: tuple[str, ...] = ()
     try:
         for phase in phases_of(trainer, config, rows, engine):
             found.append(phase)
@@ -169,7 +171,8 @@ def on_device(measured: Measured, engine: Engine, available: int | None) -> Memo
     held = policy_on(engine, measured.policy, measured.optim, measured.mixed)
     second = frozen_on(engine, measured.second, measured.mixed) if measured.second else 0
     whole = measured.policy.numbers * (2 if measured.mixed else 4) if engine.shards else 0
-    totals, parts = {}, {}
+    totals: dict[str, int] = {}
+    parts: dict[str, dict[str, Any]] = {}
     for phase in measured.phases:
         parts[phase.name] = {
             "parameters": held.parameters + (whole if phase.whole else 0),
@@ -194,10 +197,13 @@ def as_on(run: Run) -> Any:
 
 
 def described_batch(trainer: Any, rows: Any) -> dict[str, Any]:
-    """rows, tokens (as laid out, OPD's without its rollouts) and layout of the longest micro-batch."""
-    chosen = longest(rows, trainer.args.per_device_train_batch_size)
-    [batch] = trainer.prepare_window([trainer.data_collator(chosen)])
-    return {"rows": len(chosen), "tokens": batch["input_ids"].numel(), "layout": trainer.data_collator.keywords["layout"]}
+    """rows, tokens (as laid out) and layout of the longest micro-batch."""
+    chosen = longest(rows, trainer.args.per_device_train_batch_size, columns(trainer))
+    batch = trainer.data_collator(chosen)
+    if "input_ids" not in batch:  # prompts, to be answered
+        [batch] = trainer.prepare_window([batch])
+    layout = trainer.data_collator.keywords["layout"]
+    return {"rows": len(chosen), "tokens": batch["input_ids"].numel(), "layout": layout}
 
 
 def device_memory(engine: Engine) -> int | None:

@@ -9,7 +9,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -88,36 +88,38 @@ def teachers_pass(trainer: Any, rows: list[dict]) -> int:
 
 
 def generation(trainer: Any, prompts: list[list[int]], copies: int, new_tokens: int, temperature: float | None) -> int:
-    """`copies` answers to each prompt in one call, at its two peaks: prompts just read, and the cache full at the end."""
+    """`copies` answers to each prompt in one call, at its two peaks: prompts just read, and the cache full."""
     model = causal_lm(trainer.model)
     vocabulary = getattr(trainer, "vocabulary", model.config.get_text_config().vocab_size)
 
-    def peak(prompts: list[list[int]], count: int, restarts: bool) -> int:
-        inside = torch.no_grad(), eval_mode(trainer.model), trainer.accelerator.autocast()
-        with _watched(trainer) as live, inside[0], inside[1], inside[2]:
-            decode(model, prompts, count, [-1], _Drawn(Sampler(temperature, vocabulary), live, restarts))
+    def peak(prompts: list[list[int]], count: int, after_reading: bool) -> int:
+        """after_reading: without that of reading the prompts."""
+        with _watched(trainer) as live, torch.no_grad(), eval_mode(trainer.model), trainer.accelerator.autocast():
+            first = live.restart if after_reading else lambda: None
+            decode(model, prompts, count, [-1], _Drawn(temperature, vocabulary, first))
         return live.peak
 
     def reading(prompts: list[list[int]]) -> int:
-        return peak([prompt for prompt in prompts for _ in range(copies)], 1, restarts=False)
+        return peak([prompt for prompt in prompts for _ in range(copies)], 1, after_reading=False)
 
     full = [[0] * (len(prompts[0]) + new_tokens - 2)] * (len(prompts) * copies)  # equal prompts are read once
-    return max(in_proportion(reading, prompts), peak(full, 2, restarts=True))
+    return max(in_proportion(reading, prompts), peak(full, 2, after_reading=True))
 
 
-class _Drawn:
+@dataclass(frozen=True)
+class _Drawn(Sampler):
     """A sampler whose memory counts, and that always draws the same token."""
 
-    def __init__(self, sampler: Sampler, live: Live, restarts: bool):
-        """restarts: at the first token the peak is forgotten that reading the prompts had."""
-        self.sampler, self.live, self.vocabulary, self.restarts = sampler, live, sampler.vocabulary, restarts
+    at_first: Callable[[], None]
+    """Called before the first token: what to do when the prompts have been read."""
+    calls: list[None] = field(default_factory=list)
 
     def __call__(self, logits: Tensor) -> Tensor:
         """[n, V] -> [n], real."""
-        if self.restarts:
-            self.live.restart()
-            self.restarts = False
-        self.sampler(logits)
+        if not self.calls:
+            self.at_first()
+        self.calls.append(None)
+        super().__call__(logits)
         return torch.zeros(len(logits), dtype=torch.long)
 
 
@@ -148,7 +150,7 @@ def _collated(trainer: Any, rows: list[dict]) -> dict[str, Any]:
 def phases_of(trainer: Any, config: Any, rows: dict[str, Any], engine: Engine) -> Iterator[Phase]:
     """Those of a run with `config` on prepared rows, {"train": ..., "eval": ...}."""
     scores, leaves = Scores.of(trainer, config), False
-    train = longest(rows["train"], config.per_device_train_batch_size, _columns(trainer))
+    train = longest(rows["train"], config.per_device_train_batch_size, columns(trainer))
     if scores.kept:
         size = getattr(config, "precompute_ref_batch_size", None) or config.per_device_eval_batch_size
         beyond = in_proportion(partial(scoring_beforehand, trainer, scores), longest(rows["train"], size))
@@ -162,7 +164,7 @@ def phases_of(trainer: Any, config: Any, rows: dict[str, Any], engine: Engine) -
     step = in_proportion(partial(training_step, trainer), scores.beside(train))
     yield Phase("training step", step, gradients=True, second=not leaves)
     if rows.get("eval") is not None:
-        evaluated = longest(rows["eval"], config.per_device_eval_batch_size, _columns(trainer))
+        evaluated = longest(rows["eval"], config.per_device_eval_batch_size, columns(trainer))
         beyond = in_proportion(partial(evaluation, trainer), scores.beside(evaluated))
         yield Phase("evaluation", beyond, second=not leaves)
     for name, call in _generations(trainer, config, rows):
@@ -211,7 +213,7 @@ def branches(row: dict) -> int:
     return 2 if "chosen_ids" in row or "mismatch_ids" in row else 1
 
 
-def _columns(trainer: Any) -> tuple[str, ...]:
+def columns(trainer: Any) -> tuple[str, ...]:
     """What makes a row long: of OPD's the prompt alone, since its answer is not in the data."""
     return ("prompt_ids",) if trainer.method == "opd" else ()
 

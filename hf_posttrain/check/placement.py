@@ -36,6 +36,8 @@ SMALL_MOMENTS = {
     "ademamix_8bit": 3.0, "paged_ademamix_8bit": 3.0, "lion_8bit": 1.0, "paged_lion_8bit": 1.0, "rmsprop_bnb_8bit": 1.0,
 }  # fmt: skip
 """Bytes that a quantised optimizer keeps for each weight."""
+HOST = ("cpu", "nvme")
+"""Where DeepSpeed may keep what is not on the device."""
 SCALES = 4 / 256
 """Bytes a quantised byte: a float32 scale for each block of 256."""
 
@@ -82,12 +84,13 @@ def engine_of(config_file: Path) -> Engine:
     gpu = not given.get("use_cpu", False) and kind != "MULTI_CPU"
     if kind == "DEEPSPEED":
         zero = given.get("deepspeed_config", {})
-        on_host = [str(zero.get(f"offload_{what}_device")) in ("cpu", "nvme") for what in ("optimizer", "param")]
-        return Engine(f"zero{zero.get('zero_stage', 2)}", count, *on_host, gpu)
+        optimizer, params = (zero.get(f"offload_{what}_device") in HOST for what in ("optimizer", "param"))
+        return Engine(f"zero{zero.get('zero_stage', 2)}", count, optimizer, params, gpu)
     if kind == "FSDP":
         offload = bool(given.get("fsdp_config", {}).get("fsdp_offload_params", False))
         return Engine("fsdp2", count, offload, offload, gpu)
-    return Engine("single", gpu=gpu) if kind in ("NO", "FALSE") else Engine("ddp" if count > 1 else "single", count, gpu=gpu)
+    several = count > 1 and kind not in ("NO", "FALSE")
+    return Engine("ddp", count, gpu=gpu) if several else Engine(gpu=gpu)
 
 
 def engine_asked(config: Any, env: Mapping[str, str] | None = None) -> Engine:
@@ -96,8 +99,8 @@ def engine_asked(config: Any, env: Mapping[str, str] | None = None) -> Engine:
     gpu, count = config.device.type != "cpu", config.world_size
     if asked.zero is not None:
         zero = config.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
-        on_host = [zero.get(f"offload_{what}", {}).get("device") in ("cpu", "nvme") for what in ("optimizer", "param")]
-        return Engine(f"zero{asked.zero}", count, *on_host, gpu)
+        optimizer, params = (zero.get(f"offload_{what}", {}).get("device") in HOST for what in ("optimizer", "param"))
+        return Engine(f"zero{asked.zero}", count, optimizer, params, gpu)
     if asked.fsdp:
         plugin = (config.fsdp_plugin_args or {}) if config.fsdp else {}
         offload = bool(plugin.get("cpu_offload")) or env.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
@@ -127,12 +130,9 @@ class Weights:
         """quantised: bytes of the frozen weights once they are quantised."""
         trained = [p for p in model.parameters() if p.requires_grad]
         rest = [p for p in model.parameters() if not p.requires_grad]
-        buffers = nbytes(model.buffers())
-        frozen = nbytes(rest) if quantised is None else quantised
-        return cls(
-            frozen + buffers, nbytes(trained), *(sum(p.numel() for p in part) for part in (rest + trained, trained)),
-            _gathered(model), quantised is not None,
-        )  # fmt: skip
+        frozen = nbytes(model.buffers()) + (nbytes(rest) if quantised is None else quantised)
+        numbers, of_trained = (sum(p.numel() for p in part) for part in (rest + trained, trained))
+        return cls(frozen, nbytes(trained), numbers, of_trained, _gathered(model), quantised is not None)
 
 
 def _gathered(model: nn.Module) -> int:

@@ -60,7 +60,7 @@ class Shapes:
         for module in linear:
             module.register_forward_pre_hook(lambda m, given: (given[0].to(m.weight.dtype), *given[1:]))
         for module in model.modules() if trainable else ():
-            if module not in linear and isinstance(module, nn.Module) and not [*module.children()]:
+            if module not in linear and not [*module.children()]:
                 self.cast(module, torch.float32)
 
     def cast(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -74,7 +74,7 @@ def weights_of(model: nn.Module, section: ModelSection) -> Weights:
     """What the model, adapters included, would consist of."""
     if section.quantization == "none":
         return Weights.of(model)
-    inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+    inner: Any = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     linear = {id(module.weight) for module in _quantised_layers(inner)}
     rest = [p for p in model.parameters() if not p.requires_grad]
     per_weight = QUANTISED[section.quantization]
@@ -84,6 +84,7 @@ def weights_of(model: nn.Module, section: ModelSection) -> Weights:
 
 def _quantised_layers(model: nn.Module) -> set[nn.Module]:
     """All linear layers but the head, and not those of adapters."""
-    head = model.get_output_embeddings()
+    inner: Any = model
+    head = inner.get_output_embeddings()
     return {m for n, m in model.named_modules() if isinstance(m, nn.Linear) and m is not head and "lora_" not in n}
 
