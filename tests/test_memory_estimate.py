@@ -268,6 +268,20 @@ def test_estimate_and_measured_peak(name, tmp_path):
     assert estimated == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.parametrize("name", ["sft", pytest.param("kto_copied_reference", marks=pytest.mark.slow)])
+def test_deep_models_are_on_the_line_through_shallow_ones(name, tmp_path, monkeypatch):
+    path = write_recipe(tmp_path, name)
+    config = tmp_path / "model" / "config.json"
+    whole = json.loads(config.read_text())
+    config.write_text(json.dumps(whole | {"num_hidden_layers": 13, "layer_types": ["full_attention"] * 13}))
+    given = prepared(path, "train.activation_checkpointing=false")
+    by_line = memory.estimate(*given)
+    monkeypatch.setattr(memory, "DEEP", 13)
+    in_full = memory.estimate(*given)
+    assert by_line.parameters == in_full.parameters
+    assert by_line.activations == pytest.approx(in_full.activations, rel=0.02)
+
+
 def test_what_does_not_fit_gets_advice(tmp_path):
     given = prepared(write_recipe(tmp_path, "sft"), "train.activation_checkpointing=false")
     fits = memory.estimate(*given)

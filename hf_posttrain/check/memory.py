@@ -9,16 +9,13 @@ shapes (`phases.py`). What the process has beside all that is measured in this o
 """
 
 import gc
-from dataclasses import dataclass, field
+import os
+import sys
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import psutil
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-)
 
 from .. import models
 from ..recipe import Recipe
@@ -26,9 +23,16 @@ from .advice import Run, advice
 from .phases import Phase, columns, phases_of
 from .placement import Engine, Weights, engine_asked, frozen_on, policy_on
 from .rehearsal import longest, quiet, rehearsed
-from .shapes import Shapes, weights_of
+from .shapes import Shapes, cast, weights_of
 
 GIB = 2**30
+FEW, DEEP = 2, 12
+"""A model of more than DEEP layers is rehearsed with FEW and with twice as many. What the line through them misses is
+below a tile or two of the head, where those need more than so few layers."""
+HEAP = (
+    "glibc keeps freed tensors in its heap, and the process may hold twice as much; with MALLOC_MMAP_THRESHOLD_=65536 in"
+    " the environment it gives them back, for a quarter more time"
+)
 CUDA_CONTEXT = GIB // 2
 """Kernels and workspaces of CUDA where there is no GPU to ask: a typical value, not a measured one."""
 
@@ -135,35 +139,58 @@ def estimate(
         found = of(run)
         if not found.fits:
             found.advice = advice(found, run, of)
+    if not run.engine.gpu and sys.platform == "linux" and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        found.notes.append(HEAP)
     return found
 
 
 def measure(run: Run, trainer_class: Any, rows: dict[str, Any], tokenizer: Any) -> Measured:
-    """Rehearse the run. An engine that casts weights itself is given cast ones."""
-    recipe, engine, config = run.recipe, run.engine, as_on(run)
-    shapes, device = Shapes(), torch.device("cuda" if engine.gpu else "cpu")
-    given: dict[str, Any] = {"model": shapes.model(recipe.model, True, device), "processing_class": tokenizer}
-    if recipe.teacher is not None:
-        given["teacher_model"] = shapes.model(recipe.teacher, False, device)
-        given["teacher_offload"] = recipe.teacher.offload
-    given |= {"train_dataset": rows["train"], "eval_dataset": rows.get("eval")}
-    given["peft_config"] = models.lora_config(recipe.model)
-    trainer, mixed = rehearsed(trainer_class, config, **given), bool(config.bf16 or config.fp16)
+    """Rehearse the run. Weights are counted on whole models; of deep ones the phases are rehearsed with FEW layers and
+    twice as many, and the rest is on the straight line through the two."""
+    depth, recipe = models.check_model(run.recipe.model).get_text_config().num_hidden_layers, run.recipe
+    deep, config = depth > DEEP, as_on(run)
+    trainer = _trainer(run, config, trainer_class, rows, tokenizer, None)
     second = trainer.beside.model if trainer.beside is not None else None
     policy = weights_of(trainer.model, recipe.model)
     beside = None if second is None else weights_of(second, recipe.teacher or recipe.model)
-    if mixed and engine.name not in ("single", "ddp"):
-        shapes.cast(trainer.model, torch.bfloat16)
-    other, found = process_memory(engine, config), []
-    notes: tuple[str, ...] = ()
+    other, batch, found = process_memory(run.engine, config), described_batch(trainer, rows["train"]), []
+    notes: list[str] = []
     try:
-        for phase in phases_of(trainer, config, rows, engine):
-            found.append(phase)
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        notes = (f"activations are not in it: this model's forward cannot be run on shapes alone ({error})",)
-    batch = described_batch(trainer, rows["train"])
-    phases = tuple(found) or (Phase("training step", 0, gradients=True),)
-    return Measured(policy, beside, phases, config.optim, mixed, batch, other, notes)
+        for layers in (FEW, 2 * FEW) if deep else (None,):
+            if deep:
+                trainer = _trainer(run, config, trainer_class, rows, tokenizer, layers)
+            if (config.bf16 or config.fp16) and run.engine.name not in ("single", "ddp"):
+                cast(trainer.model, torch.bfloat16)  # the engine does it
+            found.append(list(phases_of(trainer, config, rows, run.engine)))
+    except (RuntimeError, NotImplementedError) as error:  # what hangs on values, or has no kernel for shapes
+        reason = str(error).partition("\n")[0]
+        notes.append(f"activations are not in it: this model cannot be run on shapes alone ({reason})")
+    phases = _deeper(found, depth) if not notes else [Phase("training step", 0, gradients=True)]
+    mixed = bool(config.bf16 or config.fp16)
+    return Measured(policy, beside, tuple(phases), config.optim, mixed, batch, other, tuple(notes))
+
+
+def _trainer(
+    run: Run, config: Any, trainer_class: Any, rows: dict[str, Any], tokenizer: Any, layers: int | None
+) -> Any:
+    """The rehearsed trainer on models of `layers` layers."""
+    shapes, device = Shapes(layers), torch.device("cuda" if run.engine.gpu else "cpu")
+    given: dict[str, Any] = {"model": shapes.model(run.recipe.model, True, device), "processing_class": tokenizer}
+    if run.recipe.teacher is not None:
+        given["teacher_model"] = shapes.model(run.recipe.teacher, False, device)
+        given["teacher_offload"] = run.recipe.teacher.offload
+    given |= {"train_dataset": rows["train"], "eval_dataset": rows.get("eval")}
+    return rehearsed(trainer_class, config, peft_config=models.lora_config(run.recipe.model), **given)
+
+
+def _deeper(found: list[list[Phase]], depth: int) -> list[Phase]:
+    """The phases of a model of `depth` layers, from those of FEW and of twice as many."""
+    if len(found) == 1:
+        return found[0]
+    return [
+        replace(more, beyond=more.beyond + (more.beyond - few.beyond) * (depth - 2 * FEW) // FEW)
+        for few, more in zip(*found, strict=True)
+    ]
 
 
 def on_device(measured: Measured, engine: Engine, available: int | None) -> MemoryEstimate:

@@ -10,7 +10,7 @@ import peft
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from .. import models
 from ..recipe import ModelSection
@@ -24,8 +24,9 @@ scales (double quantisation). 8-bit: a byte; the float32 for each row is next to
 class Shapes:
     """Fake models. Only what touches a fake tensor is fake: the mode is not entered while they run."""
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, layers: int | None = None) -> None:
+        """layers: of each model, where it has more; None: all."""
+        self.mode, self.layers = FakeTensorMode(allow_non_fake_inputs=True), layers
 
     def model(
         self, section: ModelSection, trainable: bool, device: torch.device, dtype: torch.dtype | None = None
@@ -35,6 +36,7 @@ class Shapes:
         device: where it would run, which decides the dtype. dtype: instead of that, where an engine casts weights.
         """
         config = models.check_model(section)
+        cut(config, self.layers)
         whole = trainable and section.lora is None and not section.adapter
         kwargs: dict[str, Any] = {
             "dtype": dtype or models.weights_dtype(section, config, whole, device),
@@ -61,13 +63,25 @@ class Shapes:
             module.register_forward_pre_hook(lambda m, given: (given[0].to(m.weight.dtype), *given[1:]))
         for module in model.modules() if trainable else ():
             if module not in linear and not [*module.children()]:
-                self.cast(module, torch.float32)
+                cast(module, torch.float32)
 
-    def cast(self, model: nn.Module, dtype: torch.dtype) -> None:
-        """All weights, as an engine does it."""
-        with self.mode:
-            for parameter in model.parameters():
-                parameter.data = parameter.data.to(dtype)
+
+def cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """All weights, as an engine does it."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def cut(config: PretrainedConfig, layers: int | None) -> None:
+    """The config of the first `layers` layers, with what it lists for each of them."""
+    inner = config.get_text_config()
+    depth = inner.num_hidden_layers
+    if layers is None or layers >= depth:
+        return
+    for name, value in list(vars(inner).items()):
+        if isinstance(value, list) and len(value) == depth:
+            setattr(inner, name, value[:layers])
+    inner.num_hidden_layers = layers
 
 
 def weights_of(model: nn.Module, section: ModelSection) -> Weights:
