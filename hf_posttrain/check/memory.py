@@ -30,7 +30,7 @@ FEW, DEEP = 2, 12
 """A model of more than DEEP layers is rehearsed with FEW and with twice as many. What the line through them misses is
 below a tile or two of the head, where those need more than so few layers."""
 HEAP = (
-    "glibc keeps freed tensors in its heap, and the process may hold twice as much; with MALLOC_MMAP_THRESHOLD_=65536 in"
+    "glibc keeps freed tensors in its heap: the process may hold twice as much. With MALLOC_MMAP_THRESHOLD_=65536 in"
     " the environment it gives them back, for a quarter more time"
 )
 CUDA_CONTEXT = GIB // 2
