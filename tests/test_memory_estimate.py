@@ -22,7 +22,7 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import LORA, METHODS, fix_rollouts, token_rows, trainer_for
 
 import hf_posttrain
-from hf_posttrain import run
+from hf_posttrain import parts
 from hf_posttrain.check import advice, memory, phases, rehearsal, shapes
 from hf_posttrain.check.placement import Engine, Held, Weights, engine_of, frozen_on, policy_on, state_bytes
 from hf_posttrain.errors import InputError
@@ -237,8 +237,8 @@ def write_recipe(folder, name):
 def prepared(path, *overrides):
     """The arguments of `memory.estimate`."""
     recipe = load_recipe(path, overrides)
-    trainer_class, config = run.configure(recipe)
-    tokenizer, _ = run.check_models(recipe)
+    trainer_class, config = parts.configure(recipe)
+    tokenizer, _ = parts.check_models(recipe)
     return recipe, config, trainer_class, prepare_data(recipe, trainer_class, tokenizer, config), tokenizer
 
 

@@ -1,7 +1,6 @@
 """What a run needs of each device's memory, before anything is loaded, and what to change if it does not fit.
 
-    estimate         -> MemoryEstimate
-    on_device        its sum for one engine: used again for other engines and settings (`advice.py`)
+    estimate     -> MemoryEstimate, with advice where it does not fit (`advice.py`)
 
 Weights are counted from the models' configs (`shapes.py`), what each engine makes of them is arithmetic
 (`placement.py`), and what comes on top is the real trainer's real step on the longest rows, with weights that are
@@ -44,7 +43,7 @@ class MemoryEstimate:
     engine: str
     """Which engine, and on how many processes."""
     phase: str
-    """The part of the run at whose peak this is: training step, evaluation, generation, ..."""
+    """At whose peak this is: training step, evaluation, generation, ..."""
     parameters: int
     """Weights of the policy, with the layers that an engine gathers."""
     gradients: int
@@ -87,12 +86,11 @@ class MemoryEstimate:
     def lines(self) -> list[str]:
         """The estimate for people."""
         limit = "" if self.available is None else f" of {self.available / GIB:.1f}"
-        rows, tokens, layout = (self.batch[name] for name in ("rows", "tokens", "layout"))
         found = [f"memory on each device ({self.engine}): {self.total / GIB:.2f} GiB{limit}, in the {self.phase}"]
         for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other"):
             if size := getattr(self, name):
                 found.append(f"  {name.replace('_', ' '):13s}{size / GIB:8.2f}")
-        found.append(f"  the longest micro-batch: {rows} rows, {tokens} tokens, layout {layout}")
+        found.append("  the longest micro-batch: {rows} rows, {tokens} tokens, layout {layout}".format(**self.batch))
         rest = [f"{name} {size / GIB:.2f}" for name, size in self.phases.items() if name != self.phase]
         found += [f"  other parts of the run: {', '.join(rest)}"] if rest else []
         found += [f"  in host memory for it: {self.host / GIB:.2f}"] if self.host else []
@@ -149,7 +147,7 @@ def measure(run: Run, trainer_class: Any, rows: dict[str, Any], tokenizer: Any) 
     twice as many, and the rest is on the straight line through the two."""
     depth, recipe = models.check_model(run.recipe.model).get_text_config().num_hidden_layers, run.recipe
     deep, config = depth > DEEP, as_on(run)
-    trainer = _trainer(run, config, trainer_class, rows, tokenizer, None)
+    mixed, trainer = bool(config.bf16 or config.fp16), _trainer(run, config, trainer_class, rows, tokenizer, None)
     second = trainer.beside.model if trainer.beside is not None else None
     policy = weights_of(trainer.model, recipe.model)
     beside = None if second is None else weights_of(second, recipe.teacher or recipe.model)
@@ -159,14 +157,13 @@ def measure(run: Run, trainer_class: Any, rows: dict[str, Any], tokenizer: Any) 
         for layers in (FEW, 2 * FEW) if deep else (None,):
             if deep:
                 trainer = _trainer(run, config, trainer_class, rows, tokenizer, layers)
-            if (config.bf16 or config.fp16) and run.engine.name not in ("single", "ddp"):
+            if mixed and run.engine.name not in ("single", "ddp"):
                 cast(trainer.model, torch.bfloat16)  # the engine does it
             found.append(list(phases_of(trainer, config, rows, run.engine)))
     except (RuntimeError, NotImplementedError) as error:  # what hangs on values, or has no kernel for shapes
         reason = str(error).partition("\n")[0]
         notes.append(f"activations are not in it: this model cannot be run on shapes alone ({reason})")
     phases = _deeper(found, depth) if not notes else [Phase("training step", 0, gradients=True)]
-    mixed = bool(config.bf16 or config.fp16)
     return Measured(policy, beside, tuple(phases), config.optim, mixed, batch, other, tuple(notes))
 
 
