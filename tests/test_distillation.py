@@ -178,7 +178,7 @@ def test_pain_24_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeyp
     cached(token_rows("kd", seed=22))
     cached(rows, seed=10)
     assert len(scored) == 2
-    monkeypatch.setattr(type(byte_tokenizer()), "get_vocab", lambda self: {"other": 0})
+    monkeypatch.setattr(type(byte_tokenizer()), "get_vocab", lambda self: {"other": 258})
     cached(rows)
     assert len(scored) == 3
 
