@@ -122,7 +122,7 @@ def load_model(
         kwargs["attn_implementation"] = section.attn_implementation
     with names_the_source("model", section.name_or_path):
         if section.from_scratch:
-            with _whole_weights():
+            with whole_weights():
                 model = AutoModelForCausalLM.from_config(config, **kwargs)
         else:
             quantised = _quantization(section, kwargs["dtype"], device, storage)
@@ -239,7 +239,7 @@ def _quantization(
 
 
 @contextmanager
-def _whole_weights() -> Iterator[None]:
+def whole_weights() -> Iterator[None]:
     """Random weights are the same under every engine: ZeRO-3 must not cut them while they are drawn."""
     before = hf_deepspeed._hf_deepspeed_config_weak_ref
     hf_deepspeed.unset_hf_deepspeed_config()

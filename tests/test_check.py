@@ -1,6 +1,7 @@
 """--check: what it says of recipes whose answers are known, its exit codes, and that it trains and writes nothing."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -116,6 +117,23 @@ def test_exit_codes_reach_the_shell(folder, code):
         [sys.executable, "-m", "hf_posttrain.run", "recipe.yaml", "--check", limit], capture_output=True, text=True
     )
     assert done.returncode == code, done.stderr
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_two_processes_check_together_and_one_speaks(folder, engine):
+    """Through a launcher: the plan is of both, weights are cut where the engine cuts them, and the probe is theirs."""
+    zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "DS_ACCELERATOR": "cpu"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "hf_posttrain.run"]
+    done = subprocess.run(
+        [*launcher, "recipe.yaml", "--check", "--probe", "model.from_scratch=true"],
+        env=os.environ | (zero if engine == "zero3" else {}), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("3 steps of 4 rows on 2 processes") == 1
+    assert f"memory on each device ({engine}, 2 processes)" in done.stdout
+    assert done.stdout.count("a step of 2 rows") == 1
     assert not (folder / "out").exists()
 
 

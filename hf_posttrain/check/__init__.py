@@ -1,6 +1,6 @@
 """Preflight: what would this recipe train on, and does it fit? Seconds on CPU, no training, nothing is written.
 
-    check        a recipe -> Check, or None on ranks that only keep the first company
+    check        a recipe -> Check, on the first rank
     Check        its parts, each with lines() for people and warnings(): audit.py (rows), tokens.py, plan.py, memory.py,
                  probe.py
     show.py      a Check as text
@@ -73,7 +73,7 @@ class Check:
 def check(
     recipe: Recipe, with_probe: bool = False, config_file: Path | None = None, device_memory: float | None = None
 ) -> Check | None:
-    """Everything about a recipe that shows without training it; None on every rank but the first of each machine.
+    """Everything about a recipe that shows without training it; None on every rank but the first, which all call it.
 
     config_file: plan and memory are those of a launch by this file of accelerate_configs. device_memory: GiB, in place
     of this machine's.
@@ -94,11 +94,13 @@ def check(
     tokenizer, peft_config = parts.check_models(recipe)
     with _remembered_warnings() as notes:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
-        probed = probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
-    if config.local_process_index != 0:
-        return None
     models = skeletons(recipe)
     engine = engine_of(config_file) if config_file else engine_asked(config)
+    memory = estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
+    with _remembered_warnings() as more:
+        probed = probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
+    if config.process_index != 0:
+        return None
     return Check(
         path=str(recipe.path),
         method=recipe.method,
@@ -108,9 +110,9 @@ def check(
         data=audit_data(recipe, trainer_class, tokenizer, config),
         tokens=audit_tokens(recipe, tokenizer, config, models),
         plan=plan(rows["train"], trainer_class, config, models, engine.processes),
-        memory=estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory),
+        memory=memory,
         probe=probed,
-        notes=notes,
+        notes=[*notes, *more],
     )
 
 

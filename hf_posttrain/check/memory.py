@@ -133,7 +133,7 @@ def estimate(
     def of(run: Run) -> MemoryEstimate:
         return on_device(measure(run, trainer_class, rows, tokenizer), run.engine, available)
 
-    with quiet():
+    with quiet(), models.whole_weights():
         found = of(run)
         if not found.fits:
             found.advice = advice(found, run, of)

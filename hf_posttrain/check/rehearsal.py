@@ -24,6 +24,7 @@ import datasets
 import numpy as np
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from ..data.packing import lengths_of
@@ -73,6 +74,7 @@ def rehearsed(trainer_class: Any, config: Any, **given: Any) -> Any:
     for name, off in (("precompute_ref_log_probs", False), ("precompute_teacher_top_k", None)):
         if hasattr(args, name):
             setattr(args, name, off)
+    AcceleratorState._reset_state()  # a second accelerator takes no plugin of an engine otherwise
     stays = {"_move_model_to_device": lambda self, model, device: model}  # torch cannot move a fake parameter
     try:
         trainer = type(trainer_class.__name__, (trainer_class,), stays)(args=args, **given)

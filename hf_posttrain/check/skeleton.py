@@ -28,7 +28,8 @@ def skeleton(section: ModelSection) -> PreTrainedModel:
     options: dict[str, Any] = {"trust_remote_code": section.trust_remote_code}
     if section.attn_implementation != "auto":
         options["attn_implementation"] = section.attn_implementation
-    with models.names_the_source("model", section.name_or_path), torch.device("meta"):
+    source = models.names_the_source("model", section.name_or_path)
+    with source, models.whole_weights(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **options)
     try:
         model.generation_config = GenerationConfig.from_pretrained(section.name_or_path)
