@@ -296,13 +296,14 @@ def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(models, "load_model", lambda *args, **kwargs: pytest.fail("a model is loaded"))
     recipe = "recipes/tiny/dpo.yaml"
-    assert run.main([recipe, "train.fsdp=true", "train.fsdp_config={version: 1}"]) == 2
+    model = ["model.name_or_path=recipes/tiny/student", "model.from_scratch=true"]
+    assert run.main([recipe, *model, "train.fsdp=true", "train.fsdp_config={version: 1}"]) == 2
     assert capsys.readouterr().err == (
         "error: fsdp needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run"
         " RECIPE.yaml\n"
     )
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert run.main([recipe]) == 2
+    assert run.main([recipe, *model]) == 2
     assert "error: " in (error := capsys.readouterr().err)
     assert "FSDP1 is deprecated" in error
     monkeypatch.setenv("FSDP_VERSION", "2")

@@ -1,5 +1,7 @@
 """The command's arguments: words in any order, options that go together. Mistakes are in test_broken."""
 
+from pathlib import Path
+
 import pytest
 
 from hf_posttrain.arguments import parse
@@ -28,10 +30,13 @@ def test_the_recipe_is_the_first_word_that_is_no_override(argv, recipe, override
 def test_switches():
     assert vars(parse(["r.yaml"])) == {
         "recipe": "r.yaml", "overrides": [], "check": False, "probe": False, "json": False, "preprocess_only": False,
+        "config_file": None, "device_memory": None,
     }  # fmt: skip
     found = parse(["--json", "r.yaml", "--check", "--probe"])
     assert (found.check, found.probe, found.json) == (True, True, True)
     assert parse(["r.yaml", "--preprocess-only"]).preprocess_only
+    found = parse(["r.yaml", "--check", "--config_file", __file__, "--device_memory", "80"])
+    assert (found.config_file, found.device_memory) == (Path(__file__), 80.0)
 
 
 @pytest.mark.parametrize(
@@ -45,6 +50,9 @@ def test_switches():
             ["r.yaml", "--beta=1"],
             "command line: '--beta=1' is not section.key=value: write train.beta=1, without dashes",
         ),
+        (["r.yaml", "--device_memory", "80"], "command line: --device_memory is an option of --check: add that, or drop"),
+        (["r.yaml", "--check", "--config_file", "no.yaml"], "command line: --config_file: there is no file no.yaml"),
+        (["r.yaml", "--check", "--device_memory=-1"], "command line: --device_memory must be a number of GiB above 0"),
         (["r.yaml", "--check=3"], "command line: argument --check: ignored explicit argument '3'"),
     ],
 )

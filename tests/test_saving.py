@@ -453,7 +453,7 @@ def test_sigterm_to_the_command(launcher, worker, code, tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=REPOSITORY, **pipes) as running:
         output = ""
-        while "'loss'" not in output and (line := running.stdout.readline()):
+        while "/400  loss " not in output and (line := running.stdout.readline()):
             output += line
         os.kill(running.pid if worker is None else workers_of(running.pid)[worker], signal.SIGTERM)
         output += running.stdout.read()
