@@ -8,6 +8,7 @@ their own, which `run.main` takes before it parses.
 
 import argparse
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 _OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Raises InputError where argparse prints its usage and leaves."""
 
     def error(self, message: str) -> NoReturn:
@@ -60,7 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
     Raises InputError for an unknown option (with the nearest), options that do not go together, and no recipe.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="hf-posttrain",
         usage=_USAGE,
         description="Post-train a causal language model (SFT, DPO, KTO, KD, OPD) as a recipe says.",
@@ -84,7 +85,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _recipe_and_overrides(words: list[str]) -> tuple[str, list[str]]:
     """The first word that is no override is the recipe, wherever it stands; a file with `=` in its name may be."""
     for number, word in enumerate(words):
-        if not _OVERRIDE.match(word) or Path(word).is_file():
+        if not _OVERRIDE.match(word) or os.path.isfile(word):
             return word, words[:number] + words[number + 1 :]
     given = f" beside {words[0]}" if words else ""
     raise InputError(f"command line: there is no recipe{given}: hf-posttrain RECIPE.yaml [section.key=value ...]")

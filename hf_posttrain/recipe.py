@@ -121,8 +121,9 @@ class Recipe:
                 yield key, given
 
     def to_dict(self) -> dict[str, Any]:
-        """The recipe as resolved: every key of every section; `train` holds the given ones."""
+        """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""
         tree = dataclasses.asdict(self)
+        tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
         return {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
 
     def to_yaml(self) -> str:

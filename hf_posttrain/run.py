@@ -12,6 +12,7 @@
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except RunStopped as error:
-        print(error, file=sys.stderr, flush=True)
+        if first:
+            print(error, file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -96,18 +98,19 @@ def run(recipe: Recipe) -> dict[str, float]:
         (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
     report.follow(trainer)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
-    if trainer.preemption.happened:
+    if trainer.preemption.happened and not trainer.stopped:
         logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
         return metrics
     if not trainer.stopped:
         metrics = finish(trainer, recipe, metrics)
     trainer.save_state()
     if trainer.is_world_process_zero():
-        report.write(config.output_dir)
-    if config.push_to_hub and not trainer.stopped:
-        trainer.push_to_hub(commit_message="Report and model card", revision=config.hub_revision)
+        write_report(config.output_dir)
     if trainer.stopped:
+        trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others
         raise RunStopped(trainer.stopped)
+    if config.push_to_hub:
+        trainer.push_to_hub(commit_message="Report and model card", revision=config.hub_revision)
     return metrics
 
 
@@ -123,6 +126,17 @@ def audited(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> 
     for warning in warnings:
         logger.warning("%s", warning)
     return {"warnings": warnings, "data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
+
+
+def write_report(folder: str) -> None:
+    """report.html, curves.png and the model card. What goes wrong there is said, and is no failure of the run."""
+    from . import report
+
+    try:
+        report.write(folder)
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}"
+        logger.warning("no report (%s); hf_posttrain.report.write(%r) makes it", problem, folder)
 
 
 def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
@@ -159,18 +173,19 @@ def preflight(arguments: Any) -> int:
     """
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
-        parts.check_inputs(recipe)
+        parts.check_inputs(recipe, training=arguments.config_file is None)  # else it may be for another machine
         from .check import check
         from .check.show import text
 
-        found = check(recipe, arguments.probe, arguments.config_file, arguments.device_memory)
+        with contextlib.redirect_stdout(sys.stderr):  # packages print there while they are imported
+            found = check(recipe, arguments.probe, arguments.config_file, arguments.device_memory)
     except InputError as error:
         if arguments.json:
             print(json.dumps({"status": 2, "error": str(error)}, indent=2))
         raise
     if found is None:
         return 0
-    print(json.dumps(found.to_dict(), indent=2, default=str) if arguments.json else text(found, sys.stdout.isatty()))
+    print(found.to_json() if arguments.json else text(found, sys.stdout.isatty()))
     return found.status
 
 

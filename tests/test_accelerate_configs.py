@@ -5,6 +5,7 @@ Two gloo processes on CPU train under the environment that `accelerate launch` l
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,9 +292,11 @@ def test_a_mistake_of_the_launch_names_no_line_of_the_recipe(monkeypatch, capsys
     assert capsys.readouterr().err.startswith("error: accelerate launch was asked for several processes")
 
 
-def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys):
+def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys, tmp_path):
     """One line that names the recipe's key, and exit code 2."""
     monkeypatch.chdir(ROOT)
+    shutil.copytree("recipes/tiny/student", tmp_path / "saved")
+    (tmp_path / "saved/model.safetensors").touch()
     monkeypatch.setattr(models, "load_model", lambda *args, **kwargs: pytest.fail("a model is loaded"))
     recipe = "recipes/tiny/dpo.yaml"
     model = ["model.name_or_path=recipes/tiny/student", "model.from_scratch=true"]
@@ -307,7 +310,7 @@ def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys):
     assert "error: " in (error := capsys.readouterr().err)
     assert "FSDP1 is deprecated" in error
     monkeypatch.setenv("FSDP_VERSION", "2")
-    quantised = ["model.from_scratch=false", "model.lora={r: 2}", "model.quantization=8bit"]
+    quantised = [f"model.name_or_path={tmp_path}/saved", "model.lora={r: 2}", "model.quantization=8bit"]
     assert run.main([recipe, *quantised]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: command line: model.quantization: FSDP2 cannot cut 8bit weights over the ranks: ")

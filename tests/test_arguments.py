@@ -50,7 +50,7 @@ def test_switches():
             ["r.yaml", "--beta=1"],
             "command line: '--beta=1' is not section.key=value: write train.beta=1, without dashes",
         ),
-        (["r.yaml", "--device_memory", "80"], "command line: --device_memory is an option of --check: add that, or drop"),
+        (["r.yaml", "--device_memory", "80"], "command line: --device_memory is an option of --check"),
         (["r.yaml", "--check", "--config_file", "no.yaml"], "command line: --config_file: there is no file no.yaml"),
         (["r.yaml", "--check", "--device_memory=-1"], "command line: --device_memory must be a number of GiB above 0"),
         (["r.yaml", "--check=3"], "command line: argument --check: ignored explicit argument '3'"),

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
@@ -18,12 +19,12 @@ from hf_posttrain import DPOTrainer, SFTTrainer, models, run
 from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
-from hf_posttrain.check.show import sample_lines
+from hf_posttrain.check.show import sample_lines, text
 from hf_posttrain.recipe import load_recipe
 
 RECIPE = """\
 method: sft
-model: {name_or_path: tiny}
+model: {name_or_path: tiny, from_scratch: true}
 data: {train: {path: rows.jsonl}, eval: {path: held.jsonl}}
 train: {output_dir: out, max_steps: 3, per_device_train_batch_size: 2, use_cpu: true}
 """
@@ -82,9 +83,12 @@ def test_a_sound_recipe_is_shown_without_weights_and_nothing_is_written(folder, 
     assert sorted(folder.rglob("*")) == before
 
 
-def test_json_has_the_same(folder, capsys):
-    assert run.main(["recipe.yaml", "--check", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_json_has_the_same_and_nothing_else_is_on_stdout(folder):
+    command = [sys.executable, "-m", "hf_posttrain.run", "recipe.yaml", "--check", "--probe", "--json"]
+    done = subprocess.run([*command, "train.hub_token=secret"], capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert "secret" not in done.stdout
+    assert found["probe"]["rows"] == 2
     assert found["status"] == 0
     assert found["warnings"] == []
     assert found["data"]["train"]["rows_read"] == 10
@@ -127,7 +131,7 @@ def test_two_processes_check_together_and_one_speaks(folder, engine):
     zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "DS_ACCELERATOR": "cpu"}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "hf_posttrain.run"]
     done = subprocess.run(
-        [*launcher, "recipe.yaml", "--check", "--probe", "model.from_scratch=true"],
+        [*launcher, "recipe.yaml", "--check", "--probe"],
         env=os.environ | (zero if engine == "zero3" else {}), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -255,11 +259,36 @@ def test_steps_are_those_of_the_trainer(tmp_path, config):
 def test_pain_34_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):
     write_rows(folder / "rows.jsonl", [{"prompt": "p" * n, "completion": "c"} for n in (3, 40, 7, 30, 5)])
     before = sorted(folder.rglob("*"))
-    found = checked("model.from_scratch=true", "data.eval=null", with_probe=True).probe
+    found = checked("data.eval=null", with_probe=True).probe
     assert (found.rows, found.longest) == (2, 42)
     assert found.peak_bytes > 2**20
     assert 0 < found.loss < 20
     assert sorted(folder.rglob("*")) == before
+
+
+def test_a_probe_takes_rows_of_one_label_and_sends_nothing(folder, monkeypatch):
+    """The longest rows are all desirable, which class weights `auto` refuse; a probe makes no repository on the hub."""
+    from transformers import Trainer
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, *args: pytest.fail("a repository is made"))
+    rows = [{"prompt": f"p{n}", "completion": "c" * (50 if n < 4 else 5), "label": n < 4} for n in range(8)]
+    write_rows(folder / "rows.jsonl", rows)
+    kto = ("method=kto", "data.eval=null", "train.desirable_weight=auto", "train.push_to_hub=true")
+    assert checked(*kto, with_probe=True).probe.rows == 2
+
+
+def test_blank_lines_of_a_sample_are_kept(folder):
+    write_rows(folder / "rows.jsonl", [{"prompt": "a\n\nb", "completion": "c"}])
+    assert "\n  a\n\n  b[[c<|im_end|>]]\n" in text(checked("data.eval=null"), colour=False)
+
+
+def test_what_training_would_refuse_is_refused_unless_it_is_planned_for_elsewhere(folder, capsys):
+    """No weights: here it could not train; for a launch by a file, perhaps on another machine, that is no matter."""
+    scratch, zero2 = "model.from_scratch=false", Path(run.__file__).parents[1] / "accelerate_configs/zero2.yaml"
+    assert run.main(["recipe.yaml", "--check", scratch]) == 2
+    assert "tiny" in capsys.readouterr().err
+    assert run.main(["recipe.yaml", "--check", scratch, "--config_file", str(zero2), "--device_memory", "80"]) == 0
+    assert "8 processes" in capsys.readouterr().out
 
 
 def test_kl_by_position_is_that_of_full_logits(tmp_path):

@@ -279,6 +279,16 @@ def test_a_run_that_stop_on_ends_exits_with_1_and_saves_no_model(folder, capsys,
     assert not {"model.safetensors", "recipe.yaml", "all_results.json"} & left
 
 
+def test_a_report_that_cannot_be_made_is_no_failure(folder, capsys, caplog, monkeypatch):
+    def broken(folder):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(report, "write", broken)
+    assert run.main(["sft.yaml"]) == 0
+    assert "no report (OSError: no space left); hf_posttrain.report.write('out') makes it" in caplog.text
+    assert Path("out/model.safetensors").exists()
+
+
 def test_random_weights_are_drawn_from_the_seed(folder, monkeypatch):
     made = stub_method(monkeypatch, "sft")
     for seed in (1, 1, 2):

@@ -7,6 +7,7 @@
 """
 
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -65,9 +66,10 @@ class Check:
         """The exit code: 0, or 1 where there are warnings."""
         return 1 if self.warnings else 0
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"status": self.status, "warnings": self.warnings} | dataclasses.asdict(self)
+    def to_json(self) -> str:
+        """Everything, with null in place of numbers that are not finite."""
+        found = {"status": self.status, "warnings": self.warnings} | dataclasses.asdict(self)
+        return json.dumps(json.loads(json.dumps(found, default=str), parse_constant=lambda _: None), indent=2)
 
 
 def check(
@@ -81,7 +83,6 @@ def check(
     What its train section asks of engines and GPUs is checked where it is launched for them, and otherwise for names
     and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
     """
-    parts.check_train(recipe)
     trainer_class, config = parts.configure(recipe if _is_at_home() else parts.of_any_machine(recipe))
     from ..recipe_data import audit_data, prepare_data
     from .memory import estimate
@@ -105,7 +106,7 @@ def check(
         path=str(recipe.path),
         method=recipe.method,
         recipe=recipe.to_dict(),
-        given=dict(recipe.train),
+        given=recipe.to_dict()["train"],
         defaulted=_defaulted(recipe, trainer_class, config),
         data=audit_data(recipe, trainer_class, tokenizer, config),
         tokens=audit_tokens(recipe, tokenizer, config, models),

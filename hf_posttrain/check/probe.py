@@ -18,6 +18,7 @@ from ..data.packing import lengths_of
 from ..keys import train_fields
 from ..metrics import peak_memory
 from ..recipe import Recipe
+from .rehearsal import longest
 
 PROMPTS = 4
 """Of OPD, sampled for the statistics of rollouts."""
@@ -26,7 +27,8 @@ SPAN = 32
 _ONCE = {
     "max_steps": 1, "train_sampling_strategy": "sequential", "eval_strategy": "no", "save_strategy": "no",
     "load_best_model_at_end": False, "eval_on_start": False, "resume_from_checkpoint": None, "report_to": "none",
-    "logging_strategy": "no", "dataloader_num_workers": 0,
+    "logging_strategy": "no", "dataloader_num_workers": 0, "push_to_hub": False, "disable_tqdm": True,
+    "desirable_weight": 1.0, "undesirable_weight": 1.0, "stop_on": None,
 }  # fmt: skip
 """Of the train section, in place of what the recipe says."""
 
@@ -93,7 +95,7 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
         once = {name: value for name, value in _ONCE.items() if name in names} | {"output_dir": folder}
         trainer_class, config = parts.configure(replace(recipe, train=recipe.train | once))
         step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
-        chosen = _longest(rows, step)
+        chosen = datasets.Dataset.from_list(longest(rows, step))
         trainer = trainer_class(
             args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=chosen,
             **parts.load_models(recipe, config),
@@ -101,10 +103,10 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
-        longest = int(_lengths(chosen).max())
+        ids = [lengths_of(chosen, name) for name in chosen.column_names if name.endswith("_ids")]
         rollouts = sampled(trainer, chosen) if recipe.method == "opd" else None
     return Probe(
-        min(config.per_device_train_batch_size, len(chosen)), longest, metrics["train_runtime"],
+        min(config.per_device_train_batch_size, len(chosen)), int(np.sum(ids, axis=0).max()), metrics["train_runtime"],
         peak_memory(config.device), metrics["train_loss"], rollouts,
     )  # fmt: skip
 
@@ -124,14 +126,3 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     means = torch.bincount(place // SPAN, weights=kl[order].double()) / torch.bincount(place // SPAN)
     ends = torch.isin(batch["last_id"], torch.tensor(trainer.terminal_ids, device=owner.device))
     return Rollouts(lengths.tolist(), ends.double().mean().item(), means.tolist())
-
-
-def _longest(rows: Any, count: int) -> datasets.Dataset:
-    if not isinstance(rows, datasets.Dataset):
-        return datasets.Dataset.from_list(list(rows.take(count)))
-    return rows.select(np.argsort(-_lengths(rows), kind="stable")[:count])
-
-
-def _lengths(rows: datasets.Dataset) -> np.ndarray:
-    """Tokens of each row, all its branches together."""
-    return np.sum([lengths_of(rows, name) for name in rows.column_names if name.endswith("_ids")], axis=0)

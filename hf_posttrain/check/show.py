@@ -13,7 +13,9 @@ from .tokens import Sample
 if TYPE_CHECKING:
     from . import Check
 
-WIDTH = 110
+_WRAPPER = textwrap.TextWrapper(
+    110, initial_indent="  ", subsequent_indent="    ", replace_whitespace=False, break_on_hyphens=False
+)
 BOLD, YELLOW, RED = "\033[1m", "\033[33m", "\033[1;31m"
 
 
@@ -63,7 +65,7 @@ def _section(title: str, body: Iterable[str], paint) -> Iterator[str]:
     yield ""
     yield paint(title, BOLD)
     for line in body:
-        yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        yield from _WRAPPER.wrap(line) or [""]
 
 
 def _verdict(check: "Check", paint) -> Iterator[str]:
