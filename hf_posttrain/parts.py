@@ -22,6 +22,7 @@ from typing import Any
 from . import on_disk
 from .errors import InputError
 from .recipe import Recipe, check_train, placed, refuse, train_config
+from .strict import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,23 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
         if section and section.attn_implementation not in ("auto", "eager", "sdpa"):  # those are always there
             with placed(recipe, f"{key}.attn_implementation"):
                 skeleton(section)
-    return tokenizer, models.lora_config(recipe.model, recipe.where)
+    peft_config = models.lora_config(recipe.model, recipe.where)
+    _check_target_modules(recipe, peft_config)
+    return tokenizer, peft_config
+
+
+def _check_target_modules(recipe: Recipe, peft_config: Any) -> None:
+    """Raises InputError for a name in model.lora.target_modules that no layer has."""
+    from .check.skeleton import skeleton
+
+    key, wanted = "model.lora.target_modules", getattr(peft_config, "target_modules", None)
+    if not isinstance(wanted, list | set):
+        return
+    layers = [f".{name}" for name, _ in skeleton(recipe.model).named_modules()]
+    for name in wanted:
+        if not any(layer.endswith(f".{name}") for layer in layers):
+            hint = nearest(name, {layer.rpartition(".")[2] for layer in layers}, listed=False)
+            raise InputError(f"{recipe.where(key)}: {key}: no layer is called {name!r}{hint}")
 
 
 def check_vllm(recipe: Recipe, config: Any, peft_config: Any) -> None:

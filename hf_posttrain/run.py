@@ -55,12 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
+        print("interrupted; train.resume_from_checkpoint=auto goes on from a checkpoint", file=sys.stderr, flush=True)
         return 130
 
 
 def _command(argv: list[str]) -> int:
     """Run what the arguments ask for; returns the exit code."""
     if argv and argv[0] in OTHERS:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         return parts.imported(OTHERS[argv[0]]).main(argv[1:])
     arguments = parse(argv)
     if arguments.check:

@@ -6,6 +6,7 @@
 Legend: n tokens of one tile, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -70,8 +71,9 @@ class LogProb:
         value, stats = (own - peak + log_top)[:, 0], {}
         if self.stats:
             entropy = peak - log_top - expectation(probs, logits.clamp_(min=-1e30))  # 0 x -inf would be NaN
-            correct = (own >= peak).float()
-            stats = {"entropy": entropy[:, 0], "correct": correct[:, 0]}
+            told_apart = log_top > 1e-4 - math.log(logits.shape[-1])  # a collapsed model finds all tokens as likely
+            correct = (own >= peak) & told_apart
+            stats = {"entropy": entropy[:, 0], "correct": correct[:, 0].float()}
         if not need_grad:
             return Tile(value, None, stats)
         grad = room.neg_().scatter_add_(-1, targets, torch.ones_like(own))  # one-hot - softmax

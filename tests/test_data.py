@@ -285,8 +285,8 @@ def test_rows_longer_than_the_models_positions(method, caplog):
     assert caplog.messages == []
     data.warn_if_too_long(prepared, GPT2Config(n_positions=8), config(**options))
     assert caplog.messages == [
-        "train: 2 examples are longer than the model's 8 positions (max_position_embeddings), the longest has 11 "
-        "tokens: set train.max_length=8"
+        "train: 2 examples are longer than the model's 8 positions (max_position_embeddings), up to 11 tokens: set "
+        "train.max_length=8"
     ]
 
 

@@ -279,6 +279,17 @@ def test_a_run_that_stop_on_ends_exits_with_1_and_saves_no_model(folder, capsys,
     assert not {"model.safetensors", "recipe.yaml", "all_results.json"} & left
 
 
+def test_a_layer_that_lora_does_not_find_is_told_before_anything_is_written(folder, capsys):
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("tiny")).save_pretrained("base")
+    byte_tokenizer().save_pretrained("base")
+    wrong = "model={name_or_path: base, lora: {r: 2, target_modules: [q_prj, down_proj]}}"
+    line = error_line(capsys, "sft.yaml", wrong)
+    assert line == (
+        "error: command line: model.lora.target_modules: no layer is called 'q_prj'; did you mean 'q_proj'?"
+    )
+    assert not Path("out").exists()
+
+
 def test_a_report_that_cannot_be_made_is_no_failure(folder, capsys, caplog, monkeypatch):
     def broken(folder):
         raise OSError("no space left")

@@ -84,6 +84,7 @@ def check(
     and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
     """
     trainer_class, config = parts.configure(recipe if _is_at_home() else parts.of_any_machine(recipe))
+    from ..data import warn_if_too_long
     from ..recipe_data import audit_data, prepare_data
     from .memory import estimate
     from .placement import engine_asked, engine_of
@@ -95,7 +96,8 @@ def check(
     tokenizer, peft_config = parts.check_models(recipe)
     with _remembered_warnings() as notes:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
-    models = skeletons(recipe)
+        models = skeletons(recipe)
+        warn_if_too_long(rows["train"], models[0].config, config)
     engine = engine_of(config_file) if config_file else engine_asked(config)
     memory = estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
     with _remembered_warnings() as more:

@@ -60,9 +60,12 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str =
     rollout = getattr(args, "max_completion_length", None)  # OPD's completions are yet to be sampled
     lengths = lengths_of(rows, "prompt_ids") + (rollout or np.max([lengths_of(rows, c) for c in branches], axis=0))
     if count := int((lengths > positions).sum()):
+        what, remedy = "are", f"set train.max_length={positions}"
+        if rollout:
+            what, remedy = "may become", f"{remedy}, and train.max_completion_length below it"
         logger.warning(
-            "%s: %d examples are longer than the model's %d positions (max_position_embeddings), the longest has %d "
-            "tokens: set train.max_length=%d", name, count, positions, lengths.max(), positions,
+            "%s: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",
+            name, count, what, positions, lengths.max(), remedy,
         )  # fmt: skip
 
 
