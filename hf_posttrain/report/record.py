@@ -69,11 +69,11 @@ class Record(TrainerCallback):
             return
         for handler in [one for one in self.library.handlers if isinstance(one, _Warnings)]:
             self.library.removeHandler(handler)  # of a run that ended in an error
+        for file in map(self.file.with_name, () if state.global_step else STALE):
+            with harmless(f"{file.name} of an earlier run stays"):
+                file.unlink(missing_ok=True)
         with harmless(f"{NAME} is missing"):
             kept = self._kept(state.global_step) if state.global_step else {"warnings": []}
-            if not state.global_step:
-                for name in STALE:
-                    self.file.with_name(name).unlink(missing_ok=True)
             self.record = described(self.trainer) | kept
             self.save()
             self.library.addHandler(self.handler)

@@ -5,8 +5,8 @@
     refusal    why a run gets no samples, if it does not
 
 Nothing is drawn and the generators are put aside, so training gives the same numbers with and without. The time counts
-into train_runtime. A resumed run keeps the answers from before its first step. What fails here is a warning, and the run
-goes on, unless other ranks would wait for this one.
+into train_runtime. A resumed run keeps the answers from before its first step. What fails here is a warning, unless
+other ranks would wait for this one.
 """
 
 import json
@@ -49,7 +49,7 @@ class Samples(TrainerCallback):
         trainer, resumed = self.trainer, state.global_step > 0
         with harmless(FAILED, raised=engine.shards(trainer.accelerator)):
             asked = questions(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
-            answers = [None] * len(asked) if resumed else self.answers(asked)
+            answers: list[str | None] = [None] * len(asked) if resumed else self.answers(asked)
             self.asked = asked
             if state.is_world_process_zero:
                 self._begin(answers, resumed)
