@@ -22,13 +22,13 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
-KEY_METRICS = {
-    "sft": {"mean_token_accuracy": "accuracy"},
-    "dpo": {"rewards/accuracies": "accuracy", "rewards/margins": "margin"},
-    "kto": {"rewards/margins": "margin", "kl": "KL"},
-    "kd": {"distill/divergence": "divergence"},
-    "opd": {"distill/reverse_kl": "reverse KL", "generation/length": "length"},
-}
+from .report import outcome
+
+_NAMES = {
+    "mean_token_accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "KL",
+    "distill/divergence": "divergence", "distill/reverse_kl": "reverse KL", "generation/length": "length",
+}  # fmt: skip
+KEY_METRICS = {method: {key: _NAMES[key] for key in keys} for method, keys in outcome.KEY_METRICS.items()}
 """method -> what is shown beside the loss: key of the log -> name."""
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"

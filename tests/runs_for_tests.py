@@ -34,7 +34,6 @@ AUDIT = {
         },
         "eval": None,
     },
-    "plan": {"layout": "shared", "padding_share": 0.0125},
     "warnings": ["train: 4 rows have chosen equal to rejected"],
 }  # fmt: skip
 SAMPLES = [{"prompt": "1 + 1 =", "before": "3", "after": "2", "expected": "2"}]

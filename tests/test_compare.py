@@ -65,6 +65,12 @@ def test_names_tell_runs_apart(tmp_path):
     ("recipe", "reason"),
     [
         (with_train(seed=3, per_device_train_batch_size=2, warmup_steps=9), ""),
+        (with_train(stop_on=["nan"], merge_lora=True, dataset_num_proc=4, eval_steps=5, neftune_noise_alpha=5.0), ""),
+        (with_train(rollout="vllm", vllm_mode="colocate", vllm_server_base_url="x", generation_batch_size=8), ""),
+        (with_train(precompute_ref_batch_size=4, dataloader_num_workers=2, lr_scheduler_kwargs={"a": 1}), ""),
+        (with_train(precompute_teacher_top_k=8), "precompute_teacher_top_k differs"),
+        (with_train(dataset_text_field="body"), "dataset_text_field differs"),
+        (with_train(max_length=64), "max_length differs"),
         (with_train(beta=0.5), "beta differs"),
         (with_train(loss_type="ipo"), "loss_type differs"),
         (RECIPE | {"method": "kto"}, "their methods differ"),
@@ -97,6 +103,14 @@ def test_runs_without_recipes_and_with_other_metrics(tmp_path):
     )
     assert ["train.beta", "0.1", "0.2"] in page.table("Settings")
     assert ["kl (training)", "20", ""] in page.table("The last logged value")
+
+
+def test_access_tokens_are_hidden(tmp_path):
+    secrets = [{"hub_token": "hf_secret1", "a_token": None}, {"hub_token": "hf_secret2", "a_token": "hf_secret3"}]
+    folders = [leave_run(tmp_path / f"run{n}", recipe=with_train(**found)) for n, found in enumerate(secrets)]
+    page = page_of(*folders)
+    assert "secret" not in (tmp_path / "compare.html").read_text()
+    assert page.table("Settings") == [["train.a_token", "None", "<hidden>"]]
 
 
 def test_hostile_names_are_text(tmp_path):

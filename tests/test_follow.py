@@ -1,9 +1,12 @@
 """report.follow: what a run keeps for its report while it trains, and that no number hangs on it."""
 
 import copy
+import gc
 import json
 import logging
+import os
 import types
+import weakref
 from functools import partial
 
 import datasets
@@ -14,11 +17,25 @@ from peft import LoraConfig
 from processes_for_tests import engine_arguments, on_two
 from runs_for_tests import Page
 from training_for_tests import LORA, METHODS, fake_generate, logs_and_weights, quick, token_rows, trainer_for
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from hf_posttrain import engine, report, rollout
 from hf_posttrain.report import samples
+from hf_posttrain.report.run_folder import read
 from hf_posttrain.report.samples import questions, refusal
+
+
+class Warn(TrainerCallback):
+    """Warns after steps 1 and 3, and then fails in step `fails`."""
+
+    def __init__(self, fails=None):
+        self.fails = fails
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in (1, 3):
+            logging.getLogger("hf_posttrain.watch").warning("look at step %d", state.global_step)
+        if state.global_step == self.fails:
+            raise RuntimeError("lost")
 
 
 def left(folder, name):
@@ -70,11 +87,6 @@ def test_samples_are_greedy_answers_before_and_after(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_first_answers_and_its_warnings(tmp_path):
-    class Warn(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step in (1, 3):
-                logging.getLogger("hf_posttrain.watch").warning("look at step %d", state.global_step)
-
     def run(steps, resume=None):
         trainer = trainer_for(
             "sft", tiny_model(), token_rows("sft"), tmp_path, callbacks=[Warn()], max_steps=steps, learning_rate=1e-2,
@@ -86,7 +98,9 @@ def test_a_resumed_run_keeps_its_first_answers_and_its_warnings(tmp_path):
 
     first, warnings = run(2)
     assert warnings == [{"step": 1, "message": "look at step 1"}]
+    started = left(tmp_path, "run.json")["started"]
     second, warnings = run(4, resume=True)
+    assert left(tmp_path, "run.json")["started"] == started
     assert [one["before"] for one in second] == [one["before"] for one in first]
     assert [one["after"] for one in second] != [one["after"] for one in first]
     assert [warning["step"] for warning in warnings] == [1, 3]
@@ -95,6 +109,134 @@ def test_a_resumed_run_keeps_its_first_answers_and_its_warnings(tmp_path):
     assert [one["before"] for one in third] == [None] * 4
     _, warnings = run(2)  # a fresh run
     assert [warning["step"] for warning in warnings] == [1]
+
+
+def sft(folder, *callbacks, **config):
+    """A trainer that is followed."""
+    config = {"max_steps": 3, "learning_rate": 1e-2} | config
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), folder, callbacks=[*callbacks], **config)
+    report.follow(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("from_step", [0, 1])
+def test_a_model_that_cannot_be_asked_is_trained_all_the_same(tmp_path, caplog, from_step):
+    """It fails before the first step and is not asked again, or after the last."""
+    trainer, calls = sft(tmp_path), []
+    generate = trainer.generate
+
+    def failing(*args, **kwargs):
+        calls.append(trainer.state.global_step)
+        if trainer.state.global_step >= from_step:
+            raise torch.OutOfMemoryError("no room")
+        return generate(*args, **kwargs)
+
+    trainer.generate = failing
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert calls == ([0] if from_step == 0 else [0, 3])
+    assert "sample answers are missing: OutOfMemoryError: no room" in caplog.text
+    [warning] = left(tmp_path, "run.json")["warnings"] if from_step == 0 else [None]
+    assert warning is None or "no room" in warning["message"]
+    assert from_step == 0 or all(one["after"] is None for one in left(tmp_path, "samples.json"))
+
+
+def test_where_other_ranks_wait_an_error_is_one(tmp_path, monkeypatch):
+    """Of generation; a file that cannot be written is a warning of the rank that writes."""
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, eval_exact_match=True)
+    callback = samples.Samples(trainer)
+    monkeypatch.setattr(engine, "shards", lambda accelerator: True)
+    (tmp_path / "samples.json").mkdir()
+    callback.on_train_begin(trainer.args, TrainerState(is_world_process_zero=True), None)
+    assert len(callback.asked) == len(callback.samples) == 4
+    trainer.generate = lambda *args, **kwargs: 1 / 0
+    for event in (callback.on_train_end, callback.on_train_begin):
+        with pytest.raises(ZeroDivisionError):
+            event(trainer.args, TrainerState(is_world_process_zero=True), None)
+
+
+@pytest.mark.parametrize("name", ["samples.json", "run.json"])
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, caplog, name):
+    (tmp_path / name / "x").mkdir(parents=True)
+    trainer = sft(tmp_path, Warn())
+    trainer.train()
+    assert trainer.state.global_step == 3
+    consequence = {"samples.json": "sample answers are missing", "run.json": "run.json is missing"}[name]
+    assert f"{consequence}: " in caplog.text
+    assert {"samples.json": "run.json", "run.json": "samples.json"}[name] in {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_disk_that_fills_up_later_ends_no_run(tmp_path, capsys):
+    class Fill(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                (tmp_path / "run.json").unlink()
+                (tmp_path / "run.json").mkdir()
+
+    trainer = sft(tmp_path, Fill(), Warn())
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert "Error" in capsys.readouterr().err  # logging's own report of what a handler could not do
+
+
+@pytest.mark.parametrize("broken", ["{", '{"started": 1}'])
+def test_files_that_a_resumed_run_cannot_read_begin_anew(tmp_path, caplog, broken):
+    sft(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    for name in ("run.json", "samples.json"):
+        (tmp_path / name).write_text(broken)
+    sft(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
+    assert "run.json begins anew" in caplog.text
+    assert "sample answers from before training are missing" in caplog.text
+    assert left(tmp_path, "run.json")["method"] == "sft"
+    assert [one["before"] for one in left(tmp_path, "samples.json")] == [None] * 4
+    assert None not in [one["after"] for one in left(tmp_path, "samples.json")]
+
+
+def test_a_trainer_that_trains_twice_asks_as_often(tmp_path):
+    trainer = sft(tmp_path)
+    trainer.train()
+    first = left(tmp_path, "samples.json")
+    trainer.train()
+    second = left(tmp_path, "samples.json")
+    assert len(first) == len(second) == 4
+    assert [one["before"] for one in second] == [one["after"] for one in first]
+
+
+def test_a_run_that_failed_hears_no_later_warnings_and_is_not_kept_alive(tmp_path):
+    trainer = sft(tmp_path / "failed", Warn(fails=2))
+    with pytest.raises(RuntimeError, match="lost"):
+        trainer.train()
+    record = (tmp_path / "failed" / "run.json").read_text()
+    assert len(json.loads(record)["warnings"]) == 1
+    sft(tmp_path / "next", Warn()).train()  # it warns of step 3 as well
+    assert (tmp_path / "failed" / "run.json").read_text() == record
+    assert len(left(tmp_path / "next", "run.json")["warnings"]) == 2
+
+    trainer = sft(tmp_path / "again", Warn(fails=2))
+    with pytest.raises(RuntimeError, match="lost"):
+        trainer.train()
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
+    logging.getLogger("hf_posttrain").warning("nobody listens")
+
+
+def test_a_run_in_the_folder_of_an_earlier_one_is_not_told_as_that(tmp_path, monkeypatch):
+    """From Python, without questions, and never evaluated: what the first left is not the second's."""
+    first = sft(tmp_path)
+    first.train()
+    first.save_metrics("eval", {"eval_loss": 7.0})
+    (tmp_path / "recipe.yaml").write_text("method: dpo\n")
+    os.utime(tmp_path / "recipe.yaml", (1000, 1000))
+    monkeypatch.setattr(samples, "refusal", lambda trainer: "it may not")
+    second = sft(tmp_path)
+    second.save_metrics("train", second.train().metrics)
+    second.save_state()
+    run = read(tmp_path)
+    assert (run.method, run.recipe, run.samples) == ("sft", {}, [])
+    assert "train_loss" in run.results
+    assert "eval_loss" not in run.results
 
 
 def test_run_json_says_how_the_run_was_set_up(tmp_path):

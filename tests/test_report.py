@@ -17,7 +17,7 @@ from runs_for_tests import AUDIT, HOSTILE, RECIPE, SAMPLES, Page, leave_run, log
 
 from hf_posttrain import report
 from hf_posttrain.errors import InputError
-from hf_posttrain.report import card, drawing
+from hf_posttrain.report import card, drawing, outcome
 from hf_posttrain.report.charts import Chart, Line, charts
 from hf_posttrain.report.citations import DPO, GKD, IPO, KTO, LORA, cited
 from hf_posttrain.report.history import Series, history_of, number, smoothed, thinned
@@ -175,7 +175,6 @@ def test_what_the_run_left_is_on_the_page(tmp_path):
     assert ["dropped: empty completion", "10", "17, 301"] in page.table("Training data")
     assert ["truncated: prompt trimmed", "131", "3, 9, 12, 40, 41, …"] in page.table("Training data")
     assert page.table("Training data: tokens")[0] == ["prompt", "3", "40", "90", "120", "200", "44.25"]
-    assert ["padding_share", "0.0125"] in page.table("Check: plan")
     options = dict(page.table("Hyper-parameters"))
     expected = {"rows per optimizer step": "64", "learning_rate": "5e-07", "loss_type": "sigmoid"}
     assert expected.items() <= options.items()
@@ -189,7 +188,7 @@ def test_nothing_on_the_page_is_code_or_comes_from_elsewhere(tmp_path):
     recipe = RECIPE | {"model": {"name_or_path": HOSTILE}, "train": {HOSTILE: HOSTILE}}
     sample = dict.fromkeys(("prompt", "before", "after", "expected"), HOSTILE)
     record = {"warnings": [{"step": 1, "message": HOSTILE}], "versions": {HOSTILE: HOSTILE}, "lora": {HOSTILE: HOSTILE}}
-    audit = AUDIT | {"warnings": [HOSTILE], "plan": {HOSTILE: HOSTILE}}
+    audit = {"warnings": [HOSTILE], "data": {HOSTILE: {"classes": {HOSTILE: 1}}}}
     log = [entry | {HOSTILE: 1.0} for entry in log_of()]
     folder = leave_run(tmp_path / "<b>run", log, recipe=recipe, samples=[sample], run=record, audit=audit)
     page = page_of(folder)
@@ -238,6 +237,34 @@ def test_a_checkpoint_that_is_newer_than_the_end_of_an_earlier_run(tmp_path):
     assert read(folder).results == {"train_runtime": 75.2}
 
 
+def test_recipe_and_results_that_are_older_than_the_start_are_of_an_earlier_run(tmp_path):
+    """The run's own trainer_state.json is there: it was stopped, or came from Python. 1000 s is 00:16:40."""
+    folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
+    for started, known in (("1970-01-01T00:16:40+00:00", True), ("1970-01-01T00:16:41+00:00", False)):
+        leave_run(folder, all_results={"train_runtime": 75.2}, run={"method": "kto", "started": started})
+        for name in ("recipe.yaml", "all_results.json"):
+            os.utime(folder / name, (1000, 1000))
+        run = read(folder)
+        assert (run.method, bool(run.recipe), bool(run.recipe_text)) == ("dpo" if known else "kto", known, known)
+        assert bool(run.results) is known
+
+
+def test_access_tokens_are_nowhere(tmp_path):
+    secrets = {"hub_token": "hf_secret1", "push_to_hub_token": "hf_secret2"}
+    data = {"train": [{"path": "x.jsonl", "a_token": "secret3"}]}
+    recipe = RECIPE | {"train": RECIPE["train"] | secrets, "data": data}
+    folder = leave_run(tmp_path / "run", recipe=recipe, run={"arguments": {"my_token": "secret4", "other_token": None}})
+    page = page_of(folder)
+    for name in ("report.html", "README.md"):
+        assert "secret" not in (folder / name).read_text()
+    assert "hub_token: <hidden>" in page.words.replace("'", "")
+    assert dict(page.table("Hyper-parameters"))["my_token"] == "<hidden>"
+    assert "other_token" not in dict(page.table("Hyper-parameters"))
+    text = "# mine\nmethod: sft\ntrain: {hub_token: null, max_length: 7}\n"  # nothing to hide: as it stands
+    (folder / "recipe.yaml").write_text(text)
+    assert read(folder).recipe_text == text
+
+
 def test_a_loss_that_was_not_finite_is_named(tmp_path):
     log = log_of(loss=lambda step: math.nan if step in (7, 8) else 1.0)
     page = page_of(leave_run(tmp_path / "run", log))
@@ -283,6 +310,14 @@ def test_reading_a_folder_takes_neither_torch_nor_matplotlib():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "kd", "opd"])
+def test_every_method_has_key_metrics_that_are_shown_first(tmp_path, method):
+    keys = outcome.KEY_METRICS[method]
+    log = [{"step": 1, "loss": 0.5} | {f"eval_{key}": 0.25 for key in keys}]
+    facts = outcome.facts(read(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
+    assert [fact.name for fact in facts] == ["Loss", *(outcome.LABELS[key] for key in keys), "Steps"]
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(9.81, "9.81 s"), (75.2, "1 min 15 s"), (7500, "2 h 5 min")])
 def test_duration(seconds, text):
     assert duration(seconds) == text
@@ -303,6 +338,12 @@ def test_the_picture_has_a_chart_for_each_metric(tmp_path):
         sizes.append(pixels.shape[0])
     assert (pixels[-150:, -250:, :3] == 1).all()  # nothing where a sixth chart would be
     assert sizes[1] > sizes[0]  # 3 charts are one row, 5 are two
+
+
+def test_names_with_dollars_are_drawn_as_they_are(tmp_path):
+    folder = leave_run(tmp_path / "lr_$^$_x", log_of(**{"$\\frac$": abs, "$_$": abs}))
+    report.write(folder)
+    assert (folder / "curves.png").exists()
 
 
 # ---- the card
@@ -360,6 +401,15 @@ def test_markdown_in_names_stays_text(tmp_path):
     [row] = [line for line in (tmp_path / "run" / "README.md").read_text().splitlines() if line.startswith("| a")]
     assert row.startswith(r"| a\|b | \<script\>alert")
     assert len(re.findall(r"(?<!\\)\|", row)) == 3
+
+
+def test_a_readme_in_another_encoding_stays(tmp_path):
+    folder = leave_run(tmp_path / "run")
+    (folder / "README.md").write_bytes(b"# Mod\xe8le\n")
+    report.write(folder)
+    assert (folder / "README.md").read_bytes() == b"# Mod\xe8le\n"
+    assert (folder / "README.hf_posttrain.md").exists()
+    assert not card.is_ours(folder)
 
 
 def test_papers_cited():

@@ -1,4 +1,4 @@
-"""audit.json as tables: what the data check found in each data set, and whatever else was checked.
+"""audit.json as tables: what the data check found in each data set.
 
     tables(audit) -> [Table]; parts that are missing are left out
 """
@@ -26,19 +26,14 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]]
-    folded: bool = False
-    """Is it shown only when asked for?"""
 
 
 def tables(audit: dict[str, Any]) -> list[Table]:
-    """Counts and token lengths of each data set, then the other parts of the check, folded."""
+    """Counts and token lengths of each data set."""
     found: list[Table] = []
     for split, data in (audit.get("data") or {}).items():
         if data:
             found += _of_data(SPLITS.get(split, split), data)
-    for part in ("plan", "memory", "tokens"):
-        if rows := [list(row) for row in _flat(audit.get(part), "")]:
-            found.append(Table(f"Check: {part}", ["item", "value"], rows, folded=True))
     return found
 
 
@@ -61,12 +56,3 @@ def _of_data(title: str, data: dict[str, Any]) -> Iterator[Table]:
 def _count(item: dict[str, Any]) -> tuple[str, str]:
     rows = [str(row) for row in item.get("first_rows") or []]
     return number(item["count"]), ", ".join(rows[:SHOWN_ROWS]) + (", …" if len(rows) > SHOWN_ROWS else "")
-
-
-def _flat(tree: Any, name: str) -> Iterator[tuple[str, str]]:
-    """(dotted name, value) of every leaf that is not empty."""
-    if isinstance(tree, dict | list):
-        for key, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _flat(part, f"{name}.{key}" if name else str(key))
-    elif tree not in (None, ""):
-        yield name, number(tree)

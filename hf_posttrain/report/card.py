@@ -29,7 +29,12 @@ REPLACED = (
 def is_ours(folder: Path) -> bool:
     """Has the folder a model card that `write` made?"""
     file = folder / NAME
-    return file.exists() and MARKER in file.read_text(encoding="utf-8")
+    return file.exists() and MARKER in _text(file)
+
+
+def _text(file: Path) -> str:
+    """Its text, whatever its encoding: only ASCII is looked for."""
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def write(run: Run) -> Path:
@@ -37,7 +42,7 @@ def write(run: Run) -> Path:
     from huggingface_hub import ModelCard
 
     file = run.folder / NAME
-    if file.exists() and not any(text in file.read_text(encoding="utf-8") for text in REPLACED):
+    if file.exists() and not any(text in _text(file) for text in REPLACED):
         file = run.folder / BESIDE
         logger.info("%s is not ours and stays; the model card is in %s", run.folder / NAME, file)
     card = ModelCard(f"---\n{front_matter(run).to_yaml()}\n---\n\n{_body(run)}", ignore_metadata_errors=True)
@@ -119,6 +124,4 @@ def content(run: Run) -> dict[str, Any]:
 
 def _has_chat_template(folder: Path) -> bool:
     config = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").exists() or (
-        config.exists() and '"chat_template"' in config.read_text(encoding="utf-8")
-    )
+    return (folder / "chat_template.jinja").exists() or (config.exists() and '"chat_template"' in _text(config))

@@ -22,10 +22,10 @@ from .run_folder import Run, read
 HIGHER = ("exact_match", "mean_token_accuracy", "rewards/accuracies", "generation/stopped")
 """Metrics of which more is better, whatever the options; `loss` is better lower, of runs with the same loss."""
 NOT_OF_THE_LOSS = (
-    "output_dir", "seed", "data_seed", "max_steps", "num_train_epochs", "learning_rate", "lr_scheduler_type",
-    "warmup_steps", "run_name", "save_", "logging_", "eval_", "report_to", "per_device_", "gradient_", "optim", "adam_",
-    "weight_decay", "max_grad_norm", "activation_", "bf16", "fp16", "use_cpu", "layout", "dataset_num_proc",
-    "precompute_", "disable_dropout", "hub_", "push_to_hub", "resume_from_checkpoint",
+    *outcome.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
+    "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "auto_find_batch_size", "gradient_", "optim",
+    "adam_", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "disable_dropout", "activation_", "bf16", "fp16",
+    "tf32", "torch_compile", "fsdp", "deepspeed", "parallelism_config", "accelerator_config",
 )  # fmt: skip
 """Arguments, or how they begin, that change how a loss is lowered and not what it measures."""
 

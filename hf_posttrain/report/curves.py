@@ -17,7 +17,7 @@ STYLE: Any = {
     "text.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": GRID,
     "axes.axisbelow": True, "legend.frameon": False, "legend.fontsize": 8, "axes.titlesize": 10,
     "axes.titleweight": "bold", "axes.titlelocation": "left", "xtick.major.size": 0,
-    "ytick.major.size": 0, "axes.formatter.useoffset": False,
+    "ytick.major.size": 0, "axes.formatter.useoffset": False, "text.parse_math": False,  # names may have dollars
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A chart as plain geometry, for the template that writes it as inline SVG (templates/chart.html).
+"""A chart as plain geometry, for the template that writes it as inline SVG (templates/parts.html).
 
     drawn(chart) -> Drawing: ticks, paths and marks in a box of WIDTH x HEIGHT, and what the chart says in words
 

@@ -17,24 +17,23 @@ NAMES = {
     "kto": "Kahneman-Tversky optimisation", "kd": "knowledge distillation", "opd": "on-policy distillation",
 }  # fmt: skip
 KEY_METRICS = {
-    "sft": ("exact_match", "mean_token_accuracy"), "kd": ("exact_match", "mean_token_accuracy"),
-    "dpo": ("exact_match", "rewards/accuracies", "rewards/margins"), "kto": ("exact_match", "rewards/margins", "kl"),
-    "opd": ("exact_match", "distill/reverse_kl", "generation/length"),
+    "sft": ("mean_token_accuracy",), "dpo": ("rewards/accuracies", "rewards/margins"), "kto": ("rewards/margins", "kl"),
+    "kd": ("distill/divergence",), "opd": ("distill/reverse_kl", "generation/length"),
 }  # fmt: skip
-"""What tells best whether a method works, first things first."""
+"""What tells best whether a method works, beside loss and exact match; `progress` shows it too."""
 LABELS = {
     "exact_match": "Exact match", "mean_token_accuracy": "Token accuracy", "rewards/accuracies": "Reward accuracy",
-    "rewards/margins": "Reward margin", "kl": "KL estimate", "distill/reverse_kl": "Reverse KL to teacher",
-    "generation/length": "Rollout length", "loss": "Loss",
+    "rewards/margins": "Reward margin", "kl": "KL estimate", "distill/divergence": "Divergence from teacher",
+    "distill/reverse_kl": "Reverse KL to teacher", "generation/length": "Rollout length", "loss": "Loss",
 }  # fmt: skip
 
-_ASIDE = (
-    "output_dir", "use_cpu", "report_to", "run_name", "logging_", "save_", "eval_", "per_device_eval", "dataset_",
-    "hub_", "push_to_hub", "resume_from_checkpoint", "merge_lora", "layout", "precompute_", "vllm_", "rollout",
-    "disable_tqdm", "dataloader_", "generation_batch_size", "load_best_model_at_end", "metric_for_best_model",
-    "greater_is_better",
+MACHINERY = (
+    "output_dir", "use_cpu", "report_to", "run_name", "project", "trackio_", "logging_", "log_", "save_", "eval_",
+    "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
+    "layout", "precompute_ref_", "vllm_", "rollout", "generation_batch_size", "disable_tqdm", "dataloader_", "ddp_",
+    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
 )  # fmt: skip
-"""Arguments, or how they begin, that the weights do not hang on; the recipe has them."""
+"""Arguments, or how they begin, that neither the weights nor what a loss measures hang on; the recipe has them."""
 
 
 class Fact(NamedTuple):
@@ -47,7 +46,7 @@ class Fact(NamedTuple):
 
 def facts(run: Run) -> list[Fact]:
     """Loss, the method's key metrics (of evaluation where there is one), steps and time."""
-    found = [_fact(run, metric) for metric in ("loss", *KEY_METRICS.get(run.method, ()))]
+    found = [_fact(run, metric) for metric in ("loss", "exact_match", *KEY_METRICS.get(run.method, ()))]
     return [fact for fact in found if fact] + _effort(run)
 
 
@@ -110,7 +109,7 @@ def _not_finite(series: Series | None) -> str:
 
 def setup(run: Run) -> list[tuple[str, str]]:
     """Hyper-parameters: the arguments that are known and shape the result, and the adapter's; empty ones left out."""
-    known = {name: value for name, value in run.arguments.items() if not name.startswith(_ASIDE)}
+    known = {name: value for name, value in run.arguments.items() if not name.startswith((*MACHINERY, "dataset_"))}
     if known.get("max_steps", -1) > 0:
         known.pop("num_train_epochs", None)
     else:

@@ -2,14 +2,19 @@
 
     Record    the callback that writes it when training begins, and again with each warning
     described what it says of a trainer
+    harmless  a context in which an error is a warning: no run ends for what it keeps for people to read
 
-A resumed run keeps the warnings that came before.
+A resumed run keeps its start and the warnings that came before; a fresh one removes what an earlier run in the folder
+left of results and samples.
 """
 
 import dataclasses
 import json
 import logging
 import platform
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +26,10 @@ from transformers import TrainerCallback, TrainingArguments
 
 from .. import __version__, launch, scoring
 
+logger = logging.getLogger(__name__)
 NAME = "run.json"
+STALE = ("samples.json", "all_results.json")
+"""Files of an earlier run that a fresh one would add to, or might never write."""
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
 SHARED = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2",
@@ -29,6 +37,20 @@ SHARED = (
     "bf16", "fp16", "activation_checkpointing", "neftune_noise_alpha", "seed",
 )  # fmt: skip
 """Fields of TrainingArguments that a reader wants; of the method's own fields all are kept."""
+
+
+@contextmanager
+def harmless(consequence: str, raised: bool = False) -> Iterator[None]:
+    """An error inside is a warning that begins with `consequence`, and what is left of the block is not done.
+
+    raised: let errors out after all.
+    """
+    try:
+        yield
+    except Exception as error:
+        if raised:
+            raise
+        logger.warning("%s: %s: %s", consequence, type(error).__name__, error)
 
 
 class Record(TrainerCallback):
@@ -39,27 +61,41 @@ class Record(TrainerCallback):
         self.file = Path(trainer.args.output_dir, NAME)
         self.record: dict[str, Any] = {}
         self.handler = _Warnings(self)
+        self.library = logging.getLogger("hf_posttrain")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Describe the run; of one that is resumed, keep the warnings of the steps before."""
         if not state.is_world_process_zero:
             return
-        resumed = state.global_step > 0 and self.file.exists()
-        earlier = json.loads(self.file.read_text(encoding="utf-8"))["warnings"] if resumed else []
-        kept = [warning for warning in earlier if warning["step"] <= state.global_step]
-        self.record = described(self.trainer) | {"warnings": kept}
-        self.save()
-        logging.getLogger("hf_posttrain").addHandler(self.handler)
+        for handler in [one for one in self.library.handlers if isinstance(one, _Warnings)]:
+            self.library.removeHandler(handler)  # of a run that ended in an error
+        for file in map(self.file.with_name, () if state.global_step else STALE):
+            with harmless(f"{file.name} of an earlier run stays"):
+                file.unlink(missing_ok=True)
+        with harmless(f"{NAME} is missing"):
+            kept = self._kept(state.global_step) if state.global_step else {"warnings": []}
+            self.record = described(self.trainer) | kept
+            self.save()
+            self.library.addHandler(self.handler)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """No more warnings are kept."""
-        logging.getLogger("hf_posttrain").removeHandler(self.handler)
+        self.library.removeHandler(self.handler)
 
     def warned(self, message: str) -> None:
         """Keep a warning with the step that it came at, once."""
         if all(message != warning["message"] for warning in self.record["warnings"]):
             self.record["warnings"].append({"step": self.trainer.state.global_step, "message": message})
             self.save()
+
+    def _kept(self, step: int) -> dict[str, Any]:
+        """Start and warnings up to `step` of the run that is resumed; no warnings where its file is gone or broken."""
+        with harmless(f"{NAME} begins anew"):
+            if self.file.exists():
+                earlier = json.loads(self.file.read_text(encoding="utf-8"))
+                warnings = [warning for warning in earlier["warnings"] if warning["step"] <= step]
+                return {"started": earlier["started"], "warnings": warnings}
+        return {"warnings": []}
 
     def save(self) -> None:
         """Write the file, whole or not at all."""
@@ -70,14 +106,18 @@ class Record(TrainerCallback):
 
 
 class _Warnings(logging.Handler):
-    """Hands warnings of the library's loggers to a Record."""
+    """Hands warnings of the library's loggers to a Record, as long as that lives: the loggers keep no trainer."""
 
     def __init__(self, record: Record):
         super().__init__(logging.WARNING)
-        self.record = record
+        self.of = weakref.ref(record)
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.record.warned(record.getMessage())
+        try:
+            if (run := self.of()) is not None:
+                run.warned(record.getMessage())
+        except Exception:
+            self.handleError(record)
 
 
 def described(trainer: Any) -> dict[str, Any]:

@@ -2,20 +2,22 @@
 
     read(folder) -> Run
     recipe.yaml, run.json, trainer_state.json (its own or the newest checkpoint's), all_results.json, audit.json,
-    samples.json; of the rest only whether it is there. Nothing is unpickled.
+    samples.json; of the rest only whether it is there. Nothing is unpickled, and access tokens are not taken along.
 """
 
 import json
 import re
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..yaml_tree import read_tree
+from ..yaml_tree import read_tree, write_tree
 from .history import History, history_of
 
 STATE = "trainer_state.json"
+HIDDEN = "<hidden>"
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ class Run:
     recipe: dict[str, Any] = field(default_factory=dict)
     """recipe.yaml; empty for a run without (one from Python, or one that has not finished)."""
     recipe_text: str = ""
-    """The same as it stands there."""
+    """The same as it stands there, or written anew where something is hidden."""
     record: dict[str, Any] = field(default_factory=dict)
     """run.json; empty for a run that `report.follow` did not see."""
     results: dict[str, Any] = field(default_factory=dict)
@@ -86,20 +88,36 @@ def read(folder: str | Path) -> Run:
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}: give a run's output_dir")
     source = _state_file(folder)
-    state, recipe = _json(source), folder / "recipe.yaml"
-    known = recipe.exists() and not _of_earlier_run(recipe, source)
-    results = folder / "all_results.json"
+    state, record = _json(source), _json(folder / "run.json", {})
+    results, recipe = folder / "all_results.json", folder / "recipe.yaml"
+    known = recipe.exists() and not _of_earlier_run(recipe, source, record)
+    tree, text = _recipe(recipe) if known else ({}, "")
     return Run(
         folder=folder,
         state=state,
         history=history_of(state.get("log_history", [])),
-        recipe=read_tree(recipe)[0] if known else {},
-        recipe_text=recipe.read_text(encoding="utf-8") if known else "",
-        record=_json(folder / "run.json", {}),
-        results={} if _of_earlier_run(results, source) else _json(results, {}),
+        recipe=tree,
+        recipe_text=text,
+        record=hidden(record),
+        results={} if _of_earlier_run(results, source, record) else _json(results, {}),
         audit=_json(folder / "audit.json", {}),
         samples=_json(folder / "samples.json", []),
     )
+
+
+def hidden(tree: Any) -> Any:
+    """The same tree with HIDDEN for the value of every key that ends in _token, such as hub_token, where it has one."""
+    if isinstance(tree, dict):
+        secret = {key for key, value in tree.items() if str(key).endswith("_token") and value not in (None, "")}
+        return {key: HIDDEN if key in secret else hidden(value) for key, value in tree.items()}
+    return [hidden(part) for part in tree] if isinstance(tree, list) else tree
+
+
+def _recipe(file: Path) -> tuple[dict[str, Any], str]:
+    """The file as a tree and as text, without secrets."""
+    tree, _ = read_tree(file)
+    shown = hidden(tree)
+    return shown, file.read_text(encoding="utf-8") if shown == tree else write_tree(shown)
 
 
 def _state_file(folder: Path) -> Path:
@@ -112,10 +130,15 @@ def _state_file(folder: Path) -> Path:
     return max(candidates, key=lambda path: path.stat().st_mtime)
 
 
-def _of_earlier_run(file: Path, source: Path) -> bool:
-    """Was it left by a run that was over before the one that wrote `source`, a checkpoint's state, began?"""
-    over = file.parent / STATE
-    return source != over and over.exists() and file.exists() and file.stat().st_mtime <= over.stat().st_mtime
+def _of_earlier_run(file: Path, source: Path, record: dict[str, Any]) -> bool:
+    """Is it older than the start that run.json tells, or left by a run that was over before `source`, a checkpoint's
+    state, was written?"""
+    if not file.exists():
+        return False
+    written, over = file.stat().st_mtime, file.parent / STATE
+    if (started := record.get("started")) and written < datetime.fromisoformat(started).timestamp():
+        return True
+    return source != over and over.exists() and written <= over.stat().st_mtime
 
 
 def _json(file: Path, default: Any = None) -> Any:

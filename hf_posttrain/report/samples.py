@@ -5,7 +5,8 @@
     refusal    why a run gets no samples, if it does not
 
 Nothing is drawn and the generators are put aside, so training gives the same numbers with and without. The time counts
-into train_runtime. A resumed run keeps the answers from before its first step.
+into train_runtime. A resumed run keeps the answers from before its first step. What fails here is a warning, unless
+other ranks would wait for this one.
 """
 
 import json
@@ -18,12 +19,14 @@ import datasets
 from transformers import TrainerCallback
 
 from .. import engine, rollout
+from .record import harmless
 
 logger = logging.getLogger(__name__)
 NAME = "samples.json"
 COUNT = 4
 LONGEST = 96
 """Tokens of an answer, at most."""
+FAILED = "sample answers are missing"
 OPENING = 16
 """Tokens that a text without a prompt is continued from, at most."""
 
@@ -39,36 +42,32 @@ class Samples(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The engine is ready by now: the answers of before, or of a resumed run those that were kept."""
+        self.asked, self.samples = [], []
         if problem := refusal(self.trainer):
             logger.info("no sample answers before and after training: %s", problem)
             return
-        trainer = self.trainer
-        self.asked = questions(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
-        resumed = state.global_step > 0
-        answers = [None] * len(self.asked) if resumed else self.answers()
-        if not state.is_world_process_zero:
-            return
-        text = trainer.tokenizer.decode
-        for (prompt, expected), answer in zip(self.asked, answers, strict=True):
-            sample: dict[str, Any] = {"prompt": text(prompt), "before": answer, "after": None}
-            self.samples.append(sample | ({"expected": text(expected, skip_special_tokens=True)} if expected else {}))
-        if resumed:
-            self._keep_before()
-        self.save()
+        trainer, resumed = self.trainer, state.global_step > 0
+        with harmless(FAILED, raised=engine.shards(trainer.accelerator)):
+            asked = questions(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
+            answers: list[str | None] = [None] * len(asked) if resumed else self.answers(asked)
+            self.asked = asked
+            if state.is_world_process_zero:
+                self._begin(answers, resumed)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The answers of after; none where SIGTERM asks for a quick end."""
         if not self.asked or self.trainer.preemption.happened:
             return
-        for sample, answer in zip(self.samples, self.answers(), strict=False):  # other ranks have no samples
-            sample["after"] = answer
-        if state.is_world_process_zero:
-            self.save()
+        with harmless(FAILED, raised=engine.shards(self.trainer.accelerator)):
+            for sample, answer in zip(self.samples, self.answers(self.asked), strict=False):  # other ranks have none
+                sample["after"] = answer
+            if state.is_world_process_zero:
+                self.save()
 
-    def answers(self) -> list[str | None]:
+    def answers(self, asked: list[tuple[list[int], list[int]]]) -> list[str | None]:
         """A text for each question on the first process, none on others; all ranks call it."""
         trainer = self.trainer
-        prompts = [prompt for prompt, _ in self.asked] if trainer.is_world_process_zero() else []
+        prompts = [prompt for prompt, _ in asked] if trainer.is_world_process_zero() else []
         with rollout.seeded(trainer.accelerator.device, trainer.args.seed):
             found = trainer.generate(prompts, LONGEST, batch_size=COUNT)
         ends = set(trainer.terminal_ids)
@@ -76,9 +75,20 @@ class Samples(TrainerCallback):
         return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]
 
     def save(self) -> None:
-        """Write the file."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.samples, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        """Write the file, or warn."""
+        with harmless(FAILED):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(self.samples, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def _begin(self, answers: list[str | None], resumed: bool) -> None:
+        text = self.trainer.tokenizer.decode
+        for (prompt, expected), answer in zip(self.asked, answers, strict=True):
+            sample: dict[str, Any] = {"prompt": text(prompt), "before": answer, "after": None}
+            self.samples.append(sample | ({"expected": text(expected, skip_special_tokens=True)} if expected else {}))
+        if resumed:
+            with harmless("sample answers from before training are missing"):  # whatever the earlier file holds
+                self._keep_before()
+        self.save()
 
     def _keep_before(self) -> None:
         earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
