@@ -3,6 +3,7 @@
     install   takes the place of the callback that HF's Trainer shows progress by
     Lines     a line for each log and evaluation, on standard output (HF: dicts); with disable_tqdm that is all
     Bar       the same figures in a bar on a terminal's standard error, and lines where nobody would see the bar
+    LastLog   the last step is logged
     figures   the figures of a training log, as text; results: those of an evaluation
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
@@ -19,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import has_length
 
 from .report import outcome
@@ -167,6 +168,16 @@ def install(trainer: Any) -> None:
     if default is not None:
         trainer.remove_callback(default)
         trainer.add_callback(ours[type(default)](trainer.method))
+    trainer.add_callback(LastLog())
+
+
+class LastLog(TrainerCallback):
+    """The last step is logged too, wherever `logging_steps` falls: a short run has a loss to show."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After HF's own callback has decided about this step."""
+        if state.global_step >= state.max_steps and args.logging_strategy == "steps":
+            control.should_log = True
 
 
 @contextmanager
