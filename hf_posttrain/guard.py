@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
-from . import watch
+from . import detectors, watch
 from .nonfinite import Nonfinite
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,8 @@ class Guard(TrainerCallback):
         self.trainer = trainer
         self.stop_on = watch.listed(trainer.args.stop_on)
         self.losses = Nonfinite()
-        self.history: list[dict[str, float]] = []
+        self.history: list[Mapping[str, float]] = []
+        """Logs, a bounded number of them."""
         self.warned: set[str] = set()
 
     # ---- events
@@ -40,13 +41,16 @@ class Guard(TrainerCallback):
             self._remember(log)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Look at the losses since the last log, and at all logs so far."""
+        """Look at the losses since the last log and, on the first rank, for symptoms that were not told of yet."""
         if "loss" not in logs:
             return
         self._remember(state.log_history[-1])
         loss_type = getattr(args, "loss_type", ())
         loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
-        self._act(self._nonfinite() | watch.look(self.history, self.trainer.method, loss_types), state, control)
+        found = self._nonfinite()
+        if state.is_world_process_zero:  # whose findings `_act` sends to all
+            found |= watch.look(self.history, self.trainer.method, loss_types, self.warned)
+        self._act(found, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """No checkpoint of broken weights, where these end the run: look before one that no log precedes."""
@@ -66,6 +70,8 @@ class Guard(TrainerCallback):
         if "loss" in log:
             rows = self.trainer.get_total_train_batch_size(self.trainer.args)
             self.history.append({**log, "rows": log["step"] * rows})
+        if len(self.history) >= 4 * detectors.ENDS:
+            self.history = detectors.bounded(self.history)
 
     def _nonfinite(self) -> dict[str, str]:
         """The symptom `nan`, with its micro-batch saved, once."""

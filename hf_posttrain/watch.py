@@ -1,161 +1,28 @@
 """What goes wrong in training runs, seen in their logs, and what to do about it.
 
     NAMES          the names that `train.stop_on` takes: nan, and those of SYMPTOMS
-    SYMPTOMS       name -> Symptom: which methods have it, how it shows, what to change
+    SYMPTOMS       name -> Symptom: which methods have it, how it shows (`detectors`), what to change
     look           logs -> the symptoms that show
     listed, problems    the names that a stop_on gives, and what is wrong with them
 
-A detector is a pure function from a history to the figures that it saw, as text, or None where nothing is wrong. A
-history is the training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was logged.
-One odd log is no symptom: every detector wants several in a row. What looks at losses themselves, for nan, is
-`nonfinite`; what warns and stops is `guard`. Nothing here imports torch, so a recipe is checked in no time.
+What looks at losses themselves, for nan, is `nonfinite`; what warns and stops is `guard`. Nothing here imports torch,
+so a recipe is checked in no time.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
-from typing import TypeAlias
 
+from .detectors import (
+    History,
+    chosen_falling,
+    clipped_rollouts,
+    empty_rollouts,
+    kl_zero,
+    label_leak,
+    no_eos,
+    no_learning,
+)
 from .strict import nearest
-
-History: TypeAlias = Sequence[Mapping[str, float]]
-
-FALL_NATS, FALL_SHARE = 1.0, 0.2
-"""How far chosen answers fall below the reference: in log-probability of a whole answer, and as a share of what the
-reference gives it. A run that ends well moves by a few per cent."""
-MARGIN_LOGS = 3
-"""Logs that are averaged at both ends to see whether the margin rises, and that all show the fall."""
-KL_LOGS, KL_STEPS = 10, 50
-"""Logs and steps through which the KL estimate is never positive; in healthy runs noise clamps many, but not all."""
-STILL_REWARD, STILL_LOGS, STILL_STEPS = 1e-3, 5, 50
-"""Mean rewards that are as good as none, and how long they stay so at a learning rate that no longer rises."""
-ROLLOUT_LOGS, ROLLOUT_ROWS, NO_EOS_LOGS, NO_EOS_ROWS = 3, 64, 5, 128
-"""Logs, and prompts, through which rollouts are clipped or empty, or none has ended by itself from the start."""
-CLIPPED_STOPS, EMPTY_LENGTH, EMPTY_STOPS = 0.05, 1.1, 0.9
-"""Share of rollouts that end by themselves, at most, where all are called clipped; mean length in tokens (the terminal
-one counts), at most, and share that end, at least, where all are called empty."""
-LEAK_ACCURACY, LEAK_LOGS, LEAK_ROWS = 0.999, 3, 128
-"""Accuracy from the second log on, and on how many rows, that no model has which has to learn what is better."""
-
-
-def chosen_falling(history: History) -> str | None:
-    """Chosen answers become less likely while the margin grows: both answers fall, the rejected one faster.
-
-    The loss sees the margin alone, so it looks well; probability goes to answers that nobody wrote, and the policy
-    degrades (arXiv 2402.13228, 2410.08847).
-    """
-    names = ("logps/chosen", "logps/chosen_change", "rewards/margins")
-    logs = [log for log in history if all(name in log for name in names)]
-    if len(logs) < 2 * MARGIN_LOGS:
-        return None
-    first, last = logs[:MARGIN_LOGS], logs[-MARGIN_LOGS:]
-    before, margin = (mean(log["rewards/margins"] for log in part) for part in (first, last))
-    if not all(_has_fallen(log) for log in last) or not margin > max(before, 0):
-        return None
-    change, now = last[-1]["logps/chosen_change"], last[-1]["logps/chosen"]
-    return f"logps/chosen_change {change:.3g}, from {now - change:.4g}; rewards/margins {before:.2g} -> {margin:.2g}"
-
-
-def _has_fallen(log: Mapping[str, float]) -> bool:
-    change = log["logps/chosen_change"]
-    return change <= -FALL_NATS and change <= FALL_SHARE * (log["logps/chosen"] - change)
-
-
-def kl_zero(history: History) -> str | None:
-    """KTO's KL estimate is 0 at every step: below it, and so clamped, or exactly there.
-
-    The reference point of the loss is then the constant 0 and no longer the policy's own drift: with rewards of both
-    classes on one side of it the loss saturates, or stays at 0.5.
-    """
-    logs = history[-KL_LOGS:]
-    if len(logs) < KL_LOGS or logs[-1]["step"] - _before(history, KL_LOGS) < KL_STEPS:
-        return None
-    if not all(log.get("kl_clamped", 0) > 0.999 or abs(log.get("kl", 1)) < 1e-6 for log in logs):
-        return None
-    return f"kl {mean(log['kl'] for log in logs):.2g} over the last {KL_LOGS} logs, never above 0"
-
-
-def no_learning(history: History) -> str | None:
-    """Rewards stay at 0 although the learning rate has passed its warm-up: the policy is still its reference.
-
-    A learning rate meant for another kind of training (LoRA wants ten times that of all weights), or bf16 weights
-    that swallow the updates.
-    """
-    peak = max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
-    logs = history[peak:]
-    if len(logs) < STILL_LOGS or logs[-1]["step"] - logs[0]["step"] < STILL_STEPS:
-        return None
-    if not logs[0].get("learning_rate", 0) > 0 or "logps/chosen_change" not in logs[-1]:
-        return None  # reference-free rewards are no log-ratios
-    rewards = [log[name] for log in logs for name in ("rewards/chosen", "rewards/rejected") if name in log]
-    if not all(abs(reward) < STILL_REWARD for reward in rewards):
-        return None
-    largest, rate = max(map(abs, rewards)), logs[0]["learning_rate"]
-    return f"no mean reward above {largest:.1g} at a learning rate of {rate:.2g}"
-
-
-def clipped_rollouts(history: History) -> str | None:
-    """Hardly a rollout ends by itself: the rest is cut at max_completion_length.
-
-    The student is not taught to end its answers, and time goes into tokens behind the point where it should have.
-    """
-    logs = history[-ROLLOUT_LOGS:]
-    clipped = all(log.get("generation/stopped", 1.0) <= CLIPPED_STOPS for log in logs)
-    if not _covers(history, ROLLOUT_LOGS, ROLLOUT_ROWS) or not clipped:
-        return None
-    return f"generation/stopped {logs[-1]['generation/stopped']:.2g}, length {logs[-1]['generation/length']:.4g}"
-
-
-def empty_rollouts(history: History) -> str | None:
-    """Rollouts are a terminal token and nothing before it.
-
-    The prompt looks finished to the student (it ends in a turn end, or the template adds no opening of the answer), or
-    the student has collapsed into silence.
-    """
-    logs = history[-ROLLOUT_LOGS:]
-    short = all(log.get("generation/length", 2.0) <= EMPTY_LENGTH for log in logs)
-    if not _covers(history, ROLLOUT_LOGS, ROLLOUT_ROWS) or not short or logs[-1]["generation/stopped"] < EMPTY_STOPS:
-        return None
-    return f"generation/length {logs[-1]['generation/length']:.3g}, the terminal token counted"
-
-
-def no_eos(history: History) -> str | None:
-    """No rollout has ended by itself since the start.
-
-    Then the student cannot know how answers end: its terminal token is another one than those that count, or it is a
-    base model that has never seen any.
-    """
-    ended = any(log.get("generation/stopped", 1.0) > 0 for log in history)
-    if not _covers(history, NO_EOS_LOGS, NO_EOS_ROWS) or ended:
-        return None
-    return f"generation/stopped 0 in all {len(history)} logs"
-
-
-def label_leak(history: History) -> str | None:
-    """From the second log on, and on rows that were never seen before, every preference is predicted right.
-
-    What is learned in so few steps is no preference, but a mark of the label: a length, a template, a truncated end,
-    the model that wrote the answer. (The first log is left out: policy and reference are equal there.)
-    """
-    logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
-    accuracy = [log.get("rewards/accuracies", 0.0) for log in logs]
-    enough = len(logs) >= LEAK_LOGS and logs[-1]["rows"] - history[0]["rows"] >= LEAK_ROWS
-    if not enough or not all(share >= LEAK_ACCURACY for share in accuracy):
-        return None
-    return f"rewards/accuracies {mean(accuracy):.4g} from step {history[0]['step'] + 1:.0f} on"
-
-
-def _before(history: History, count: int, key: str = "step") -> float:
-    """Of the log before the last `count`; 0 at the start."""
-    return history[-count - 1][key] if len(history) > count else 0.0
-
-
-def _covers(history: History, logs: int, rows: int) -> bool:
-    """Do the last `logs` logs exist, and are they of so many rows?"""
-    return len(history) >= logs and history[-1]["rows"] - _before(history, logs, "rows") >= rows
-
-
-# ---- what they mean
 
 
 @dataclass(frozen=True)
@@ -222,11 +89,14 @@ NAMES = ("nan", *SYMPTOMS)
 """What `train.stop_on` takes."""
 
 
-def look(history: History, method: str, loss_types: Sequence[str] = ()) -> dict[str, str]:
-    """The symptoms that the history of a run of this method shows: name -> what, with which figures, what to do."""
+def look(history: History, method: str, loss_types: Sequence[str] = (), told: Collection[str] = ()) -> dict[str, str]:
+    """The symptoms that the history of a run of this method shows: name -> what, with which figures, what to do.
+
+    told: names that are not looked for again.
+    """
     found = {}
     for name, symptom in SYMPTOMS.items():
-        if method not in symptom.remedies or set(loss_types) & set(symptom.unless):
+        if name in told or method not in symptom.remedies or set(loss_types) & set(symptom.unless):
             continue
         if figures := symptom.find(history):
             found[name] = f"step {history[-1]['step']:.0f}: {symptom.says} ({figures}). {symptom.remedies[method]}."

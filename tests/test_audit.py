@@ -141,6 +141,32 @@ def test_opd_compares_prompts(audited):
     assert audited("opd", [{"prompt": "q"}], max_completion_length=4).lengths["completion"] is None
 
 
+@pytest.mark.parametrize(
+    ("method", "trained"), [("sft", [2, 3]), ("dpo", [4, 3]), ("kto", [2, 3]), ("opd", [0, 0])]
+)
+def test_trained_tokens_are_counted_while_rows_are_tokenised(method, trained, tmp_path):
+    """Answers have an end: of 1 and 2 letters, cut to 3 tokens with max_length 4; a pair has that of the longest."""
+    rows = [
+        {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "bbb", "label": True},
+        {"prompt": "a", "completion": "bbbb", "chosen": "b", "rejected": "bb", "label": True},
+    ]
+    rows = [{key: row[key] for key in ("prompt", *ANSWERS[method])} for row in rows]
+    rows = [row | ({"label": True} if method == "kto" else {}) for row in rows]
+    length = {"sft": 4, "kto": 4}.get(method)
+    config = METHODS[method][1](output_dir=str(tmp_path), use_cpu=True, max_length=length)
+    made = data.tokenised(datasets.Dataset.from_list(rows), method, byte_tokenizer(), config)
+    assert made["trained"] == trained
+
+
+def test_masked_tokens_of_an_answer_are_not_trained(tmp_path):
+    config = METHODS["sft"][1](output_dir=str(tmp_path), use_cpu=True)
+    rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]}])
+    assert data.tokenised(rows, "sft", byte_tokenizer(), config)["trained"] == [3]
+    found = audit(rows, METHODS["sft"][0], byte_tokenizer(), config)
+    assert found.lengths["trained"]["max"] == 3
+    assert found.lengths["completion"]["max"] == 4
+
+
 def test_answers_that_differ_beyond_the_cut_train_nothing(audited):
     rows = [{"prompt": "q", "chosen": "aaaaaa", "rejected": "aaaaab"}]
     assert audited("dpo", rows).identical == Found(0, [])

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import peft
@@ -308,6 +309,29 @@ def test_smaller_batches_are_the_same_step():
     said, changed = advice.smaller_batches(advice.Run(None, config, Engine()), "training step")
     assert said == "train.per_device_train_batch_size=3 train.gradient_accumulation_steps=8"
     assert (changed.config.per_device_train_batch_size, config.per_device_train_batch_size) == (3, 12)
+
+
+@pytest.mark.parametrize(
+    ("now", "kinds"),
+    [(Engine("fsdp2", 8, gpu=True), ["fsdp2_offload"]), (Engine("ddp", 8, gpu=True), [*advice.ENGINES]),
+     (Engine("fsdp2", 8, True, True, gpu=True), []), (Engine("fsdp2", 1, gpu=True), [])],
+)  # fmt: skip
+def test_engines_are_offered_up_to_the_one_that_keeps_all_in_host_memory(now, kinds):
+    """Each saves a tenth of what was needed, but that which cuts less than fsdp2 saves nothing."""
+    order = ["ddp", "zero1", "zero2", "fsdp2", "fsdp2_offload"]
+
+    def needed(run):
+        name = run.engine.name + "_offload" * run.engine.offload_params
+        return SimpleNamespace(total=2**30 * 0.9 ** order.index(name), fits=False, phase="training step")
+
+    config = SimpleNamespace(
+        activation_checkpointing=True, per_device_train_batch_size=1, gradient_accumulation_steps=1,
+        precompute_ref_log_probs=True, optim="adamw_8bit",
+    )  # fmt: skip
+    model = SimpleNamespace(lora=None, adapter="a", quantization="4bit")
+    run = advice.Run(SimpleNamespace(model=model, teacher=None), config, now)
+    lines = advice.advice(needed(run), run, needed)[:-1]
+    assert [line.partition("accelerate_configs/")[2].partition(".yaml")[0] for line in lines] == kinds
 
 
 def test_a_laptop_knows_what_eight_gpus_would_hold(tmp_path):

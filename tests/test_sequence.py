@@ -11,8 +11,9 @@ from models_for_tests import tiny_model
 from processes_for_tests import engine_arguments, on_two
 from training_for_tests import token_rows, trainer_for
 
-from hf_posttrain import DPOConfig, SFTConfig
+from hf_posttrain import DPOConfig, SFTConfig, SFTTrainer
 from hf_posttrain.batch import Branch, Example, collate
+from hf_posttrain.check.plan import plan
 from hf_posttrain.engine import gathered
 from hf_posttrain.errors import InputError
 from hf_posttrain.sequence import cut
@@ -95,6 +96,28 @@ def test_two_ranks_that_share_rows_train_as_one_process(engine, architecture, lo
     expected = train(tmp_path / "one", config, architecture, lora)
     for found in on_two(case, engine, engine, str(tmp_path / "two"), config, architecture, lora):
         assert_same(found, expected, [1, 2, 3, 3, 4, 5, 6, 6])
+
+
+def counted(rank, folder, count):
+    """((rows of a step, steps) as the trainer has them, the same as the plan has them)."""
+    config = {"parallelism_config": {"sp_size": 2}, "num_train_epochs": 2, "max_steps": -1} | engine_arguments("zero3")
+    trainer = trainer_for(
+        "sft", tiny_model(), long_rows().select(range(count)), folder, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, **config,
+    )  # fmt: skip
+    trainer.train()
+    found = plan(trainer.train_dataset, SFTTrainer, trainer.args, [tiny_model()], trainer.args.world_size)
+    told = trainer.get_total_train_batch_size(trainer.args), trainer.state.global_step
+    return told, (found.rows_per_step, found.steps)
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(("count", "steps"), [(8, 4), (9, 6)])
+def test_the_plan_counts_rows_and_steps_as_the_trainer_does(count, steps, tmp_path):
+    """Batches of 2 rows, 2 a step, 2 epochs. Of 9 rows each of two processes draws ceil(9 / 4) = 3 batches, and trains
+    on all 6: 3 steps an epoch."""
+    for trainer, planned in on_two(counted, "zero3", str(tmp_path), count):
+        assert trainer == planned == (4, steps)
 
 
 @needs_deepspeed

@@ -9,6 +9,7 @@ import copy
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import datasets
@@ -18,7 +19,7 @@ from models_for_tests import tiny_model
 from processes_for_tests import on_two
 from training_for_tests import METHODS, fix_rollouts, token_rows, trainer_for
 
-from hf_posttrain import nonfinite, rollout, watch
+from hf_posttrain import detectors, guard, nonfinite, rollout, watch
 from hf_posttrain.errors import InputError
 
 RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
@@ -144,6 +145,94 @@ def test_a_loss_that_means_to_lower_chosen_answers_may():
     _, _, logs = SICK["chosen falls from -20 to -31"]
     assert watch.look(logs, "dpo", ["apo_down"]) == {}
     assert watch.look(logs, "dpo", ["sigmoid"])
+
+
+class Seen(list):
+    """Logs that count how often one is looked at."""
+
+    count = 0
+
+    def __getitem__(self, where):
+        found = super().__getitem__(where)
+        Seen.count += len(found) if isinstance(where, slice) else 1
+        return Seen(found) if isinstance(where, slice) else found
+
+    def __iter__(self):
+        Seen.count += len(self)
+        return super().__iter__()
+
+
+def guarded(method, logs, monkeypatch):
+    """(a Guard that has seen the logs as they came, name -> step of its first warning)."""
+    monkeypatch.setattr(guard, "broadcast_object_list", lambda found: found)
+    trainer = types.SimpleNamespace(
+        args=types.SimpleNamespace(stop_on=None), method=method, get_total_train_batch_size=lambda args: 16
+    )
+    watcher, first = guard.Guard(trainer), {}
+    monkeypatch.setattr(watcher, "_nonfinite", dict)
+    for log in logs:
+        state = types.SimpleNamespace(log_history=[log], is_world_process_zero=True, global_step=log["step"])
+        watcher.on_log(trainer.args, state, types.SimpleNamespace(), logs=log)
+        first |= dict.fromkeys(watcher.warned - first.keys(), log["step"])
+    return watcher, first
+
+
+@pytest.mark.parametrize("told", [(), ("chosen_falling", "label_leak")])
+def test_a_hundred_thousand_logs_cost_little(told, monkeypatch):
+    """Each log is looked at some 5 times by each detector, at most 800 logs at a time: not all logs at each."""
+    logs = [{**log, "loss": 0.5} for log in preference(logs=100_000, every=1, margin=lambda n: n % 3)]
+    looked = []
+
+    def counted(history, *args):
+        assert len(history) <= 4 * detectors.ENDS
+        looked.append(args[-1])
+        return {}
+
+    monkeypatch.setattr(watch, "look", counted)
+    watcher, _ = guarded("dpo", logs, monkeypatch)
+    assert len(looked) == 100_000
+    assert watcher.history[0]["step"] == 1
+    assert watcher.history[-1]["step"] == 100_000
+    monkeypatch.undo()
+    Seen.count = 0
+    watch.look(Seen(watcher.history), "dpo", (), told)
+    assert 0 < Seen.count < 5 * 4 * detectors.ENDS
+    assert watch.look(Seen(watcher.history), "dpo", (), tuple(watch.SYMPTOMS)) == {}
+
+
+LATE = {
+    "rewards rest behind a warm-up of 2000 logs": ("dpo", preference(
+        logs=3000, rewards__chosen=lambda n: 0.1 if n < 2000 else 1e-5, rewards__rejected=1e-5, every=1,
+        learning_rate=lambda n: 1e-9 * min(n, 2000),
+    ), {"no_learning": 2051}),
+    "rewards have moved, and fall back long after": ("dpo", preference(
+        logs=3000, rewards__chosen=lambda n: 0.1 if n == 1100 else 1e-5, rewards__rejected=1e-5, every=1,
+        learning_rate=lambda n: 1e-9 * (n if n < 1090 else 1090 - n / 100),
+    ), {}),
+    "accuracy is perfect but for an early log": ("dpo", preference(
+        logs=3000, accuracy=lambda n: 0.9 if n == 5 else 1.0, epoch=1e-4, every=1,
+    ), {}),
+    "answers begin to fall late": ("dpo", preference(
+        lambda n: -20.0 - max(n - 2000, 0), lambda n: -1.0 * max(n - 2000, 0), lambda n: 0.1 + n, logs=3000, every=1,
+    ), {"chosen_falling": 2007}),
+    "rollouts end no more": ("opd", rollouts(64.0, lambda n: 0.9 * (n < 2000), logs=3000), {"clipped_rollouts": 20030}),
+    "the KL sinks": ("kto", kto(lambda n: 0.1 - 0.4 * (n > 2000), lambda n: n > 2000, logs=3000), {"kl_zero": 20110}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LATE)
+def test_thinned_logs_show_what_all_of_them_do(case, monkeypatch):
+    method, logs, expected = LATE[case]
+    logs = [{**log, "loss": 0.5} for log in logs]
+    watcher, first = guarded(method, logs, monkeypatch)
+    assert first == expected
+    assert len(watcher.history) < 4 * detectors.ENDS
+
+
+def test_thinning_keeps_all_that_is_little():
+    logs = history(logs=2 * detectors.ENDS)
+    assert detectors.bounded(logs) == logs
+    assert detectors.bounded([]) == []
 
 
 # ---- names

@@ -101,7 +101,8 @@ def offloaded_teacher(run: Run, phase: str) -> Change:
 def on_engine(name: str, run: Run, phase: str) -> Change:
     """An engine that cuts more, where there are several devices."""
     kind, _, offload = name.partition("_")
-    if run.engine.processes == 1 or run.engine.name == kind or run.engine.offload_params:
+    same = (run.engine.name, run.engine.offload_params) == (kind, bool(offload))
+    if run.engine.processes == 1 or same or run.engine.offload_params:
         return None
     engine = replace(run.engine, name=kind, offload_params=bool(offload), offload_optimizer=bool(offload))
     return f"accelerate launch --config_file accelerate_configs/{name}.yaml", replace(run, engine=engine)

@@ -73,7 +73,7 @@ def audit(raw: Any, trainer_class: Any, tokenizer: Any, config: Any, name: str =
         dropped=_cuts(row, state & (NO_TARGET | COMPLETION_CUT), lost, _DROPPED),
         truncated=_cuts(row, state & (PROMPT_CUT | COMPLETION_CUT), ~lost, _TRUNCATED),
         lengths=_lengths(rows, ~lost),
-        stubs=_found(row, ~lost & (_trained(rows, method) == 1)),
+        stubs=_found(row, ~lost & (columns["trained"][:] == 1)),
         duplicates=_found(row, _repeated(rows, ~lost & ~_weighted_copies(raw, row))),
         unknown=_found(row, ~lost & columns["unknown"][:]),
     )
@@ -115,11 +115,7 @@ def _cuts(row: np.ndarray, bits: np.ndarray, among: np.ndarray, reasons: dict[in
 
 def _keys(rows: datasets.Dataset) -> np.ndarray:
     """[examples, branches] hashes of the prompt with each branch."""
-    return _flat(rows, "keys").reshape(len(rows), -1)
-
-
-def _flat(rows: datasets.Dataset, column: str) -> np.ndarray:
-    return np.asarray(pc.list_flatten(rows.with_format("arrow")[column][:]))
+    return np.asarray(pc.list_flatten(rows.with_format("arrow")["keys"][:])).reshape(len(rows), -1)
 
 
 def _branches(rows: datasets.Dataset) -> np.ndarray:
@@ -128,23 +124,14 @@ def _branches(rows: datasets.Dataset) -> np.ndarray:
     return np.stack([lengths_of(rows, name) for name in columns], axis=1)
 
 
-def _trained(rows: datasets.Dataset, method: str) -> np.ndarray:
-    """[examples] tokens with a loss, of the longest branch; 0 for OPD, whose completions are yet to be sampled."""
-    lengths = _branches(rows).max(axis=1)
-    if "completion_mask" not in rows.column_names:
-        return lengths * (method != "opd")
-    ends, sums = np.cumsum(lengths), np.concatenate([[0], np.cumsum(_flat(rows, "completion_mask"))])
-    return sums[ends] - sums[ends - lengths]
-
-
 def _lengths(rows: datasets.Dataset, kept: np.ndarray) -> dict[str, dict[str, float] | None]:
-    prompt, branches = lengths_of(rows, "prompt_ids"), _branches(rows)
+    prompt, branches, columns = lengths_of(rows, "prompt_ids"), _branches(rows), rows.with_format("numpy")
     return {
         "prompt": _spread(prompt[kept]),
         "completion": _spread(branches[kept].ravel()) if branches.any() else None,
         "total": _spread((prompt + branches.max(axis=1))[kept]),
-        "trained": _spread(_trained(rows, "")[kept]) if "completion_mask" in rows.column_names else None,
-        "uncut": _spread(rows.with_format("numpy")["uncut"][:]),
+        "trained": _spread(columns["trained"][:][kept]) if "completion_mask" in rows.column_names else None,
+        "uncut": _spread(columns["uncut"][:]),
     }
 
 

@@ -69,7 +69,8 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     """rows: of data.train, prepared. models: the policy, and what scores beside it; they need no weights."""
     fitting, why = able(models)
     layout = fitting[0] if config.layout == "auto" else config.layout
-    per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * processes
+    readers = processes // _sharing(config)
+    per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * readers
     if not isinstance(rows, datasets.Dataset):
         return Plan(None, processes, per_step, config.max_steps, None, layout, why, None, None, None, None)
     steps, epochs = _steps(len(rows), config, processes)
@@ -81,11 +82,20 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     )  # fmt: skip
 
 
+def _sharing(config: Any) -> int:
+    """How many processes share each row, by sequence parallelism."""
+    parallel = getattr(config, "parallelism_config", None)
+    return 1 if parallel is None else parallel.sp_size
+
+
 def _steps(rows: int, config: Any, processes: int) -> tuple[int, float]:
-    """(optimizer steps, epochs) as HF's Trainer counts them: a last step of an epoch may be smaller."""
+    """(optimizer steps, epochs) as HF's Trainer counts them: a last step of an epoch may be smaller.
+
+    Processes that share rows draw batches of their own, and then train on one another's in turn.
+    """
     per_batch = config.per_device_train_batch_size * processes
     batches = rows // per_batch if config.dataloader_drop_last else math.ceil(rows / per_batch)
-    in_epoch = max(math.ceil(batches / config.gradient_accumulation_steps), 1)
+    in_epoch = max(math.ceil(batches * _sharing(config) / config.gradient_accumulation_steps), 1)
     if config.max_steps > 0:
         return config.max_steps, config.max_steps / in_epoch
     return math.ceil(in_epoch * config.num_train_epochs), config.num_train_epochs

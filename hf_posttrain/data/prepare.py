@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
 from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read
-from .formats import detect, located
+from .formats import Sample, detect, located
 
 logger = logging.getLogger(__package__)
 
@@ -29,9 +29,10 @@ COLUMNS = {
     "kto": ("prompt_ids", "completion_ids", "label", "prompt_key"),
     "opd": ("prompt_ids", "completion_ids"),
 }
-BESIDE = ("row", "state", "unknown", "uncut", "keys")
+BESIDE = ("row", "state", "unknown", "uncut", "trained", "keys")
 """Number of the raw row; bits of `fit`; has it the unknown token? Tokens of the prompt and the longest branch before
-they were cut; a hash of the prompt with each branch, before they were cut (OPD: of the prompt alone)."""
+they were cut; tokens with a loss, of the longest branch (0 for OPD, whose answers are yet to be sampled); a hash of the
+prompt with each branch, before they were cut (OPD: of the prompt alone)."""
 ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
 """What trainers add to prepared rows."""
 
@@ -149,6 +150,7 @@ def plan_for(form: str, method: str, tokenizer: PreTrainedTokenizerBase, config:
 def _features(method: str, beside: tuple[str, ...] = BESIDE) -> datasets.Features:
     single = {
         "label": "bool", "prompt_key": "int64", "row": "int64", "state": "int8", "unknown": "bool", "uncut": "int64",
+        "trained": "int64",
     }  # fmt: skip
     kinds: dict[str, Any] = {column: datasets.Value(kind) for column, kind in single.items()}
     kinds["keys"] = datasets.List(datasets.Value("int64"))
@@ -177,10 +179,17 @@ def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedToken
         uncut = len(whole.prompt) + max(map(len, whole.branches or [[]]))
         compared = [[]] if plan.method == "opd" else whole.branches  # OPD samples its own
         keys = [_key([*whole.prompt, -1, *branch]) for branch in compared]
-        beside = row, state, is_unknown, uncut, keys
+        beside = row, state, is_unknown, uncut, _trained(sample, plan.method), keys
         for column, value in zip(out, [sample.prompt, *branches, *extra, *beside], strict=True):
             out[column].append(value)
     return out
+
+
+def _trained(sample: Sample, method: str) -> int:
+    """Tokens with a loss, of the longest branch; none of OPD's answers, which are yet to be sampled."""
+    if method == "opd":
+        return 0
+    return sum(sample.mask) if sample.mask is not None else max(map(len, sample.branches))
 
 
 def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
