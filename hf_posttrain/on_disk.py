@@ -70,7 +70,9 @@ def training(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _folders(recipe: Recipe) -> Iterator[Problem]:
-    if problem := _unwritable(Path(recipe.train.get("output_dir") or ".")):
+    if not recipe.train.get("output_dir"):
+        yield ("train",), "train.output_dir is missing: the folder in which the run leaves everything"
+    elif problem := _unwritable(Path(recipe.train["output_dir"])):
         yield ("train.output_dir",), f"train.output_dir: {problem}"
     wanted, key = recipe.train.get("resume_from_checkpoint"), "train.resume_from_checkpoint"
     if wanted and wanted != "auto" and not Path(wanted).is_dir():

@@ -208,6 +208,15 @@ def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
     assert audit(rows, trainer_class, tokenizer, config, "train (rows.jsonl)").examples == 60
 
 
+def test_lengths_of_both_sides_are_told_apart(audited):
+    """Answers of n + 1 tokens with their end: a label that shows in the length."""
+    pairs = audited("dpo", [{"prompt": "q", "chosen": "aaaa", "rejected": "b"}] * 2).lengths
+    assert (pairs["chosen"]["p50"], pairs["rejected"]["p50"]) == (5, 2)
+    rows = [{"prompt": "q", "completion": "aaaa", "label": True}, {"prompt": "r", "completion": "b", "label": False}]
+    rated = audited("kto", rows).lengths
+    assert (rated["desirable"]["p50"], rated["undesirable"]["p50"]) == (5, 2)
+
+
 def test_streams_say_that_they_are_not_read_to_the_end(audited, monkeypatch):
     monkeypatch.setattr(audit_module, "STREAMED", 3)
     stream = datasets.Dataset.from_list([{"prompt": "q", "completion": "a"}] * 9).to_iterable_dataset()
@@ -283,11 +292,13 @@ def test_lines_and_json(audited):
         "  with a single trained token: 0",
         "  under both labels: 0",
         "  labels: 2 desirable, 3 undesirable",
-        "  tokens            min      p50      p95      p99      max     mean",
-        "    prompt            1        3        4        4        4      2.8",
-        "    completion        2        2        2        2        2      2.0",
-        "    total             3        5        6        6        6      4.8",
-        "    uncut             3        5       11       11       11      6.8",
+        "  tokens              min      p50      p95      p99      max     mean",
+        "    prompt              1        3        4        4        4      2.8",
+        "    completion          2        2        2        2        2      2.0",
+        "    desirable           2        2        2        2        2      2.0",
+        "    undesirable         2        2        2        2        2      2.0",
+        "    total               3        5        6        6        6      4.8",
+        "    uncut               3        5       11       11       11      6.8",
     ]
     assert found.short() == "train: tokens p50 5 p95 6 max 6, 1 duplicates, 2 desirable and 3 undesirable"
     as_json = json.loads(json.dumps(dataclasses.asdict(found)))

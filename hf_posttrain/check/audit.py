@@ -129,10 +129,22 @@ def _lengths(rows: datasets.Dataset, kept: np.ndarray) -> dict[str, dict[str, fl
     return {
         "prompt": _spread(prompt[kept]),
         "completion": _spread(branches[kept].ravel()) if branches.any() else None,
+        **_sides(rows, branches, kept),
         "total": _spread((prompt + branches.max(axis=1))[kept]),
         "trained": _spread(columns["trained"][:][kept]) if "completion_mask" in rows.column_names else None,
         "uncut": _spread(columns["uncut"][:]),
     }
+
+
+def _sides(rows: datasets.Dataset, branches: np.ndarray, kept: np.ndarray) -> dict[str, dict[str, float] | None]:
+    """Completions of each side, which should not be told apart by their lengths."""
+    if "chosen_ids" in rows.column_names:
+        return {name: _spread(branches[kept, side]) for side, name in enumerate(("chosen", "rejected"))}
+    if "label" in rows.column_names:
+        label = rows.with_format("numpy")["label"][:]
+        sides = (("desirable", kept & label), ("undesirable", kept & ~label))
+        return {name: _spread(branches[chosen, 0]) for name, chosen in sides}
+    return {}
 
 
 def _spread(lengths: np.ndarray) -> dict[str, float] | None:

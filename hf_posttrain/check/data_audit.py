@@ -117,8 +117,8 @@ class DataAudit:
         rows = {what: values for what, values in self.lengths.items() if values}
         for what, values in rows.items():
             if what == next(iter(rows)):
-                out.append(f"  {'tokens':<12}" + "".join(f"{name:>9}" for name in values))
-            out.append(f"    {what:<10}" + "".join(f"{value:>9}" for value in values.values()))
+                out.append(f"  {'tokens':<14}" + "".join(f"{name:>9}" for name in values))
+            out.append(f"    {what:<12}" + "".join(f"{value:>9}" for value in values.values()))
         return out
 
     def warnings(self) -> list[str]:
