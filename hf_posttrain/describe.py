@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from .errors import InputError
+from .errors import InputError, named
 from .pieces import Piece, marked, pieces, printable
 from .recipe import ModelSection, Source
 
@@ -84,7 +84,7 @@ def described(
     """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names."""
     from .data import suggest
 
-    lines = [f"{name}: columns {', '.join(rows[0])}"]
+    lines = [f"{name}: columns {named(rows[0])}"]
     forms, problems = readable(rows, methods)
     nearest = suggest.suggest(rows, methods)
     bare = {*forms.values()} == {"prompt"} and nearest is not None and len(nearest.columns) > 1 and not nearest.missing
@@ -92,7 +92,7 @@ def described(
         for form in dict.fromkeys(forms.values()):
             lines.append(f"format: {form} ({', '.join(method for method in forms if forms[method] == form)})")
         used = dict.fromkeys(column for form in forms.values() for column in form.split(" + "))
-        lines.append("columns: " + ", ".join(f"{ours} from {columns.get(ours, ours)}" for ours in used))
+        lines.append("columns: " + named(f"{ours} from {columns.get(ours, ours)}" for ours in used))
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
         return lines + example(rows[0], forms, tokenizer), 0
     if problems:
@@ -182,7 +182,7 @@ def _unknown(nearest: Any, methods: tuple[str, ...]) -> list[str]:
 
     lines = ["format: none that is read"]
     if nearest:
-        found = ", ".join(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
+        found = named(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
         lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {', '.join(nearest.missing)}")
     return lines + [f"{method} reads {' | '.join(ACCEPTS[method])}" for method in methods]
 

@@ -1,6 +1,7 @@
-"""Exceptions: a user's mistake, and a run that was ended; `shown`, what messages say of a value."""
+"""Exceptions: a user's mistake, and a run that was ended; what messages say of values (`shown`) and names."""
 
 import reprlib
+from collections.abc import Iterable
 from typing import Any
 
 _SHORT = reprlib.Repr()
@@ -25,3 +26,8 @@ class RunStopped(Exception):
 def shown(value: Any) -> str:
     """A value as messages show it: one line of printable text, shortened, however large or deep the value is."""
     return _SHORT.repr(value)
+
+
+def named(names: Iterable[str]) -> str:
+    """Names of the user's as messages list them, with commas: on one line, control characters written out."""
+    return ", ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name)) for name in names)

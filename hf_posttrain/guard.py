@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
 from transformers import TrainerCallback
 
 from . import detectors, watch
@@ -53,8 +53,12 @@ class Guard(TrainerCallback):
         self._act(found, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """No checkpoint of broken weights, where these end the run: look before one that no log precedes."""
-        looks = "nan" in self.stop_on and control.should_save and not control.should_log
+        """No checkpoint of broken weights, where these end the run: look before one that no log precedes.
+
+        Before an evaluation too: with save_strategy best, that it is saved is decided by Trainer at once behind it.
+        """
+        saves = control.should_save or control.should_evaluate
+        looks = "nan" in self.stop_on and saves and not control.should_log
         if looks or self.stopped:
             self._act(self._nonfinite(), state, control)
 
@@ -80,11 +84,13 @@ class Guard(TrainerCallback):
         step, ranks = found
         folder, own = Path(self.trainer.args.output_dir), self.trainer.accelerator.process_index
         files = {rank: folder / f"nonfinite_step_{step}_rank_{rank}.pt" for rank in ranks}
-        if own in files:
-            self.losses.save(files[own], self.trainer.tokenizer)
-        return {"nan": f"the loss was not finite at step {step}; its batch is in {', '.join(map(str, files.values()))} "
-                "(rows, text, tensors). If that looks sound, the step before broke the weights: lower "
-                "train.learning_rate, or set train.max_grad_norm."}  # fmt: skip
+        problem = self.losses.save(files[own], self.trainer.tokenizer) if own in files else None
+        problems = {rank: said for rank, said in gather_object([(own, problem)]) if said}
+        kept = ", ".join(str(file) for rank, file in files.items() if rank not in problems)
+        where = [f"its batch is in {kept} (rows, text, tensors)"] if kept else []
+        where += [f"{files[rank]} could not be written ({said})" for rank, said in problems.items()]
+        return {"nan": f"the loss was not finite at step {step}; {'; '.join(where)}. If its batch looks sound, the "
+                "step before broke the weights: lower train.learning_rate, or set train.max_grad_norm."}  # fmt: skip
 
     def _act(self, found: dict[str, str], state: Any, control: Any) -> None:
         """Say what is new, and stop where that was asked for."""

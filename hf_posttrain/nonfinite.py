@@ -1,5 +1,6 @@
 """The first micro-batch whose loss was not finite, found without waiting for the device at every step."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +58,21 @@ class Nonfinite:
         ranks = [rank for rank, found in enumerate(steps) if found == min(steps)]
         return None if min(steps) == torch.inf else (int(min(steps)), ranks)
 
-    def save(self, path: Path, tokenizer: Any) -> None:
+    def save(self, path: Path, tokenizer: Any) -> str | None:
         """Write this rank's first such micro-batch for `torch.load`: step, loss, rows (their `index` in the prepared
-        data, -1 where it has none), text (of each row of tokens) and the tensors themselves."""
+        data, -1 where it has none), text (of each row of tokens) and the tensors themselves.
+
+        Returns why it could not be kept, such as a full disk, in a line; it does not raise, since other ranks wait.
+        """
+        try:
+            self._write(path, tokenizer)
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeErrors
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            return str(getattr(error, "strerror", None) or error).partition("\n")[0]
+        return None
+
+    def _write(self, path: Path, tokenizer: Any) -> None:
         if (noted := self.first) is None:
             return
         batch = {name: tensor.cpu() for name, tensor in noted.batch.items()}

@@ -15,9 +15,10 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 from huggingface_hub import constants as hub
@@ -69,18 +70,41 @@ def training(recipe: Recipe) -> Iterator[Problem]:
     yield from _folders(recipe)
 
 
+Named = TypeVar("Named", str, Path)
+
+
+def _or_unreadable(problem_of: Callable[[Named], str | None]) -> Callable[[Named], str | None]:
+    """For what looks for a problem of a path: that the system refuses to say is one as well."""
+
+    @wraps(problem_of)
+    def looked(path: Named) -> str | None:
+        try:
+            return problem_of(path)
+        except OSError as error:
+            return f"{path} cannot be read ({error.strerror})"
+
+    return looked
+
+
 def _folders(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.train.get("output_dir"):
         yield ("train",), "train.output_dir is missing: the folder in which the run leaves everything"
     elif problem := _unwritable(Path(recipe.train["output_dir"])):
         yield ("train.output_dir",), f"train.output_dir: {problem}"
     wanted, key = recipe.train.get("resume_from_checkpoint"), "train.resume_from_checkpoint"
-    if wanted and wanted != "auto" and not Path(wanted).is_dir():
-        yield (key,), f"{key}: there is no folder {wanted}{nearest_path(Path(wanted))}"
-    elif wanted and wanted != "auto" and any(Path(wanted).glob("checkpoint-*")):
-        yield (key,), f"{key}: {wanted} holds checkpoints: name one, or auto"
+    if wanted and wanted != "auto" and (problem := _no_checkpoint(Path(wanted))):
+        yield (key,), f"{key}: {problem}"
 
 
+@_or_unreadable
+def _no_checkpoint(folder: Path) -> str | None:
+    """Why this is no checkpoint to resume."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}{nearest_path(folder)}"
+    return f"{folder} holds checkpoints: name one, or auto" if any(folder.glob("checkpoint-*")) else None
+
+
+@_or_unreadable
 def _unwritable(folder: Path) -> str | None:
     """Why a folder that may not be there yet cannot be written to."""
     folder = folder.expanduser().absolute()
@@ -95,22 +119,21 @@ def is_local(name: str) -> bool:
     return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
+@_or_unreadable
 def source_problem(source: str) -> str | None:
     """What is wrong with a data source: a missing path, an unknown extension, an empty or quite different file."""
     path = Path(source).expanduser()
-    try:
-        if path.is_file():
-            return _file_problem(path)
-        if path.is_dir():
-            return None if any(path.iterdir()) else f"the folder {path} is empty"
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
+    if path.is_file():
+        return _file_problem(path)
+    if path.is_dir():
+        return None if any(path.iterdir()) else f"the folder {path} is empty"
     if path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
         beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
         return f"there is no file or folder {path}{nearest(path.name, beside, listed=False, aside=True)}"
     return None
 
 
+@_or_unreadable
 def template_problem(name: str) -> str | None:
     """What is wrong with the file of a chat template: missing, or not the Jinja that transformers renders."""
     path = Path(name)
@@ -120,8 +143,6 @@ def template_problem(name: str) -> str | None:
         Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"]).parse(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         return f"{name} is not text in UTF-8"
-    except OSError as error:
-        return f"{name} cannot be read ({error.strerror})"
     except TemplateSyntaxError as error:
         return f"{name}, line {error.lineno}: no valid Jinja template: {(error.message or '').rstrip('.')}"
     return None
@@ -140,10 +161,18 @@ class _Generation(Extension):
 def _model(recipe: Recipe, key: str, section: ModelSection) -> Iterator[Problem]:
     named = [("name_or_path", section.name_or_path, _model_problem), ("adapter", section.adapter, _adapter_problem)]
     for field, name, problem_of in named:
-        if name is None:
-            continue
-        if problem := problem_of(Path(name)) if Path(name).exists() else _missing(recipe, name):
+        if name is not None and (problem := _named_problem(recipe, name, problem_of)):
             yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
+
+
+def _named_problem(recipe: Recipe, name: str, problem_of: Callable[[Path], str | None]) -> str | None:
+    """Why there is nothing of this name, or what `problem_of` says of the folder."""
+
+    @_or_unreadable
+    def problem(name: str) -> str | None:
+        return problem_of(Path(name)) if Path(name).exists() else _missing(recipe, name)
+
+    return problem(name)
 
 
 def _adapter_problem(folder: Path) -> str | None:
@@ -185,7 +214,7 @@ def _trained_by(recipe: Recipe, name: str) -> str:
         try:
             tree = yaml.safe_load(sibling.read_text(encoding="utf-8"))
             written = Path(tree["train"]["output_dir"])
-        except (yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):  # another kind of file
+        except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):  # another kind of file, or none
             continue
         if Path(name).is_relative_to(written) and not sibling.samefile(recipe.path):
             return f"; {sibling} trains it: run that first"

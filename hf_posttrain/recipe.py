@@ -226,7 +226,8 @@ def _resolve_paths(recipe: Recipe) -> None:
     def found(name: str | None) -> str | None:
         name = os.path.expanduser(name) if name else name
         beside = recipe.path.parent / name if name else None
-        return str(beside) if name and beside and not Path(name).exists() and beside.exists() else name
+        here, there = (os.path.exists(path or "") for path in (name, beside))  # False where not to be entered
+        return str(beside) if there and not here else name
 
     for section in (recipe.model, recipe.teacher):
         if section:

@@ -210,6 +210,38 @@ def test_a_file_that_may_not_be_read(untouched, monkeypatch, capsys, key, path):
     assert capsys.readouterr().err == f"error: command line: {key}: {path} cannot be read (Permission denied)\n"
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("model.name_or_path", "closed/model"), ("model.adapter", "closed/model"), ("train.output_dir", "closed/out"),
+     ("train.resume_from_checkpoint", "closed/out"), ("model.chat_template", "closed/a.jinja"),
+     ("data.train.path", "closed/rows.jsonl")],
+)  # fmt: skip
+def test_what_is_below_a_folder_that_may_not_be_entered(untouched, monkeypatch, capsys, key, value):
+    """By a stand-in of the system's refusal, as above."""
+
+    def refused(self, *args, before=Path.stat, **kwargs):
+        if "closed" in self.parts:
+            raise PermissionError(13, "Permission denied", str(self))
+        return before(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    trained = ["model.from_scratch=false"] if key == "model.adapter" else []
+    assert run.main(["sft.yaml", f"{key}={value}", *trained]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith(f"error: command line: {key}: ")
+    assert said.endswith(f"{value} cannot be read (Permission denied)\n")
+
+
+def test_a_link_to_nothing_beside_the_recipe_is_no_recipe(untouched, capsys):
+    (untouched / "gone.yaml").symlink_to("nowhere.yaml")
+    assert run.main(["sft.yaml", "model.name_or_path=runs/missing/here"]) == 2
+    said = capsys.readouterr().err
+    (untouched / "gone.yaml").unlink()
+    assert said.startswith("error: command line: model.name_or_path: runs/missing/here: no such folder")
+    assert said.count("\n") == 1
+
+
 def test_a_reporter_that_is_not_installed_is_named(untouched, monkeypatch, capsys):
     monkeypatch.setattr(on_disk, "REPORTERS", {"wandb": ("no_such_package",)})
     assert run.main(["sft.yaml", "train.report_to=wandb"]) == 2

@@ -9,6 +9,8 @@ import yaml
 from tokenizers_for_tests import byte_tokenizer
 
 from hf_posttrain import data, describe
+from hf_posttrain.data import sources
+from hf_posttrain.data.encode import Plan, read
 from hf_posttrain.data.suggest import kind
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe import load_recipe
@@ -145,6 +147,33 @@ def test_terminals_get_colour_and_no_control_characters(described, monkeypatch):
     text = described({"prompt": "a\x1b[2Jb", "completion": "4" * 5000})[1]
     assert "a\\x1b[2Jb" in text
     assert "\x1b[1;32m" + "4" * 750 + " ... 3500 characters ... " + "4" * 750 + "\x1b[0m" in text
+
+
+ODD = "que\x1b[2Jst\nion"
+
+
+@pytest.mark.parametrize("row", [
+    {ODD: "2+2?", "answer": "4"}, {ODD: "2+2?"}, {ODD: "2+2?", "prompt": "2+2?", "completion": "4"},
+    {ODD: "2+2?", "prompt": "2+2?", "completion": None},
+])  # fmt: skip
+def test_names_of_columns_are_on_one_line(described, row):
+    _, text = described([row, row])
+    assert "\x1b" not in text
+    assert text.splitlines()[0] == "mine.jsonl: columns " + ", ".join(row).replace(ODD, "que\\x1b[2Jst\\nion")
+
+
+def test_messages_about_columns_are_one_line(tmp_path):
+    row = {ODD: "2+2?", "prompt": "2+2?", "completion": None}
+    plan = Plan("sft", "prompt + completion", "train", None, None, None, False, None)
+    rows = datasets.Dataset.from_list([{ODD: "2+2?"}])
+    for refused in (
+        lambda: data.detect([ODD], "sft"), lambda: read(row, plan),
+        lambda: sources._rename(rows, {"prompt": "nothing"}, "train"),
+    ):  # fmt: skip
+        with pytest.raises(InputError) as caught:
+            refused()
+        assert "que\\x1b[2Jst\\nion" in str(caught.value)
+        assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.csv", "rows.parquet", "saved"])

@@ -331,6 +331,44 @@ def test_stop_on_nan_at_an_epochs_end(strategy, tmp_path):
         assert sum("eval_loss" in log for log in trainer.state.log_history) == 1
 
 
+def test_stop_on_nan_comes_before_the_best_checkpoint(tmp_path):
+    """An evaluation is behind each step, a log behind the last alone. Broken weights would never be the best, so the
+    metric is one that any evaluation improves."""
+    trainer = spoil(trainer_for(
+        "sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=6, save_strategy="best", eval_strategy="steps",
+        eval_steps=1, metric_for_best_model="eval_count", greater_is_better=True, logging_steps=100, stop_on="nan",
+        eval_rows=token_rows("sft", 3), learning_rate=1e-3,
+    ), 3)  # fmt: skip
+    real, evaluations = trainer.evaluate, []
+
+    def evaluate(*args, **kwargs):
+        evaluations.append(trainer.state.global_step)
+        return real(*args, **kwargs) | {"eval_count": float(len(evaluations))}
+
+    trainer.evaluate = evaluate
+    trainer.train()
+    assert trainer.stopped.startswith("stopped at step 3 (stop_on: nan)")
+    assert evaluations == [1, 2]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("failed writing file\nhere")])
+def test_a_batch_that_cannot_be_kept_is_no_end(error, tmp_path, monkeypatch, caplog):
+    def full(saved, path):
+        Path(path).write_bytes(b"half")
+        raise error
+
+    trainer = spoil(trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, logging_steps=1), 2)
+    monkeypatch.setattr(nonfinite.torch, "save", full)
+    trainer.train()
+    reason = "No space left on device" if isinstance(error, OSError) else "failed writing file"
+    file = tmp_path / "nonfinite_step_2_rank_0.pt"
+    assert f"not finite at step 2; {file} could not be written ({reason}). If its batch" in caplog.text
+    assert "its batch is in" not in caplog.text
+    assert not file.exists()
+    assert trainer.state.global_step == 3
+
+
 def test_a_second_training_begins_anew(tmp_path, caplog):
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=2, stop_on="nan")
     losses, weights = trainer.losses, copy.deepcopy(trainer.model.state_dict())
@@ -350,6 +388,23 @@ def on_ranks(rank, folder, where):
     ), 3, rank=where)  # fmt: skip
     trainer.train()
     return trainer.state.global_step, trainer.stopped
+
+
+def on_a_full_disk(rank, folder):
+    """The bad batch is that of rank 1, which cannot write it."""
+
+    def full(self, path, tokenizer):
+        raise OSError(28, "No space left on device")
+
+    nonfinite.Nonfinite._write = full
+    return on_ranks(rank, folder, 1)
+
+
+def test_ranks_stop_together_where_one_has_a_full_disk(tmp_path):
+    (step, said), other = on_two(on_a_full_disk, "ddp", str(tmp_path))
+    assert (step, said) == other
+    assert step == 4
+    assert "nonfinite_step_3_rank_1.pt could not be written (No space left on device)" in said
 
 
 def test_ranks_stop_together_and_name_the_one_that_had_the_batch(tmp_path):

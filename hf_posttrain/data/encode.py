@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from .. import chat, messages
-from ..errors import InputError, shown
+from ..errors import InputError, named, shown
 from .formats import FORMATS, Sample, located
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
@@ -47,7 +47,7 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     present = [column for column, value in row.items() if value is not None]
     for column in plan.form.split(" + "):
         if column not in present:
-            raise InputError(f"column {column!r}: missing or null, this row has {', '.join(present) or 'no columns'}")
+            raise InputError(f"column {column!r}: missing or null, this row has {named(present) or 'no columns'}")
     try:
         sample = FORMATS[plan.form](row)
     except RecursionError:

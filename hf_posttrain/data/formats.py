@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import chat
-from ..errors import InputError, shown
+from ..errors import InputError, named, shown
 from ..messages import Messages, check_unicode, clean_messages, without_none
 from ..strict import nearest
 
@@ -196,6 +196,6 @@ def detect(columns: list[str], method: str) -> str:
     missing, others = sorted(known - {*columns}), {*columns} - known
     near = next((hint for c in missing if (hint := nearest(c, others, listed=False, aside=True))), "")
     raise InputError(
-        f"columns {', '.join(columns)} are none that {method} reads{near}: {' | '.join(ACCEPTS[method])}; "
+        f"columns {named(columns)} are none that {method} reads{near}: {' | '.join(ACCEPTS[method])}; "
         "rename yours with data.train.columns, for instance {prompt: question}"
     )

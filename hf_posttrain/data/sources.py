@@ -15,7 +15,7 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ..errors import InputError
+from ..errors import InputError, named
 from ..on_disk import BUILDERS, source_problem
 from ..strict import nearest
 from .broken import broken
@@ -141,7 +141,7 @@ def _rename(rows: Any, columns: dict[str, str], where: str) -> Any:
     for ours, theirs in columns.items():
         if theirs not in rows.column_names:
             near = nearest(theirs, {*rows.column_names} - {*columns.values()}, listed=False, aside=True)
-            names = ", ".join(rows.column_names)
+            names = named(rows.column_names)
             raise InputError(f"{where}: no column {theirs!r} for {ours!r}{near}; there are {names}")
     taken = [ours for ours in columns if ours in rows.column_names and ours not in columns.values()]
     return rows.remove_columns(taken).rename_columns({theirs: ours for ours, theirs in columns.items()})
