@@ -5,6 +5,7 @@ way, and is compared with one process that sees the same rows in each step.
 """
 
 import functools
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -74,9 +75,15 @@ def trained_case(rank, method, engine, lora, size):
     return trained(rank, method, engine, lora, per_device_train_batch_size=size, per_device_eval_batch_size=size)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+IN_CI = {("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", True)}
+CASES = [
+    pytest.param(*case, id=f"{case[0]}-{('full', 'lora')[case[1]]}", marks=[] if case in IN_CI else pytest.mark.slow)
+    for case in itertools.product((*ENGINES, "zero1"), (False, True))
+]
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("engine", quick(*ENGINES, among=(*ENGINES, "zero1")))
+@pytest.mark.parametrize(("engine", "lora"), CASES)
 def test_pain_02_and_35_two_processes_give_the_numbers_of_one(engine, method, lora):
     _, _, logs, weights = on_one(method, lora)
     (name, count, found, weights_found), (*_, found_by_other, _) = on_two(trained_case, engine, method, engine, lora, 2)
@@ -128,8 +135,9 @@ def sampled(rank, engine, lora):
 
 @pytest.mark.parametrize(
     ("engine", "lora"),
-    [("fsdp2", False), ("zero3", False), ("zero3", True)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", False), ("fsdp2", True), ("zero2", False))],
+    [("fsdp2", False), ("zero3", True)]
+    + [pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", False))],
 )
 def test_pain_28_and_32_ranks_generate_alone_after_one_gather(engine, lora):
     results = on_two(sampled, engine, engine, lora, timeout=120)

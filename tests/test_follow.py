@@ -273,7 +273,7 @@ def test_from_python_without_a_recipe(tmp_path):
     assert "ethayarajh2024kto" in (tmp_path / "README.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_code_on_the_model_card_runs(lora, tmp_path, monkeypatch, capsys):
     base = tiny_model()
     if lora:
