@@ -269,7 +269,8 @@ def test_estimate_and_measured_peak(name, tmp_path):
     assert estimated == pytest.approx(measured, rel=0.15)
 
 
-@pytest.mark.parametrize("name", ["sft", pytest.param("kto_copied_reference", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sft", "kto_copied_reference"])
 def test_deep_models_are_on_the_line_through_shallow_ones(name, tmp_path, monkeypatch):
     path = write_recipe(tmp_path, name)
     config = tmp_path / "model" / "config.json"
@@ -283,6 +284,7 @@ def test_deep_models_are_on_the_line_through_shallow_ones(name, tmp_path, monkey
     assert by_line.activations == pytest.approx(in_full.activations, rel=0.02)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_gets_advice(tmp_path):
     given = prepared(write_recipe(tmp_path, "sft"), "train.activation_checkpointing=false")
     fits = memory.estimate(*given)

@@ -7,7 +7,6 @@ Weights are counted from the models' configs (`shapes.py`), what each engine mak
 shapes (`phases.py`). What the process has beside all that is measured in this one.
 """
 
-import gc
 import os
 import sys
 from dataclasses import dataclass, field, replace
@@ -239,7 +238,6 @@ def device_memory(engine: Engine) -> int | None:
 
 def process_memory(engine: Engine, config: Any) -> int:
     """Bytes that are no tensors of the run: of this process so far, or of a GPU's context and vLLM."""
-    gc.collect()
     if not engine.gpu:
         return psutil.Process().memory_info().rss
     if not torch.cuda.is_available():
