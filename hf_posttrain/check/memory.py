@@ -7,8 +7,11 @@ Weights are counted from the models' configs (`shapes.py`), what each engine mak
 shapes (`phases.py`). What the process has beside all that is measured in this one.
 """
 
+import gc
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,7 +135,7 @@ def estimate(
     def of(run: Run) -> MemoryEstimate:
         return on_device(measure(run, trainer_class, rows, tokenizer), run.engine, available)
 
-    with quiet(), models.whole_weights():
+    with quiet(), models.whole_weights(), _uncollected():
         found = of(run)
         if not found.fits:
             found.advice = advice(found, run, of)
@@ -227,6 +230,17 @@ def described_batch(trainer: Any, rows: Any) -> dict[str, Any]:
         [batch] = trainer.prepare_window([batch])
     layout = trainer.data_collator.keywords["layout"]
     return {"rows": len(chosen), "tokens": batch["input_ids"].numel(), "layout": layout}
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected inside, nor afterwards what it left: freeing cycles of fake tensors crashes torch."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def device_memory(engine: Engine) -> int | None:
