@@ -288,7 +288,8 @@ def test_rows_longer_than_the_models_positions(method, caplog):
     if method == "opd":  # its completions are yet to be sampled
         are, remedy = "may become", "set train.max_length=8, and train.max_completion_length below it"
     assert caplog.messages == [
-        f"train: 2 examples {are} longer than the model's 8 positions (max_position_embeddings), up to 11 tokens: {remedy}"
+        f"train: 2 examples {are} longer than the model's 8 positions (max_position_embeddings), up to 11 tokens: "
+        f"{remedy}"
     ]
 
 
