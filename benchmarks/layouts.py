@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
-from hf_posttrain import scoring
-from hf_posttrain.batch import per_branch, targets
-from hf_posttrain.tiles import LogProb
+from hf_posttrain.scoring import forward as scoring
+from hf_posttrain.scoring.layouts import per_branch, targets
+from hf_posttrain.scoring.tiles import LogProb
 
 from .setting import BPE_VOCABULARY, SHAPES, configured, random_batch, random_model
 

@@ -79,10 +79,10 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     """Seconds of a forward and backward (median), and the memory that it added in GB."""
     import torch
 
-    from hf_posttrain import scoring
-    from hf_posttrain.attention import choose_layout
-    from hf_posttrain.batch import targets
-    from hf_posttrain.tiles import LogProb
+    from hf_posttrain.scoring import forward as scoring
+    from hf_posttrain.scoring.attention import choose_layout
+    from hf_posttrain.scoring.layouts import targets
+    from hf_posttrain.scoring.tiles import LogProb
 
     from .flops import wait
     from .worker import GB, memory, peak_memory

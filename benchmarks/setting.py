@@ -149,7 +149,7 @@ def random_batch(lengths: list[list[int]], vocabulary: int, layout: str, device:
     """A batch on the device of examples with random tokens. lengths: of each prompt and of its answers."""
     import torch
 
-    from hf_posttrain.batch import Branch, Example, collate
+    from hf_posttrain.scoring.layouts import Branch, Example, collate
 
     draw = torch.Generator().manual_seed(0)
     ids = [[torch.randint(vocabulary, (n,), generator=draw).tolist() for n in row] for row in lengths]

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_posttrain import DPOConfig, KDConfig, KTOConfig, OPDConfig, SFTConfig
-from hf_posttrain.config import PostTrainConfig
-from hf_posttrain.recipe import ModelSection, Source
+from hf_posttrain.recipe.read import ModelSection, Source
+from hf_posttrain.trainer.config import PostTrainConfig
 
 HERE = Path(__file__).parent
 CLASSES = {cls.__name__: cls for cls in (

@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .dpo import DPOConfig, DPOTrainer
-    from .kd import KDConfig, KDTrainer
-    from .kto import KTOConfig, KTOTrainer
-    from .opd import OPDConfig, OPDTrainer
-    from .sft import SFTConfig, SFTTrainer
+    from .methods.dpo import DPOConfig, DPOTrainer
+    from .methods.kd import KDConfig, KDTrainer
+    from .methods.kto import KTOConfig, KTOTrainer
+    from .methods.opd import OPDConfig, OPDTrainer
+    from .methods.sft import SFTConfig, SFTTrainer
 
 __version__ = "0.1.0"
 __all__ = [
@@ -27,4 +27,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{name.removesuffix('Config').removesuffix('Trainer').lower()}", __name__), name)
+    method = name.removesuffix("Config").removesuffix("Trainer").lower()
+    return getattr(import_module(f".methods.{method}", __name__), name)

@@ -23,14 +23,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import parts
-from .arguments import parse
 from .errors import InputError, RunStopped
-from .recipe import Recipe, load_recipe
+from .recipe import build as parts
+from .recipe.cli import parse
+from .recipe.read import Recipe, load_recipe
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
-OTHERS = {"data": "hf_posttrain.describe", "compare": "hf_posttrain.report.compare"}
+OTHERS = {"data": "hf_posttrain.check.data_command", "compare": "hf_posttrain.report.compare"}
 """Commands of their own: first word -> the module whose `main` takes the rest."""
 PATIENCE = 10
 """Seconds that other ranks give the first one to say what is wrong, before they say it too."""
@@ -80,7 +80,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     parts.check_inputs(recipe, training=True)
     trainer_class, config = parts.configure(recipe)
     from . import report
-    from .recipe_data import prepare_data
+    from .recipe.datasets import prepare_data
 
     checkpoint = parts.checkpoint_to_resume(recipe, config)
     tokenizer, peft_config = parts.check_models(recipe)
@@ -119,7 +119,7 @@ def run(recipe: Recipe) -> dict[str, float]:
 def audited(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
     """The data audit as JSON, on the first process, which logs a line of each data set and what would ruin training;
     nothing on the others."""
-    from .recipe_data import audit_data
+    from .recipe.datasets import audit_data
 
     audits = audit_data(recipe, trainer_class, tokenizer, config) if config.process_index == 0 else {}
     for audit in audits.values():
@@ -159,7 +159,7 @@ def preprocess(recipe: Recipe) -> None:
     Runs on any machine: what the train section asks of engines and GPUs is checked for its names and types alone.
     """
     trainer_class, config = parts.configure(parts.of_any_machine(recipe))
-    from .recipe_data import prepare_data, summary
+    from .recipe.datasets import prepare_data, summary
 
     tokenizer, _ = parts.check_models(recipe)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)

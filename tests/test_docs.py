@@ -34,18 +34,21 @@ from training_for_tests import quick, token_rows, trainer_for
 from transformers import TrainingArguments
 
 import hf_posttrain
-from hf_posttrain import arguments, parts, run, watch
-from hf_posttrain.config import PostTrainConfig
+from hf_posttrain import run
 from hf_posttrain.data.formats import ACCEPTS, detect
 from hf_posttrain.errors import InputError
-from hf_posttrain.recipe import ModelSection, Source, check_train, load_recipe, train_config
+from hf_posttrain.recipe import build as parts
+from hf_posttrain.recipe import cli as arguments
+from hf_posttrain.recipe.read import ModelSection, Source, check_train, load_recipe, train_config
 from hf_posttrain.report import curves, samples
+from hf_posttrain.trainer.config import PostTrainConfig
+from hf_posttrain.watch import symptoms as watch
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 METHODS = ("sft", "dpo", "kto", "kd", "opd")
 CONFIGS = {method: getattr(hf_posttrain, f"{method.upper()}Config") for method in METHODS}
 NEEDS_A_SERVER = "train.rollout=vllm"
-"""Commands with it are checked up to the call of vLLM's server: tests/test_vllm.py has stand-ins for that."""
+"""Commands with it are checked up to the call of vLLM's server: tests/generation/test_vllm.py has stand-ins."""
 
 
 class Block(NamedTuple):
@@ -246,7 +249,7 @@ def hub(tmp_path_factory):
 def folder(hub, tmp_path, monkeypatch):
     """The current directory: the hub's names are folders in it, and the files of the README's table."""
     at_home(tmp_path, hub)
-    monkeypatch.setattr(curves, "write", lambda run: None)  # tests/test_report.py has them; they take most of the time
+    monkeypatch.setattr(curves, "write", lambda run: None)  # tests/report has them; they take most of the time
     monkeypatch.setattr(samples, "LONGEST", 4)
     for file, line in _own_files():
         (tmp_path / file).write_text(f"{line}\n{line.replace('347', '348')}\n")
@@ -260,7 +263,7 @@ def _own_files() -> Iterator[tuple[str, str]]:
 
 
 SLOW = {"docs/scaling.md", "docs/sft.md", "docs/kto.md", "docs/kd.md", "docs/opd.md"}
-"""Pages whose commands run recipes that tests/test_recipes.py runs too."""
+"""Pages whose commands run recipes that tests/recipe/test_recipes.py runs too."""
 
 
 @pytest.mark.parametrize("page", quick(*({*map(name, PAGES)} - SLOW), among=[*map(name, PAGES)]))

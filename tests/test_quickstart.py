@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_posttrain.answers import final_answer
-from hf_posttrain.parts import METHODS
-from hf_posttrain.recipe import load_recipe, train_config
+from hf_posttrain.generation.exact_match import final_answer
+from hf_posttrain.recipe.build import METHODS
+from hf_posttrain.recipe.read import load_recipe, train_config
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = REPOSITORY / "recipes" / "tiny"

@@ -13,10 +13,11 @@ import torch
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from hf_posttrain import SFTTrainer, data, parts, report, run
-from hf_posttrain.checkpoint import find_checkpoint, newest
+from hf_posttrain import SFTTrainer, data, report, run
 from hf_posttrain.errors import InputError
-from hf_posttrain.recipe import load_recipe
+from hf_posttrain.recipe import build as parts
+from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.trainer.checkpoint import find_checkpoint, newest
 
 REPOSITORY = Path(__file__).parents[1]
 SFT = """\
@@ -48,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def no_weights(monkeypatch):
     """Fails the test where a model is loaded."""
-    from hf_posttrain import models
+    from hf_posttrain.models import load as models
 
     def load(*args, **kwargs):
         raise AssertionError("a model was loaded")
@@ -195,7 +196,7 @@ def test_ctrl_c_is_130_and_a_bug_is_a_traceback(folder, monkeypatch):
 
 def stub_method(monkeypatch, name):
     """parts.METHODS[name] becomes a Config that is SFT's and a Trainer that records its arguments."""
-    from hf_posttrain.sft import SFTConfig
+    from hf_posttrain.methods.sft import SFTConfig
 
     made = []
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .. import parts
-from ..recipe import Recipe
+from ..recipe import build as parts
+from ..recipe.read import Recipe
 
 _USUAL = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
@@ -85,12 +85,12 @@ def check(
     """
     trainer_class, config = parts.configure(recipe if _is_at_home() else parts.of_any_machine(recipe))
     from ..data import warn_if_too_long
-    from ..recipe_data import audit_data, prepare_data
+    from ..models.skeleton import skeletons
+    from ..recipe.datasets import audit_data, prepare_data
     from .memory import estimate
     from .placement import engine_asked, engine_of
     from .plan import plan
     from .probe import probe
-    from .skeleton import skeletons
     from .tokens import audit_tokens
 
     tokenizer, peft_config = parts.check_models(recipe)

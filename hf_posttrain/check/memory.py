@@ -18,8 +18,8 @@ from typing import Any
 import psutil
 import torch
 
-from .. import models
-from ..recipe import Recipe
+from ..models import load as models
+from ..recipe.read import Recipe
 from .advice import Run, advice
 from .phases import Phase, columns, phases_of
 from .placement import Engine, Weights, engine_asked, frozen_on, policy_on

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..decode import Sampler, can_decode, decode
-from ..reference import is_cheaper
-from ..scoring import causal_lm, eval_mode
-from ..teacher import TopTokens
+from ..generation.decode import Sampler, can_decode, decode
+from ..models.reference import is_cheaper
+from ..models.teacher import TopTokens
+from ..scoring.forward import causal_lm, eval_mode
 from .live import Live, nbytes
 from .placement import Engine
 from .rehearsal import longest

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 from torch import nn
 
-from .. import launch
+from ..engines import launch
 from ..errors import InputError
 from .live import nbytes
 

@@ -12,9 +12,9 @@ import datasets
 import numpy as np
 from transformers import PreTrainedModel
 
-from .. import batch as layouts
-from ..attention import able
-from ..batch import Branch, Example
+from ..scoring import layouts
+from ..scoring.attention import able
+from ..scoring.layouts import Branch, Example
 
 MICRO_BATCHES = 50
 """How many are laid out to measure padding and tokens."""

@@ -12,12 +12,13 @@ import datasets
 import numpy as np
 import torch
 
-from .. import batch as layouts
-from .. import distill, parts
 from ..data.packing import lengths_of
-from ..keys import train_fields
-from ..metrics import peak_memory
-from ..recipe import Recipe
+from ..recipe import build as parts
+from ..recipe.keys import train_fields
+from ..recipe.read import Recipe
+from ..scoring import layouts
+from ..scoring import teacher_tiles as distill
+from ..trainer.metrics import peak_memory
 from .rehearsal import longest
 
 PROMPTS = 4

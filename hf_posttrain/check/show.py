@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from ..pieces import PLAIN, marked
+from .pieces import PLAIN, marked
 from .tokens import Sample
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import data
 from ..data.encode import NO_TARGET
 from ..errors import InputError
-from ..models import load_tokenizer
-from ..pieces import Piece, branches, pieces
-from ..policy import terminal_ids
-from ..recipe import Recipe, placed
+from ..models.load import load_tokenizer
+from ..models.prepare import terminal_ids
+from ..recipe.read import Recipe, placed
+from .pieces import Piece, branches, pieces
 
 SHOWN = 3
 """Samples of each source."""

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from .. import chat, messages
 from ..errors import InputError, named, shown
+from . import chat, messages
 from .formats import FORMATS, Sample, located
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import chat
 from ..errors import InputError, named, shown
-from ..messages import Messages, check_unicode, clean_messages, without_none
-from ..strict import nearest
+from ..recipe.fields import nearest
+from . import chat
+from .messages import Messages, check_unicode, clean_messages, without_none
 
 
 class Sample(NamedTuple):

@@ -16,8 +16,8 @@ import datasets
 import numpy as np
 
 from ..errors import InputError, named
-from ..on_disk import BUILDERS, source_problem
-from ..strict import nearest
+from ..recipe.fields import nearest
+from ..recipe.files import BUILDERS, source_problem
 from .broken import broken
 
 

@@ -24,7 +24,9 @@ import peft
 import torch
 from transformers import TrainerCallback, TrainingArguments
 
-from .. import __version__, launch, scoring
+from .. import __version__
+from ..engines import launch
+from ..scoring import forward as scoring
 
 logger = logging.getLogger(__name__)
 NAME = "run.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..yaml_tree import read_tree, write_tree
+from ..recipe.yaml_tree import read_tree, write_tree
 from .history import History, history_of
 
 STATE = "trainer_state.json"

@@ -18,7 +18,8 @@ from typing import Any
 import datasets
 from transformers import TrainerCallback
 
-from .. import engine, rollout
+from ..engines import engine
+from ..generation import rollout
 from .record import harmless
 
 logger = logging.getLogger(__name__)

@@ -27,9 +27,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # threads that spin are ten
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_posttrain import rollout, run
-from hf_posttrain.answers import final_answer
-from hf_posttrain.recipe import load_recipe
+from hf_posttrain import run
+from hf_posttrain.generation import rollout
+from hf_posttrain.generation.exact_match import final_answer
+from hf_posttrain.recipe.read import load_recipe
 
 HERE = Path(__file__).parent
 ANSWERS, TEMPERATURE, LONGEST = 4, 1.0, 20

@@ -1,0 +1,242 @@
+"""Chat templates and token boundaries: messages -> text -> ids, and which ids the assistant wrote.
+
+    render           messages -> text
+    turn_end_id      the id that ends an assistant turn;  eos_id: the id that ends plain text;  special_ids
+    prompt_text      prompt messages -> the text that generation would start from
+    split_chat       prompt and completion messages -> (prompt text, completion text)
+    encode           texts -> ids, with BOS exactly once
+    encode_pairs     (prompt text, completion text) -> (prompt ids, completion ids), with the end token exactly once
+    assistant_mask   a conversation -> its ids and a 0/1 mask of what assistants wrote
+
+The boundary comes from rendered text: what generation would see must be how the full conversation begins. An
+`InputError` names the problem; the caller adds file and row. `template_kwargs` go to the template.
+"""
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import InputError, shown
+from .messages import Messages, check_unicode
+
+_ADVICE = (
+    "the template rewrites earlier turns or thinking. Set chat_template_kwargs (for instance {enable_thinking: false}) "
+    "or a template made for training, with {% generation %} tags around what assistants write"
+)
+_REFUSALS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
+           template_kwargs: dict | None = None, **options: Any) -> str:  # fmt: skip
+    """`messages` as text; `options` are `add_generation_prompt` and `continue_final_message`.
+
+    Raises InputError if the tokenizer has no chat template or the template refuses these messages.
+    """
+    if not tokenizer.chat_template:
+        raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
+    options = {**(template_kwargs or {}), **options}
+    try:
+        text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+    except _REFUSALS as error:
+        roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
+        problem = " ".join(str(error).split())[:300]
+        raise InputError(f"the chat template refuses messages with roles [{roles}]: {problem}") from error
+    check_unicode(text, "the rendered conversation")
+    return text
+
+
+def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id that ends plain text. Raises InputError if the tokenizer has none."""
+    if tokenizer.eos_token_id is None:
+        raise InputError("the tokenizer has no eos_token, so a completion cannot be ended: set one in its config")
+    return tokenizer.eos_token_id
+
+
+def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None = None) -> int:
+    """The id that ends an assistant turn: the first special token that the template writes after its content.
+
+    A base model's eos often differs (Qwen: eos <|endoftext|>, turns end with <|im_end|>). Without a template, or if
+    the template writes none, it is the eos. Raises InputError if there is neither.
+    """
+    if not tokenizer.chat_template:
+        return eos_id(tokenizer)
+    probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "sentinel7391"}]
+    tail = render(tokenizer, probe, None, template_kwargs).rpartition("sentinel7391")[2]
+    ends = [i for i in _plain_ids(tokenizer, [tail])[0] if i in special_ids(tokenizer)]
+    return ends[0] if ends else eos_id(tokenizer)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Ids of special tokens, which plain text never becomes."""
+    return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+
+
+def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: list | None = None,
+                template_kwargs: dict | None = None) -> str:  # fmt: skip
+    """The text that generation starts from; a prompt that ends in an assistant turn (prefill) is left open."""
+    prefill = prompt[-1]["role"] == "assistant"
+    option = {"continue_final_message": True} if prefill else {"add_generation_prompt": True}
+    return render(tokenizer, prompt, tools, template_kwargs, **option)
+
+
+def join_messages(prompt: Messages, completion: Messages) -> Messages:
+    """`prompt + completion`; a completion that continues a prefilled assistant turn is one turn with it."""
+    last, first = prompt[-1], completion[0]
+    if (last["role"], first["role"]) != ("assistant", "assistant"):
+        return prompt + completion
+    return [*prompt[:-1], {**last, **first, "content": last["content"] + first["content"]}, *completion[1:]]
+
+
+def split_chat(tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion: Messages, tools: list | None = None,
+               template_kwargs: dict | None = None) -> tuple[str, str]:  # fmt: skip
+    """(prompt text, completion text): their concatenation is the full render of both.
+
+    Raises InputError if the full render does not begin with the prompt's (a template that drops or moves thinking).
+    """
+    start = prompt_text(tokenizer, prompt, tools, template_kwargs)
+    full = render(tokenizer, join_messages(prompt, completion), tools, template_kwargs)
+    return start, _after(start, full)
+
+
+def shared_length(first: Sequence, second: Sequence) -> int:
+    """Length of the longest common prefix of two strings or lists."""
+    differ = (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))
+
+
+def _after(start: str, full: str) -> str:
+    if full.startswith(start):
+        return full[len(start) :]
+    n = shared_length(start, full)
+    here, there = (text[max(0, n - 20) : n + 30] for text in (start, full))
+    parting = f"the prompt has {here!r} where the conversation has {there!r}; {_ADVICE}"
+    raise InputError(f"the rendered conversation does not begin with its rendered prompt: {parting}")
+
+
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+
+
+def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer itself writes before any text: usually [] or [BOS]."""
+    bare, dressed = _plain_ids(tokenizer, ["x"])[0], tokenizer("x")["input_ids"]
+    return next((dressed[:n] for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), [])
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Ids of each text, plain or rendered: BOS once if the tokenizer writes one, and no EOS that it would append."""
+    prefix = _prefix_ids(tokenizer)
+    return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in _plain_ids(tokenizer, texts)]
+
+
+def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int) -> list[int]:
+    """`ids` ending in exactly one `end_id`: blank text and special tokens after it are dropped; appended if absent."""
+    last = max((n for n, i in enumerate(ids) if i == end_id), default=None)
+    if last is None or str(tokenizer.decode(ids[last + 1 :], skip_special_tokens=True)).strip():
+        return [*ids, end_id]
+    while last and ids[last - 1] == end_id:
+        last -= 1
+    return ids[: last + 1]
+
+
+def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], completions: list[str],
+                 end_id: int) -> list[tuple[list[int], list[int]]]:  # fmt: skip
+    """(prompt ids, completion ids) of each pair, tokenised together in two calls.
+
+    The prompt's ids are those that generation would see, so a token never spans the boundary: where tokenising the
+    whole text merges across it, the completion is tokenised on its own. Completions end with one `end_id`.
+    """
+    heads = encode(tokenizer, prompts)
+    fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
+    pairs = []
+    for head, full, completion in zip(heads, fulls, completions, strict=True):
+        hidden = head and head[-1] == tokenizer.unk_token_id  # a merge across the boundary may be as unknown
+        whole = full[: len(head)] == head and not hidden
+        tail = full[len(head) :] if whole else _plain_ids(tokenizer, [completion])[0]
+        pairs.append((head, end_once(tokenizer, tail, end_id)))
+    return pairs
+
+
+def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
+                   template_kwargs: dict | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
+    """Ids of the conversation and a 0/1 mask of equal length: each assistant's content and its turn end, but of turns
+    without content.
+
+    From the template's `{% generation %}` tags, otherwise from the rendered text. Nothing follows the last 1.
+
+    Raises:
+        InputError: no assistant turn, or the text before a turn differs from what generation would see.
+    """
+    end_id = turn_end_id(tokenizer, template_kwargs)
+    template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
+    tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
+    ids, mask = (_tagged_mask if tagged else _rendered_mask)(tokenizer, messages, tools, template_kwargs, end_id)
+    mask = _without_empty_turns(tokenizer, ids, mask, end_id)
+    if not any(mask):
+        raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
+    size, prefix = len(mask) - mask[::-1].index(1), _prefix_ids(tokenizer)
+    prefix = [] if ids[: len(prefix)] == prefix else prefix
+    end = [end_id] if messages[-1]["role"] == "assistant" and ids[size - 1] != end_id else []
+    return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
+
+
+def _without_empty_turns(tokenizer, ids: list[int], mask: list[int], end_id: int) -> list[int]:
+    """The mask without turns that hold nothing but their end, and without ends right behind an end."""
+    kept = [int(m and not (n and ids[n] == ids[n - 1] == end_id)) for n, m in enumerate(mask)]
+    edges = [n for n in range(len(kept) + 1) if (kept[n - 1] if n else 0) != (kept[n] if n < len(kept) else 0)]
+    for start, stop in zip(edges[::2], edges[1::2], strict=True):
+        if not str(tokenizer.decode(ids[start:stop], skip_special_tokens=True)).strip():
+            kept[start:stop] = [0] * (stop - start)
+    return kept
+
+
+def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
+    """From the template's generation tags; a turn end that stands right behind a span is trained as well, and every
+    token of a span's last character, of which transformers marks the first."""
+    render(tokenizer, messages, tools, template_kwargs)  # its errors are the clear ones
+    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
+    encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
+    ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
+    for n in range(1, len(ids)):
+        ends_turn = ids[n] == end_id and ids[n - 1] != end_id
+        if mask[n - 1] and (ends_turn or offsets[n][0] < offsets[n - 1][1]):
+            mask[n] = 1
+    return ids, mask
+
+
+def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
+    """From the text: a turn starts where generation would have started it and ends with its turn end."""
+    full = render(tokenizer, messages, tools, template_kwargs)
+    encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+    mask, limit = [0] * len(ids), len(full)  # limit: the character where the next assistant turn begins
+    for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
+        begin = _turn_begin(tokenizer, messages[:n], full, tools, template_kwargs)
+        found = full.find(messages[n]["content"].strip(), begin, limit)
+        after = bisect_left(starts, found + len(messages[n]["content"].strip()) if found >= 0 else begin)
+        ends = (k + 1 for k in range(after, bisect_left(starts, limit)) if ids[k] == end_id)
+        first, stop = bisect_left(starts, begin), next(ends, after if messages[n + 1 :] else len(ids))
+        mask[first:stop], limit = [1] * (stop - first), begin
+    return ids, mask
+
+
+def _turn_begin(tokenizer, before: Messages, full: str, tools, template_kwargs) -> int:
+    """The character of `full` where generation behind the messages `before` starts. Templates do not render none of
+    them: an assistant that speaks first does so behind the first header that generation starts from."""
+    if before:
+        start = render(tokenizer, before, tools, template_kwargs, add_generation_prompt=True)
+        return len(full) - len(_after(start, full))
+    probe = [{"role": "user", "content": "hello"}]
+    asked = render(tokenizer, probe, None, template_kwargs)
+    header = _after(asked, render(tokenizer, probe, None, template_kwargs, add_generation_prompt=True))
+    place = full.find(header)
+    if place < 0 or not header:
+        raise InputError(f"assistant_only_loss: the assistant speaks first, and {header!r} does not open its turn")
+    return place + len(header)

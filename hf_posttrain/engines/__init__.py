@@ -1,0 +1,1 @@
+"""What differs between one process, DDP, FSDP2 and DeepSpeed ZeRO."""

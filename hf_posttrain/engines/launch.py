@@ -1,0 +1,186 @@
+"""What the config and the launcher ask for, and what of it is refused at the start of a run.
+
+    Asked, asked        FSDP and ZeRO as the config says, or else the environment that `accelerate launch` leaves
+    check_engine        by the config and environment alone: PostTrainConfig calls it
+    check_model         a quantised model on an engine that cannot cut its weights; `quantisation_problem` knows it
+                        before one is loaded, `quantised_storage` how to load 4-bit weights so that they can be cut
+    check_accelerator   did Accelerate build what was asked for?
+    main_process_first  the first process of each machine before its others, however long it takes
+    described           what really runs, in words for the log
+
+The checks raise InputError. What is refused would train wrong numbers, something else than was asked for, or fail late.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InputError, LaunchError
+from . import engine as engines
+
+_SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+_START_ALL = "start all with torchrun --nproc_per_node N or accelerate launch --multi_gpu (on CPU with use_cpu: true)"
+
+
+class Asked(NamedTuple):
+    """The engine that is asked for."""
+
+    fsdp: int
+    """FSDP's version, 0 without FSDP."""
+    state_dict_type: str
+    """How FSDP saves: FULL_STATE_DICT or SHARDED_STATE_DICT."""
+    zero: int | None
+    """ZeRO's stage, None without DeepSpeed."""
+
+    @property
+    def shards(self) -> str | None:
+        """The engine's name if it cuts weights over the ranks."""
+        return "FSDP2" if self.fsdp else "ZeRO-3" if self.zero == 3 else None
+
+
+def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
+    """What `args`, a method's Config, asks for; the launcher's environment where it says nothing of FSDP."""
+    env = os.environ if env is None else env
+    zero = None if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)  # from either of them
+    if args.fsdp:
+        plugin = args.fsdp_plugin_args or {}  # none on XLA
+        return Asked(plugin.get("fsdp_version", 2), str(plugin.get("state_dict_type")).upper(), zero)
+    if _on("ACCELERATE_USE_FSDP", env):
+        state = env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")  # both are Accelerate's defaults
+        return Asked(int(env.get("FSDP_VERSION", "1")), state.upper(), zero)
+    return Asked(0, "", zero)
+
+
+def check_engine(args: Any, env: Mapping[str, str] | None = None) -> None:
+    """Raises LaunchError for an engine or a launch that must not train. args: a Config after HF's `__post_init__`."""
+    env = os.environ if env is None else env
+    for problem in (*_wrong_launch(args, env), *_wrong_engine(args, env)):
+        raise LaunchError(problem)
+
+
+def _wrong_launch(args: Any, env: Mapping[str, str]) -> Iterator[str]:
+    alone, sizes = args.world_size == 1, {name: int(env.get(name) or 1) for name in _SIZES}
+    for name in (name for name, size in sizes.items() if alone and size > 1):
+        yield f"{name} says {sizes[name]} processes, and this one would train alone: {_START_ALL}"
+    several = env.get("MASTER_ADDR") == "127.0.0.1" and {"MASTER_PORT", "ACCELERATE_MIXED_PRECISION"} <= env.keys()
+    if alone and "RANK" not in env and several:  # set for the one that it starts
+        yield f"accelerate launch was asked for several processes and started one: {_START_ALL}"
+    if (args.fsdp or args.deepspeed) and "LOCAL_RANK" not in env:
+        name = "fsdp" if args.fsdp else "deepspeed"
+        yield f"{name} needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run RECIPE.yaml"
+    precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision in ("bf16", "fp16") and not (args.bf16 or args.fp16):
+        yield (
+            f"the launcher's mixed_precision is {precision}, but bf16 and fp16 are off here: say {precision}: true,"
+            " or mixed_precision: 'no' in the accelerate config"
+        )
+
+
+def _wrong_engine(args: Any, env: Mapping[str, str]) -> Iterator[str]:
+    engine = asked(args, env)
+    if engine.fsdp == 1:
+        yield "FSDP1 is deprecated and not supported: set version: 2 in fsdp_config (accelerate: fsdp_version: 2)"
+    if "SHARDED" in engine.state_dict_type and args.load_best_model_at_end:
+        yield (
+            "load_best_model_at_end crashes or loads wrong weights with FSDP2's SHARDED_STATE_DICT:"
+            " set state_dict_type: FULL_STATE_DICT in fsdp_config (accelerate: fsdp_state_dict_type)"
+        )
+
+
+def _on(name: str, env: Mapping[str, str]) -> bool:
+    return env.get(name, "false").lower() == "true"
+
+
+def check_accelerator(accelerator: Any, args: Any) -> None:
+    """Raises InputError where Accelerate left the engine out that was asked for, as it does on CPU without a word."""
+    engine = asked(args)
+    fsdp_lost = engine.fsdp and not accelerator.is_fsdp2
+    if fsdp_lost or (engine.zero is not None and accelerator.state.deepspeed_plugin is None):
+        raise InputError(
+            f"{'fsdp' if fsdp_lost else 'deepspeed'} is asked for, but Accelerate would train without it on"
+            f" {accelerator.device.type}, each rank with all weights: leave it out there, or run on GPUs"
+        )
+
+
+@contextmanager
+def main_process_first(args: Any) -> Iterator[None]:
+    """The first process of each machine runs the block, then all others do: they find in the cache what it wrote.
+
+    As the method of that name of TrainingArguments, which lets them wait in a collective and so ends the run after
+    ddp_timeout (30 minutes by default). Here they wait as long as it takes. args: a Config.
+    """
+    if args.local_process_index != 0:
+        _wait_for_all()
+        yield
+        return
+    try:
+        yield
+    except Exception:  # the others find the same mistake
+        _wait_for_all()
+        raise
+    _wait_for_all()
+
+
+def _wait_for_all() -> None:
+    """A barrier without timeout: every process adds 1 to a count in the process group's store, and looks at it until
+    all are there."""
+    if not dist.is_initialized():
+        return
+    store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+    rounds = -(-store.add("hf_posttrain/waiting", 1) // world)
+    while store.add("hf_posttrain/waiting", 0) < rounds * world:
+        time.sleep(0.2)
+    dist.barrier()  # none leaves, and takes the store along, before all have seen the count
+
+
+def described(trainer: Any) -> str:
+    """Engine, processes, rows of an optimizer step and precision."""
+    args, accelerator = trainer.args, trainer.accelerator
+    rows = trainer.get_total_train_batch_size(args)
+    precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no mixed precision"
+    processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
+    return f"on engine {engines.name(accelerator)}, {processes}, {rows} rows a step, {precision}"
+
+
+def check_model(model: Any, args: Any) -> None:
+    """Raises InputError for a quantised policy, reference or teacher that the engine cannot take."""
+    if not getattr(model, "is_quantized", False):
+        return
+    how = model.config.quantization_config
+    bits = [name for name in ("4bit", "8bit") if getattr(how, f"load_in_{name}", False)]
+    storage = getattr(how, "bnb_4bit_quant_storage", torch.uint8)
+    if problem := quantisation_problem(bits[0] if bits else "such quantised", args, storage):
+        raise InputError(problem)
+
+
+def quantisation_problem(bits: str, args: Any, storage: torch.dtype | None = None) -> str | None:
+    """Why the engine cannot train on weights of `bits` ("4bit", "8bit", other words), or None where it can.
+
+    storage: the dtype that 4-bit weights are kept as; None: `quantised_storage`.
+    """
+    engine, wanted = asked(args), quantised_storage(args)
+    if bits != "4bit":
+        return engine.shards and (
+            f"{engine.shards} cannot cut {bits} weights over the ranks: use 4bit, or DDP or ZeRO-2, which need not"
+        )
+    storage = storage or wanted
+    trained = _mixed(args) or storage
+    if storage.is_floating_point and storage != trained and (engine.fsdp or engine.zero is not None):
+        return f"4-bit weights kept as {storage} would be cast to {trained}, to noise: bnb_4bit_quant_storage={wanted}"
+    if engine.fsdp and not storage.is_floating_point:
+        return f"FSDP2 would keep 4-bit weights of {storage} whole on each rank: bnb_4bit_quant_storage={wanted}"
+    return None
+
+
+def quantised_storage(args: Any) -> torch.dtype:
+    """The dtype to keep 4-bit weights as: FSDP2 cuts floating ones alone, and casts them to that of training."""
+    return (_mixed(args) or torch.float32) if asked(args).fsdp else torch.uint8
+
+
+def _mixed(args: Any) -> torch.dtype | None:
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None

@@ -1,0 +1,178 @@
+"""Sequence parallelism: the ranks of a group hold a part of each row, so that longer rows fit (DeepSpeed Ulysses).
+
+    settle        what `parallelism_config` asks for, completed; refuses what cannot be honoured
+    check_model   refuses models whose rows cannot be cut
+    split         the training loader, its batches cut
+    cut           one rank's part of a batch
+
+Inside attention a rank has whole rows and some of the heads. Everything else looks at one position at a time, so a rank
+scores the tokens of its own part, and tokens, losses, metrics and gradients are added up over all ranks just as with
+data parallelism. In eval mode nothing is cut: every rank has whole rows of its own.
+
+Legend: R rows, L row length, P parts of a row.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel
+
+from ..errors import InputError
+from ..scoring import forward as scoring
+from ..scoring.forward import eval_mode
+from ..scoring.layouts import IGNORE, Branch, Example, collate, targets
+from ..scoring.tiles import LogProb
+from ..trainer.loss_units import weigh
+
+_FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}
+"""What is put behind rows to make their length divisible."""
+
+
+def settle(args: Any) -> ParallelismConfig | None:
+    """The parallelism of `args`, a PostTrainConfig: its own, or that of `accelerate launch`; None where there is none.
+
+    Processes that no size speaks of are data parallel. Raises InputError for what cannot be honoured.
+    """
+    config = args.parallelism_config
+    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
+        config = ParallelismConfig()
+    config = ParallelismConfig(**config) if isinstance(config, dict) else config
+    if config is None or config.sp_size == config.cp_size == 1:
+        return config
+    if config.cp_size > 1:
+        raise InputError("parallelism_config: cp_size does not work here, use sp_size to cut long rows")
+    _check_arguments(args, config.sp_size)
+    if config.data_parallel_size == 1:
+        config = replace(config, dp_shard_size=args.world_size // config.sp_size)
+    return config
+
+
+def _check_arguments(args: Any, parts: int) -> None:
+    stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
+    mistakes = [
+        (not args.can_cut_rows, "is there for method sft alone"),
+        (stage not in (2, 3), "needs DeepSpeed with ZeRO stage 2 or 3"),
+        (args.world_size % parts, f"needs a number of processes that it divides, not {args.world_size}"),
+        (args.layout not in ("auto", "padded"), f"needs one document a row: layout: padded, not {args.layout}"),
+        (getattr(args, "packing", False), "needs one document a row: set packing: false"),
+        (args.eval_exact_match, "takes masks away, which generated answers need: set eval_exact_match: false"),
+        (args.neftune_noise_alpha, "would change its noise, which hangs on the row length: no neftune_noise_alpha"),
+        (not args.average_tokens_across_devices, "counts over all ranks: set average_tokens_across_devices: true"),
+        (not args.accelerator_config.even_batches, "needs batches of one size: set even_batches: true"),
+    ]
+    for made, what in mistakes:
+        if made:
+            raise InputError(f"sequence parallelism (parallelism_config.sp_size={parts}) {what}")
+
+
+def check_model(model: PreTrainedModel, router_coef: float, args: Any) -> None:
+    """Raises InputError where the rows of this causal LM cannot be cut. Says which attention Ulysses takes over."""
+    parallel = args.parallelism_config
+    if parallel is None or parallel.sp_size == 1:
+        return
+    parts, config = parallel.sp_size, model.config.get_text_config()
+    attention, heads = config._attn_implementation or "eager", config.num_attention_heads
+    pairs = getattr(config, "num_key_value_heads", 0)
+    windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
+    kinds = set(getattr(config, "layer_types", None) or windows) - {"full_attention"}
+    kinds -= {"sliding_attention"} if "flash" in attention else set()
+    mistakes = [
+        ("flash" not in attention and attention != "sdpa", f"needs sdpa or flash_attention_2, not {attention}"),
+        (kinds, f"cannot cut layers that are {', '.join(sorted(kinds))} with {attention}"),
+        (not pairs, "does not know its attention: the config has no num_key_value_heads"),
+        (heads % parts or (pairs % parts and parts % pairs), f"cannot share out {heads} heads and {pairs} of keys"),
+        (router_coef, "would cut the rows that the router's loss is taken of: set router_aux_loss_coef: 0"),
+    ]
+    for made, what in mistakes:
+        if made:
+            raise InputError(f"{type(model).__name__}: sequence parallelism (sp_size={parts}) {what}")
+    parallel.sp_handler.sp_attn_implementation = attention
+
+
+def split(trainer: Any, adapter: Any) -> Any:
+    """The training loader that Trainer prepared, with batches cut as `batch.collate` lays them out.
+
+    adapter: DeepSpeed's, which cuts tensors [rows, tokens] alone; without sequence parallelism the loader itself.
+    Raises InputError where the model scores otherwise in parts than it does in one.
+    """
+    if not hasattr(adapter, "sp_group"):
+        return adapter
+    _check_parts(trainer, adapter)
+    # DeepSpeed multiplies by it where it sums gradients by all-reduce, as if each rank had the loss of its whole group
+    trainer.model_wrapped.optimizer.sequence_parallel_size = 1
+    return DataLoader(_Parts(trainer, adapter), batch_size=None, generator=torch.Generator())
+
+
+def _check_parts(trainer: Any, adapter: Any) -> None:
+    """Score the same rows whole and cut, as `scoring.check` does for layouts."""
+    model, parts = trainer.model_wrapped, adapter.sp_world_size
+    if getattr(scoring.causal_lm(model).config.get_text_config(), "attention_dropout", 0):
+        return  # it would be random
+    example = Example([5, 9, 6], [Branch([7, 8, 5, 9, 6, 7, 9])])
+    rows = collate([example] * trainer.args.train_batch_size, "padded")
+    with torch.no_grad(), eval_mode(model):
+        whole = _summed(model, rows, trainer.args.device)
+        for module in scoring.causal_lm(model).modules():
+            if hasattr(module, "is_causal"):  # an attention: Ulysses cuts those in training mode
+                module.training = True
+        part = _summed(model, cut(rows, adapter.sp_rank, parts), trainer.args.device)
+    found = trainer.accelerator.reduce(part) * parts / trainer.accelerator.num_processes
+    if not (found - whole).abs() / len(rows["scored"]) <= (1e-3 if trainer.exact else 0.3):
+        name = type(scoring.causal_lm(model)).__name__
+        raise InputError(f"sequence parallelism gives {name} other numbers than its own forward: it cannot be used")
+
+
+def _summed(model: torch.nn.Module, batch: dict[str, Tensor], device: torch.device) -> Tensor:
+    """Sum of all log-probabilities, a scalar."""
+    batch = {name: tensor.to(device) for name, tensor in batch.items()}
+    return scoring.score(model, batch, LogProb(targets(batch)))["value"].sum()
+
+
+class _Parts(IterableDataset):
+    """This rank's parts of the batches that the ranks of its group drew, one batch after the other."""
+
+    def __init__(self, trainer: Any, adapter: Any):
+        self.trainer, self.loader = trainer, adapter.dl
+        self.group, self.part, self.parts = adapter.sp_group, adapter.sp_rank, adapter.sp_world_size
+
+    def __len__(self) -> int:
+        return len(self.loader) * self.parts
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        self.loader.set_epoch(int(self.trainer.state.epoch or 0))  # Trainer tells it to DataLoaders of accelerate alone
+        for batch in self.loader:
+            own = {name: tensor.cpu() for name, tensor in weigh(batch, self.trainer.accelerator).items()}
+            drawn: list[Any] = [None] * self.parts
+            torch.distributed.all_gather_object(drawn, own, group=self.group)
+            for whole in drawn:
+                yield cut(whole, self.part, self.parts)
+
+
+def cut(batch: dict[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
+    """Part number `part` of each row of a padded batch: [R, L] -> [R, L / P], L rounded up.
+
+    scored and owner are those of the part; what belongs to rows stays whole. Masks are gone: attention is causal, and
+    padding is behind the tokens.
+    """
+    rows, length = batch["input_ids"].shape
+    size = -(-length // parts)
+    start = part * size
+    pieces = {
+        name: pad(batch[name], (0, size * parts - length), value=fill)[:, start : start + size].contiguous()
+        for name, fill in _FILL.items()
+    }
+    row, column = batch["scored"] // length, batch["scored"] % length - start
+    mine = (column >= 0) & (column < size)
+    whole = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
+    return whole | pieces | {
+        "position_ids": torch.arange(start, start + size).repeat(rows, 1),
+        "scored": (row * size + column)[mine],
+        "owner": batch["owner"][mine],
+    }  # fmt: skip

@@ -1,0 +1,96 @@
+"""What labelled single answers need beside their loss: a partner of each row, class weights, BCO's running mean."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from ..errors import InputError
+from ..trainer.metrics import sum_and_count
+
+logger = logging.getLogger(__name__)
+
+
+def partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarray:
+    """For each row the number of a row with another prompt: a seeded permutation where that is possible, [rows].
+
+    Rows of one prompt stand together in a shuffled order that is then shifted by the largest group: no row meets its
+    own prompt as long as no prompt holds over half the rows. Raises InputError if there is a single distinct prompt.
+    """
+    _, group, sizes = np.unique(rows["prompt_key"][:], return_inverse=True, return_counts=True)
+    if len(sizes) == 1:
+        raise InputError(f"{name}: all {len(rows)} rows have the same prompt; KTO's KL estimate needs another one")
+    random = np.random.default_rng(seed)
+    order = np.lexsort((random.permutation(len(group)), random.permutation(len(sizes))[group]))
+    partner = np.empty(len(group), dtype=np.int64)
+    partner[order] = np.roll(order, -int(sizes.max()))
+    clash = group[partner] == group
+    if clash.any():
+        logger.warning("%s: one prompt holds %d of %d rows; %d of them are paired with a random row of another prompt",
+                       name, sizes.max(), len(rows), clash.sum())  # fmt: skip
+        others = np.flatnonzero(group != sizes.argmax())
+        partner[clash] = random.choice(others, clash.sum())
+    return partner
+
+
+def class_weights(
+    desirable: float | str, undesirable: float | str, labels: Sequence[bool] | None
+) -> tuple[float, float]:
+    """(desirable, undesirable) with `auto` resolved: the rarer class is raised until both weigh the same in total.
+
+    Raises InputError for auto on labels of one class.
+    """
+    weights = {True: desirable, False: undesirable}
+    if "auto" not in weights.values() or labels is None:
+        resolved = [1.0 if weights[label] == "auto" else float(weights[label]) for label in (True, False)]
+        return resolved[0], resolved[1]
+    good = sum(labels)
+    count = {True: good, False: len(labels) - good}
+    if not all(count.values()):
+        raise InputError(f"class weight auto needs both labels, the data has {good} desirable of {len(labels)} rows")
+    for label in (True, False):
+        other = 1.0 if weights[not label] == "auto" else float(weights[not label])
+        if weights[label] == "auto":
+            weights[label] = max(1.0, other * count[not label] / count[label])
+    logger.info("class weights: desirable %.3g, undesirable %.3g", weights[True], weights[False])
+    return float(weights[True]), float(weights[False])
+
+
+class RunningMean(TrainerCallback, ExportableState):
+    """BCO's delta: the mean reward of every row trained so far, on all ranks; it moves once a window and is saved."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+        self.total = torch.zeros(2, dtype=torch.float64)
+        self.pending: list[Tensor] = []
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean so far, a scalar; 0 before the first window."""
+        return self.total[0] / self.total[1].clamp(min=1)
+
+    def add(self, rewards: Tensor, weights: Tensor) -> None:
+        """Remember the rewards of a micro-batch for the next window, [B] each; weight 0 leaves a row out."""
+        self.pending.append(sum_and_count(rewards.detach(), weights))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take in what the window added, over all ranks."""
+        if self.pending:
+            added = self.accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
+            self.total, self.pending = self.total.to(added.device) + added, []
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"args": {}, "attributes": {"total": self.total.tolist()}}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin anew, or with the mean of the checkpoint that training resumes from."""
+        kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
+        kept = kept[0] if isinstance(kept, list) else kept
+        total = kept["attributes"]["total"] if kept else [0.0, 0.0]
+        self.total, self.pending = torch.tensor(total, dtype=torch.float64), []

@@ -1,0 +1,261 @@
+"""On-policy distillation: the student answers, the teacher scores each token of the answer, the student moves to it.
+
+    each optimizer step: sample K rollouts y ~ q(.|x) for every prompt of the window, in one generation call
+    loss = mean over rollout tokens of  D(q, p) over the whole vocabulary        (loss_type reverse_kl, jsd, ...)
+                                    or  -sg(log p(y_t) - log q(y_t)) log q(y_t)  (loss_type policy_gradient)
+
+q is the student's distribution and p the teacher's, both at the sampling temperature, and rollouts are drawn from
+exactly q. Rollouts depend on (seed, step, rank) alone, so a resumed run repeats them.
+Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy distillation as in ArcticTraining.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import datasets
+import torch
+from torch import Tensor, nn
+
+from ..errors import InputError
+from ..generation import rollout, vllm_options
+from ..generation import vllm as vllm_rollout
+from ..losses import policy_gradient
+from ..models import prepare as policy
+from ..models.teacher import add_teacher
+from ..scoring import layouts
+from ..scoring import teacher_tiles as distill
+from ..scoring.layouts import Branch, Example, per_branch
+from ..scoring.tiles import LogProb
+from ..trainer import rule_table as rules
+from ..trainer.base import PostTrainer
+from ..trainer.config import PostTrainConfig
+from ..trainer.loss_units import Losses, row_weights
+from .rules import POLICY_GRADIENT
+
+BACKENDS: dict[str, Any] = {
+    "transformers": rollout.OwnModel, "colocate": vllm_rollout.Colocated, "server": vllm_rollout.Server,
+}  # fmt: skip
+"""What samples rollouts, by vllm_mode or else by rollout."""
+EVALUATION = 2**31
+"""Stands for the step in the seed of an evaluation's rollouts, which are then the same at every evaluation."""
+
+
+@dataclass
+class OPDConfig(PostTrainConfig):
+    """Options of OPD; every other field of TrainingArguments and PostTrainConfig works as well."""
+
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    loss_type: str = "reverse_kl"
+    """policy_gradient (sampled tokens), or over the whole vocabulary reverse_kl, jsd, forward_kl, skew_*_kl, tvd."""
+    beta: float | None = None
+    """JSD's interpolation: 0 is forward KL, 1 reverse KL; None: 0.5."""
+    skew_alpha: float = 0.1
+    """Share of the other distribution that skew KL mixes in."""
+    temperature: float = 1.0
+    """Of sampling and of both scores."""
+    max_completion_length: int = 512
+    """Longest rollout in tokens; the prompt has max_length minus this."""
+    num_generations: int = 1
+    """Rollouts of each prompt, K."""
+    lmbda: float = 1.0
+    """Share of prompts answered by the student; the others are trained on their completion in the data."""
+    discount: float = 0.0
+    """policy_gradient: how much a token is credited with the advantage of those after it."""
+    generation_batch_size: int | None = None
+    """Most rollouts in one generation call; None: the whole window at once."""
+    rollout: str = "transformers"
+    """What samples: transformers, with the model that trains, or vllm, which gets the weights once a step."""
+    vllm_mode: str | None = None
+    """Where vLLM runs: colocate (None), in each training process on its GPU, or server, one that vllm serve started."""
+    vllm_server_base_url: str | None = None
+    """Of vllm_mode server, such as http://localhost:8000; it must see output_dir, and serve this run alone."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
+
+    def __post_init__(self):
+        rules.check("opd", self)
+        super().__post_init__()
+        vllm_options.check_installed(self)
+        if self.rollout == "vllm":
+            self.vllm_mode = self.vllm_mode or "colocate"
+
+
+ROWS = ("index", "row_weights")
+"""What a batch of prompts says of its rows."""
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Rows on their way to the rollouts; opaque to what moves batches to a device."""
+
+    rows: list[dict]
+    layout: str
+
+
+class OPDTrainer(PostTrainer):
+    """OPD of a causal LM; further arguments: `teacher_model`, with the same token ids, and `teacher_offload`, which
+    keeps it on CPU between uses. Rows: prompt (and completion).
+
+    `compute_metrics` gets summed log-probabilities of the rollouts [prompts, K, 2] (student, teacher) and their lengths
+    [prompts, K] as label_ids.
+    """
+
+    method = "opd"
+    unit = "tokens"
+    config_class = OPDConfig
+
+    def __init__(
+        self,
+        *args: Any,
+        teacher_model: nn.Module | str | None = None,
+        teacher_offload: bool = False,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
+        theirs = policy.terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
+        self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
+        rollout.warn_if_altered(self.generation_config)
+        self.rollouts = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
+        self.synchronised: int | None = None
+        if self.args.lmbda < 1:
+            require_completions(self.train_dataset)
+
+    @staticmethod
+    def collate_rows(rows: list[dict], layout: str, config: OPDConfig) -> dict[str, Any]:
+        """Prompts alone; `rolled_out` makes them a batch."""
+        return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Prompts(rows, layout)}
+
+    # ---- rollouts
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As PostTrainer has it; the weights may have changed since the last one."""
+        self.synchronised = None
+        return super().train(*args, **kwargs)
+
+    def _synchronise(self) -> None:
+        """The weights of now to where rollouts are sampled: once an optimizer step, and each time outside training."""
+        step = self.state.global_step if self.is_in_train else None
+        if step is None or step != self.synchronised:
+            self.rollouts.synchronise()
+        self.synchronised = step
+
+    def prepare_evaluation(self) -> None:
+        """Evaluation samples too."""
+        self._synchronise()
+
+    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rollouts of all micro-batches, from one generation call."""
+        self._synchronise()
+        return self.rolled_out(batches, self.state.global_step)
+
+    def rolled_out(self, batches: list[dict], *seed: int) -> list[dict]:
+        """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
+        args, rows = self.args, [row for batch in batches for row in batch["prompts"].rows]
+        own_seed = (args.seed, *seed, self.accelerator.process_index)
+        with rollout.seeded(self.accelerator.device, *own_seed):
+            share = 1.0 if seed[0] == EVALUATION else args.lmbda
+            own = (torch.rand(len(rows)) < share).tolist()
+            prompts = [row["prompt_ids"] for row, on_policy in zip(rows, own, strict=True) if on_policy]
+            rollouts = iter(self.rollouts.generate(prompts, own_seed))
+        examples = [
+            Example(row["prompt_ids"], [Branch(ids) for ids in islice(rollouts, args.num_generations)])
+            if on_policy else Example(row["prompt_ids"], [Branch(row["completion_ids"][: args.max_completion_length])])
+            for row, on_policy in zip(rows, own, strict=True)
+        ]  # fmt: skip
+        if not all(branch.ids for example in examples for branch in example.branches):
+            raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
+        return self._collated(batches, examples, own)
+
+    def _collated(self, batches: list[dict], examples: list[Example], own: list[bool]) -> list[dict]:
+        """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other.
+
+        Of each branch: `last_id`, and whether it was `sampled`.
+        """
+        tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
+        groups = layouts.balanced(tokens, [len(batch["prompts"].rows) for batch in batches])
+        rows = {name: torch.cat([batch[name] for batch in batches]) for name in ROWS if name in batches[0]}
+        made = []
+        for group in groups:
+            batch = layouts.collate([examples[row] for row in group], batches[0]["prompts"].layout)
+            branches = [(branch.ids[-1], own[row]) for row in group for branch in examples[row].branches]
+            batch["last_id"] = torch.tensor([last for last, _ in branches])
+            batch["sampled"] = torch.tensor([on_policy for _, on_policy in branches])
+            batch |= {name: values[group] for name, values in rows.items()}
+            made.append(self._prepare_inputs(batch))
+        return made
+
+    # ---- losses
+
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+        """The loss of each rollout token, [N]."""
+        if "shift_labels" not in batch:  # evaluation
+            [batch] = self.rolled_out([batch], EVALUATION, int(batch["index"][0]) % 2**32)
+        config, targets = self.args, layouts.targets(batch)
+        weights = self.weights(batch)
+        if config.loss_type == POLICY_GRADIENT:
+            values, scores = self._policy_gradient(model, batch, targets, weights)
+        else:
+            function = distill.divergence(config.loss_type, config.beta, config.skew_alpha)
+            tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, ce_coef=0.0)
+            scores = self.score(model, batch, tile, weights)
+            values = scores["value"]
+        lengths = per_branch(torch.ones_like(values), batch["owner"], len(batch["sampled"]), 1)[:, 0]
+        metrics = self._metrics(scores, batch, lengths, weights)
+        return Losses(values, weights, metrics, scores.get("router_logits"), *self._of_rollouts(scores, batch, lengths))
+
+    def _of_rollouts(self, scores: dict, batch: dict, lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """In evaluation, where every prompt has K rollouts: log-probabilities [B, K, 2] and lengths [B, K]."""
+        if torch.is_grad_enabled():
+            return None, None
+        size, count = len(batch["index"]), self.args.num_generations
+        summed = [per_branch(scores[name], batch["owner"], size, count) for name in ("student", "teacher")]
+        return torch.stack(summed, dim=-1), lengths.view(size, count)
+
+    def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, weights: Tensor) -> tuple[Tensor, dict]:
+        """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
+        temperature, discount = self.args.temperature, self.args.discount
+        teacher = self.teacher.score(batch, LogProb(targets, temperature, vocabulary=self.vocabulary))["value"]
+        if discount == 0:
+            scores = self.score(
+                model, batch, distill.SampledPolicyGradient(targets, teacher, temperature, self.vocabulary), weights
+            )
+            return scores["value"], scores
+        scores = self.score(model, batch, LogProb(targets, temperature, True, self.vocabulary))
+        student = scores["value"].detach()
+        advantage = distill.credited(teacher - student, batch["owner"], discount)
+        return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
+
+    def _metrics(
+        self, scores: dict, batch: dict, lengths: Tensor, weights: Tensor
+    ) -> dict[str, tuple[Tensor, Tensor | None]]:
+        student, teacher = scores["student"], scores["teacher"]
+        rolled = batch["sampled"] * row_weights(batch)[batch["row"]]
+        stopped = torch.isin(batch["last_id"], torch.tensor(self.terminal_ids, device=rolled.device)).float()
+        gap = teacher - student
+        exact = self.args.loss_type == "reverse_kl"
+        sampled = weights * batch["sampled"][batch["owner"]]
+        reverse_kl = (scores["divergence"], None) if exact else (-gap, sampled)  # its sampled estimate
+        metrics = {
+            "logprob/student": (student, None), "logprob/teacher": (teacher, None), "logprob/gap": (gap, None),
+            "distill/advantage": (gap, None), "distill/reverse_kl": reverse_kl,
+            "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled),
+        }  # fmt: skip
+        return metrics | ({"entropy": (scores["entropy"], None)} if "entropy" in scores else {})
+
+    def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
+        """Perplexities of the rollouts, from the mean log-probabilities."""
+        for name in ("student", "teacher"):
+            if f"logprob/{name}" in metrics:
+                metrics[f"perplexity/{name}"] = math.exp(min(-metrics[f"logprob/{name}"], 700))
+        return metrics
+
+
+def require_completions(rows: Any) -> None:
+    """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none."""
+    for number, row in enumerate(rows if isinstance(rows, datasets.Dataset) else []):
+        if not row["completion_ids"]:
+            raise InputError(f"lmbda below 1 trains on completions of the data, and row {number} has none")

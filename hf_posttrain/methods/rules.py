@@ -1,0 +1,134 @@
+"""Rules of single methods: losses and their options, and rollouts by vLLM.
+
+Each function takes values with the fields of the method's Config, as given, and yields problems. A test holds the names
+of losses equal to the tables of functions in `losses`, which import torch.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..trainer.limits import Problem, one_of
+
+PAIRED = (
+    "sigmoid", "ipo", "ipo_sum", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
+    "apo_down", "sft", "simpo", "orpo",
+)  # fmt: skip
+LABEL_SMOOTHED = ("exo_pair", "robust", "sigmoid")
+UNPAIRED = ("kto", "apo_zero_unpaired", "bco")
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd")
+POLICY_GRADIENT = "policy_gradient"
+VLLM_MODES = ("colocate", "server")
+
+
+def sft(values: Any) -> Iterator[Problem]:
+    """What SFTConfig refuses."""
+    if values.packing and values.max_length is None:
+        yield ("packing", "max_length"), "packing needs max_length, the length of a packed row"
+
+
+def dpo_losses(values: Any) -> Iterator[Problem]:
+    """Names and number of DPO's losses."""
+    names, weights = losses_of(values.loss_type), values.loss_weights
+    for name in names:
+        yield from one_of("loss_type", name, PAIRED)
+    if not names:
+        yield ("loss_type",), "loss_type is empty: name one loss at least, such as sigmoid"
+    if weights is not None and len(weights) != len(names):
+        yield ("loss_weights", "loss_type"), f"loss_weights has {len(weights)} values for {len(names)} loss_type"
+    if "simpo" in names and len(names) > 1 and values.beta is None:
+        yield ("loss_type",), "loss_type combines simpo (beta 2) with others (beta 0.1): set beta"
+
+
+def dpo_smoothing(values: Any) -> Iterator[Problem]:
+    """Which of DPO's losses know label_smoothing, and how much of it."""
+    names, smoothing, keys = losses_of(values.loss_type), values.label_smoothing, ("label_smoothing", "loss_type")
+    if smoothing and (others := [name for name in names if name not in LABEL_SMOOTHED]):
+        yield keys, f"label_smoothing acts in {', '.join(LABEL_SMOOTHED)}, not in loss_type {others[0]!r}"
+    if "exo_pair" in names and smoothing == 0:
+        yield keys[::-1], "loss_type='exo_pair' needs label_smoothing above 0, for instance 1e-3"
+    if "robust" in names and smoothing >= 0.5:
+        yield keys, f"loss_type='robust' needs label_smoothing below 0.5, not {smoothing}"
+
+
+def losses_of(loss_type: list[str] | str) -> list[str]:
+    """DPO's `loss_type` as a list."""
+    return [loss_type] if isinstance(loss_type, str) else list(loss_type)
+
+
+def kto(values: Any) -> Iterator[Problem]:
+    """What KTOConfig refuses."""
+    yield from one_of("loss_type", values.loss_type, UNPAIRED)
+    for name in ("desirable_weight", "undesirable_weight"):
+        value = getattr(values, name)
+        if value != "auto" and not (isinstance(value, int | float) and 0 <= value < float("inf")):
+            yield (name,), f"{name}={value!r} is neither auto nor a number of at least 0"
+
+
+def kd(values: Any) -> Iterator[Problem]:
+    """What KDConfig refuses."""
+    yield from one_of("divergence", values.divergence, DIVERGENCES)
+    yield from _of_divergence("divergence", values)
+
+
+def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
+    name, beta, alpha = getattr(values, key), values.beta, values.skew_alpha
+    if beta is not None and name != "jsd":
+        yield ("beta", key), f"beta is the interpolation of divergence jsd, not of {name}: set {key}: jsd or drop beta"
+    if beta is not None and not 0 <= beta <= 1:
+        yield ("beta",), f"beta={beta:g} is not in [0, 1]"
+    if not 0 < alpha < 1:
+        yield ("skew_alpha",), f"skew_alpha={alpha:g} is not in (0, 1)"
+
+
+def opd(values: Any) -> Iterator[Problem]:
+    """OPD's losses, and room for its prompts."""
+    yield from one_of("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
+    if values.loss_type != POLICY_GRADIENT:
+        yield from _of_divergence("loss_type", values)
+        if values.discount:
+            yield ("discount", "loss_type"), "discount belongs to loss_type policy_gradient: set that or drop discount"
+    elif values.lmbda < 1:
+        problem = "lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data"
+        yield ("lmbda", "loss_type"), problem
+    elif values.beta is not None:
+        yield ("beta", "loss_type"), "beta is the interpolation of loss_type jsd, not of policy_gradient: drop it"
+    room, rollout = values.max_length, values.max_completion_length
+    if room is not None and room <= rollout:
+        problem = f"max_length={room} leaves no prompt beside max_completion_length={rollout}: raise it, or lower that"
+        yield ("max_length", "max_completion_length"), problem
+
+
+def opd_rollouts(values: Any) -> Iterator[Problem]:
+    """What samples OPD's rollouts, and whose options are given."""
+    given = [name for name, value in vars(values).items() if name.startswith("vllm_") and value is not None]
+    yield from one_of("rollout", values.rollout, ("transformers", "vllm"))
+    if values.rollout == "vllm":
+        yield from _of_vllm(values)
+    elif given:
+        yield (given[0], "rollout"), f"{given[0]} is an option of rollout: vllm: set that, or drop {given[0]}"
+
+
+def _of_vllm(values: Any) -> Iterator[Problem]:
+    mode, url, share = values.vllm_mode, values.vllm_server_base_url, values.vllm_gpu_memory_utilization
+    if mode is not None:
+        yield from one_of("vllm_mode", mode, VLLM_MODES)
+    if mode == "server" and url is None:
+        yield ("vllm_mode",), "vllm_mode: server needs vllm_server_base_url, such as http://localhost:8000"
+    if url is not None and mode != "server":
+        problem = "vllm_server_base_url belongs to vllm_mode: server: set that, or drop the URL"
+        yield ("vllm_server_base_url", "vllm_mode"), problem
+    if url is not None and not url.startswith(("http://", "https://")):
+        problem = f"vllm_server_base_url={url!r} is not a URL such as http://localhost:8000"
+        yield ("vllm_server_base_url",), problem
+    if share is not None and mode == "server":
+        problem = "vllm_gpu_memory_utilization is of vllm_mode: colocate: give --gpu-memory-utilization to vllm serve"
+        yield ("vllm_gpu_memory_utilization", "vllm_mode"), problem
+    if share is not None and not 0 < share <= 1:
+        problem = f"vllm_gpu_memory_utilization={share:g} is not a share of the GPU's memory, above 0 and up to 1"
+        yield ("vllm_gpu_memory_utilization",), problem
+    if values.generation_batch_size is not None:
+        problem = "generation_batch_size is of rollout: transformers: vLLM makes its own batches, drop it"
+        yield ("generation_batch_size", "rollout"), problem
+    if not 0.01 <= values.temperature <= 2:
+        problem = f"temperature={values.temperature:g}: vLLM samples at 0.01 to 2: choose one, or rollout: transformers"
+        yield ("temperature", "rollout"), problem

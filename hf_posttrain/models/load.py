@@ -1,0 +1,263 @@
+"""Models, tokenizers and adapters from a `ModelSection` of a recipe.
+
+    check_model        names, adapter, quantisation: what can be said before weights are loaded
+    load_tokenizer     tokenizer with its chat template and a pad token
+    load_model         weights in the right dtype, quantised, with the adapter to continue
+    lora_config        the `lora` key as a peft.LoraConfig
+    vocabulary_size, check_same_vocabulary, check_tokenizer_fits      student and teacher, tokenizer and model
+    align_generation_config    the saved model stops where the trained one does
+
+A user's mistake is an InputError of one line. Weights are safetensors unless trust_remote_code is set.
+"""
+
+import importlib.util
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.integrations import deepspeed as hf_deepspeed
+
+from ..errors import InputError
+from ..recipe import files as on_disk
+from ..recipe.fields import build, nearest_path
+from ..recipe.read import ModelSection
+
+logger = logging.getLogger(__name__)
+
+_FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
+
+
+@dataclass
+class _LoraKeys(peft.LoraConfig):
+    """LoraConfig's fields as recipes name and type them; only read, never made."""
+
+    alpha: int = 8
+    dropout: float = 0.0
+    init_lora_weights: bool | str = True  # type: ignore[assignment]  # peft takes pissa_niter_16 as well
+
+
+def check_model(section: ModelSection) -> PretrainedConfig:
+    """The model's config, after checking that model, adapter and quantisation package are there.
+
+    Raises InputError with what is missing.
+    """
+    if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
+        raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
+    if section.adapter:
+        with names_the_source("adapter", section.adapter):
+            peft.PeftConfig.from_pretrained(section.adapter)
+    with names_the_source("model", section.name_or_path):
+        return AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
+
+
+def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """The tokenizer of `section`, padding on the right, with the chat template file if one is given.
+
+    A tokenizer without pad token gets an unused one of its own vocabulary, or else eos: the masks of this package come
+    from lengths, never from the pad id. Raises InputError where there is no tokenizer.
+    """
+    name = section.name_or_path
+    with names_the_source("tokenizer", name):
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+    folder = Path(name)
+    if folder.is_dir() and not any(file for pattern in on_disk.TOKENIZER_FILES for file in folder.glob(pattern)):
+        raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
+    if section.chat_template:
+        tokenizer.chat_template = Path(section.chat_template).read_text(encoding="utf-8")
+    tokenizer.padding_side = "right"
+    return with_pad(tokenizer)
+
+
+def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """The tokenizer itself, with a pad token where it had none. Raises InputError if it has no eos either."""
+    if tokenizer.pad_token_id is None:
+        spare = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
+        tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        raise InputError(
+            f"the tokenizer {tokenizer.name_or_path or ''} has neither a pad nor an eos token: name one in its"
+            " tokenizer_config.json"
+        )
+    return tokenizer
+
+
+def load_model(
+    section: ModelSection,
+    trainable: bool = True,
+    device: torch.device | None = None,
+    storage: torch.dtype = torch.uint8,
+) -> PreTrainedModel:
+    """The model of `section`, frozen and in eval mode unless `trainable`; a new `lora` is left to the trainer.
+
+    `device`, by default a GPU if there is one, is where it will run: it decides the default dtype, and quantised
+    weights are placed there, while others stay on CPU. 4-bit weights are kept as `storage`: what their engine can cut
+    (`launch.quantised_storage`). `from_scratch` draws weights from torch's global generator, so seed it first. Raises
+    InputError for a model that is not there, an attention implementation that it refuses, and quantised weights that
+    would all be trained.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = check_model(section)
+    whole = trainable and section.lora is None and not section.adapter
+    if whole and section.quantization != "none":
+        raise InputError("quantization needs lora or adapter: quantised weights cannot be trained")
+    kwargs: dict[str, Any] = {
+        "dtype": weights_dtype(section, config, whole, device),
+        "trust_remote_code": section.trust_remote_code,
+    }
+    if section.attn_implementation != "auto":
+        kwargs["attn_implementation"] = section.attn_implementation
+    with names_the_source("model", section.name_or_path):
+        if section.from_scratch:
+            with whole_weights():
+                model = AutoModelForCausalLM.from_config(config, **kwargs)
+        else:
+            quantised = _quantization(section, kwargs["dtype"], device, storage)
+            safe = None if section.trust_remote_code else True  # pickled weights can run code as well
+            model = AutoModelForCausalLM.from_pretrained(
+                section.name_or_path, config=config, use_safetensors=safe, **kwargs, **quantised
+            )
+    if section.adapter:
+        model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
+    if not trainable:
+        model.requires_grad_(False)
+        model.eval()
+    return model
+
+
+def lora_config(section: ModelSection, where: Callable[[str], str] = lambda key: "model") -> peft.LoraConfig | None:
+    """`section.lora` as a LoraConfig for a causal LM, on all linear layers by default; None without LoRA.
+
+    r, alpha, dropout and target_modules are the friendly names; every LoraConfig field is allowed. `where` gives the
+    place of a key for messages. Raises InputError for an unknown name, a wrong type and what LoraConfig refuses.
+    """
+    if section.lora is None:
+        return None
+    given = build(_LoraKeys, section.lora, "model.lora", where, {"model.lora.rank": "use r"}.get)
+    values = {_FRIENDLY.get(name, name): value for name, value in given.items()}
+    if len(values) < len(given):
+        raise InputError(f"{where('model.lora')}: model.lora gives alpha or dropout under two names")
+    values = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values}
+    try:
+        return peft.LoraConfig(**values)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"{where('model.lora')}: model.lora: {error}") from error
+
+
+def vocabulary_size(section: ModelSection) -> int:
+    """Rows of the model's embedding, padding included, from its config alone."""
+    return check_model(section).get_text_config().vocab_size
+
+
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, name: str) -> None:
+    """Raises InputError if the tokenizer of model `name` has ids that its embedding of `size` rows does not have."""
+    token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if top >= size:
+        raise InputError(f"the tokenizer of {name} has id {top} ({token!r}), but the model only {size} tokens")
+
+
+def check_same_vocabulary(
+    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, student_size: int, teacher_size: int
+) -> None:
+    """Raises InputError unless both tokenizers map the same tokens to the same ids.
+
+    The models' vocabulary sizes may differ, as padding does; they must hold all ids. Equal sizes prove nothing.
+    """
+    check_tokenizer_fits(student, student_size, "the student")
+    check_tokenizer_fits(teacher, teacher_size, "the teacher")
+    ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))
+    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
+    if differing:
+        i, counts = differing[0], f"{len(ours)} and {len(theirs)} ids, {len(differing)} differ"
+        example = f"id {i} is {ours.get(i)!r} for the student, {theirs.get(i)!r} for the teacher"
+        raise InputError(
+            f"student and teacher have different vocabularies ({counts}; {example}): they must be the same"
+        )
+
+
+def align_generation_config(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, terminal_ids: list[int]
+) -> None:
+    """Make generation stop at every terminal id (turn end, eos), in memory and after saving and loading.
+
+    The model's config gets the tokenizer's special ids, and a generation config that could not be saved (a temperature
+    without sampling, as in some releases) is made to sample as it says.
+    """
+    ends = list(dict.fromkeys([*terminal_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]))
+    generation, config = model.generation_config, model.config.get_text_config()
+    generation.eos_token_id = ends if len(ends) > 1 else (ends or [None])[0]
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        value = getattr(tokenizer, name)
+        if value is not None:
+            setattr(config, name, value)
+            if name != "eos_token_id":
+                setattr(generation, name, value)
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+
+
+def weights_dtype(section: ModelSection, config: PretrainedConfig, whole: bool, device: torch.device) -> torch.dtype:
+    """What weights are loaded as. `default`: float32 where all are trained (`whole`), otherwise bfloat16 on GPU and
+    float32 on CPU."""
+    if section.dtype == "default":
+        return torch.bfloat16 if device.type != "cpu" and not whole else torch.float32
+    own = getattr(config.get_text_config(), "dtype", None) or torch.float32
+    dtype = own if section.dtype == "auto" else getattr(torch, section.dtype)
+    return dtype
+
+
+def _quantization(
+    section: ModelSection, dtype: torch.dtype, device: torch.device, storage: torch.dtype
+) -> dict[str, Any]:
+    """from_pretrained's arguments for bitsandbytes; on GPU weights must be placed while they are loaded."""
+    if section.quantization == "none":
+        return {}
+    bits = BitsAndBytesConfig(
+        load_in_4bit=section.quantization == "4bit",
+        load_in_8bit=section.quantization == "8bit",
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=storage,
+    )
+    return {"quantization_config": bits} | ({} if device.type == "cpu" else {"device_map": {"": device}})
+
+
+@contextmanager
+def whole_weights() -> Iterator[None]:
+    """Random weights are the same under every engine: ZeRO-3 must not cut them while they are drawn."""
+    before = hf_deepspeed._hf_deepspeed_config_weak_ref
+    hf_deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        hf_deepspeed._hf_deepspeed_config_weak_ref = before
+
+
+@contextmanager
+def names_the_source(what: str, name: str) -> Iterator[None]:
+    """Turns what from_pretrained raises into one line that names the model, and its nearest folder if it is missing."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError) as error:
+        first = str(error).strip().partition("\n")[0].rstrip(".")
+        path = Path(name)
+        if path.exists():
+            raise InputError(f"{what} {name}: {first}") from error
+        hub = "" if on_disk.is_local(name) else f"; from the Hub: {first}"
+        raise InputError(f"{what} {name}: no such folder{hub}{nearest_path(path)}") from error

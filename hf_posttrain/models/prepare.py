@@ -1,0 +1,108 @@
+"""The policy: from a loaded model to one that is ready to train, with the adapter and generation config it keeps."""
+
+import logging
+from typing import Any
+
+import peft
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ..data import chat
+from ..errors import InputError
+from ..recipe.read import ModelSection
+from ..scoring import forward as scoring
+from ..trainer.config import PostTrainConfig
+from . import load as models
+
+logger = logging.getLogger(__name__)
+
+
+def resolve(
+    model: nn.Module | str, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any = None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found."""
+    if isinstance(model, str):
+        section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
+        model, tokenizer = models.load_model(section), tokenizer or models.load_tokenizer(section)
+    if tokenizer is None:
+        name = getattr(getattr(model, "config", None), "_name_or_path", None)
+        if not name:
+            raise InputError("processing_class is missing: pass the model's tokenizer")
+        tokenizer = models.load_tokenizer(ModelSection(name_or_path=name))
+    return model, models.with_pad(tokenizer)
+
+
+def terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
+    """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config.
+
+    Of the latter only special tokens of this tokenizer: a config that belongs to another one names ordinary words.
+    """
+    ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    if tokenizer.chat_template:
+        ids.insert(0, chat.turn_end_id(tokenizer, template_kwargs))
+    config = getattr(scoring.causal_lm(model), "generation_config", None)
+    own = getattr(config, "eos_token_id", None)
+    special = chat.special_ids(tokenizer)
+    ids += [i for i in (own if isinstance(own, list) else [own]) if i in special]
+    return list(dict.fromkeys(ids))
+
+
+def align(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
+    """Make the model, once saved, stop where it is trained to stop; returns the generation config to save."""
+    inner = scoring.causal_lm(model)
+    if getattr(inner, "generation_config", None) is None:
+        inner.generation_config = GenerationConfig.from_model_config(inner.config)
+    models.align_generation_config(inner, tokenizer, ends)
+    return inner.generation_config
+
+
+def for_training(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> nn.Module:
+    """Add a new adapter where asked for, switch dropout off where asked for, let the forward take a scorer.
+
+    Raises InputError for an adapter on an adapter, and for adapters that are not inside the layers (prompt tuning).
+    """
+    if peft_config is not None:
+        if isinstance(model, peft.PeftModel):
+            raise InputError(
+                "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
+            )
+        if getattr(peft_config, "is_prompt_learning", False):
+            kind = type(peft_config).__name__
+            raise InputError(f"{kind}: only adapters inside the layers (LoRA and its kin) are supported")
+        if getattr(model, "is_quantized", False):
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        model = peft.get_peft_model(model, peft_config)
+    if isinstance(model, peft.PeftModel) and args.activation_checkpointing:
+        model.enable_input_require_grads()  # checkpointed layers need an input with a gradient where the base is frozen
+    if args.disable_dropout:
+        disable_dropout(model)
+    module: Any
+    for module in model.modules():  # on CPU bitsandbytes repacks weights in a first forward without gradient, and its
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # backward then reads them wrongly
+            module.support_avx512bf16_for_cpu = False
+    if isinstance(model, peft.PeftModel) and args.bf16:
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.float()  # trained copies (modules_to_save): bf16 would hardly move
+    low = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
+    if low and not isinstance(model, peft.PeftModel):
+        logger.warning(
+            "all weights are trained in %s, whose steps are coarser than most updates: at rate 5e-7 the weights"
+            " moved by 1.4 %% of what they should. Use float32 (model.dtype: default) with bf16 autocast, or lora",
+            low.pop(),
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("no parameter of the model requires a gradient: there is nothing to train")
+    scoring.enable_scoring(model)
+    return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Every dropout to 0: the modules (LoRA's too) and the rates that attention reads as attributes."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout", "activation_dropout", "attn_dropout", "layerdrop"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)

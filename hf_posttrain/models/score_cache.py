@@ -1,0 +1,147 @@
+"""A second, frozen model: where it is kept, how it scores, and rows that it scored once and that are kept on disk.
+
+`reference.py` and `teacher.py` are its two uses.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import torch
+import xxhash
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm
+
+from ..engines import engine
+from ..scoring import forward as scoring
+from ..scoring.layouts import per_branch, targets
+from ..scoring.tiles import LogProb
+
+logger = logging.getLogger(__name__)
+_NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_cache")
+
+
+class Frozen:
+    """A model in eval mode and without gradients, prepared for the engine by its first use: cut over the ranks where
+    the policy is. Enter it to use it; with `offload` it waits on CPU in between.
+    """
+
+    def __init__(self, model: nn.Module, accelerator: Accelerator, offload: bool = False):
+        model.requires_grad_(False)
+        scoring.enable_scoring(model)
+        self.model, self.accelerator, self.offload = model.eval(), accelerator, offload
+        self.prepared = False
+
+    def __enter__(self) -> nn.Module:
+        if not self.prepared:
+            self.model = engine.prepare_frozen(self.model, self.accelerator, self.offload)
+            self.prepared = engine.shards(self.accelerator)
+        return self.model
+
+    def __exit__(self, *error: Any) -> None:
+        if self.offload:
+            self.release()
+
+    def release(self) -> None:
+        """Give back the device's memory; the next use takes it again. Shards stay where they are."""
+        if not self.prepared:
+            self.model.to("cpu")
+
+
+def branch_logps(model: nn.Module, batch: dict[str, Any], examples: int, branches: int) -> Tensor:
+    """Summed log-probabilities of each branch, without gradient: [B, K]."""
+    with torch.no_grad(), scoring.eval_mode(model):
+        values = scoring.score(model, batch, LogProb(targets(batch)))["value"]
+    return per_branch(values, batch["owner"], examples, branches)
+
+
+# ---- rows computed once
+
+
+def cached(
+    key: list[Any], compute: Callable[[], datasets.Dataset], what: str, accelerator: Accelerator
+) -> datasets.Dataset:
+    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
+
+    The first rank's key counts: on the others a sharded model may be empty until it is prepared.
+    """
+    [name] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{what}-{name}"
+    if all(gather_object([folder.exists()])):
+        logger.info("%s: taken from the cache %s", what, folder)
+        return datasets.load_from_disk(str(folder))
+    rows = compute()
+    if accelerator.is_local_main_process and not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=".partial", dir=folder.parent))
+        rows.save_to_disk(str(partial))
+        with contextlib.suppress(OSError):  # another run or machine on the same disk was first
+            partial.rename(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    return datasets.load_from_disk(str(folder))
+
+
+def score_rows(
+    trainer: Any, rows: datasets.Dataset, size: int, score: Callable[[dict, int], Sequence[Any]], title: str
+) -> list[Any]:
+    """What `score` says of each row, in the rows' order, on every rank; longest rows first, `size` at a time.
+
+    score: (batch on the device, its number of rows) -> one picklable value a row. Every rank makes the same number of
+    calls, since a sharded model's forward needs all of them: one that has run out scores its last rows again.
+    """
+    accelerator = trainer.accelerator
+    lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
+    order = sorted(range(len(rows)), key=lambda i: -lengths[i])
+    parts = [order[start : start + size] for start in range(0, len(order), size)]
+    mine: dict[int, Any] = {}
+    world, rank = accelerator.num_processes, accelerator.process_index
+    for first in tqdm(range(0, len(parts), world), desc=title, disable=not accelerator.is_local_main_process):
+        chosen = parts[min(first + rank, len(parts) - 1)]
+        batch = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
+        mine |= zip(chosen, score(batch, len(chosen)), strict=True)
+    found = {number: value for part in gather_object([mine]) for number, value in part.items()}
+    return [found[number] for number in range(len(rows))]
+
+
+def model_key(model: nn.Module, with_adapter: bool = True) -> str:
+    """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
+    inner = scoring.causal_lm(model)
+    config = {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
+    described = f"{engine.plain_class(inner).__name__} {json.dumps(config, sort_keys=True, default=str)}"
+    digest = xxhash.xxh3_128(described.encode())
+    weights: dict[str, Any] = scoring.unwrapped(model).state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
+            continue
+        with engine.gathered(tensor):
+            if isinstance(tensor, DTensor):  # an offloaded one where its collectives run
+                whole: Any = tensor.to(tensor.device_mesh.device_type)
+                tensor = whole.full_tensor()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            flat: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+            digest.update(flat)
+    return digest.hexdigest()
+
+
+def rows_key(rows: datasets.Dataset) -> str:
+    """A hash of the rows' content."""
+    digest = xxhash.xxh3_128()
+    for table in rows.with_format("arrow").iter(1000):
+        bare = table.replace_schema_metadata(None).combine_chunks()
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, bare.schema) as writer:
+            writer.write_table(bare)
+        digest.update(memoryview(sink.getvalue()))
+    return digest.hexdigest()

@@ -1,0 +1,1 @@
+"""A recipe file -> checked sections -> the objects of a run."""

@@ -1,0 +1,115 @@
+"""The command's arguments: what may stand on the line, in any order, and what --help says.
+
+    parse(argv)  -> Namespace of recipe, overrides, preprocess_only, check and its options
+
+Every mistake is an InputError that begins with "command line: ". `data` and `compare` as first word are commands of
+their own, which `run.main` takes before it parses.
+"""
+
+import argparse
+import difflib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ..errors import InputError
+from .fields import nearest_path
+
+_USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [OPTIONS]] [--preprocess-only]
+       hf-posttrain data FILE ...
+       hf-posttrain compare RUN RUN ..."""
+_EPILOG = """other commands:
+  hf-posttrain data FILE         the format of a data file, and its first row as it would be trained
+  hf-posttrain compare RUN RUN   several finished runs (their output_dir) side by side in one page
+
+examples:
+  hf-posttrain recipes/dpo.yaml
+  hf-posttrain recipes/dpo.yaml train.beta=0.2 train.max_steps=100 model.lora=null
+  hf-posttrain recipes/sft.yaml data.train.path=mine.jsonl 'data.train.columns={prompt: question, completion: answer}'
+  hf-posttrain recipes/sft.yaml train.resume_from_checkpoint=auto
+  hf-posttrain recipes/dpo.yaml --check
+  hf-posttrain recipes/dpo_full.yaml --check --config_file accelerate_configs/zero2.yaml --device_memory 80
+  hf-posttrain recipes/dpo.yaml --preprocess-only train.dataset_num_proc=16
+  accelerate launch -m hf_posttrain.run recipes/kto.yaml
+"""
+_SWITCH: dict[str, Any] = {"action": "store_true"}
+_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
+    "--check": (_SWITCH, "what the recipe would train on, and whether it fits, without training: exit code 0, 1 for"
+                " warnings that would ruin training, 2 if it cannot run"),
+    "--probe": (_SWITCH, "with --check: also run the longest batch for real"),
+    "--json": (_SWITCH, "with --check: print it for machines"),
+    "--config_file": ({"metavar": "FILE", "type": Path}, "with --check: plan and memory as accelerate launch would run"
+                      " it with this file of accelerate_configs, on this machine or another"),
+    "--device_memory": ({"metavar": "GIB", "type": float}, "with --check: memory of each device, such as 80"),
+    "--preprocess-only": (_SWITCH, "check and tokenise the data into the cache, where later runs find it, and stop:"
+                          " needs no launcher and no GPU, loads no weights, writes no output_dir"),
+}  # fmt: skip
+_OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises InputError where argparse prints its usage and leaves."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"command line: {message}")
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and the options.
+
+    Raises InputError for an unknown option (with the nearest), options that do not go together, and no recipe.
+    """
+    parser = Parser(
+        prog="hf-posttrain",
+        usage=_USAGE,
+        description="Post-train a causal language model (SFT, DPO, KTO, KD, OPD) as a recipe says.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("words", metavar="RECIPE.yaml, section.key=value", nargs="*",
+                        help="the recipe file, and what replaces values of it")  # fmt: skip
+    for name, (reading, meaning) in _OPTIONS.items():
+        parser.add_argument(name, help=meaning, **reading)
+    arguments, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        raise InputError(f"command line: {_unknown(unknown[0])}")
+    words = vars(arguments).pop("words")
+    _refuse_contradictions(arguments)
+    arguments.recipe, arguments.overrides = _recipe_and_overrides(words)
+    return arguments
+
+
+def _recipe_and_overrides(words: list[str]) -> tuple[str, list[str]]:
+    """The first word that is no override is the recipe, wherever it stands; a file with `=` in its name may be."""
+    for number, word in enumerate(words):
+        if not _OVERRIDE.match(word) or os.path.isfile(word):
+            return word, words[:number] + words[number + 1 :]
+    given = f" beside {words[0]}" if words else ""
+    raise InputError(f"command line: there is no recipe{given}: hf-posttrain RECIPE.yaml [section.key=value ...]")
+
+
+def _unknown(option: str) -> str:
+    """What is wrong with a word that begins with a dash."""
+    key = option.lstrip("-")
+    if _OVERRIDE.match(key):
+        written = key if "." in key.partition("=")[0] else f"train.{key}"
+        return f"{option!r} is not section.key=value: write {written}, without dashes"
+    close = difflib.get_close_matches(option, _OPTIONS, n=1)
+    hint = f"did you mean {close[0]}?" if close else "a key of the recipe is written section.key=value, without dashes"
+    return f"unknown option {option}; {hint}"
+
+
+def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+    for name in ("probe", "json", "config_file", "device_memory"):
+        if getattr(arguments, name) and not arguments.check:
+            raise InputError(f"command line: --{name} is an option of --check: add that, or drop --{name}")
+    file, memory = arguments.config_file, arguments.device_memory
+    if file and not file.is_file():
+        raise InputError(f"command line: --config_file: there is no file {file}{nearest_path(file)}")
+    if memory is not None and not 0 < memory < float("inf"):
+        raise InputError(f"command line: --device_memory must be a number of GiB above 0, not {memory}")
+    if arguments.check and arguments.preprocess_only:
+        raise InputError("command line: --check and --preprocess-only exclude each other: drop one")

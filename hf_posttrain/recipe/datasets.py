@@ -1,0 +1,65 @@
+"""A recipe's data section -> the trainer's data sets, tokenised and cached.
+
+    prepare_data    read, checked and tokenised: once a machine, every rank and every later run takes it from the cache
+    audit_data      what that made of the rows, counted
+    summary         what a prepared data set holds, and where it is cached
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from .. import data
+from ..data.audit import DataAudit, audits
+from ..data.packing import lengths_of
+from ..engines import launch
+from ..generation import exact_match as answers
+from .read import Recipe, placed
+
+
+def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+    """{"train": rows, "eval": rows} as the trainer takes them. Raises InputError for the first bad file or row."""
+    rows = {}
+    for name, sources in _given(recipe):
+        with placed(recipe, f"data.{name}.path"):
+            data.check_sources(sources, name)
+    with launch.main_process_first(config):
+        for name, sources in _given(recipe):
+            with placed(recipe, f"data.{name}.path"), data.decoded(sources, name):
+                raw = data.load(sources, name)
+                rows[name] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
+                if name == "eval" and config.eval_exact_match:
+                    answers.answerable(rows[name])
+    return rows
+
+
+def audit_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, DataAudit]:
+    """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
+    raw = {name: data.load(sources, name) for name, sources in _given(recipe)}
+    names = {name: _with_file(name, sources) for name, sources in _given(recipe)}
+    return audits(raw, trainer_class, tokenizer, config, names)
+
+
+def summary(rows: Any) -> str:
+    """Rows, tokens and the folder of the cache that has them."""
+    if not isinstance(rows, datasets.Dataset):
+        return "a stream, which is tokenised as it is read: nothing to cache"
+    ids = [column for column in rows.column_names if column.endswith("_ids") and column != "mismatch_ids"]
+    tokens = sum(int(lengths_of(rows, column).sum()) for column in ids)
+    folders = sorted({str(Path(file["filename"]).parent) for file in rows.cache_files})
+    return f"{len(rows)} rows, {tokens} tokens, cached in {', '.join(folders)}"
+
+
+def _given(recipe: Recipe) -> Iterator[tuple[str, Any]]:
+    """(name, sources) of each data set that the recipe has."""
+    for name in ("train", "eval"):
+        if (sources := getattr(recipe.data, name)) is not None:
+            yield name, sources
+
+
+def _with_file(name: str, sources: Any) -> str:
+    """ "train (FILE.jsonl)": what messages about rows call a data set that has one source."""
+    sources = sources if isinstance(sources, list) else [sources]
+    return f"{name} ({Path(sources[0].path).name})" if len(sources) == 1 else name

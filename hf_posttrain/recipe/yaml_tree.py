@@ -1,0 +1,158 @@
+"""A YAML file with overrides, as a plain tree that remembers where each key stands.
+
+    read_tree(path, overrides)  -> (tree, places): the file with every `section.key=value` applied
+    write_tree(tree)            -> text that reads back as the same tree
+    place_of(places, key)       -> "recipes/kto.yaml:12" or "command line"
+
+Plain scalars follow YAML 1.2 (5e-7 is a float, `no` is a text); a duplicate key is an error. A key is dotted.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..errors import InputError
+from .fields import join, nearest_path
+
+_PLAIN_SCALARS = (  # YAML 1.2 core schema; PyYAML's own is 1.1, where 5e-7 is a text and `no` is false
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan",
+        list("-+.0123456789"),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the plain scalars of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict = {}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever YAML 1.1 or 1.2 would take for something else than a text."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in _PLAIN_SCALARS:
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+
+
+def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str, str]]:
+    """Read a YAML file and apply `section.key=value` overrides; returns its value and {dotted key: place}.
+
+    Raises InputError, with place and problem in one line, for a missing or unreadable file, a syntax error, a duplicate
+    key, and an override that has another form or leads nowhere.
+    """
+    tree, places = _parse(_text(path), lambda line: f"{path}:{line}")
+    places[""] = str(path)
+    for override in overrides:
+        tree = _override(tree, override, places)
+    return tree, places
+
+
+def write_tree(tree: Any) -> str:
+    """`tree` as YAML that `read_tree` (and any YAML 1.1 reader) reads back as the same."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def place_of(places: dict[str, str], key: str) -> str:
+    """Where a key stands, or the nearest key above it; `places[""]` is the file."""
+    while key and key not in places:
+        key = key.rpartition(".")[0]
+    return places.get(key, "recipe")
+
+
+def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]:
+    """The value of one YAML document and {dotted key: place(line)}."""
+    places: dict[str, str] = {}
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None, places
+        _note_places(node, "", place, places, ())
+        return loader.construct_document(node), places
+    except InputError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
+        context = getattr(error, "context", None)
+        while_doing = f" {context}" if context else ""
+        raise InputError(f"{place(mark.line + 1 if mark else 1)}: YAML syntax error{while_doing}: {problem}") from None
+
+
+def _note_places(node: yaml.Node, key: str, place: Callable[[int], str], places: dict[str, str], above: tuple) -> None:
+    if any(node is parent for parent in above):
+        raise InputError(f"{place(node.start_mark.line + 1)}: {key} contains itself")
+    children: list[tuple[str, yaml.Node, yaml.Node]] = []
+    if isinstance(node, yaml.MappingNode):
+        children = [(str(name.value), name, child) for name, child in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        children = [(str(index), child, child) for index, child in enumerate(node.value)]
+    seen: dict[str, int] = {}
+    for name, start, child in children:
+        full, line = join(key, name), start.start_mark.line + 1
+        if name in seen:
+            raise InputError(f"{place(line)}: duplicate key {full} (first in line {seen[name]})")
+        seen[name] = line
+        places[full] = place(line)
+        _note_places(child, full, place, places, (*above, node))
+
+
+def _assign(tree: Any, names: Sequence[str], value: Any, key: str = "") -> Any:
+    """A copy of `tree` with `value` at the path `names`; mappings that are missing or null on the way are made."""
+    if not names:
+        return value
+    name, rest = names[0], names[1:]
+    if isinstance(tree, list):
+        if not (name.isdigit() and int(name) < len(tree)):
+            say = f"{key}.{{0..{len(tree) - 1}}}" if tree else "its whole value"
+            raise InputError(f"command line: {key} is a list of {len(tree)}: set {say}, not {key}.{name}")
+        index = int(name)
+        return [*tree[:index], _assign(tree[index], rest, value, join(key, name)), *tree[index + 1 :]]
+    if not isinstance(tree, dict | None):
+        raise InputError(f"command line: {join(key, name)} cannot be set, {key} is {tree!r} and no mapping")
+    tree = tree or {}
+    return {**tree, name: _assign(tree.get(name), rest, value, join(key, name))}
+
+
+def _override(tree: Any, text: str, places: dict[str, str]) -> Any:
+    """`tree` with one `section.key=value` applied; `places` then says "command line" for that key."""
+    key, equals, value = text.partition("=")
+    if not equals or not re.fullmatch(r"\w+(\.[\w-]+)*", key):
+        raise InputError(f"command line: {text!r} is not section.key=value, such as train.learning_rate=5e-7")
+    parsed, _ = _parse(value, lambda _: f"command line: {text}")
+    tree = _assign(tree, key.split("."), parsed)
+    for below in [k for k in places if k.startswith(f"{key}.")]:
+        del places[below]
+    places[key] = "command line"
+    while "." in key:
+        key = key.rpartition(".")[0]
+        places.setdefault(key, "command line")
+    return tree
+
+
+def _text(path: Path) -> str:
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; a recipe is a YAML file")
+    if not path.exists():
+        folder = path.parent
+        if not folder.is_dir():
+            raise InputError(f"no recipe {path}: there is no folder {folder}")
+        raise InputError(f"no recipe {path}{nearest_path(path)}")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as text: {error}") from None

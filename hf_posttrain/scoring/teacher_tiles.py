@@ -1,0 +1,180 @@
+"""What KD and OPD share: the choice of a divergence, and tile functions that compare student and teacher.
+
+Student and teacher must have the same token ids; padding of either vocabulary is sliced off. The teacher's logits come
+from its hidden states tile by tile, beside the student's, so neither model's logits exist in full.
+
+Legend: N scored tokens, n of one tile, V vocabulary, K top tokens of a cached teacher.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ..losses import DIVERGENCES, discounted, forward_kl, reverse_kl, top_k_buckets, with_tail
+from .forward import LMHead
+from .tiles import Differentiated, LogProb, Tile, TileFunction, expectation, softmax
+
+
+def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of (student, teacher) log-probabilities [n, V] -> [n]."""
+    if name == "jsd":
+        return partial(DIVERGENCES[name], beta=0.5 if beta is None else beta)
+    return partial(DIVERGENCES[name], alpha=skew_alpha) if name.startswith("skew") else DIVERGENCES[name]
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The teacher's side of a batch: its head and its hidden states [N, H], at the same positions as the student's."""
+
+    head: LMHead
+    hidden: Tensor
+
+    def logits(self, rows: slice) -> Tensor:
+        """[n, V of the teacher], to be overwritten at will."""
+        with torch.no_grad():
+            logits = self.head.logits(self.hidden[rows])
+            return logits.clone() if isinstance(self.head.module, nn.Identity) else logits
+
+
+def dense(
+    function: Callable[[Tensor, Tensor], Tensor], teacher: Teacher, targets: Tensor, temperature: float, ce_coef: float
+) -> TileFunction:
+    """value = (1 - w) CE + w D(student, teacher), w = 1 - ce_coef; temperature divides both logits in D alone.
+
+    stats: `divergence`, `student` and `teacher` (log-probabilities of the target at the temperature), and `ce`.
+    The two KL divergences are differentiated by hand (`KL`), the others by autograd.
+    """
+
+    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        theirs = teacher.logits(rows)
+        size, target = min(logits.shape[-1], theirs.shape[-1]), targets[rows, None]
+        q, p = (torch.log_softmax(_at(side[:, :size], temperature), dim=-1) for side in (logits, theirs))
+        total = function(q, p)
+        stats = {"divergence": total, "student": q.gather(-1, target)[:, 0], "teacher": p.gather(-1, target)[:, 0]}
+        own = q if temperature == 1 and size == logits.shape[-1] else None
+        return _with_ce(total, logits, own, target, ce_coef, stats)
+
+    tile = Differentiated(value)
+    if function not in (forward_kl, reverse_kl):
+        return tile
+    return KL(function is reverse_kl, teacher, targets, temperature, ce_coef, tile)
+
+
+@dataclass(frozen=True)
+class KL:
+    """`dense` for KL(p, q) or KL(q, p), in closed form: a fifth of the memory traffic of autograd.
+
+    With logits z and t of student and teacher, each less its largest, d = t - z and c = ln sum e^z - ln sum e^t:
+    KL(p, q) = sum p d + c, of gradient q - p;  KL(q, p) = -sum q d - c, of gradient -q (d + c + KL).
+    d is taken before it is summed: of two close models the two sums would leave rounding alone.
+    """
+
+    reverse: bool
+    """KL(q, p), else KL(p, q)."""
+    teacher: Teacher
+    targets: Tensor
+    temperature: float
+    ce_coef: float
+    plain: Differentiated
+    """The same by autograd, for a cross-entropy that needs another softmax."""
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
+        """[n, V] -> Tile of [n]; stats as `dense`."""
+        theirs = self.teacher.logits(rows)
+        size, target = min(logits.shape[-1], theirs.shape[-1]), self.targets[rows, None]
+        if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
+            return self.plain(logits, rows, need_grad, room)
+        z, t = (_at(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
+        (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, room), softmax(t, torch.empty_like(t))
+        student = z.gather(-1, target) - z_peak + q_top
+        teacher = t.gather(-1, target) - t_peak + p_top
+        c, d = p_top - q_top, t.sub_(z).sub_(t_peak - z_peak)
+        kl = -expectation(q, d) - c if self.reverse else expectation(p, d) + c
+        stats = {"divergence": kl[:, 0], "student": student[:, 0], "teacher": teacher[:, 0]}
+        value, w = kl, self.ce_coef
+        if w:
+            value, stats = (1 - w) * kl - w * student, stats | {"ce": -student[:, 0]}
+        if not need_grad:
+            return Tile(value[:, 0], None, stats)
+        if self.reverse:
+            q.mul_(d.add_(c + kl).mul_(w - 1).add_(w))
+        else:
+            q.sub_(p, alpha=1 - w)
+        grad = room.scatter_add_(-1, target, torch.full_like(value, -w)) if w else room
+        return Tile(value[:, 0], grad if self.temperature == 1 else grad.div_(self.temperature), stats)
+
+
+def top_k(
+    function: Callable[[Tensor, Tensor], Tensor],
+    ids: Tensor,
+    logps: Tensor,
+    targets: Tensor,
+    temperature: float,
+    ce_coef: float,
+    vocabulary: int,
+) -> TileFunction:
+    """The same with a cached teacher: ids and logps [N, K] at this temperature, the rest of its mass in one bucket.
+
+    vocabulary: the number of ids that both models have.
+    """
+
+    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        q = torch.log_softmax(_at(logits[:, :vocabulary], temperature), dim=-1)
+        total = function(top_k_buckets(q, ids[rows]), with_tail(logps[rows]))
+        own = q if temperature == 1 and vocabulary >= logits.shape[-1] else None
+        return _with_ce(total, logits, own, targets[rows, None], ce_coef, {"divergence": total})
+
+    return Differentiated(value)
+
+
+def _at(logits: Tensor, temperature: float) -> Tensor:
+    return logits if temperature == 1 else logits / temperature
+
+
+def _with_ce(
+    total: Tensor, logits: Tensor, own: Tensor | None, target: Tensor, ce_coef: float, stats: dict[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mix in the cross-entropy of the student's own full vocabulary; `own`: its log-probabilities where at hand."""
+    if ce_coef == 0:
+        return total, stats
+    logps = torch.log_softmax(logits, dim=-1) if own is None else own
+    ce = -logps.gather(-1, target)[:, 0]
+    return ce_coef * ce + (1 - ce_coef) * total, stats | {"ce": ce}
+
+
+@dataclass(frozen=True)
+class SampledPolicyGradient:
+    """value = -sg(ln p - ln q) ln q of the sampled tokens, whose expected gradient is that of the reverse KL."""
+
+    targets: Tensor
+    """[N], the sampled tokens."""
+    teacher: Tensor
+    """[N], the teacher's log-probabilities of them at the same temperature."""
+    temperature: float
+    vocabulary: int
+    """Of the ids that both models have."""
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
+        """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
+        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, room)
+        advantage = self.teacher[rows] - tile.value
+        stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
+        grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
+        return Tile(-advantage * tile.value, grad, stats)
+
+
+def credited(reward: Tensor, owner: Tensor, discount: float) -> Tensor:
+    """Rewards [N] of tokens with those that follow in their rollout, discounted: [N]. owner [N]: whose token it is.
+
+    Tokens of a rollout stand in order; they are laid out as [rollouts, longest] and back.
+    """
+    order, counts = torch.argsort(owner, stable=True), torch.bincount(owner)
+    place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    table = reward.new_zeros(len(counts), int(counts.max()))
+    table[owner[order], place] = reward[order]
+    result = torch.empty_like(reward)
+    result[order] = discounted(table, discount)[owner[order], place]
+    return result

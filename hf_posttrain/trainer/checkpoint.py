@@ -1,0 +1,242 @@
+"""Checkpoints: complete or invisible, found again, and resumed only where the numbers stay the same.
+
+    complete_or_invisible   a checkpoint is written beside and renamed when every rank is done
+    find_checkpoint         the newest complete one, for resume_from_checkpoint: auto; to_resume: what train() is given
+    launched, check_launch  how a run was launched; a checkpoint of another kind of launch is refused
+    Preemption              SIGTERM: finish the step, save, stop
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import broadcast_object_list
+from transformers import TrainerCallback
+from transformers.trainer_utils import sort_checkpoints
+
+from ..engines import engine
+from ..errors import InputError
+
+logger = logging.getLogger(__name__)
+SAVING = ".saving"
+"""Folder in output_dir where a checkpoint is until it is complete."""
+LAUNCH = "launch"
+"""Key of `launched` among the callbacks' states in trainer_state.json."""
+_WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp_0", "global_step*")
+_TRAINING_STATE = {  # what a checkpoint holds beside weights, under the names of each engine
+    "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
+    "scheduler": ("scheduler.pt", "global_step*"),
+    "random state": ("rng_state*.pth",),
+}
+_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+
+
+# ---- written
+
+
+@contextmanager
+def complete_or_invisible(trainer: Any) -> Iterator[str]:
+    """The folder `output_dir/.saving` for the trainer's checkpoint, which is then renamed, and older ones deleted.
+
+    A kill at any moment leaves the previous checkpoint the newest. All ranks enter together.
+    """
+    args, state, accelerator = trainer.args, trainer.state, trainer.accelerator
+    run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
+    if args.should_save:
+        shutil.rmtree(run / SAVING, ignore_errors=True)  # of a run that was killed
+    accelerator.wait_for_everyone()
+    yield str(run / SAVING)
+    best = run / f"checkpoint-{state.best_global_step}"
+    if best.name == name or best.is_dir():
+        state.best_model_checkpoint = str(best)
+    accelerator.wait_for_everyone()
+    if args.should_save:
+        new = run / SAVING / name
+        files = {str(file.relative_to(new)): file.stat().st_size for file in new.rglob("*") if file.suffix in _TENSORS}
+        state.stateful_callbacks[LAUNCH] = launched(trainer) | {"files": files}
+        state.save_to_json(str(new / "trainer_state.json"))
+        if (run / name).exists():  # the same step of an earlier run
+            (run / name).rename(run / SAVING / "replaced")
+        new.rename(run / name)
+        for old in _surplus(run, args.save_total_limit, state.best_model_checkpoint):
+            old.rename(run / SAVING / old.name)
+        shutil.rmtree(run / SAVING)
+    accelerator.wait_for_everyone()
+
+
+def _surplus(run: Path, limit: int | None, best: str | None) -> list[Path]:
+    """The oldest checkpoints beyond save_total_limit, as HF counts them: the newest and the best are kept."""
+    found = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
+    kept = {found[-1], *([Path(best)] if best else [])}
+    count = len(found) - max(limit, len(kept)) if limit and limit > 0 else 0
+    return [path for path in found if path not in kept][: max(count, 0)]
+
+
+def launched(trainer: Any) -> dict[str, Any]:
+    """What must be the same again for a resumed run to go on as if nothing had happened."""
+    accelerator = trainer.accelerator
+    rows = trainer.get_total_train_batch_size(trainer.args)
+    name = engine.name(accelerator)
+    if name == "fsdp2":
+        name += f" with {accelerator.state.fsdp_plugin.state_dict_type.name}"
+    return {"engine": name, "processes": accelerator.num_processes, "rows_per_step": rows}
+
+
+# ---- found again
+
+
+def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
+    """The newest complete `checkpoint-N` in `output_dir`, or None.
+
+    Complete: a readable trainer_state.json, weights and, unless `weights_only` (save_only_model), optimizer, scheduler
+    and random state; every file of tensors that was saved, as long as it was. Incomplete ones, half deleted or from a
+    full disk, are passed over with a line in the log.
+    """
+    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
+    for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
+        absent = lacking(path, weights_only)
+        if not absent:
+            return str(path)
+        logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
+    return None
+
+
+def newest(args: Any) -> str | None:
+    """`find_checkpoint` for a Config, said in the log."""
+    found = find_checkpoint(args.output_dir, args.save_only_model)
+    logger.info("resuming %s" if found else "no complete checkpoint in %s: a fresh start", found or args.output_dir)
+    return found
+
+
+def to_resume(trainer: Any, wanted: str | bool | None) -> str | bool | None:
+    """The folder that `train(resume_from_checkpoint=wanted)` means: a folder, "auto" or True; None is a fresh start.
+
+    Raises InputError where True finds none, and where this run could not go on as the one that wrote it.
+    """
+    if wanted in (True, "auto"):
+        [found] = broadcast_object_list([newest(trainer.args)])  # the first rank's view of the disk
+        if found is None and wanted is True:
+            raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {trainer.args.output_dir}")
+        wanted = found
+    if isinstance(wanted, str):
+        check_launch(trainer, wanted)
+    return wanted
+
+
+def lacking(folder: Path, weights_only: bool) -> list[str]:
+    """What keeps a checkpoint from being resumed."""
+    wanted = {"weights": _WEIGHTS} | ({} if weights_only else _TRAINING_STATE)
+    absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    try:
+        state = _state(folder)
+        state["global_step"]
+    except (OSError, ValueError, KeyError):
+        return [*absent, "trainer_state.json"]
+    files = state.get("stateful_callbacks", {}).get(LAUNCH, {}).get("files", {})
+    found = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
+    return absent or [f"the whole of {name}" for name, size in files.items() if found.get(name, 0) < size]
+
+
+def check_launch(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
+    """Raises InputError where this run would not go on as the one that wrote the checkpoint."""
+    if engine.changes_weights(trainer.accelerator) and (absent := lacking(Path(checkpoint), weights_only=False)):
+        raise InputError(
+            f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
+            f"DeepSpeed cannot resume it: start a new run from its weights ({_start_from(checkpoint)})"
+        )
+    callbacks = _state(Path(checkpoint)).get("stateful_callbacks", {})
+    if LAUNCH not in callbacks:
+        return  # not written by this package
+    then, now = callbacks[LAUNCH], launched(trainer)
+    free = then["engine"] in ("single", "ddp") and now["engine"] in ("single", "ddp")  # one format, whole on rank 0
+    if not free and then["engine"] != now["engine"]:
+        raise InputError(
+            f"the checkpoint {checkpoint} was written under {then['engine']} and this run is {now['engine']}: its "
+            f"optimizer state cannot be read here. Launch as before, or start a new run from its weights "
+            f"({_start_from(checkpoint)})"
+        )
+    if now["engine"].startswith("zero") and then["processes"] != now["processes"]:
+        raise InputError(
+            f"the checkpoint {checkpoint} was written by {then['processes']} processes and this run has "
+            f"{now['processes']}: DeepSpeed cut its optimizer state for the former. Launch as many, or start a new run "
+            f"from its weights ({_start_from(checkpoint)})"
+        )
+    if then["rows_per_step"] != now["rows_per_step"] and not trainer.args.ignore_data_skip:
+        raise InputError(
+            f"the checkpoint {checkpoint} trained {then['rows_per_step']} rows a step and this run "
+            f"{now['rows_per_step']}, so rows would be skipped or seen twice: keep per_device_train_batch_size x "
+            "gradient_accumulation_steps x processes, or set ignore_data_skip to begin the epoch again"
+        )
+
+
+def _start_from(checkpoint: str | os.PathLike[str]) -> str:
+    """The override that begins a run with a checkpoint's weights."""
+    adapter = Path(checkpoint, "adapter_config.json").exists()
+    return f"model.lora=null model.adapter={checkpoint}" if adapter else f"model.name_or_path={checkpoint}"
+
+
+def _state(folder: Path) -> dict[str, Any]:
+    """trainer_state.json."""
+    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+
+
+# ---- preemption
+
+
+class Preemption(TrainerCallback):
+    """SIGTERM to any rank: all finish the optimizer step, save a checkpoint and leave `train`."""
+
+    def __init__(self, accelerator: Any):
+        self.accelerator = accelerator
+        self.asked = self.happened = False
+        self.group: Any = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around a training; in the main thread alone, others cannot."""
+        self.asked = self.happened = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop together: the ranks hear of it at different moments. Time is short, so nothing is evaluated."""
+        if self._any_asked():
+            self.happened = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+            logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
+
+    def _any_asked(self) -> bool:
+        """Was any rank asked to stop? A word between hosts: no device is waited for."""
+        if self.accelerator.num_processes == 1:
+            return self.asked
+        if self.group is None:
+            self.group = dist.new_group(backend="gloo")
+        asked = torch.tensor(float(self.asked))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        return asked.item() > 0
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The best model is not loaded now, and the checkpoint not deleted in its favour; on disk it is still known."""
+        if self.happened:
+            state.best_model_checkpoint = None
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is due at an epoch's end is not, in its middle."""
+        if self.happened:
+            control.should_save = control.should_evaluate = False

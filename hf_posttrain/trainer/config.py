@@ -1,0 +1,130 @@
+"""PostTrainConfig: TrainingArguments with what all five methods add. It refuses what `rules` and `launch` name."""
+
+import dataclasses
+import inspect
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainingArguments
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+from ..engines import sequence
+from ..engines.launch import check_engine
+from ..errors import InputError
+from ..recipe.fields import nearest
+from ..recipe.keys import advice
+from . import rule_table as rules
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class PostTrainConfig(TrainingArguments):
+    """Every field of TrainingArguments, and these. Defaults that differ are TRL's, except bf16, which is off on CPU.
+
+    Raises InputError for fields that cannot be honoured and for contradictions.
+    """
+
+    can_cut_rows: ClassVar[bool] = False
+    """Does the method know sequence parallelism, `parallelism_config` with sp_size?"""
+    logging_steps: float = 10
+    """Steps between logs; below 1, a share of all steps."""
+    activation_checkpointing: bool | None = None
+    """Recompute activations in the backward: less memory, a third more compute. None: yes, as in TRL."""
+    activation_checkpointing_kwargs: dict[str, Any] | str | None = None
+    """Options of that, such as {offload: true}."""
+    gradient_checkpointing: bool | None = None
+    """The older name of activation_checkpointing, read where that is not given."""
+    gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
+    """The older name of activation_checkpointing_kwargs."""
+    bf16: bool | None = None  # type: ignore[assignment]
+    """bf16 autocast; None: on where the GPU has it (and fp16 is not asked for), off on CPU."""
+    fsdp: bool | str | None = None  # type: ignore[assignment]
+    """True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way."""
+    remove_unused_columns: bool = False
+    """Our collators read their own columns; leave it off."""
+    logging_nan_inf_filter: bool = False
+    """Hide non-finite losses from the logged mean (HF's default); off, they are shown and their step is named."""
+    max_length: int | None = 1024
+    """Longest prompt + completion in tokens: the prompt is trimmed first, from its left; None for no limit."""
+    merge_lora: bool = False
+    """Save the model at the end with its adapter merged into the base, as one plain model."""
+    layout: str = "auto"
+    """How examples are laid out: auto, shared (a prompt once for all its answers), packed or padded. Same numbers."""
+    dataset_num_proc: int | None = None
+    """Processes that tokenise; the rows and their cache are the same for any number."""
+    dataset_text_field: str = "text"
+    """Column of plain text, for method sft and kd."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Passed to the chat template, for instance {enable_thinking: false}."""
+    apply_chat_template: bool = False
+    """Plain-string prompts become a user turn and their answers an assistant's, in the model's chat template."""
+    disable_dropout: bool = False
+    """Set every dropout of the policy to 0, LoRA's included."""
+    router_aux_loss_coef: float | None = None
+    """Weight of the experts' load-balancing loss; None: the model's own where its config has output_router_logits."""
+    stop_on: list[str] | str | None = None
+    """Warnings that end the run, one or a list: nan, chosen_falling, kl_zero, no_learning, clipped_rollouts,
+    empty_rollouts, no_eos, label_leak, as `watch` describes them. Nothing more is saved then."""
+    eval_exact_match: bool = False
+    """In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."""
+    eval_max_completion_length: int = 256
+    """Longest answer in that evaluation, in tokens."""
+
+    def __new__(cls, *args: Any, **kwargs: Any):
+        """Names that TRL's configs or older transformers have and this one lacks raise with what to use instead."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        for name in kwargs:
+            if name not in names and (instead := advice(name)):
+                raise InputError(f"{cls.__name__} has no {name}: {instead}")
+        return super().__new__(cls)
+
+    def __post_init__(self):
+        rules.check("shared", self)
+        self._resolve_gradient_checkpointing()
+        if self.bf16 is None:
+            self.bf16 = (
+                not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            )
+        super().__post_init__()
+        self._keep_batches_whole()
+        self._check_scheduler()
+        self.parallelism_config = sequence.settle(self)
+        if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
+            logger.info("layout: padded (with sequence parallelism a row is one document)")
+            self.layout = "padded"
+        if self.n_gpu > 1:
+            logger.warning(
+                "%d GPUs are visible and no launcher is used: training on one. Use accelerate launch for all.",
+                self.n_gpu,
+            )
+            self._n_gpu = 1
+        check_engine(self)
+
+    def _check_scheduler(self) -> None:
+        """Raises InputError for options that the learning rate's schedule does not have."""
+        kind: Any = self.lr_scheduler_type
+        function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
+        allowed = inspect.signature(function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in allowed.values())
+        for name in self.lr_scheduler_kwargs or {}:
+            if name not in allowed and not takes_all:
+                raise InputError(f"lr_scheduler_kwargs: {kind.value} has no option {name}{nearest(name, allowed)}")
+
+    def _keep_batches_whole(self) -> None:
+        """Accelerate must not cut a laid-out batch by rows, as it does by default with streams."""
+        loading: Any = self.accelerator_config
+        if loading.dispatch_batches or loading.split_batches:
+            raise InputError("accelerator_config: dispatch_batches and split_batches cut laid-out batches by rows")
+        loading.dispatch_batches = False
+
+    def _resolve_gradient_checkpointing(self) -> None:
+        """One value under the name that this transformers reads: `activation_...` from 5.23, `gradient_...` before."""
+        for suffix, default in (("", True), ("_kwargs", None)):
+            older, newer = f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"
+            given = [value for name in (newer, older) if (value := getattr(self, name)) is not None]
+            value = given[0] if given else default
+            setattr(self, newer, value)
+            setattr(self, older, value)

@@ -1,0 +1,134 @@
+"""Rules of what all methods share: names, what cannot be honoured, intervals, and the best model of a run.
+
+Each function takes values with the fields of a PostTrainConfig, as given, and yields problems.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..watch import symptoms as watch
+from .limits import Problem, one_of
+
+LAYOUTS = ("auto", "shared", "packed", "padded")
+LOG_LEVELS = ("debug", "detail", "info", "warning", "error", "critical", "passive")
+SAMPLING = ("random", "sequential", "group_by_length")
+REPORTERS: dict[str, tuple[str, ...]] = {
+    "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
+    "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "kubeflow": (), "mlflow": ("mlflow",),
+    "neptune": ("neptune",), "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"),
+    "trackio": ("trackio",), "wandb": ("wandb",),
+}  # fmt: skip
+"""What transformers reports to, and the packages of which it needs one."""
+_REFUSED = {  # field: (off, why it stays off)
+    "label_smoothing_factor": (0.0, "it smooths full logits, which never exist here; DPO has label_smoothing"),
+    "use_liger_kernel": (False, "the head is fused already"),
+    "torch_compile": (False, "batches change shape at every step; leave it off"),
+    "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
+    "restore_callback_states_from_checkpoint": (False, "our callbacks restore themselves"),
+    "batch_eval_metrics": (False, "metrics are exact sums over the whole set; leave it off"),
+}
+
+
+def names(values: Any) -> Iterator[Problem]:
+    """Layout, order of the rows, what is logged, and who is told of the run."""
+    yield from one_of("layout", values.layout, LAYOUTS)
+    if values.train_sampling_strategy == "batch_rebalance":
+        problem = "train_sampling_strategy: batch_rebalance repeats rows unseen: use random or group_by_length"
+        yield ("train_sampling_strategy",), problem
+    else:
+        yield from one_of("train_sampling_strategy", values.train_sampling_strategy, SAMPLING)
+    for name in ("log_level", "log_level_replica"):
+        yield from one_of(name, getattr(values, name), LOG_LEVELS)
+    for name in reporters(values.report_to):
+        yield from one_of("report_to", name, ("all", "none", *REPORTERS))
+
+
+def stops(kind: str, values: Any) -> Iterator[Problem]:
+    """Names of warnings that end the run: for kind "shared" do they exist, for a method are they its own?"""
+    for problem in watch.problems(values.stop_on, None if kind == "shared" else kind):
+        yield ("stop_on",), problem
+
+
+def reporters(report_to: list[str] | str | None) -> list[str]:
+    """`report_to` as a list."""
+    return [report_to] if isinstance(report_to, str) else report_to or []
+
+
+def refused(values: Any) -> Iterator[Problem]:
+    """What no method can honour."""
+    for name, (off, reason) in _REFUSED.items():
+        value = getattr(values, name, None)
+        if value not in (off, None):
+            yield (name,), f"{name}={value!r} cannot be honoured: {reason}"
+
+
+def intervals(values: Any) -> Iterator[Problem]:
+    """Every so many steps: a whole number, or below 1 a share of all steps."""
+    evaluated = values.eval_steps or values.logging_steps  # as HF has it
+    for what, steps in (("logging", values.logging_steps), ("save", values.save_steps), ("eval", evaluated)):
+        if getattr(values, f"{what}_strategy") != "steps":
+            continue
+        names = f"{what}_steps", f"{what}_strategy"
+        if not 0 < steps < float("inf"):
+            yield names, f"{names[0]}={steps:g} with {names[1]}: steps must be above 0; {names[1]}: no turns it off"
+        elif steps > 1 and steps != int(steps):
+            yield names, f"{names[0]}={steps:g} must be a whole number, or below 1 a share of all steps"
+
+
+def epochs(values: Any) -> Iterator[Problem]:
+    """Is anything trained?"""
+    if values.max_steps <= 0 and not 0 < values.num_train_epochs < float("inf"):
+        problem = f"num_train_epochs={values.num_train_epochs:g} trains nothing: set it above 0, or max_steps"
+        yield ("num_train_epochs", "max_steps"), problem
+
+
+def best_model(values: Any) -> Iterator[Problem]:
+    """load_best_model_at_end loads a checkpoint, so one must be saved whenever the model is evaluated."""
+    saved, evaluated, loads = values.save_strategy, values.eval_strategy, values.load_best_model_at_end
+    if saved == "best" and not loads and not values.metric_for_best_model:  # with it, that is eval_loss
+        problem = "save_strategy: best needs metric_for_best_model, such as eval_loss"
+        yield ("save_strategy", "metric_for_best_model"), problem
+    if loads and evaluated == "no":
+        problem = "load_best_model_at_end needs eval_strategy: steps or epoch, which finds the best"
+        yield ("load_best_model_at_end", "eval_strategy"), problem
+    elif loads and saved not in (evaluated, "best"):
+        problem = (
+            f"load_best_model_at_end loads a checkpoint: save_strategy ({_said(saved)}) must be eval_strategy's"
+            f" ({_said(evaluated)}), or best"
+        )
+        yield ("load_best_model_at_end", "save_strategy", "eval_strategy"), problem
+    elif loads and saved == "steps":
+        yield from _saved_when_evaluated(values.save_steps, values.eval_steps or values.logging_steps)
+
+
+def _saved_when_evaluated(save: float, evaluate: float) -> Iterator[Problem]:
+    names, given = (
+        ("save_steps", "eval_steps", "load_best_model_at_end"),
+        f"save_steps={save:g}, eval_steps={evaluate:g}",
+    )
+    if (save < 1) != (evaluate < 1):
+        yield names, f"load_best_model_at_end: {given} must both be steps, or both shares below 1"
+    elif evaluate and abs(save / evaluate - round(save / evaluate)) > 1e-6:
+        yield names, f"load_best_model_at_end: save_steps must be a multiple of eval_steps, not {given}"
+
+
+def _said(strategy: Any) -> str:
+    """A strategy's name, of an enum too."""
+    return str(getattr(strategy, "value", strategy))
+
+
+def together(values: Any) -> Iterator[Problem]:
+    """Fields of TrainingArguments that exclude or need each other; torch says some of it with the model loaded."""
+    if values.fp16 and values.bf16:
+        yield ("fp16", "bf16"), "fp16 and bf16 exclude each other: set one of them to false"
+    if values.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and values.eval_strategy == "no":
+        kind = _said(values.lr_scheduler_type)
+        problem = f"lr_scheduler_type: {kind} needs eval_strategy: steps or epoch, whose results it follows"
+        yield ("lr_scheduler_type", "eval_strategy"), problem
+    for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
+        if getattr(values, name) and values.dataloader_num_workers == 0:
+            yield (name, "dataloader_num_workers"), f"{name} needs dataloader_num_workers above 0"
+    if values.optim_args and not all("=" in pair for pair in values.optim_args.split(",")):
+        yield ("optim_args",), f"optim_args={values.optim_args!r} is not name=value, or several with commas between"
+    if values.eval_exact_match and values.eval_max_completion_length < 1:
+        yield ("eval_max_completion_length", "eval_exact_match"), "eval_max_completion_length must be at least 1"

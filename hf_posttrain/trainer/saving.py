@@ -1,0 +1,245 @@
+"""What is saved: every weight, whatever the engine, read again and compared before anybody relies on it.
+
+    Saving        what PostTrainer changes in how HF's Trainer saves, resumes and loads the best model
+    whole_state   all weights on the first rank where the engine cuts them
+    check_saved   are the files complete?
+    check_folder  would they stand beside others that from_pretrained adds to them?
+    save_merged   a LoRA model as one plain model (merge_lora)
+"""
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import PreTrainedModel, Trainer
+
+from ..engines import engine
+from ..errors import InputError
+from ..models import reference
+from ..report import card
+from ..scoring import forward as scoring
+from . import checkpoint
+
+
+class Saving(Trainer):
+    """Saves every weight under every engine, in checkpoints that are complete or invisible, and loads them again."""
+
+    args: Any
+    model: Any
+    model_wrapped: Any
+    generation_config: Any
+    saving_in: str | None = None
+    """The folder of the checkpoint that is being written."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every weight under every engine, read again and compared; merged where merge_lora says so. All ranks call it.
+
+        Raises RuntimeError where what was saved is not the whole model, and InputError where an adapter and a whole
+        model would share a folder.
+        """
+        folder = output_dir or self.args.output_dir
+        merged = self.args.merge_lora and not (_internal_call and output_dir)  # HF's own saves but that of push_to_hub
+        check_folder(self, folder, merged)
+        if merged:
+            save_merged(self, folder)
+        else:
+            self._save(folder, whole_state(self, isinstance(self.model, peft.PeftModel)))
+            if self.args.should_save:
+                check_saved(self.model, folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """HF's draft, unless the folder has the report's card, which says more."""
+        if not card.is_ours(Path(self.args.output_dir)):
+            super().create_model_card(*args, **kwargs)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
+        if self._loads_pretrained:
+            own = self.model if model is None else model
+            own.load_state_dict(type(own).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if self._loads_pretrained:
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+        else:
+            super()._load_best_model()
+
+    @property
+    def _loads_pretrained(self) -> bool:
+        """Is the policy a whole model in one piece, not an adapter and not in an engine's own files?"""
+        return isinstance(self.model, PreTrainedModel) and not engine.changes_weights(self.accelerator)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        try:
+            with checkpoint.complete_or_invisible(self) as self.saving_in:
+                super()._save_checkpoint(model, trial)
+        finally:
+            self.saving_in = None
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self.saving_in is None:  # not a folder that is about to be renamed
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.saving_in or super()._get_output_dir(trial)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """Also the generation config, with the trained turn end, next to an adapter."""
+        folder = output_dir or self.args.output_dir
+        exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
+        with reference.without_reference_adapter(self.model, state_dict) as state_dict:
+            super()._save(output_dir, state_dict)
+        if self.args.should_save:
+            self.generation_config.save_pretrained(folder)
+            if exact:
+                _tell_float32(folder)
+
+
+def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
+    """Every weight, on the first rank (others may get less), or None where a model's own state_dict is as good.
+
+    adapter_only: without the frozen base, where the engine can leave it out. All ranks call it.
+    """
+    accelerator, model = trainer.accelerator, trainer.model_wrapped
+    if accelerator.is_fsdp2:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter_only)
+        whole: Any = get_model_state_dict(model, options=options)
+        return whole
+    stage = engine.zero_stage(accelerator)
+    if not stage:
+        return None
+    if stage == 3:
+        state = model._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapter_only)
+    else:
+        state = accelerator.get_state_dict(model)
+    return _with_masters(model.module, state)
+
+
+def _with_masters(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """DeepSpeed trains a float32 copy of bf16 and fp16 weights, and they show little of a small step: that copy."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight.requires_grad and weight.dtype != torch.float32:
+            master = safe_get_full_fp32_param(weight)  # all ranks together
+            if state is not None and name in state:
+                state[name] = master.cpu()
+    return state
+
+
+def _tell_float32(folder: str | Path) -> None:
+    """config.json has the dtype of the model in memory; weights that were saved in float32 are to be loaded so."""
+    file = Path(folder, "config.json")
+    if file.exists():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if config.get("dtype") in ("bfloat16", "float16"):
+            file.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+
+
+def check_saved(model: nn.Module, folder: str | Path) -> None:
+    """Compare names and shapes in the safetensors files of `folder` with the model's (or its adapter's).
+
+    Raises RuntimeError where a file cannot be read or a weight is missing, empty or of another shape.
+    """
+    saved: dict[str, list[int]] = {}
+    inner, place = scoring.unwrapped(model), Path(folder)
+    if isinstance(inner, peft.PeftModel) and inner.active_adapter != "default":
+        place = place / inner.active_adapter  # as PEFT has it
+    for file in sorted(place.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                saved |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
+    wanted = _shapes(model)
+    missing = [names[0] for names, shape in wanted if not any(saved.get(name) == shape for name in names)]
+    found, expected = (sum(map(math.prod, shapes)) for shapes in (saved.values(), (shape for _, shape in wanted)))
+    if missing and found != expected:  # equal: the same weights under the names of the hub's format
+        raise RuntimeError(
+            f"what was saved in {folder} is not the whole model: {len(missing)} of {len(wanted)} weights are missing "
+            f"or have another shape, {missing[0]} first ({found} of {expected} numbers are there)"
+        )
+
+
+_WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def check_folder(trainer: Any, folder: str | Path, merged: bool) -> None:
+    """`from_pretrained` puts an adapter on top of a whole model in the same folder, which must then be its base.
+
+    merged: an adapter is saved as part of a whole model. Raises InputError where the two would not belong together.
+    """
+    model = scoring.unwrapped(trainer.model)
+    adapter = isinstance(model, peft.PeftModel) and not merged
+    others = [name for name in (_WHOLE if adapter else ("adapter_config.json",)) if Path(folder, name).exists()]
+    if not others or (adapter and Path(model.get_base_model().config.name_or_path).resolve() == Path(folder).resolve()):
+        return
+    kinds = ("an adapter", "a whole model") if adapter else ("a whole model", "an adapter")
+    raise InputError(
+        f"{folder} would get {kinds[0]} and holds {kinds[1]} ({others[0]}): from_pretrained would add one to the "
+        "other. Save to another output_dir (resume_from_checkpoint takes a checkpoint's folder), or move it away"
+    )
+
+
+def _shapes(model: nn.Module) -> list[tuple[list[str], list[int]]]:
+    """(names of a weight, its whole shape) of each that must be saved; tied weights have several names."""
+    inner = scoring.unwrapped(model)
+    weights: dict[int, tuple[list[str], list[int]]] = {}
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        names, _ = weights.setdefault(id(parameter), ([], list(getattr(parameter, "ds_shape", parameter.shape))))
+        names.append(name)
+    if not isinstance(inner, peft.PeftModel):
+        return list(weights.values())
+    whole = {name: torch.empty(shape, device="meta") for names, shape in weights.values() for name in names}
+    own = peft.get_peft_model_state_dict(inner, whole, inner.active_adapter, save_embedding_layers=False)
+    return [([name], list(tensor.shape)) for name, tensor in own.items()]
+
+
+def save_merged(trainer: Any, folder: str) -> None:
+    """The trained adapter merged into its base and saved as a plain model. All ranks call it.
+
+    Raises InputError for a model without adapter and for a quantised base.
+    """
+    policy = scoring.unwrapped(trainer.model)
+    check_mergeable(policy)
+    state = whole_state(trainer, adapter_only=False) or policy.state_dict()
+    if not trainer.args.should_save:
+        return
+    inner = policy.get_base_model()
+    base = engine.plain_class(inner)(inner.config).to(inner.dtype)  # not through from_config: DeepSpeed would cut it
+    config = copy.deepcopy(policy.peft_config[policy.active_adapter])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # its weights come next: PiSSA and its kin would decompose random ones
+    twin = peft.get_peft_model(base, config, adapter_name=policy.active_adapter)
+    others = {name for name in policy.peft_config if name != policy.active_adapter}
+    state = {name: t for name, t in state.items() if not others & set(name.split("."))}
+    twin.load_state_dict(state)
+    merged: Any = twin.merge_and_unload()
+    merged.save_pretrained(folder)
+    trainer.tokenizer.save_pretrained(folder)
+    trainer.generation_config.save_pretrained(folder)
+    check_saved(merged, folder)
+
+
+def check_mergeable(model: Any) -> None:
+    """Raises InputError where there is nothing to merge, or nothing to merge into."""
+    if not isinstance(model, peft.PeftModel):
+        raise InputError("merge_lora: the model has no adapter: set model.lora (peft_config), or drop merge_lora")
+    if getattr(model.get_base_model(), "is_quantized", False):
+        raise InputError(
+            "merge_lora: the base is quantised and a merge would round the adapter away: drop merge_lora, and merge "
+            "into the full-precision base afterwards"
+        )

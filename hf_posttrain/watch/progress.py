@@ -1,0 +1,190 @@
+"""What a run shows while it trains: one bar on a terminal, and elsewhere one line for each log.
+
+    install   takes the place of the callback that HF's Trainer shows progress by
+    Lines     a line for each log and evaluation, on standard output (HF: dicts); with disable_tqdm that is all
+    Bar       the same figures in a bar on a terminal's standard error, and lines where nobody would see the bar
+    LastLog   the last step is logged
+    figures   the figures of a training log, as text; results: those of an evaluation
+
+    step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
+
+Only the first process shows anything. Everything that is logged is in trainer_state.json, and goes to W&B and others
+as before.
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import has_length
+
+from ..report import outcome
+
+_NAMES = {
+    "mean_token_accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "KL",
+    "distill/divergence": "divergence", "distill/reverse_kl": "reverse KL", "generation/length": "length",
+}  # fmt: skip
+KEY_METRICS = {method: {key: _NAMES[key] for key in keys} for method, keys in outcome.KEY_METRICS.items()}
+"""method -> what is shown beside the loss: key of the log -> name."""
+_LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
+_BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
+_EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
+_UNSHOWN = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped")
+"""How keys end that say nothing of an evaluation's result."""
+
+
+def figures(logs: Mapping[str, Any], method: str) -> str:
+    """Loss, key metrics and tokens a second of a training log, those that are there, as "name value  name value"."""
+    names = {"loss": "loss"} | KEY_METRICS.get(method, {})
+    shown = [f"{name} {_number(logs[key])}" for key, name in names.items() if key in logs]
+    if "tokens_per_second" in logs:
+        shown.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(shown)
+
+
+def results(logs: Mapping[str, Any], method: str) -> str:
+    """The same of an evaluation, of whichever data set: loss, exact match, key metrics, and what compute_metrics gives
+    (none of whose names has a slash, as our own do)."""
+    keys = KEY_METRICS.get(method, {})
+    shown = []
+    for key, value in logs.items():
+        known = next((name for name in keys if key.endswith(f"_{name}")), None)
+        if known or not ("/" in key or key.endswith(_UNSHOWN)):
+            name = key.removesuffix(known) + keys[known] if known else key
+            shown.append(f"{name.removeprefix('eval_')} {_number(value)}")
+    return "  ".join(shown)
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Lines(PrinterCallback):
+    """A line for each log of a training, its evaluations and its end."""
+
+    def __init__(self, method: str):
+        self.method = method
+        self.begun: tuple[float, int] | None = None
+        """While training: the time and step at which it began."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Start the clock; a resumed run begins in the middle."""
+        self.begun = time.monotonic(), state.global_step
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is evaluated afterwards is the caller's to show."""
+        self.begun = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """One line."""
+        if self.begun is not None and state.is_world_process_zero:
+            tqdm.write(self.line(logs, state))
+
+    def line(self, logs: Mapping[str, Any], state: Any) -> str:
+        """The line of a log: of training, of an evaluation, or HF's summary of the run."""
+        assert self.begun is not None
+        elapsed, step = time.monotonic() - self.begun[0], state.global_step
+        if "loss" in logs:
+            text, initial = figures(logs, self.method), self.begun[1]
+            return tqdm.format_meter(step, state.max_steps, elapsed, prefix=text, bar_format=_LINE, initial=initial)
+        if "train_runtime" in logs:
+            took = tqdm.format_interval(logs["train_runtime"])
+            return f"step {step}/{state.max_steps}  done in {took}, mean loss {_number(logs['train_loss'])}"
+        return f"step {step}/{state.max_steps}  evaluation: {results(logs, self.method)}"
+
+
+class Bar(ProgressCallback):
+    """A bar with the latest figures, where standard error is a terminal, and `Lines`."""
+
+    def __init__(self, method: str):
+        super().__init__()
+        self.method, self.lines = method, Lines(method)
+        self.training_bar: Any = None
+        self.prediction_bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A bar from the step at which training begins."""
+        self.lines.on_train_begin(args, state, control)
+        self.training_bar = self._bar(state, state.max_steps, _BAR, initial=state.global_step, leave=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """One step further."""
+        if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.training_bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Training logs update the bar, where that is all that a terminal needs; everything else is a line."""
+        if self.training_bar is not None and "loss" in logs:
+            self.training_bar.set_description_str(figures(logs, self.method))
+            if sys.stdout.isatty():
+                return
+        self.lines.on_log(args, state, control, logs)
+
+    def on_prediction_step(
+        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
+    ) -> None:
+        """A short bar of its own, gone when the evaluation is."""
+        if not has_length(eval_dataloader):
+            return
+        if self.prediction_bar is None:
+            self.prediction_bar = self._bar(state, len(eval_dataloader), _EVALUATION, leave=False)
+        if self.prediction_bar is not None:
+            self.prediction_bar.update(1)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Take it away."""
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+        self.prediction_bar = None
+
+    on_predict = on_evaluate
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Leave the bar as it is now."""
+        self.on_evaluate(args, state, control)  # one that an error has left
+        if self.training_bar is not None:
+            self.training_bar.close()
+        self.training_bar = None
+        self.lines.on_train_end(args, state, control)
+
+    @staticmethod
+    def _bar(state: Any, total: int, form: str, **options: Any) -> Any:
+        """On the first process's terminal; None elsewhere."""
+        if not state.is_world_process_zero or not sys.stderr.isatty():
+            return None
+        return tqdm(total=total, bar_format=form, dynamic_ncols=True, smoothing=0, **options)
+
+
+def install(trainer: Any) -> None:
+    """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
+    kind. The caller's own callbacks stay, and so does a notebook's table."""
+    ours: dict[type, type[Any]] = {ProgressCallback: Bar, PrinterCallback: Lines}
+    default = next((one for one in reversed(trainer.callback_handler.callbacks) if type(one) in ours), None)
+    if default is not None:
+        trainer.remove_callback(default)
+        trainer.add_callback(ours[type(default)](trainer.method))
+    trainer.add_callback(LastLog())
+
+
+class LastLog(TrainerCallback):
+    """The last step is logged too, wherever `logging_steps` falls: a short run has a loss to show."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After HF's own callback has decided about this step."""
+        if state.global_step >= state.max_steps and args.logging_strategy == "steps":
+            control.should_log = True
+
+
+@contextmanager
+def messages_above() -> Iterator[None]:
+    """What is logged meanwhile appears above a bar, not in it."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with logging_redirect_tqdm():
+        yield

@@ -1,0 +1,325 @@
+"""--check: what it says of recipes whose answers are known, its exit codes, and that it trains and writes nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import torch
+from models_for_tests import tiny_model
+from tokenizers_for_tests import LLAMA, bos_tokenizer, byte_tokenizer
+from training_for_tests import token_rows, trainer_for
+from transformers import Qwen3Config
+
+from hf_posttrain import DPOTrainer, SFTTrainer, run
+from hf_posttrain.check import check
+from hf_posttrain.check.plan import plan
+from hf_posttrain.check.probe import SPAN, sampled
+from hf_posttrain.check.show import sample_lines, text
+from hf_posttrain.models import load as models
+from hf_posttrain.recipe.read import load_recipe
+
+RECIPE = """\
+method: sft
+model: {name_or_path: tiny, from_scratch: true}
+data: {train: {path: rows.jsonl}, eval: {path: held.jsonl}}
+train: {output_dir: out, max_steps: 3, per_device_train_batch_size: 2, use_cpu: true}
+"""
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)))
+
+
+def write_model(path, tokenizer):
+    """A config and a tokenizer: no weights, which a check has no use for."""
+    Qwen3Config(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, vocab_size=300,
+    ).save_pretrained(path)  # fmt: skip
+    tokenizer.save_pretrained(path)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current directory, with recipe.yaml, ten rows to train on, three others, and models without weights."""
+    write_model(tmp_path / "tiny", byte_tokenizer())
+    write_model(tmp_path / "other", byte_tokenizer(LLAMA))
+    write_model(tmp_path / "llama", bos_tokenizer())
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(10)])
+    write_rows(tmp_path / "held.jsonl", [{"prompt": f"{n} + 2 =", "completion": f" {n + 2}"} for n in range(3)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    """Fails the test where a model is loaded."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(models, "load_model", load)
+
+
+def checked(*overrides, **options):
+    return check(load_recipe("recipe.yaml", overrides), **options)
+
+
+# ---- the command
+
+
+def test_a_sound_recipe_is_shown_without_weights_and_nothing_is_written(folder, no_weights, capsys):
+    before = sorted(folder.rglob("*"))
+    assert run.main(["recipe.yaml", "--check"]) == 0
+    page = capsys.readouterr().out
+    for words in ("3 steps of 2 rows", "0.6 epochs of 10 rows", "0 + 1 =[[ 1<|im_end|>]]", "10 rows", "It can run."):
+        assert words in page
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_json_has_the_same_and_nothing_else_is_on_stdout(folder):
+    command = [sys.executable, "-m", "hf_posttrain.run", "recipe.yaml", "--check", "--probe", "--json"]
+    done = subprocess.run([*command, "train.hub_token=secret"], capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert "secret" not in done.stdout
+    assert found["probe"]["rows"] == 2
+    assert found["status"] == 0
+    assert found["warnings"] == []
+    assert found["data"]["train"]["rows_read"] == 10
+    assert found["data"]["eval"]["rows_read"] == 3
+    assert found["plan"]["steps"] == 3
+    assert found["given"]["max_steps"] == 3
+    assert found["defaulted"]["learning_rate"] == 2e-5
+    assert found["memory"]["total"] > 0
+
+
+def test_exit_code_1_is_for_what_would_ruin_training(folder, capsys):
+    """Two thirds of the completions are cut before their end."""
+    long = [{"prompt": "p", "completion": "x" * (60 if n % 3 else 5)} for n in range(9)]
+    write_rows(folder / "rows.jsonl", long)
+    assert run.main(["recipe.yaml", "--check", "train.max_length=20"]) == 1
+    assert "warning: train" in capsys.readouterr().out
+
+
+def test_exit_code_2_is_for_what_cannot_run_and_is_json_too(folder, capsys):
+    assert run.main(["recipe.yaml", "--check", "--json", "data.train.path=row.jsonl"]) == 2
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"status": 2, "error": said.err.splitlines()[-1].removeprefix("error: ")}
+
+
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+def test_exit_codes_reach_the_shell(folder, code):
+    write_rows(folder / "rows.jsonl", [{"prompt": "p", "completion": "yes"}] * (10 if code == 1 else 1))
+    limit = "train.max_length=1" if code == 2 else "train.max_length=100"
+    done = subprocess.run(
+        [sys.executable, "-m", "hf_posttrain.run", "recipe.yaml", "--check", limit], capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stderr
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+def test_two_processes_check_together_and_one_speaks(folder, engine):
+    """Through a launcher: the plan is of both, weights are cut where the engine cuts them, and the probe is theirs."""
+    zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "DS_ACCELERATOR": "cpu"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "hf_posttrain.run"]
+    done = subprocess.run(
+        [*launcher, "recipe.yaml", "--check", "--probe"],
+        env=os.environ | (zero if engine == "zero3" else {}), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("3 steps of 4 rows on 2 processes") == 1
+    assert f"memory on each device ({engine}, 2 processes)" in done.stdout
+    assert done.stdout.count("a step of 2 rows") == 1
+    assert not (folder / "out").exists()
+
+
+def test_pain_34_import_budget(folder):
+    """A check takes seconds: it imports torch and transformers, and nothing that only training or a report needs."""
+    command = [sys.executable, "-X", "importtime", "-m", "hf_posttrain.run", "recipe.yaml", "--check"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    imported = {line.split()[-1].partition(".")[0] for line in done.stderr.splitlines() if "import time:" in line}
+    assert {"torch", "transformers", "datasets"} <= imported
+    assert not {"matplotlib", "wandb", "tensorboard", "trl", "sklearn", "vllm", "playwright"} & imported
+
+
+# ---- tokens
+
+
+def test_samples_show_what_is_trained(folder):
+    write_rows(folder / "pairs.jsonl", [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}])
+    [sample] = checked("method=dpo", "data={train: {path: pairs.jsonl}}").tokens.samples
+    assert sample_lines(sample, colour=False) == [
+        "2 + 2 =", "chosen: [[ 4<|im_end|>]]", "rejected: [[ 5<|im_end|>]]"
+    ]  # fmt: skip
+    assert sample.boundary == "'2 + 2 =' | ' 4<|im_end|>'"
+    assert "\033[1;32m 4<|im_end|>\033[0m" in sample_lines(sample, colour=True)[1]
+
+
+def test_each_source_has_samples_of_its_own(folder):
+    found = checked("data.train=[{path: rows.jsonl}, {path: held.jsonl}]", "data.eval=null").tokens.samples
+    assert [(s.source, s.row) for s in found] == [
+        ("data.train.0 (rows.jsonl)", 0), ("data.train.0 (rows.jsonl)", 5), ("data.train.0 (rows.jsonl)", 9),
+        ("data.train.1 (held.jsonl)", 0), ("data.train.1 (held.jsonl)", 1), ("data.train.1 (held.jsonl)", 2),
+    ]  # fmt: skip
+
+
+def test_edges_are_counted(folder):
+    """Rows of ids: one with two BOS (256), one that ends with eos (257), one that does not."""
+    ids = [([256, 256, 1], [2, 257]), ([256, 1], [2, 3]), ([256, 1], [4, 257])]
+    write_rows(folder / "rows.jsonl", [{"prompt_ids": p, "completion_ids": c} for p, c in ids])
+    found = checked("model.name_or_path=llama", "data.eval=null").tokens
+    assert found.bos_counts == {2: 1, 1: 2}
+    assert (found.ended, found.answers) == (2, 3)
+    assert found.stops == {259: "<|im_end|>", 257: "</s>"}
+    assert found.pad_is_eos
+    assert [w.partition(":")[0] for w in found.warnings()] == ["1 of 3 examples hold <s> more than once"]
+
+
+def test_answers_that_never_end_are_warned_of(folder):
+    write_rows(folder / "rows.jsonl", [{"prompt_ids": [1], "completion_ids": [n]} for n in range(5)])
+    [warning] = [w for w in checked("data.eval=null").warnings if "never learn to stop" in w]
+    assert warning.startswith("no answer ends with a trained <|im_end|>")
+
+
+def test_padding_tokens_within_examples_are_warned_of(folder):
+    """Of ids: 256 is the padding token."""
+    ids = [[1, 256, 258], [1, 258], [256, 258]]
+    write_rows(folder / "rows.jsonl", [{"prompt_ids": [1], "completion_ids": i} for i in ids])
+    found = checked("data.eval=null").tokens
+    assert found.padded == 2
+    assert any(w.startswith("2 of 3 examples hold the padding token <|endoftext|>") for w in found.warnings())
+
+
+def test_the_teachers_own_prompts_are_compared(folder):
+    write_rows(folder / "rows.jsonl", [{"prompt": [{"role": "user", "content": "Hi"}]}] * 2)
+    opd = ("method=opd", "data.eval=null", "train.max_length=100", "train.max_completion_length=8")
+    same, other = (checked(*opd, f"teacher.name_or_path={name}").tokens for name in ("tiny", "other"))
+    assert (same.differing_prompts, other.differing_prompts) == (0, 2)
+    assert same.teacher_stops == {258: "<|im_end|>"}
+    assert any("the teacher's own template writes 2 of the first 3 prompts otherwise" in w for w in other.warnings())
+
+
+# ---- plan
+
+
+def planned(trainer_class, rows, **changes):
+    config = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_train_epochs": 1.0, "max_steps": -1,
+        "layout": "auto", "dataloader_drop_last": False,
+    } | changes  # fmt: skip
+    return plan(rows, trainer_class, SimpleNamespace(**config), [tiny_model()], changes.get("processes", 1))
+
+
+def test_tokens_padding_and_savings_are_those_of_the_layout():
+    """A pair of a prompt of 5 and answers of 3 and 4: 4 + 3 + 4 = 11 tokens; with a prompt for each answer they would
+    be (4 + 3) + (4 + 4) = 15. Two pairs make two rows of one length: no padding. All 7 tokens of answers are trained.
+    """
+    row = {"prompt_ids": [1] * 5, "chosen_ids": [2] * 3, "rejected_ids": [3] * 4}
+    rows = datasets.Dataset.from_list([row, row])
+    found = planned(DPOTrainer, rows)
+    assert (found.layout, found.tokens_per_step, found.trained_per_step, found.padding) == ("shared", 22, 14, 0)
+    assert found.saved == pytest.approx(1 - 11 / 15)
+
+
+def test_padding_is_counted():
+    """Rows of 2 + 2 - 1 = 3 and 2 + 6 - 1 = 7 tokens, padded to 7: 4 of 14 positions."""
+    rows = [{"prompt_ids": [1, 1], "completion_ids": [2] * n, "completion_mask": [1] * n} for n in (2, 6)]
+    found = planned(SFTTrainer, datasets.Dataset.from_list(rows), layout="padded")
+    assert found.padding == pytest.approx(4 / 14)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"num_train_epochs": 2.0},
+        {"num_train_epochs": 1.5, "gradient_accumulation_steps": 2},
+        {"max_steps": 3},
+        {"num_train_epochs": 1.0, "gradient_accumulation_steps": 3, "dataloader_drop_last": True},
+    ],
+)
+def test_steps_are_those_of_the_trainer(tmp_path, config):
+    given = {"max_steps": -1, "per_device_train_batch_size": 2} | config
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft", 7), tmp_path, **given)
+    trainer.train()
+    assert plan(trainer.train_dataset, SFTTrainer, trainer.args, [trainer.model], 1).steps == trainer.state.global_step
+
+
+# ---- probe
+
+
+def test_pain_34_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):
+    write_rows(folder / "rows.jsonl", [{"prompt": "p" * n, "completion": "c"} for n in (3, 40, 7, 30, 5)])
+    before = sorted(folder.rglob("*"))
+    found = checked("data.eval=null", with_probe=True).probe
+    assert (found.rows, found.longest) == (2, 42)
+    assert found.peak_bytes > 2**20
+    assert 0 < found.loss < 20
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_a_probe_takes_rows_of_one_label_and_sends_nothing(folder, monkeypatch):
+    """The longest rows are all desirable, which class weights `auto` refuse; a probe makes no repository on the hub."""
+    from transformers import Trainer
+
+    monkeypatch.setattr(Trainer, "init_hf_repo", lambda self, *args: pytest.fail("a repository is made"))
+    rows = [{"prompt": f"p{n}", "completion": "c" * (50 if n < 4 else 5), "label": n < 4} for n in range(8)]
+    write_rows(folder / "rows.jsonl", rows)
+    kto = ("method=kto", "data.eval=null", "train.desirable_weight=auto", "train.push_to_hub=true")
+    assert checked(*kto, with_probe=True).probe.rows == 2
+
+
+def test_blank_lines_of_a_sample_are_kept(folder):
+    write_rows(folder / "rows.jsonl", [{"prompt": "a\n\nb", "completion": "c"}])
+    assert "\n  a\n\n  b[[c<|im_end|>]]\n" in text(checked("data.eval=null"), colour=False)
+
+
+def test_what_training_would_refuse_is_refused_unless_it_is_planned_for_elsewhere(folder, capsys):
+    """No weights: here it could not train; for a launch by a file, perhaps on another machine, that is no matter."""
+    scratch, zero2 = "model.from_scratch=false", Path(run.__file__).parents[1] / "accelerate_configs/zero2.yaml"
+    assert run.main(["recipe.yaml", "--check", scratch]) == 2
+    assert "tiny" in capsys.readouterr().err
+    assert run.main(["recipe.yaml", "--check", scratch, "--config_file", str(zero2), "--device_memory", "80"]) == 0
+    assert "8 processes" in capsys.readouterr().out
+
+
+def test_kl_by_position_is_that_of_full_logits(tmp_path):
+    student, teacher = tiny_model(seed=0), tiny_model(seed=1)
+    rows = token_rows("opd", 4)
+    trainer = trainer_for("opd", student, rows, tmp_path, second=teacher, max_completion_length=SPAN + 8, max_length=99)
+    seen = []
+    rolled_out = trainer.rolled_out
+    trainer.rolled_out = lambda *args: seen.extend(rolled_out(*args)) or seen
+    found = sampled(trainer, trainer.train_dataset)
+    [batch] = seen
+    by_position = {}
+    for n in range(4):
+        document = rows_of(batch, n)
+        logps = [torch.log_softmax(m(document["ids"]).logits[0], -1) for m in (student, teacher)]
+        kl = (logps[0].exp() * (logps[0] - logps[1])).sum(-1)[document["start"] - 1 : -1]
+        assert len(kl) in found.lengths
+        for place, value in enumerate(kl.tolist()):
+            by_position.setdefault(place // SPAN, []).append(value)
+    expected = [sum(values) / len(values) for _, values in sorted(by_position.items())]
+    assert found.kl_by_position == pytest.approx(expected, rel=1e-4)
+
+
+def rows_of(batch, n):
+    """Prompt and rollout n of a laid-out batch, [1, L], and where the rollout starts."""
+    owner, flat = batch["owner"], batch["input_ids"].flatten()
+    scored = batch["scored"][owner == n]
+    targets = batch["shift_labels"].flatten()[scored]
+    first = int(scored[0])
+    start = int(batch["position_ids"].flatten()[first])
+    prompt = flat[first - start : first + 1]
+    return {"ids": torch.cat([prompt, targets])[None], "start": start + 1}
+

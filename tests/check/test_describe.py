@@ -1,0 +1,214 @@
+"""`hf-posttrain data FILE`: layouts that people have, what is said of each, and that what is written then loads."""
+
+import json
+import re
+
+import datasets
+import pytest
+import yaml
+from tokenizers_for_tests import byte_tokenizer
+
+from hf_posttrain import data
+from hf_posttrain.check import data_command as describe
+from hf_posttrain.data import sources
+from hf_posttrain.data.encode import Plan, read
+from hf_posttrain.data.suggest import kind
+from hf_posttrain.errors import InputError
+from hf_posttrain.recipe.read import load_recipe
+
+USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+ANSWERS = {"chosen": "4", "rejected": "5"}
+
+
+@pytest.fixture
+def described(tmp_path, monkeypatch, capsys):
+    """(rows, arguments) -> (exit code, printed text), of rows in mine.jsonl of the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(rows, *arguments, name="mine.jsonl"):
+        rows = rows if isinstance(rows, list) else [rows, rows]
+        (tmp_path / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        code = describe.main([name, *arguments])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+READ = [  # row, formats that are named, the first example
+    ({"prompt": "2+2?", "completion": "4"}, ["prompt + completion (sft, kd, opd)"], ["2+2?", "[[4]]"]),
+    ({"text": "four"}, ["text (sft, kd)"], ["[[four]]"]),
+    ({"messages": [USER, REPLY]}, ["messages (sft, kd, opd)"], ["[[user: 2+2?", "assistant: 4]]"]),
+    ({"conversations": SHARED}, ["conversations (sft, kd, opd)"], ["[[user: 2+2?", "assistant: 4]]"]),
+    ({"prompt": "2+2?", **ANSWERS}, ["prompt + chosen + rejected (dpo, kto)", "prompt (opd)"],
+     ["2+2?", "[[4]]", "[[5]]"]),
+    ({"chosen": [USER, REPLY], "rejected": [USER, {**REPLY, "content": "5"}]}, ["chosen + rejected (dpo, kto)"],
+     ["user: 2+2?", "[[assistant: 4]]", "[[assistant: 5]]"]),
+    ({"prompt": "2+2?", "completion": "4", "label": True},
+     ["prompt + completion (sft, kd, opd)", "prompt + completion + label (kto)"], ["2+2?", "[[4]]"]),
+    ({"prompt": "2+2?"}, ["prompt (opd)"], ["2+2?", "(sampled by the student)"]),
+    ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, ["input_ids (sft, kd)"], ["1[[2 3]]"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "formats", "example"), READ)
+def test_layouts_that_are_read(described, row, formats, example):
+    code, text = described(row)
+    assert code == 0
+    assert re.findall("^format: (.*)$", text, re.MULTILINE) == formats
+    shown = [line.strip() for line in text.partition("first example")[2].splitlines()[1:]]
+    assert [line for line in shown if not re.fullmatch(r"\w+:|\(with .*\)", line)] == example
+
+
+MAPPED = [  # row, the method whose recipe it goes into, the mapping
+    ({"question": "2+2?", "answer": "4"}, "sft", "{prompt: question, completion: answer}"),
+    ({"instruction": "2+2?", "output": "4"}, "sft", "{prompt: instruction, completion: output}"),
+    ({"instruction": "2+2?", "input": "", "output": "4"}, "sft", "{prompt: instruction, completion: output}"),
+    ({"query": "2+2?", "response": "4", "id": 7}, "kd", "{prompt: query, completion: response}"),
+    ({"Problem": "2+2?", "Solution": "4"}, "sft", "{prompt: Problem, completion: Solution}"),
+    ({"prompt": "2+2?", "response": "4"}, "sft", "{completion: response}"),
+    ({"content": "four"}, "sft", "{text: content}"),
+    ({"dialogue": SHARED}, "sft", "{messages: dialogue}"),
+    ({"conversation": [USER, REPLY]}, "opd", "{messages: conversation}"),
+    ({"question": "2+2?", "preferred": "4", "worse": "5"}, "dpo",
+     "{prompt: question, chosen: preferred, rejected: worse}"),
+    ({"chosen_response": "q 4", "rejected_response": "q 5"}, "dpo",
+     "{chosen: chosen_response, rejected: rejected_response}"),
+    ({"question": "2+2?", "answer": "4", "is_correct": True}, "kto",
+     "{prompt: question, completion: answer, label: is_correct}"),
+    ({"tokens": [1, 2, 3]}, "sft", "{input_ids: tokens}"),
+    ({"question: one": "2+2?", "problem": "a", "answer": "4"}, "sft", "{prompt: problem, completion: answer}"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "method", "mapping"), MAPPED)
+def test_columns_to_write_are_those_that_load(described, tmp_path, row, method, mapping):
+    code, text = described(row)
+    assert code == 1
+    lines = text.partition("write into the recipe:\n")[2].splitlines()[:4]
+    assert [line.strip() for line in lines] == ["data:", "train:", "path: mine.jsonl", f"columns: {mapping}"]
+    teacher = "teacher: {name_or_path: tiny}\n" if method in ("kd", "opd") else ""
+    section = "\n".join(line.removeprefix("  ") for line in lines)
+    (tmp_path / "recipe.yaml").write_text(f"method: {method}\nmodel: {{name_or_path: tiny}}\n{teacher}{section}\n")
+    recipe = load_recipe("recipe.yaml")
+    assert recipe.data.train.columns == yaml.safe_load(mapping)
+    rows = data.load(recipe.data.train)
+    assert len(data.prepare(rows, method, byte_tokenizer(), None)) == 2
+    pairs = [f"{ours}={theirs}" for ours, theirs in yaml.safe_load(mapping).items()]
+    assert described(row, "--method", method, *pairs)[0] == 0  # and on this command line
+
+
+REFUSED = [  # row, arguments, what to do
+    ({"instruction": "add", "input": "2, 2", "output": "4"}, [],
+     r"Alpaca.*row\['prompt'\] = row\['instruction'\] \+ '\\n\\n' \+ row\['input'\].*columns: {completion: output}"),
+    ({"prompt": "2+2?", "completion": "4", "label": "yes"}, ["--method", "kto"],
+     r"kto: row 0: column 'label': expected true or false.*found 'yes'; .*row\['label'\] = row\['label'\] == 'yes'"),
+    ({"prompt": "2+2?", "completion": "4", "score": 0.8}, ["--method", "kto"],
+     r"column 'score' holds a score \(0.8\).*row\['label'\] = row\['score'\] >= limit; or make pairs for DPO"),
+    ({"question": "2+2?", "answer": "4", "liked": "no"}, ["--method", "kto"],
+     "column 'liked' holds 'no', KTO needs true"),
+    ({"prompt": "2+2?", "chosen": "4"}, ["--method", "dpo"],
+     "nearest is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
+    ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\nkd reads .*\ndpo reads"),
+    ({"messages": [{"speaker": "me", "text": "hi"}]}, ["--method", "sft"],
+     r"sft: row 0: column 'messages': message 0 has no role, expected {role, content}"),
+    ([{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": ""}], ["--method", "sft"],
+     "sft: row 1: column 'completion': empty completion"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "arguments", "message"), REFUSED)
+def test_layouts_that_need_more_than_names(described, row, arguments, message):
+    code, text = described(row, *arguments)
+    assert code == 2
+    assert re.search(message, text), text
+
+
+def test_what_one_method_cannot_read_is_said_beside_the_others(described):
+    code, text = described({"prompt": "2+2?", "completion": "4", "label": "yes"})
+    assert code == 0
+    assert "format: prompt + completion (sft, kd, opd)\n" in text
+    assert "not kto: row 0: column 'label': expected true or false" in text
+
+
+def test_in_tokens_of_a_model(described, tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "tiny")
+    code, text = described({"prompt": [USER], "completion": [REPLY]}, "--model", "tiny")
+    assert code == 0
+    assert text.endswith(
+        "first example (sft), trained tokens in [[brackets]]:\n  prompt:\n    <|im_start|>user\n    2+2?<|im_end|>\n"
+        "    <|im_start|>assistant\n    \n  completion:\n    [[4<|im_end|>]]\n"
+    )
+    row = {"prompt_ids": [65, 66], "completion_ids": [67, 68, 69], "completion_mask": [1, 0, 1]}
+    assert "  prompt:\n    AB\n  completion:\n    [[C]]D[[E]]\n" in described(row, "--model", "tiny")[1]
+
+
+def test_terminals_get_colour_and_no_control_characters(described, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    text = described({"prompt": "a\x1b[2Jb", "completion": "4" * 5000})[1]
+    assert "a\\x1b[2Jb" in text
+    assert "\x1b[1;32m" + "4" * 750 + " ... 3500 characters ... " + "4" * 750 + "\x1b[0m" in text
+
+
+ODD = "que\x1b[2Jst\nion"
+
+
+@pytest.mark.parametrize("row", [
+    {ODD: "2+2?", "answer": "4"}, {ODD: "2+2?"}, {ODD: "2+2?", "prompt": "2+2?", "completion": "4"},
+    {ODD: "2+2?", "prompt": "2+2?", "completion": None},
+])  # fmt: skip
+def test_names_of_columns_are_on_one_line(described, row):
+    _, text = described([row, row])
+    assert "\x1b" not in text
+    assert text.splitlines()[0] == "mine.jsonl: columns " + ", ".join(row).replace(ODD, "que\\x1b[2Jst\\nion")
+
+
+def test_messages_about_columns_are_one_line(tmp_path):
+    row = {ODD: "2+2?", "prompt": "2+2?", "completion": None}
+    plan = Plan("sft", "prompt + completion", "train", None, None, None, False, None)
+    rows = datasets.Dataset.from_list([{ODD: "2+2?"}])
+    for refused in (
+        lambda: data.detect([ODD], "sft"), lambda: read(row, plan),
+        lambda: sources._rename(rows, {"prompt": "nothing"}, "train"),
+    ):  # fmt: skip
+        with pytest.raises(InputError) as caught:
+            refused()
+        assert "que\\x1b[2Jst\\nion" in str(caught.value)
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.csv", "rows.parquet", "saved"])
+def test_other_files_and_folders(described, tmp_path, name):
+    rows = datasets.Dataset.from_list([{"question": "2+2?", "answer": "four"}] * 3)
+    write = {"rows.json": rows.to_json, "rows.csv": rows.to_csv, "rows.parquet": rows.to_parquet}
+    write.get(name, rows.save_to_disk)(str(tmp_path / name), **({"lines": False} if name == "rows.json" else {}))
+    code, text = described({}, name=name)
+    assert (code, "columns: {prompt: question, completion: answer}" in text) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["absent.jsonl"], "no file or folder absent.jsonl"),
+        (["mine.jsonl", "prompt"], "command line: 'prompt' is not ours=theirs, such as prompt=question"),
+        (["mine.jsonl", "prompt=qestion"], r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\)"),
+    ],
+)
+def test_mistakes(described, arguments, message):
+    with pytest.raises(InputError, match=message):
+        described({"question": "2+2?"}, *arguments[1:], name=arguments[0])
+
+
+def test_help_says_what_the_exit_codes_mean(capsys):
+    with pytest.raises(SystemExit):
+        describe.main(["--help"])
+    assert "exit code: 0 the columns are read as they are; 1 write" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("a", "text"), (True, "flag"), (0, "flag"), (3, "number"), (0.5, "number"), ([USER], "messages"),
+     (SHARED, "messages"), ([1, 2], "ids"), (["a"], "list"), ([], "list"), ({"a": 1}, "mapping"), (None, "nothing")],
+)  # fmt: skip
+def test_kinds(value, expected):
+    assert kind(value) == expected

@@ -1,0 +1,312 @@
+"""The data audit: every count against a plain loop over the same rows, and what its warnings say.
+
+`byte_tokenizer` makes one token per byte, and an end: "abc" is 4 tokens, so lengths can be counted by eye.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import random
+from collections import Counter
+
+import datasets
+import pytest
+from tokenizers_for_tests import byte_tokenizer
+
+import hf_posttrain
+from hf_posttrain import data
+from hf_posttrain.data import audit as audit_module
+from hf_posttrain.data.audit import audit, audits, overlap
+from hf_posttrain.data.findings import Cut, Found
+from hf_posttrain.data.sources import _times
+
+METHODS = {
+    name: (getattr(hf_posttrain, f"{name.upper()}Trainer"), getattr(hf_posttrain, f"{name.upper()}Config"))
+    for name in ("sft", "dpo", "kto", "opd")
+}
+ANSWERS = {"sft": ["completion"], "dpo": ["chosen", "rejected"], "kto": ["completion"], "opd": []}
+
+
+@pytest.fixture
+def audited(tmp_path):
+    """(method, rows, options of the Config) -> the DataAudit."""
+
+    def made(method, rows, name="train", **options):
+        trainer_class, config_class = METHODS[method]
+        rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
+        config = config_class(output_dir=str(tmp_path), use_cpu=True, **options)
+        return audit(rows, trainer_class, byte_tokenizer(), config, name)
+
+    return made
+
+
+def random_rows(method, seed, count=60):
+    """Rows of few letters and few lengths, so that some are alike, too long, or contradict each other."""
+    draw = random.Random(seed)
+    text = lambda *lengths: draw.choice("ab") * draw.choice(lengths)  # noqa: E731
+    rows = []
+    for _ in range(count):
+        row = {"prompt": text(1, 2, 3, 30), **{key: text(1, 2, 12, 30) for key in ANSWERS[method]}}
+        rows.append(row | ({"label": draw.random() < 0.7} if method == "kto" else {}))
+    return rows
+
+
+def plain(method, rows, max_length):
+    """The same counts from the texts: a byte is a token, an answer has an end, a prompt is cut before answers are."""
+    counts, seen, cut = Counter(), set(), {"prompt": [], "completion": [], "total": [], "uncut": []}
+    labels = Counter((row["prompt"], row.get("completion"), row.get("label")) for row in rows)
+    for row in rows:
+        answers = [row[key] + "$" for key in ANSWERS[method]]
+        longest = max(map(len, answers))
+        cut["uncut"].append(len(row["prompt"]) + longest)
+        kept_prompt = row["prompt"][-max(1, max_length - longest) :]
+        kept = [answer[: max_length - 1] for answer in answers]
+        what = (kept_prompt != row["prompt"]) + 2 * (kept != answers)
+        counts[("", "prompt trimmed", "completion cut", "prompt trimmed and completion cut")[what]] += 1
+        counts["repeated"] += tuple(row.items()) in seen
+        seen.add(tuple(row.items()))
+        counts["identical"] += len(kept) == 2 and kept[0] == kept[1]
+        counts["desirable"] += bool(row.get("label"))
+        counts["conflicts"] += bool(labels[row["prompt"], row.get("completion"), not row.get("label")])
+        cut["prompt"].append(len(kept_prompt))
+        cut["completion"] += map(len, kept)
+        cut["total"].append(len(kept_prompt) + max(map(len, kept)))
+    return counts, cut
+
+
+def spread(lengths):
+    """Sorted, the k-th of n is the smallest that k / n of them do not exceed."""
+    lengths = sorted(lengths)
+    at = {f"p{p}": lengths[math.ceil(p / 100 * len(lengths)) - 1] for p in (50, 95, 99)}
+    return {"min": lengths[0], **at, "max": lengths[-1], "mean": round(sum(lengths) / len(lengths), 1)}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+def test_counts_are_those_of_a_plain_loop(audited, method, seed):
+    rows = random_rows(method, seed)
+    found, (counts, lengths) = audited(method, rows, max_length=20), plain(method, rows, 20)
+    assert (found.rows_read, found.examples, found.kept, found.dropped, found.streamed) == (60, 60, 60, [], False)
+    assert {cut.reason: cut.count for cut in found.truncated} == {
+        reason: count for reason, count in counts.items() if " " in reason
+    }
+    assert {name: found.lengths[name] for name in lengths} == {name: spread(each) for name, each in lengths.items()}
+    assert found.lengths["trained"] == (spread(lengths["completion"]) if method == "sft" else None)
+    assert found.duplicates.count == counts["repeated"] > 0
+    assert (found.identical and found.identical.count) == (counts["identical"] if method == "dpo" else None)
+    if method == "kto":
+        assert found.classes == {"desirable": counts["desirable"], "undesirable": 60 - counts["desirable"]}
+        assert found.balance == counts["desirable"] / (60 - counts["desirable"])
+        assert found.conflicts.count == counts["conflicts"] > 0
+    else:
+        assert (found.classes, found.balance, found.conflicts) == (None, None, None)
+
+
+def test_rows_are_named(audited):
+    rows = [{"prompt": "q" * n, "completion": "a"} for n in (1, 9, 1, 9, 9, 9, 9, 9)]
+    found = audited("sft", rows, max_length=6)  # "a" and the end leave 4 of the prompt
+    assert found.truncated == [Cut(6, [1, 3, 4, 5, 6], "prompt trimmed")]
+    assert found.duplicates == Found(6, [2, 3, 4, 5, 6])  # more than five are counted
+
+
+def test_dropped_rows_have_their_reason(audited):
+    ids = {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5]}
+    masks = [[1, 0, 0], [0, 0, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]]
+    rows = [{**ids, "completion_mask": mask} for mask in masks]
+    found = audited("sft", rows, max_length=3)  # 1 of the prompt, 2 of the completion
+    # rows 2 and 4 train nothing to begin with, but are cut as well; what cutting left of row 1 is not trained
+    assert found.dropped == [Cut(3, [1, 2, 4], "no trained token left by max_length")]
+    assert (found.kept, found.truncated[0].first_rows) == (2, [0, 3])
+    assert found.lengths["trained"] == {"min": 1, "p50": 1, "p95": 1, "p99": 1, "max": 1, "mean": 1.0}
+    assert audited("sft", rows).dropped == [Cut(2, [2, 4], "no trained token")]
+    assert audited("sft", rows[2:3], max_length=3).warnings() == [
+        "train: all 1 examples are dropped, with no trained token: raise max_length"
+    ]
+
+
+def test_pairs_are_two_examples_of_kto(audited):
+    rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "chosen": "b", "rejected": "b"}]
+    found = audited("kto", rows)
+    assert (found.rows_read, found.examples) == (2, 4)
+    assert found.classes == {"desirable": 2, "undesirable": 2}
+    assert found.duplicates == Found(1, [1])  # (q, b, undesirable) is in both rows
+    assert found.conflicts == Found(3, [0, 1])  # (q, b) is undesirable twice and desirable once
+
+
+def test_opd_compares_prompts(audited):
+    rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b"}, {"prompt": "r", "completion": "c"}]
+    found = audited("opd", rows, max_completion_length=4)
+    assert (found.duplicates, found.stubs) == (Found(1, [1]), Found(0, []))
+    assert audited("opd", [{"prompt": "q"}], max_completion_length=4).lengths["completion"] is None
+
+
+@pytest.mark.parametrize(
+    ("method", "trained"), [("sft", [2, 3]), ("dpo", [4, 3]), ("kto", [2, 3]), ("opd", [0, 0])]
+)
+def test_trained_tokens_are_counted_while_rows_are_tokenised(method, trained, tmp_path):
+    """Answers have an end: of 1 and 2 letters, cut to 3 tokens with max_length 4; a pair has that of the longest."""
+    rows = [
+        {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "bbb", "label": True},
+        {"prompt": "a", "completion": "bbbb", "chosen": "b", "rejected": "bb", "label": True},
+    ]
+    rows = [{key: row[key] for key in ("prompt", *ANSWERS[method])} for row in rows]
+    rows = [row | ({"label": True} if method == "kto" else {}) for row in rows]
+    length = {"sft": 4, "kto": 4}.get(method)
+    config = METHODS[method][1](output_dir=str(tmp_path), use_cpu=True, max_length=length)
+    made = data.tokenised(datasets.Dataset.from_list(rows), method, byte_tokenizer(), config)
+    assert made["trained"] == trained
+
+
+def test_masked_tokens_of_an_answer_are_not_trained(tmp_path):
+    config = METHODS["sft"][1](output_dir=str(tmp_path), use_cpu=True)
+    rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]}])
+    assert data.tokenised(rows, "sft", byte_tokenizer(), config)["trained"] == [3]
+    found = audit(rows, METHODS["sft"][0], byte_tokenizer(), config)
+    assert found.lengths["trained"]["max"] == 3
+    assert found.lengths["completion"]["max"] == 4
+
+
+def test_answers_that_differ_beyond_the_cut_train_nothing(audited):
+    rows = [{"prompt": "q", "chosen": "aaaaaa", "rejected": "aaaaab"}]
+    assert audited("dpo", rows).identical == Found(0, [])
+    assert audited("dpo", rows, max_length=5).identical == Found(1, [0])
+
+
+def test_copies_by_weight_are_no_duplicates(audited):
+    once = datasets.Dataset.from_list([{"prompt": p, "completion": "a"} for p in "xyxz"])
+    assert audited("sft", once).duplicates == Found(1, [2])
+    twice = _times(once, 2.5)
+    assert (len(twice), audited("sft", twice).duplicates.count) == (10, 1)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+def test_overlap_of_evaluation_with_training(tmp_path, method):
+    train, evaluation = random_rows(method, 1), random_rows(method, 2, 30)
+    answers = ANSWERS[method]
+    known = {(row["prompt"], row[key]) for row in train for key in answers}
+    expected = [n for n, row in enumerate(evaluation) if {(row["prompt"], row[key]) for key in answers} & known]
+    trainer_class, config_class = METHODS[method]
+    config = config_class(output_dir=str(tmp_path), use_cpu=True, max_length=20)
+    raw = {"train": datasets.Dataset.from_list(train), "eval": datasets.Dataset.from_list(evaluation)}
+    found = audits(raw, trainer_class, byte_tokenizer(), config)
+    assert found["eval"].overlap == Found(len(expected), expected[:5])
+    assert found["train"].overlap is None
+    assert f"eval: {len(expected)} of 30 examples are in the training set too" in " ".join(found["eval"].warnings())
+    other = datasets.Dataset.from_list([{**row, "prompt": "new"} for row in evaluation])
+    assert overlap(raw["train"], other, trainer_class, byte_tokenizer(), config) == Found(0, [])
+
+
+def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in random_rows("kto", 0)))
+    trainer_class, config_class = METHODS["kto"]
+    config, tokenizer = config_class(output_dir=str(tmp_path), use_cpu=True, max_length=20), byte_tokenizer()
+    rows = datasets.load_dataset("json", data_files=str(path), split="train")
+    trainer_class.prepare(rows, tokenizer, config, "train (rows.jsonl)")
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised again"))
+    assert audit(rows, trainer_class, tokenizer, config, "train (rows.jsonl)").examples == 60
+
+
+def test_lengths_of_both_sides_are_told_apart(audited):
+    """Answers of n + 1 tokens with their end: a label that shows in the length."""
+    pairs = audited("dpo", [{"prompt": "q", "chosen": "aaaa", "rejected": "b"}] * 2).lengths
+    assert (pairs["chosen"]["p50"], pairs["rejected"]["p50"]) == (5, 2)
+    rows = [{"prompt": "q", "completion": "aaaa", "label": True}, {"prompt": "r", "completion": "b", "label": False}]
+    rated = audited("kto", rows).lengths
+    assert (rated["desirable"]["p50"], rated["undesirable"]["p50"]) == (5, 2)
+
+
+def test_streams_say_that_they_are_not_read_to_the_end(audited, monkeypatch):
+    monkeypatch.setattr(audit_module, "STREAMED", 3)
+    stream = datasets.Dataset.from_list([{"prompt": "q", "completion": "a"}] * 9).to_iterable_dataset()
+    found = audited("sft", stream)
+    assert (found.rows_read, found.examples, found.streamed, found.duplicates.count) == (3, 3, True, 2)
+    assert found.lines()[0] == "train: 3 rows read as 3 examples (the first of a stream; the rest is not audited)"
+    assert found.short().endswith("2 duplicates, of the first 3 examples of the stream")
+
+
+def test_prepared_rows_are_audited_as_they_are(tmp_path, audited):
+    rows = datasets.Dataset.from_list([{"prompt": "qq", "completion": "a"}] * 2)
+    prepared = data.prepare(rows, "sft", byte_tokenizer(), METHODS["sft"][1](output_dir=str(tmp_path), use_cpu=True))
+    assert audited("sft", prepared).lengths["total"]["max"] == 4
+
+
+# ---- warnings
+
+GOOD = {"prompt": "q", "completion": "answer"}
+
+
+@pytest.mark.parametrize(
+    ("method", "rows", "options", "warning"),
+    [
+        ("sft", [{"prompt": "q", "completion": "a" * n} for n in range(1, 9)], {"max_length": 7},
+         "train: 3 of 8 examples lose the end of a completion, which says where to stop: raise max_length from 7 (the"
+         " longest has 10 tokens) or shorten the rows"),
+        ("sft", [{"prompt": "q" * n, "completion": "a"} for n in range(1, 6)], {"max_length": 4},
+         "train: 3 of 5 examples are truncated: raise max_length from 4 (the longest has 7 tokens) or shorten the"
+         " rows"),
+        ("sft", [{"prompt_ids": [1], "completion_ids": [n], "completion_mask": [n]} for n in (0, 1)], {},
+         "train: 1 of 2 examples are dropped, with no trained token: raise max_length from 1024 (the longest has 2"
+         " tokens) or shorten the rows"),
+        ("sft", [{"text": "ab"}, {"text": "a"}], {"max_length": 2},
+         "train: 2 of 2 examples train a single token: are the columns the right ones?"),
+        ("sft", [GOOD, GOOD], {}, "train: 1 of 2 examples repeat an earlier one: remove them (first rows 1)"),
+        ("dpo", [{"prompt": "q", "chosen": "a", "rejected": "a"}], {},
+         "train: 1 of 1 pairs have the same chosen and rejected answer: remove them (first rows 0)"),
+        ("kto", [{**GOOD, "label": True}, {**GOOD, "label": False}], {},
+         "train: 2 of 2 answers are labelled desirable and undesirable: keep one label (first rows 0, 1)"),
+        ("kto", [{**GOOD, "prompt": p, "label": True} for p in "pq"], {},
+         "train: 2 desirable and 0 undesirable examples: one label alone does not say what to prefer, KTO needs both"),
+        ("kto", [{**GOOD, "prompt": p, "label": p == "p"} for p in "pqrstu"], {},
+         "train: 1 desirable and 5 undesirable examples, which weigh 0.2 to 1: set train.desirable_weight=auto"),
+    ],
+)  # fmt: skip
+def test_what_would_ruin_training(audited, method, rows, options, warning):
+    assert warning in audited(method, rows, **options).warnings()
+
+
+def test_good_data_has_no_warnings(audited, caplog):
+    rows = [{**GOOD, "prompt": p, "label": p in "pq"} for p in "pqrstu"]
+    for method in ("sft", "kto"):
+        assert audited(method, rows).warnings() == []
+    rows = [{**GOOD, "prompt": p, "label": p == "p"} for p in "pqrstu"]
+    with caplog.at_level(logging.INFO):
+        assert audited("kto", rows, desirable_weight="auto").warnings() == []
+    assert audited("kto", rows, undesirable_weight=0.3).warnings() == []  # 1 to 1.5
+    assert audited("kto", rows, name="eval").warnings() == []  # balance is a matter of training
+
+
+# ---- text
+
+
+def test_lines_and_json(audited):
+    rows = [{"prompt": "q" * n, "completion": "a", "label": n < 3} for n in (1, 2, 3, 9, 9)]
+    found = audited("kto", rows, max_length=6)
+    assert found.lines() == [
+        "train: 5 rows read as 5 examples",
+        "  dropped: 0",
+        "  truncated: 2 (first rows 3, 4), prompt trimmed",
+        "  duplicates: 1 (first rows 4)",
+        "  with the unknown token: 0",
+        "  with a single trained token: 0",
+        "  under both labels: 0",
+        "  labels: 2 desirable, 3 undesirable",
+        "  tokens              min      p50      p95      p99      max     mean",
+        "    prompt              1        3        4        4        4      2.8",
+        "    completion          2        2        2        2        2      2.0",
+        "    desirable           2        2        2        2        2      2.0",
+        "    undesirable         2        2        2        2        2      2.0",
+        "    total               3        5        6        6        6      4.8",
+        "    uncut               3        5       11       11       11      6.8",
+    ]
+    assert found.short() == "train: tokens p50 5 p95 6 max 6, 1 duplicates, 2 desirable and 3 undesirable"
+    as_json = json.loads(json.dumps(dataclasses.asdict(found)))
+    assert as_json["truncated"] == [{"count": 2, "first_rows": [3, 4], "reason": "prompt trimmed"}]
+    assert as_json["lengths"]["total"] == {"min": 3, "p50": 5, "p95": 6, "p99": 6, "max": 6, "mean": 4.8}
+
+
+def test_real_rows_are_clean(audited, gsm8k):
+    rows = datasets.load_dataset("json", data_files=str(gsm8k / "unpaired.jsonl"), split="train[:300]")
+    found = audited("kto", rows, max_length=4096)
+    assert (found.examples, sum(found.classes.values()), found.truncated) == (300, 300, [])

@@ -1,0 +1,744 @@
+"""Data: sources, every format for every method, truncation, counts, caching, and one clear error per bad row.
+
+`byte_tokenizer` makes one token per byte, so rows are compared as text and lengths can be counted by eye.
+"""
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import datasets
+import pytest
+import tokenizers_for_tests as tok
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
+
+from hf_posttrain import data
+from hf_posttrain.data.formats import FORMATS, detect
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods.kto import partners
+from hf_posttrain.methods.sft import collate_supervised
+
+USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+MORE, LAST = {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}
+WRONG = {"role": "assistant", "content": "5"}
+ASKED = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+AGAIN = "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
+END = "<|im_end|>"
+
+
+def source(path, **options):
+    defaults = {"name": None, "split": "train", "columns": None, "limit": None, "weight": 1.0, "streaming": False}
+    return SimpleNamespace(path=str(path), **(defaults | options))
+
+
+def config(**options):
+    defaults = {"max_length": None, "dataset_num_proc": None, "chat_template_kwargs": None}
+    return SimpleNamespace(**(defaults | options))
+
+
+def jsonl(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prepare(rows, method, tokenizer=None, name="train", **options):
+    rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
+    return data.prepare(rows, method, tokenizer or tok.byte_tokenizer(), config(**options), name)
+
+
+def texts(rows, method, tokenizer=None, **options) -> list[tuple]:
+    """Prepared rows without `index`, ids decoded; a mask becomes the text of its ones."""
+    tokenizer = tokenizer or tok.byte_tokenizer()
+    out = []
+    for row in prepare(rows, method, tokenizer, **options):
+        row.pop("index", None), row.pop("prompt_key", None)
+        mask = row.pop("completion_mask", None)
+        ones = [i for i, m in zip(row["completion_ids"], mask, strict=True) if m] if mask else None
+        values = [tokenizer.decode(v) if isinstance(v, list) else v for v in row.values()]
+        out.append((*values, *([] if ones is None else [tokenizer.decode(ones)])))
+    return out
+
+
+# ---- formats
+
+
+def test_columns_are_exactly_those_of_the_method():
+    pair = [{"prompt": "q", "chosen": "a", "rejected": "b", "extra": 1}]
+    assert prepare(pair, "dpo").column_names == ["prompt_ids", "chosen_ids", "rejected_ids", "index"]
+    assert prepare(pair, "kto").column_names == ["prompt_ids", "completion_ids", "label", "prompt_key", "index"]
+    single = [{"prompt": "q", "completion": "a", "extra": 1}]
+    for method in ("sft", "kd"):
+        assert prepare(single, method).column_names == ["prompt_ids", "completion_ids", "completion_mask", "index"]
+    assert prepare(single, "opd").column_names == ["prompt_ids", "completion_ids", "index"]
+    assert prepare(single, "sft")[0] == {
+        "prompt_ids": [ord("q")], "completion_ids": [ord("a"), 258], "completion_mask": [1, 1], "index": 0
+    }  # fmt: skip
+
+
+SFT_ROWS = [
+    ({"text": "abc"}, {}, ("a", "bc" + END, "bc" + END)),
+    ({"prompt": "2+2=", "completion": "4"}, {}, ("2+2=", "4" + END, "4" + END)),
+    ({"prompt": "", "completion": "abc"}, {}, ("a", "bc" + END, "bc" + END)),
+    ({"prompt": "xy", "completion": "z"}, {"completion_only_loss": False}, ("x", "yz" + END, "yz" + END)),
+    ({"prompt": [USER], "completion": [REPLY]}, {}, (ASKED, "4" + END, "4" + END)),
+    ({"prompt": [USER, REPLY, MORE], "completion": [LAST]}, {}, (ASKED + "4" + END + "\n" + AGAIN, *["6" + END] * 2)),
+    (
+        {"messages": [USER, REPLY]},
+        {},
+        ("<|im_start|>", *[ASKED.removeprefix("<|im_start|>") + "4" + END] * 2),
+    ),
+    (
+        {"messages": [USER, REPLY, MORE, LAST]},
+        {"assistant_only_loss": True},
+        (ASKED, "4" + END + "\n" + AGAIN + "6" + END, "4" + END + "6" + END),
+    ),
+    (
+        {"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]},
+        {"assistant_only_loss": True},
+        (ASKED, "4" + END, "4" + END),
+    ),
+    (  # of a completion with a tool's turn, only what the assistant wrote
+        {"prompt": [USER], "completion": [REPLY, {"role": "tool", "content": "no"}, LAST]},
+        {"assistant_only_loss": True},
+        (ASKED, f"4{END}\n<|im_start|>tool\nno{END}\n<|im_start|>assistant\n6{END}", f"4{END}6{END}"),
+    ),
+    (  # the prompt's own assistant turn is context, unless completion_only_loss is False
+        {"prompt": [USER, REPLY, MORE], "completion": [LAST]},
+        {"assistant_only_loss": True},
+        (ASKED + "4" + END + "\n" + AGAIN, "6" + END, "6" + END),
+    ),
+]
+
+
+@pytest.mark.parametrize("method", ["sft", "kd"])
+@pytest.mark.parametrize(("row", "options", "expected"), SFT_ROWS)
+def test_sft_formats(row, options, expected, method):
+    assert texts([row], method, **options) == [expected]
+
+
+def test_text_field_and_system_turn_and_tools():
+    assert texts([{"body": "abc"}], "sft", dataset_text_field="body")[0][0] == "a"
+    system = {"role": "system", "content": "Short."}
+    tools = json.dumps([{"name": "add"}])
+    prompt, *_ = texts([{"prompt": [system, USER], "completion": [REPLY], "tools": tools}], "sft")[0]
+    assert prompt == f'<|im_start|>system\nTools: [{{"name": "add"}}]{END}\n<|im_start|>system\nShort.{END}\n{ASKED}'
+    rows = [{"messages": [USER, REPLY], "tools": None}, {"messages": [USER, REPLY], "tools": [{"name": "f"}]}]
+    plain, with_tools = texts(rows, "sft", assistant_only_loss=True)
+    assert plain[0] == ASKED
+    assert with_tools[0] == f'<|im_start|>system\nTools: [{{"name": "f"}}]{END}\n{ASKED}'
+
+
+PAIRS = [
+    ({"prompt": "q:", "chosen": "yes", "rejected": "no"}, ("q:", "yes" + END, "no" + END)),
+    ({"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}, (ASKED, "4" + END, "5" + END)),
+    ({"chosen": [USER, REPLY], "rejected": [USER, WRONG]}, (ASKED, "4" + END, "5" + END)),
+    ({"prompt": "2+2?", "chosen": [USER, REPLY], "rejected": [USER, WRONG]}, (ASKED, "4" + END, "5" + END)),
+    ({"chosen": "Human: hi\nBot: a cat", "rejected": "Human: hi\nBot: a cow"},
+     ("Human: hi\nBot: a", " cat" + END, " cow" + END)),
+    ({"chosen": "Q\nyes", "rejected": "Q\nno"}, ("Q\n", "yes" + END, "no" + END)),
+    ({"chosen": "say it", "rejected": "say it twice"}, ("say", " it" + END, " it twice" + END)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "expected"), PAIRS)
+def test_preference_formats_feed_dpo_and_kto(row, expected):
+    assert texts([row], "dpo") == [expected]
+    prompt, chosen, rejected = expected
+    assert texts([row], "kto") == [(prompt, chosen, True), (prompt, rejected, False)]
+    assert prepare([row, row], "kto")["index"][:] == [0, 1, 2, 3]
+
+
+def test_unpaired_labels():
+    rows = [{"prompt": "q", "completion": "a", "label": label} for label in (True, False)]
+    assert texts(rows, "kto") == [("q", "a" + END, True), ("q", "a" + END, False)]
+    rows = [{"prompt": [USER], "completion": [REPLY], "label": label} for label in (1, 0)]
+    assert texts(rows, "kto") == [(ASKED, "4" + END, True), (ASKED, "4" + END, False)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "q"}, ("q", "")),
+        ({"prompt": "q", "completion": "a"}, ("q", "a" + END)),
+        ({"prompt": [USER]}, (ASKED, "")),
+        ({"messages": [USER, REPLY, MORE, LAST]}, (ASKED + "4" + END + "\n" + AGAIN, "6" + END)),
+        ({"messages": [USER, REPLY, MORE]}, (ASKED + "4" + END + "\n" + AGAIN, "")),
+        ({"prompt_ids": [113]}, ("q", "")),
+    ],
+)
+def test_opd_formats(row, expected):
+    assert texts([row], "opd") == [expected]
+
+
+def test_completions_may_begin_late_and_in_another_batch():
+    rows = [{"messages": [USER]}] * 1000 + [{"messages": [USER, REPLY]}]
+    out = prepare(rows, "opd")
+    assert (out[0]["completion_ids"], out[1000]["completion_ids"]) == ([], [ord("4"), 258])
+
+
+def test_tokenised_columns_pass_through():
+    row = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [0, 1]}
+    assert prepare([row], "sft")[0] == {**row, "index": 0}
+    labelled = {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}
+    split = {"prompt_ids": [1, 2], "completion_ids": [3], "completion_mask": [1], "index": 0}
+    assert prepare([labelled], "sft")[0] == split
+    assert prepare([{"input_ids": [1, 2, 3], "completion_mask": [0, 0, 1]}], "kd")[0] == split
+    pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
+    assert prepare([pair], "dpo")[0] == {**pair, "index": 0}
+    single = {"prompt_ids": [1], "completion_ids": [2], "label": False}
+    key = 17595444997414146897 - 2**63  # xxh64 of the bytes 01 00 00 00
+    assert prepare([single], "kto")[0] == {**single, "prompt_key": key, "index": 0}
+
+
+ANSWERS = {"chosen": "a", "rejected": "b"}
+
+
+@pytest.mark.parametrize("method", list(data.COLUMNS))
+def test_prepared_rows_pass_through(method, caplog):
+    prepared = prepare([{"prompt": "q", **(ANSWERS if method in ("dpo", "kto") else {"completion": "a"})}] * 3, method)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        assert prepare(prepared, method, max_length=2) is prepared
+        assert not caplog.messages
+        assert len(prepare(prepared.remove_columns("index"), method)) == len(prepared)  # a user's own are looked at
+        assert caplog.messages == [f"train: {len(prepared)} rows read, 0 truncated (max_length None), 0 dropped"]
+
+
+def test_a_users_tokenised_rows_are_checked():
+    with pytest.raises(InputError, match="row 0: column 'completion_mask': expected 1 values"):
+        prepare([{"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 1]}], "sft")
+
+
+def test_partner_has_another_prompt_even_where_truncation_cut_one_prompt_differently():
+    rows = [{"prompt": "p" * 30, "completion": "c" * n, "label": True} for n in (2, 4, 6)]
+    rows += [{"prompt": "q" * 30, "completion": "c" * n, "label": False} for n in (2, 4, 6)]
+    out = prepare(rows, "kto", max_length=12)
+    assert [len(ids) for ids in out["prompt_ids"]] == [9, 7, 5] * 2  # so the ids alone would be six prompts
+    assert len(set(out["prompt_key"])) == 2
+    for seed in range(20):
+        assert all((partner < 3) != (row < 3) for row, partner in enumerate(partners(out, seed)))
+
+
+def test_plain_strings_never_see_the_template():
+    assert texts([{"prompt": "q", "completion": "a"}], "sft", tok.bos_tokenizer()) == [("<s>q", "a</s>", "a</s>")]
+
+
+# ---- pains
+
+
+def test_pain_03_truncation_never_removes_the_whole_target():
+    rows = [{"prompt": "p" * 50, "completion": "c" * n} for n in (3, 9, 50)]
+    # 10 tokens: "ccc" + end leaves 6 of the prompt; 10 are needed for 9 c's + end, so 1 + the first 9; the same for 50
+    expected = [("pppppp", "ccc" + END), ("p", "c" * 9), ("p", "c" * 9)]
+    assert [row[:2] for row in texts(rows, "sft", max_length=10)] == expected
+    assert texts([{"text": "abcdef"}], "sft", max_length=4) == [("a", "bcd", "bcd")]
+
+
+def test_pain_03_rows_without_target_are_dropped_and_counted(caplog):
+    long = {"role": "user", "content": "x" * 300}
+    rows = [{"messages": [USER, REPLY, long, LAST]}, {"messages": [USER, REPLY]}]
+    kept = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [1, 1]}
+    lost = {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5], "completion_mask": [0, 0, 1]}
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        out = prepare([kept, lost, kept, lost], "sft", max_length=3, name="mine")
+    assert caplog.messages == [
+        "mine: 4 rows read, 2 truncated (max_length 3), 2 dropped (no trained token left; first rows 1, 3)"
+    ]
+    assert out["index"][:] == [0, 1]
+    assert [row["completion_mask"] for row in out] == [[1, 1]] * 2
+    with pytest.raises(InputError, match="raise max_length"):
+        prepare([lost], "sft", max_length=3)
+    assert [row[2] for row in texts(rows, "sft", assistant_only_loss=True, max_length=60)] == ["4" + END] * 2
+
+
+def test_rows_with_unknown_tokens_are_counted(caplog):
+    backend = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "b": 3}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    rows = [{"prompt": p, "chosen": c, "rejected": "b"} for p, c in (("a", "a"), ("a x", "b"), ("a", "y y"))]
+    for method in ("dpo", "kto"):  # KTO makes two examples of a row
+        caplog.clear()
+        prepare(rows, method, tokenizer)
+        assert caplog.messages == [
+            "train: 2 rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows 1, 2): "
+            "clean them, or use another tokenizer"
+        ]
+    caplog.clear()
+    prepare(rows[:1], "dpo", tokenizer)
+    tokenizer.unk_token = "</s>"  # as GPT-2's, which is no sign of an unknown text
+    prepare([{"prompt": "a", "chosen": "x b", "rejected": "b"}], "dpo", tokenizer)
+    assert caplog.messages == []
+    tokenizer.unk_token = "<unk>"  # "xb" is as unknown as "x": what is learnt is "b" all the same
+    assert prepare(rows[1:2], "dpo", tokenizer)[0]["chosen_ids"] == [3, 1]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "opd"])
+def test_rows_longer_than_the_models_positions(method, caplog):
+    keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
+    rows = [{"prompt": "p" * n, **dict.fromkeys(keys, "aaa")} for n in (4, 5, 7)]  # and an end: 8, 9 and 11 tokens
+    options = {"max_completion_length": 4} if method == "opd" else {}
+    prepared = prepare(rows, method, **options)
+    data.warn_if_too_long(prepared, GPT2Config(n_positions=11), config(**options))
+    data.warn_if_too_long(prepared.to_iterable_dataset(), GPT2Config(n_positions=8), config(**options))
+    assert caplog.messages == []
+    data.warn_if_too_long(prepared, GPT2Config(n_positions=8), config(**options))
+    are, remedy = "are", "set train.max_length=8"
+    if method == "opd":  # its completions are yet to be sampled
+        are, remedy = "may become", "set train.max_length=8, and train.max_completion_length below it"
+    assert caplog.messages == [
+        f"train: 2 examples {are} longer than the model's 8 positions (max_position_embeddings), up to 11 tokens: "
+        f"{remedy}"
+    ]
+
+
+def test_packed_examples_are_measured_one_by_one(caplog):
+    packed = data.pack(prepare([{"prompt": "p" * n, "completion": "aaa"} for n in (4, 5, 7)], "sft"), 20)
+    assert len(packed) == 2
+    data.warn_if_too_long(packed, GPT2Config(n_positions=11), config())
+    assert caplog.messages == []
+    data.warn_if_too_long(packed, GPT2Config(n_positions=10), config())
+    assert "1 examples are longer than the model's 10 positions" in caplog.text
+
+
+@pytest.mark.parametrize("method", ["sft", "kd", "dpo", "kto"])
+def test_pain_03_every_branch_keeps_a_token_to_train(method):
+    row = {"prompt": "p" * 50, **(ANSWERS if method in ("dpo", "kto") else {"completion": "c" * 50})}
+    for out in prepare([row], method, max_length=2):
+        assert [len(ids) for name, ids in out.items() if name.endswith("_ids")] == [1] * (3 if method == "dpo" else 2)
+        assert out.get("completion_mask", [1]) == [1]
+
+
+def test_pain_04_long_prompt_keeps_its_completions():
+    row = {"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}
+    # 12 tokens, the longer branch has 4 + 1: 7 are left for the prompt of both
+    assert texts([row], "dpo", max_length=12) == [("p" * 7, "good" + END, "bad" + END)]
+    assert texts([row], "kto", max_length=12) == [("p" * 7, "good" + END, True), ("p" * 8, "bad" + END, False)]
+    assert texts([row], "dpo", max_length=3) == [("p", "go", "ba")]
+
+
+def test_pain_04_opd_prompt_leaves_room_for_the_rollout():
+    row = {"prompt": "0123456789", "completion": "a long answer"}
+    options = {"max_length": 10, "max_completion_length": 6}
+    assert texts([row], "opd", **options) == [("6789", "a long answer" + END)]
+    with pytest.raises(InputError, match="max_length 6 leaves no prompt beside max_completion_length 6"):
+        prepare([row], "opd", max_length=6, max_completion_length=6)
+
+
+@pytest.mark.parametrize("template", [tok.CHATML, tok.CHATML_GENERATION])
+def test_pain_05_assistant_only_without_generation_tags(template):
+    rows = [{"messages": [USER, REPLY]}]
+    assert texts(rows, "sft", tok.byte_tokenizer(template), assistant_only_loss=True) == [(ASKED, *["4" + END] * 2)]
+    with pytest.raises(InputError, match=r"train, row 0: assistant_only_loss: no token"):
+        prepare([{"messages": [USER]}], "sft", tok.byte_tokenizer(template), assistant_only_loss=True)
+
+
+def test_pain_06_the_end_is_trained_when_pad_is_eos():
+    tokenizer = tok.base_tokenizer()  # eos == pad == <|endoftext|> 256, turns end with <|im_end|> 258
+    for row, end in (
+        ({"prompt": [USER], "completion": [REPLY]}, 258),
+        ({"prompt": "q", "completion": "a"}, 256),
+        ({"prompt": "q", "completion": "a<|endoftext|>"}, 256),
+        ({"messages": [USER, REPLY]}, 258),
+        ({"text": "q a"}, 256),
+    ):
+        out = prepare([row], "sft", tokenizer)[0]
+        assert (out["completion_ids"][-1], out["completion_ids"].count(end) - out["completion_mask"][-1]) == (
+            end, int(row.keys() == {"messages"}),
+        )  # one end token; whole conversations have the user's as well  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_pain_06_the_end_is_a_target_of_the_batch(layout):
+    """pad == eos, and rows of unequal length: padding is never a target, each row's end always is."""
+    rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "abcdefgh"}]
+    batch = collate_supervised(list(prepare(rows, "sft", tok.base_tokenizer())), layout)
+    trained = batch["shift_labels"][batch["shift_labels"] != -100].tolist()
+    assert sorted(trained) == sorted([*b"a", *b"abcdefgh", 256, 256])
+
+
+def test_pain_07_rows_end_with_the_turn_end_of_the_template_not_eos():
+    tokenizer = tok.base_tokenizer()
+    for method, column in (("sft", "completion_ids"), ("opd", "completion_ids")):
+        assert prepare([{"prompt": [USER], "completion": [REPLY]}], method, tokenizer)[0][column][-1] == 258
+    out = prepare([{"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}], "dpo", tokenizer)[0]
+    assert (out["chosen_ids"][-1], out["rejected_ids"][-1]) == (258, 258)
+
+
+@pytest.mark.parametrize(
+    ("row", "method"),
+    [
+        ({"text": "abc"}, "sft"),
+        ({"text": "<s>abc"}, "sft"),
+        ({"messages": [USER, REPLY]}, "sft"),
+        ({"prompt": "q", "completion": "a"}, "kd"),
+        ({"prompt": "<s>q", "completion": "a"}, "kd"),
+        ({"prompt": "", "completion": "a"}, "sft"),
+        ({"prompt": [USER], "completion": [REPLY]}, "sft"),
+        ({"prompt": "q", "completion": "a", "label": True}, "kto"),
+        ({"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}, "dpo"),
+        ({"prompt": "q"}, "opd"),
+        ({"prompt": [USER]}, "opd"),
+    ],
+)
+def test_pain_08_bos_exactly_once_in_every_format(row, method):
+    for template in (tok.LLAMA, tok.CHATML):
+        out = prepare([row], method, tok.bos_tokenizer(template))[0]
+        assert out["prompt_ids"][0] == 256
+        assert sum(ids.count(256) for ids in out.values() if isinstance(ids, list)) == 1
+
+
+def test_pain_09_boundary_from_the_full_render_or_an_error_with_its_row():
+    rows = [{"prompt": [USER], "completion": [REPLY]}]
+    assert texts(rows, "sft", tok.byte_tokenizer(tok.QWEN3))[0][:2] == (ASKED, "<think>\n\n</think>\n\n4" + END)
+    off = {"enable_thinking": False}
+    prompt, completion, _ = texts(rows, "sft", tok.byte_tokenizer(tok.QWEN3), chat_template_kwargs=off)[0]
+    assert (prompt, completion) == (ASKED + "<think>\n\n</think>\n\n", "4" + END)
+    with pytest.raises(InputError, match=r"train, row 0: the rendered conversation does not begin"):
+        prepare(rows, "sft", tok.byte_tokenizer(tok.DEEPSEEK))
+
+
+# ---- bad rows
+
+GOOD = {"prompt": "q", "completion": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "method", "message"),
+    [
+        ({"prompt": "q", "completion": 7}, "sft", "row 1: column 'completion': expected a string or a list .*found 7"),
+        ({"completion": "a"}, "sft", "row 1: column 'prompt': missing or null, this row has completion$"),
+        ({"messages": None, "extra": 1}, "sft", "row 1: column 'messages': missing or null, this row has extra$"),
+        ({"prompt": "q", "completion": ""}, "sft", "row 1: column 'completion': empty completion"),
+        ({"prompt": [USER], "completion": [REPLY]}, "sft", "row 1: .*plain text and some hold messages"),
+        ({"prompt": [USER], "completion": "a"}, "sft", "row 1: .*expected one kind"),
+        ({"prompt": [USER], "completion": [MORE]}, "sft", "row 1: .*last turn is 'user', expected 'assistant'"),
+        ({"prompt": [{"text": "q"}], "completion": "a"}, "sft", "row 1: column 'prompt': message 0 has no role"),
+    ],
+)
+def test_pain_33_bad_rows_name_row_column_and_expectation(row, method, message, tmp_path):
+    good = {"messages": [USER, REPLY]} if "messages" in row else GOOD
+    rows = data.load(source(jsonl(tmp_path / "bad.jsonl", [good, row])))
+    with pytest.raises(InputError, match="mine, " + message):
+        prepare(rows, method, name="mine")
+
+
+@pytest.mark.parametrize("label", ["yes", 2, 0.5])
+def test_pain_33_label_that_is_not_boolean(label, tmp_path):
+    rows = [{**GOOD, "label": True}, {**GOOD, "label": label}]
+    with pytest.raises(InputError, match="row 1: column 'label': expected true or false"):
+        prepare(data.load(source(jsonl(tmp_path / "bad.jsonl", rows))), "kto")
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "opd"])
+def test_empty_prompt_needs_a_bos(method):
+    rows = [{"prompt": "", "chosen": "a", "rejected": "b"}] if method != "opd" else [{"prompt": ""}]
+    with pytest.raises(InputError, match=r"row 0: columns (prompt|chosen).*: empty prompt"):
+        prepare(rows, method)
+    assert prepare(rows, method, tok.bos_tokenizer())[0]["prompt_ids"] == [256]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt_ids": [1], "completion_ids": []}, "row 0: columns .*: empty completion"),
+        ({"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 1]}, "expected 1 values 0 or 1"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "the token of 'input_ids' at the same position"),
+        ({"input_ids": [1.5, 2.0]}, "column 'input_ids': expected a list of token ids"),
+        ({"text": 3}, "column 'text'"),
+        ({"prompt_ids": [1], "completion_ids": [259]}, r"token id 259 is none of the tokenizer's 259"),
+    ],
+)
+def test_bad_tokenised_rows(row, message):
+    with pytest.raises(InputError, match=message):
+        prepare([row], "sft")
+
+
+def test_assistant_only_needs_offsets():
+    tokenizer = ByT5Tokenizer()  # a slow one
+    tokenizer.chat_template = tok.CHATML
+    assert prepare([{"messages": [USER, REPLY]}], "sft", tokenizer)
+    with pytest.raises(InputError, match="train: assistant_only_loss needs a fast tokenizer: ByT5Tokenizer"):
+        prepare([{"messages": [USER, REPLY]}], "sft", tokenizer, assistant_only_loss=True)
+
+
+def test_detect_names_what_the_method_reads():
+    assert data.detect(["completion", "prompt", "label"], "kto") == "prompt + completion + label"
+    assert data.detect(["chosen", "rejected", "prompt"], "dpo") == "prompt + chosen + rejected"
+    assert data.detect(["prompt", "messages"], "sft") == "messages"
+    message = r"columns prompt, completions are none .* \(did you mean 'completions'\?\): .*prompt \+ completion"
+    with pytest.raises(InputError, match=message):
+        data.detect(["prompt", "completions"], "sft")
+
+
+@pytest.mark.parametrize(("columns", "method"), [(["prompt", "chosen"], "dpo"), (["prompt", "completion"], "kto")])
+def test_a_column_that_is_right_is_no_suggestion(columns, method):
+    with pytest.raises(InputError, match=f"columns {', '.join(columns)} are none that {method} reads: "):
+        data.detect(columns, method)
+
+
+def test_contradictory_loss_options():
+    with pytest.raises(InputError, match="completion_only_loss needs prompt and completion, the data has messages"):
+        prepare([{"messages": [USER, REPLY]}], "sft", completion_only_loss=True)
+    with pytest.raises(InputError, match="assistant_only_loss needs messages"):
+        prepare([{"text": "a b"}], "sft", assistant_only_loss=True)
+    with pytest.raises(InputError, match="assistant_only_loss needs messages"):
+        prepare([GOOD], "sft", assistant_only_loss=True)
+    with pytest.raises(InputError, match=r"row 0: messages need a chat template"):
+        prepare([{"messages": [USER, REPLY]}], "sft", tok.words_tokenizer())
+
+
+# ---- sources
+
+
+def test_files_folders_and_saved_sets(tmp_path):
+    rows = [{"q": "a", "answer": "b"}, {"q": "c", "answer": "d"}]
+    table = datasets.Dataset.from_list(rows)
+    table.to_csv(tmp_path / "rows.csv")
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "saved")
+    jsonl(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "folder").mkdir()
+    jsonl(tmp_path / "folder" / "train.jsonl", rows)
+    columns = {"prompt": "q", "completion": "answer"}
+    for name in ("rows.csv", "rows.parquet", "rows.jsonl", "rows.json", "saved", "folder"):
+        loaded = data.load(source(tmp_path / name, columns=columns, limit=1))
+        assert [dict(row) for row in loaded] == [{"prompt": "a", "completion": "b"}], name
+
+
+def test_columns_replace_a_column_of_the_same_name(tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "old", "question": "new"}])
+    assert data.load(source(path, columns={"prompt": "question"}))[:] == {"prompt": ["new"]}
+
+
+def test_sources_are_mixed_by_weight(tmp_path):
+    one = jsonl(tmp_path / "one.jsonl", [{"text": f"a{n}", "only": 1} for n in range(4)])
+    two = jsonl(tmp_path / "two.jsonl", [{"text": f"b{n}"} for n in range(4)])
+    assert data.load([source(one), source(two)])[:] == {"text": ["a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]}
+    mixed = data.load([source(one, weight=2.5), source(two, weight=0.5)])["text"][:]
+    assert (len(mixed), sum(t[0] == "a" for t in mixed)) == (12, 10)  # 2.5 * 4 and 0.5 * 4
+    assert {mixed.count(f"a{n}") for n in range(4)} == {2, 3}
+    assert data.load([source(one, weight=2.5), source(two, weight=0.5)])["text"][:] == mixed
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("trian.jsonl", None, r"no file or folder .*trian\.jsonl \(did you mean 'train\.jsonl'\?\)"),
+        ("rows.txt", "x", r"unknown extension; known are \.jsonl"),
+        ("empty.jsonl", " \n\n", "is empty"),
+        ("header.csv", "a,b\n", "header.csv"),
+        ("broken.jsonl", '{"text": "a"}\n{"text": b}\n', "line 2 is not valid JSON"),
+        ("broken.json", '[\n{"text": "a"},\n{"text": b}]', "line 3 is not valid JSON"),
+    ],
+)
+def test_pain_33_unreadable_files(name, content, message, tmp_path):
+    jsonl(tmp_path / "train.jsonl", [GOOD])
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match="data.train: .*" + message):
+        data.load(source(tmp_path / name), "data.train")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "content"), [("rows.jsonl", '{"text": b}\n'), ("rows.csv", 'a,b\n1,2,3\n"')])
+def test_a_broken_file_is_said_once(name, content, streaming, tmp_path, caplog):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=f"cannot read .*{name}: "):
+        data.load(source(tmp_path / name, streaming=streaming))
+    assert caplog.messages == []
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "part.jsonl").write_text('{"text": b}\n')
+    with pytest.raises(InputError, match=r"cannot read .*folder: "):
+        data.load(source(tmp_path / "folder", streaming=streaming))
+    assert "part.jsonl" in caplog.text  # only this log names the file
+
+
+def test_pain_33_wrong_column_or_split(tmp_path):
+    path = jsonl(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}])
+    message = r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\); there are question, answer"
+    with pytest.raises(InputError, match=message):
+        data.load(source(path, columns={"prompt": "qestion"}))
+    with pytest.raises(InputError, match=r"no column 'questions' for 'completion'; there are question, answer"):
+        data.load(source(path, columns={"prompt": "question", "completion": "questions"}))
+    with pytest.raises(InputError, match="Unknown split"):
+        data.load(source(tmp_path, split="test"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("weight", [1, 2])
+def test_pain_33_sources_of_different_types(streaming, weight, tmp_path):
+    one = jsonl(tmp_path / "one.jsonl", [GOOD])
+    two = jsonl(tmp_path / "two.jsonl", [{"prompt": [USER], "completion": [REPLY]}])
+    with pytest.raises(InputError, match=r"data.train: the columns of .*one.jsonl, .*two.jsonl are not of the same"):
+        data.load([source(one, streaming=streaming, weight=weight), source(two, streaming=streaming)], "data.train")
+
+
+def test_pain_33_streams_beside_other_sources(tmp_path):
+    one, two = (jsonl(tmp_path / name, [GOOD]) for name in ("one.jsonl", "two.jsonl"))
+    with pytest.raises(InputError, match=r"\(.*two.jsonl with streaming: true, .*one.jsonl without\): set it for all"):
+        data.load([source(one), source(two, streaming=True)], "data.train")
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Folders of a saved Dataset, 0 to 19, and of a DatasetDict of that as `train` and one row, 20, as `valid`."""
+    rows = datasets.Dataset.from_dict({"text": [str(n) for n in range(20)]})
+    rows.save_to_disk(tmp_path / "one")
+    valid = datasets.Dataset.from_dict({"text": ["20"]})
+    datasets.DatasetDict({"train": rows, "valid": valid}).save_to_disk(tmp_path / "more")
+    return tmp_path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        ("one", "train", range(20)),
+        ("one", "any", range(20)),  # a Dataset has no splits
+        ("one", "train[:10%]", range(2)),
+        ("one", "train[-3:]", range(17, 20)),
+        ("more", "valid", [20]),
+        ("more", "train[5:7]", [5, 6]),
+        ("more", "train[:10%]+valid", [0, 1, 20]),
+    ],
+)
+def test_slices_of_saved_sets(saved, name, split, expected, streaming):
+    rows = data.load(source(saved / name, split=split, streaming=streaming))
+    assert isinstance(rows, datasets.IterableDataset) == streaming
+    assert [row["text"] for row in rows] == [str(n) for n in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "message"),
+    [
+        ("more", "test", r"cannot read .*more: Unknown split \"test\". Should be one of \['train', 'valid'\]"),
+        ("more", "train[x]", r"cannot read .*more: Unrecognized instruction format: train\[x\]"),
+        ("one", "train[:1%]", "one has no rows"),
+        ("one", "train+test", "Unknown split"),
+    ],
+)
+def test_pain_33_splits_that_a_saved_set_has_not(saved, name, split, message):
+    with pytest.raises(InputError, match=message):
+        data.load(source(saved / name, split=split))
+
+
+# ---- datasets: cache, streams, speed
+
+
+def test_pain_34_second_preparation_hits_the_cache(tmp_path, monkeypatch):
+    saved = tmp_path / "saved"
+    datasets.Dataset.from_list([{"messages": [USER, REPLY]}] * 3).save_to_disk(saved)
+
+    def files():
+        prepare(data.load(source(saved)), "sft", tok.byte_tokenizer(), assistant_only_loss=True)
+        return {path.name for path in saved.rglob("cache-*")}
+
+    first = files()
+    assert len(first) == 1
+    assert files() == first
+    prepare(data.load(source(saved)), "sft", tok.byte_tokenizer(), assistant_only_loss=True, max_length=30)
+    assert len({path.name for path in saved.rglob("cache-*")}) == 2
+
+
+def test_several_processes_give_the_same_rows(tmp_path):
+    rows = data.load(source(jsonl(tmp_path / "rows.jsonl", [{**GOOD, "prompt": f"q{n}"} for n in range(8)])))
+    assert prepare(rows, "sft", dataset_num_proc=2)[:] == prepare(rows, "sft")[:]
+
+
+@pytest.mark.parametrize("method", ["sft", "kd", "dpo", "opd"])
+def test_streams(method, tmp_path, caplog):
+    keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
+    rows = [{"prompt": "q", **{key: f"{key}{n}" for key in keys}} for n in range(5)]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    stream = prepare(data.load(source(path, streaming=True, limit=3)), method)
+    assert isinstance(stream, datasets.IterableDataset)
+    whole = prepare(data.load(source(path, limit=3)), method).remove_columns("index")
+    assert list(stream) == list(whole)
+
+
+@pytest.mark.parametrize("method", ["sft", "kd", "dpo", "opd"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_prepared_stream_stays_as_it_is(method, named):
+    keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
+    rows = [{"prompt": "q", **dict.fromkeys(keys, "a")}]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    stream = stream if named else datasets.IterableDataset.from_generator(lambda: iter(rows))
+    once = prepare(stream, method, apply_chat_template=True)
+    assert once.column_names == list(data.COLUMNS[method])
+    assert prepare(once, method, apply_chat_template=True) is once
+
+
+@pytest.mark.parametrize("other", [5, [{"type": "text", "text": "four"}]])
+def test_text_that_looks_like_json_is_not_mistaken(other, tmp_path):
+    """Beside content of another kind `datasets` has read the string "4" as 4, and '"yes"' as yes."""
+    rows = [{"messages": [USER, {**REPLY, "content": content}]} for content in ('"yes"', other)]
+    with pytest.raises(InputError, match=r"column 'messages'.* text that looks like JSON is then read as JSON"):
+        prepare(data.load(source(jsonl(tmp_path / "rows.jsonl", rows))), "sft")
+
+
+def test_parts_of_text_are_joined_and_others_refused():
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]
+    asked = {"role": "user", "content": parts}
+    assert texts([{"prompt": [asked], "completion": [REPLY]}], "sft")[0][0] == ASKED
+    asked["content"] = [{"type": "image", "text": "2+2?"}]
+    with pytest.raises(InputError, match=r"message 0 \(user\): a part of the content is {.*'image'"):
+        prepare([{"prompt": [asked], "completion": [REPLY]}], "sft")
+
+
+@pytest.mark.parametrize("role", ["human", "User", "gpt", " user"])
+def test_roles_under_other_names(role):
+    with pytest.raises(InputError, match=r"row 0: column 'prompt': message 0 has the role '.*', expected '"):
+        prepare([{"prompt": [{"role": role, "content": "2+2?"}], "completion": [REPLY]}], "sft")
+
+
+def test_a_tokenised_stream_of_other_types_is_cut(tmp_path):
+    row = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [1, 1]}
+    stream = data.load(source(jsonl(tmp_path / "rows.jsonl", [row]), streaming=True))
+    assert next(iter(prepare(stream, "sft", max_length=3)))["prompt_ids"] == [2]
+
+
+def test_stream_from_a_generator_and_dropped_rows(caplog):
+    kept = {"prompt_ids": [1], "completion_ids": [3, 4], "completion_mask": [1, 1]}
+    rows = [kept, {**kept, "completion_mask": [0, 0]}]
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
+    assert list(prepare(stream, "sft")) == [kept]
+    assert "train: row 1 dropped" in caplog.text
+
+
+def test_real_rows_round_trip(gsm8k):
+    columns = {"prompt": "question", "completion": "answer"}
+    rows = data.load(source(gsm8k / "train.jsonl", columns=columns, limit=200))
+    for raw, (prompt, completion, trained) in zip(rows, texts(rows, "sft"), strict=True):
+        assert (prompt, completion, trained) == (raw["prompt"], raw["completion"] + END, raw["completion"] + END)
+    assert len(prepare(data.load(source(gsm8k / "preference.jsonl", limit=50)), "dpo")) == 50
+    unpaired = data.load(source(gsm8k / "unpaired.jsonl", limit=50))
+    assert prepare(unpaired, "kto")["label"][:] == unpaired["label"][:]
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "opd"])
+def test_plain_strings_as_chat(method):
+    """apply_chat_template gives a row of strings the ids of the same row as messages."""
+    answers = {"dpo": {"chosen": "4", "rejected": "5"}, "kto": {"completion": "4", "label": True}}
+    answer = answers.get(method, {"completion": "4"})
+    turns = {k: v if k == "label" else [{"role": "assistant", "content": v}] for k, v in answer.items()}
+    plain = prepare([{"prompt": "2+2?", **answer}], method, apply_chat_template=True)
+    assert plain[:] == prepare([{"prompt": [{"role": "user", "content": "2+2?"}], **turns}], method)[:]
+    assert plain[:] != prepare([{"prompt": "2+2?", **answer}], method)[:]
+    with pytest.raises(InputError, match="needs a column 'prompt'"):
+        prepare([{"text": "a"}], "sft", apply_chat_template=True)
+
+
+def test_plain_prompts_as_chat_beside_messages():
+    as_messages = [{"prompt": [USER], "completion": [REPLY]}]
+    mixed = prepare([{"prompt": "2+2?", "completion": [REPLY]}], "sft", apply_chat_template=True)
+    assert mixed[:] == prepare(as_messages, "sft")[:]
+
+
+def test_columns_of_another_format_change_nothing():
+    row = {"prompt_ids": [1, 2], "completion_ids": [3], "chosen_ids": [4], "rejected_ids": [5], "input_ids": [6, 7]}
+    for method, branches in (("sft", [[3]]), ("dpo", [[4], [5]]), ("opd", [[3]])):
+        sample = FORMATS[detect(list(row), method)](row)
+        assert (sample.prompt, sample.branches) == ([1, 2], branches)

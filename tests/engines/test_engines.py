@@ -1,0 +1,388 @@
+"""The same numbers on one process and on two: DDP, FSDP2 and ZeRO-1, 2 and 3, for every method, fully trained and LoRA.
+
+Each case trains past the end of an odd-sized epoch with rows of unequal lengths and accumulation 2, evaluates on the
+way, and is compared with one process that sees the same rows in each step.
+"""
+
+import functools
+import itertools
+import tempfile
+from pathlib import Path
+
+import datasets
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from processes_for_tests import ENGINES, engine_arguments, on_two
+from tokenizers_for_tests import byte_tokenizer
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+from training_for_tests import (
+    LORA,
+    METHODS,
+    fake_generate,
+    logs_and_weights,
+    policy_of,
+    quick,
+    token_rows,
+    trainer_for,
+)
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from hf_posttrain import DPOConfig, DPOTrainer, KDConfig, KDTrainer, SFTConfig
+from hf_posttrain.engines import engine as engines
+from hf_posttrain.errors import InputError
+from hf_posttrain.generation import rollout
+from hf_posttrain.models import load as models
+from hf_posttrain.recipe.read import ModelSection
+from hf_posttrain.scoring import forward as scoring
+
+pytestmark = pytest.mark.engines
+
+
+def second_for(method):
+    """The teacher of KD and OPD."""
+    return tiny_model(seed=5) if method in ("kd", "opd") else None
+
+
+def trained(rank, method, engine, lora, **config):
+    """(engine that really ran, processes, logs, weights) of six steps of four or eight rows."""
+    rollout.generate = fake_generate
+    peft_config = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+    torch.manual_seed(0)
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method, 13), tempfile.mkdtemp(), second_for(method),
+        eval_rows=token_rows(method, 7, seed=3), max_steps=6, learning_rate=1e-3, max_grad_norm=1.0,
+        gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, train_sampling_strategy="random",
+        **engine_arguments(engine), **peft_config, **config,
+    )  # fmt: skip
+    trainer.train()
+    name, count = engines.name(trainer.accelerator), trainer.accelerator.num_processes
+    return name, count, *logs_and_weights(trainer, lora)
+
+
+def losses_of(trainer):
+    """The loss of each step."""
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@functools.cache
+def on_one(method, lora):
+    """The run of one process, made once."""
+    return on_two(trained_case, "single", method, "single", lora, 4, world=1)[0]
+
+
+def trained_case(rank, method, engine, lora, size):
+    return trained(rank, method, engine, lora, per_device_train_batch_size=size, per_device_eval_batch_size=size)
+
+
+IN_CI = {("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", True)}
+CASES = [
+    pytest.param(*case, id=f"{case[0]}-{('full', 'lora')[case[1]]}", marks=[] if case in IN_CI else pytest.mark.slow)
+    for case in itertools.product((*ENGINES, "zero1"), (False, True))
+]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("engine", "lora"), CASES)
+def test_pain_02_and_35_two_processes_give_the_numbers_of_one(engine, method, lora):
+    _, _, logs, weights = on_one(method, lora)
+    (name, count, found, weights_found), (*_, found_by_other, _) = on_two(trained_case, engine, method, engine, lora, 2)
+    assert (name, count) == (engine, 2)
+    assert found == found_by_other  # metrics are global, not rank 0's
+    assert len(found) == len(logs) > 6
+    for own, theirs in zip(found, logs, strict=True):
+        assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert weights_found.keys() == weights.keys()
+    for key, tensor in weights.items():
+        torch.testing.assert_close(weights_found[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
+
+
+# ---- generation
+
+
+def collectives():
+    """How many this rank has called, in any of its groups."""
+    return sum(group._get_sequence_number_for_group() for group in torch.distributed.distributed_c10d._world.pg_map)
+
+
+def sampled(rank, engine, lora):
+    """Rollouts really sampled, of unequal number, length and end on the two ranks.
+
+    (collectives inside each generation, in the whole training; rollouts; losses)
+    """
+    real, inside, rollouts = rollout.generate, [], []
+
+    def watched(*args, **kwargs):
+        before = collectives()
+        rollouts.append(real(*args, **kwargs))
+        inside.append(collectives() - before)
+        return rollouts[-1]
+
+    rollout.generate = watched
+    rows = datasets.Dataset.from_list([{"prompt_ids": [1, 2, 3], "completion_ids": [5]}] * 13)
+    peft_config = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+    trainer = trainer_for(
+        "opd", tiny_model(), rows, tempfile.mkdtemp(), second_for("opd"), eval_rows=token_rows("opd", 5, seed=3),
+        eval_strategy="steps", eval_steps=2, eval_exact_match=True, eval_max_completion_length=4 + rank, max_steps=4,
+        learning_rate=1e-3, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_completion_length=20,
+        generation_batch_size=1 + 3 * rank, lmbda=0.6, **engine_arguments(engine), **peft_config,
+    )  # fmt: skip
+    trainer.terminal_ids = list(range(0, 300, 10 + 20 * rank))  # one rank stops much earlier
+    before = collectives()
+    trainer.train()
+    return (inside, collectives() - before), rollouts, losses_of(trainer)
+
+
+@pytest.mark.parametrize(
+    ("engine", "lora"),
+    [("fsdp2", False), ("zero3", True)]
+    + [pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", False))],
+)
+def test_pain_28_and_32_ranks_generate_alone_after_one_gather(engine, lora):
+    results = on_two(sampled, engine, engine, lora, timeout=120)
+    ((inside, all_in), first, losses), ((inside_other, all_in_other), second, _) = results
+    assert set(inside + inside_other) == {0}  # whole weights: no token waits for another rank
+    assert len(inside) == len(inside_other) >= 8
+    assert all_in == all_in_other > 20
+    assert len({len(part) for part in (*first, *second)}) > 1  # lmbda: the ranks sample different numbers of prompts
+    assert not {tuple(ids) for ids in first[0]} & {tuple(ids) for ids in second[0]}  # of one prompt, by one seed
+    assert len(losses) == 4
+
+
+@pytest.mark.slow
+def test_rollouts_do_not_hang_on_the_engine():
+    """Sampled tokens and losses are the same, whatever holds the weights."""
+    results = [on_two(sampled, engine, engine, False, timeout=120) for engine in ENGINES]
+    for other in results[1:]:
+        for (_, rollouts, losses), (_, expected, expected_losses) in zip(other, results[0], strict=True):
+            assert rollouts[:2] == expected[:2]
+            assert losses == pytest.approx(expected_losses, rel=1e-3)
+
+
+# ---- streams
+
+
+def streamed(rank, engine, shards):
+    """((step, rows) of each micro-batch that was trained, losses) over a stream that ends within a window."""
+    rows = token_rows("sft", 13).to_iterable_dataset(num_shards=shards)
+    trainer = trainer_for(
+        "sft", tiny_model(), rows, tempfile.mkdtemp(), max_steps=4, learning_rate=1e-3, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2, **engine_arguments(engine),
+    )  # fmt: skip
+    trained, step = [], trainer.training_step
+
+    def watched(model, inputs, *args):
+        trained.append((trainer.state.global_step, len(inputs["index"])))
+        return step(model, inputs, *args)
+
+    trainer.training_step = watched
+    trainer.train()
+    return trained, losses_of(trainer)
+
+
+@pytest.mark.parametrize("shards", quick(2, among=(1, 2)))
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_stream_trains_whole_windows_on_two_processes(engine, shards):
+    (trained, losses), (trained_by_other, losses_of_other) = on_two(streamed, engine, engine, shards, timeout=60)
+    assert trained == trained_by_other == [(step, 2) for step in range(4) for _ in range(2)]
+    assert losses == losses_of_other
+    assert len(losses) == 4
+
+
+def test_the_partial_window_at_the_end_of_a_stream_is_left_out(tmp_path):
+    """13 rows are three windows of four and one row, which the next pass does not begin with."""
+    rows, settings = token_rows("sft", 13), {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+    settings |= {"max_steps": 8, "learning_rate": 1e-3, "disable_dropout": True}
+    stream = trainer_for("sft", tiny_model(), rows.to_iterable_dataset(), tmp_path, **settings)
+    whole = trainer_for("sft", tiny_model(), rows.select(range(12)), tmp_path, **settings)
+    stream.train()
+    whole.train()
+    assert len(losses_of(stream)) == 8
+    assert losses_of(stream) == pytest.approx(losses_of(whole), rel=1e-6)
+
+
+# ---- precision
+
+
+def hidden_dtypes(rank, method, engine, lora):
+    """The dtypes of a hidden activation of policy and second model, and of the trained weights."""
+    rollout.generate = fake_generate
+    peft_config = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+    second = tiny_model(seed=5) if method != "sft" else None
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method, 8), tempfile.mkdtemp(), second, bf16=True, max_steps=1,
+        learning_rate=1e-3, activation_checkpointing=True, per_device_train_batch_size=2,
+        **engine_arguments(engine), **peft_config,
+    )  # fmt: skip
+    seen = {}
+
+    def watch(name):
+        return lambda module, args, output: seen.setdefault(name, set()).add(output.dtype)
+
+    for name, model in {"policy": trainer.model, "second": trainer.beside and trainer.beside.model}.items():
+        if model is not None:
+            scoring.causal_lm(model).model.layers[1].mlp.down_proj.register_forward_hook(watch(name))
+    trainer.train()
+    weights = {p.dtype for p in policy_of(trainer).parameters() if p.requires_grad}
+    return {name: [str(d) for d in found] for name, found in seen.items()}, [str(d) for d in weights]
+
+
+@pytest.mark.parametrize("method", quick("kto", "kd", among=METHODS))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method):
+    lora = method in ("sft", "kto")
+    for seen, weights in on_two(hidden_dtypes, engine, method, engine, lora):
+        assert seen == {name: ["torch.bfloat16"] for name in (["policy"] if method == "sft" else ["policy", "second"])}
+        assert weights == ["torch.bfloat16" if engine.startswith("zero") else "torch.float32"]
+
+
+# ---- frozen models
+
+
+def held(parameter):
+    """(numbers of it on this rank, all its numbers)."""
+    if hasattr(parameter, "ds_tensor"):
+        return parameter.ds_tensor.numel(), parameter.ds_numel
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).numel(), parameter.numel()
+
+
+def cut(rank, method, engine, offload):
+    """Of the layers of a trained run's frozen model: (share of their numbers on this rank, do these wait on CPU?)"""
+    config = {"output_dir": tempfile.mkdtemp(), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+    config |= {"max_steps": 2, "per_device_train_batch_size": 2, "disable_tqdm": True} | engine_arguments(engine)
+    method_config, method_trainer = {"kd": (KDConfig, KDTrainer), "dpo": (DPOConfig, DPOTrainer)}[method]
+    second = {"teacher_model": tiny_model(seed=5), "teacher_offload": offload} if method == "kd" else {}
+    trainer = method_trainer(
+        tiny_model(), method_config(**config), token_rows(method), None, byte_tokenizer(), **second
+    )  # fmt: skip
+    trainer.train()
+    model = trainer.beside.model
+    layers = scoring.causal_lm(model).model.layers
+    here, whole = map(sum, zip(*map(held, layers.parameters()), strict=True))
+    if engine == "zero3":
+        offloaded = model.config["zero_optimization"].get("offload_param", {})
+        waits = offloaded.get("device") == "cpu"
+    else:
+        groups = [layer._get_fsdp_state()._fsdp_param_group for layer in layers]
+        waits = all(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups)
+    return here / whole, waits
+
+
+@pytest.mark.parametrize(
+    ("method", "offload"), [("kd", True), pytest.param("kd", False, marks=pytest.mark.slow), ("dpo", False)]
+)
+@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
+def test_frozen_models_are_cut_over_the_ranks(engine, method, offload):
+    for share, waits in on_two(cut, engine, method, engine, offload):
+        assert 0.4 < share < 0.6
+        assert waits == offload
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_a_teacher_that_is_not_cut_leaves_the_device_after_each_use(offload, tmp_path):
+    teacher, moves = tiny_model(seed=5), []
+    teacher.to = lambda *where: moves.append(where) or teacher
+    config = KDConfig(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", max_steps=3)
+    KDTrainer(
+        tiny_model(), config, token_rows("kd"), None, byte_tokenizer(), teacher_model=teacher, teacher_offload=offload
+    ).train()
+    use, away = (config.device, None), ("cpu",)
+    assert moves == ([use, away] * 4 if offload else [use] * 4) + [away]  # a check of its scores and three steps
+
+
+def beside(rank, method, engine, dropout, size):
+    """(losses of a run whose frozen model came in training mode, what of that model is still trained)."""
+    second = tiny_model(seed=5, attention_dropout=dropout).train()
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method), tempfile.mkdtemp(), second, max_steps=4, learning_rate=1e-3,
+        per_device_train_batch_size=size, disable_dropout=False, **engine_arguments(engine),
+    )  # fmt: skip
+    trainer.train()
+    model = scoring.unwrapped(trainer.beside.model)
+    trained = [name for name, module in model.named_modules() if module.training]
+    trained += [name for name, p in model.named_parameters() if p.requires_grad or p.grad is not None]
+    return losses_of(trainer), trained
+
+
+@pytest.mark.parametrize("method", ["kd", "dpo"])
+@pytest.mark.parametrize("engine", quick("single", "ddp", "zero3", among=("single", *ENGINES)))
+def test_frozen_models_have_no_dropout_and_no_gradients(engine, method):
+    expected, _ = beside(None, method, "single", 0.0, 4)
+    assert len(expected) == 4
+    world = 1 if engine == "single" else 2
+    for losses, trained in on_two(beside, engine, method, engine, 0.5, 4 // world, world=world):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        assert not trained
+
+
+# ---- models that DeepSpeed cut while they were loaded
+
+
+def with_reference(rank, method, precompute, folder):
+    """The losses of a run whose policy was loaded under zero.Init, with a reference copied from it in memory."""
+    datasets.config.HF_DATASETS_CACHE = Path(folder) / "cache"
+    engine = engine_arguments("zero3") if rank is not None else {}
+    config = {"output_dir": f"{folder}/out", "use_cpu": True, "report_to": "none"}
+    kept = SFTConfig(**config, **engine)  # from here on from_pretrained cuts what it loads
+    policy = AutoModelForCausalLM.from_pretrained(f"{folder}/model")
+    assert hasattr(next(policy.parameters()), "ds_id") == (rank is not None)
+    trainer = trainer_for(
+        method, policy, token_rows(method, 13), f"{folder}/out", max_steps=5, learning_rate=1e-3,
+        per_device_train_batch_size=4 if rank is not None else 8, precompute_ref_log_probs=precompute, **engine,
+    )  # fmt: skip
+    trainer.train()
+    assert kept is not None
+    return losses_of(trainer)
+
+
+@pytest.mark.parametrize("method", quick("dpo", among=("dpo", "kto")))
+def test_pain_20_the_reference_of_a_policy_loaded_in_pieces(method, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    alone = with_reference(None, method, False, str(tmp_path))
+    for precompute in (False, True):
+        first, second = on_two(with_reference, "zero3", method, precompute, str(tmp_path))
+        assert first == second == pytest.approx(alone, rel=1e-4)
+
+
+def drawn(rank, folder):
+    """The weights of a model from scratch, which the engine has not cut yet or is told here not to have."""
+    kept = SFTConfig(f"{folder}/out", use_cpu=True, report_to="none", **engine_arguments("zero3"))
+    torch.manual_seed(0)
+    model = models.load_model(ModelSection(name_or_path=f"{folder}/model", from_scratch=True))
+    assert kept.deepspeed_plugin.zero_stage == 3
+    assert is_deepspeed_zero3_enabled()  # as it was
+    return model.state_dict()
+
+
+def test_random_weights_are_the_same_under_zero3(tmp_path):
+    tiny_model().config.save_pretrained(tmp_path / "model")
+    torch.manual_seed(0)
+    alone = models.load_model(ModelSection(name_or_path=f"{tmp_path}/model", from_scratch=True)).state_dict()
+    for found in on_two(drawn, "zero3", str(tmp_path)):
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in alone.items())
+
+
+def out_of_order(rank, engine):
+    """What evaluate() before train() and a second train() say."""
+    rows, said = token_rows("sft", 8), []
+    trainer = trainer_for("sft", tiny_model(), rows, tempfile.mkdtemp(), eval_rows=rows, **engine_arguments(engine))
+    for step in (trainer.evaluate, trainer.train, trainer.evaluate, trainer.train):
+        try:
+            step()
+            said.append(None)
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+def test_evaluation_before_training_and_a_second_training_are_refused(engine):
+    for before, first, after, second in on_two(out_of_order, engine, engine):
+        assert (first, after) == (None, None)
+        assert before == "FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead"
+        assert second == "train() runs once under FSDP2 and DeepSpeed: build another trainer"

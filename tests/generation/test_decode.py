@@ -1,0 +1,109 @@
+"""Decoding: the completions of `transformers.generate`, for the cost of the rows that go on."""
+
+import pytest
+import torch
+from models_for_tests import CONFIGS, tiny_model
+
+from hf_posttrain.generation import decode, rollout
+from hf_posttrain.generation.decode import FewRows, Sampler
+
+PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
+ENDS = list(range(0, 300, 7))
+"""So many that rows end at different steps."""
+
+
+def alone(model, prompt, count, ends):
+    """One prompt, no padding, no cache: obviously right."""
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
+        if ids[-1] in ends:
+            break
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy_completions_are_those_of_each_prompt_alone(name):
+    model = tiny_model(name)
+    assert decode.can_decode(model)
+    free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
+    ends = [free[0][2], free[2][6]]
+    found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=3)
+    assert found == [alone(model, prompt, 12, ends) for prompt in PROMPTS]
+    assert len({len(ids) for ids in found}) > 1  # some end early
+
+
+def test_models_with_another_state_are_left_to_transformers(monkeypatch):
+    model = tiny_model()
+    expected = rollout.generate(model, PROMPTS, 12, ENDS, 256)
+    monkeypatch.setattr(rollout, "can_decode", lambda model: False)
+    monkeypatch.setattr(rollout, "decode", None)
+    assert rollout.generate(model, PROMPTS, 12, ENDS, 256) == expected
+
+
+def test_can_decode_knows_plain_caches():
+    from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
+
+    small = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30}
+    for config in (MambaConfig(**small), Qwen3NextConfig(**small, num_attention_heads=2, num_key_value_heads=1)):
+        with torch.device("meta"):
+            assert not decode.can_decode(AutoModelForCausalLM.from_config(config))
+
+
+def test_a_step_costs_the_rows_that_go_on_and_a_shared_prompt_is_read_once(monkeypatch):
+    model, sizes = tiny_model(), []
+    real = model.forward
+
+    def watched(input_ids, **kwargs):
+        sizes.append(tuple(input_ids.shape))
+        return real(input_ids=input_ids, **kwargs)
+
+    monkeypatch.setattr(model, "forward", watched)
+    torch.manual_seed(3)
+    found = rollout.generate(model, [[1, 2, 3]] * 4 + [[5, 6]] * 2, 10, ENDS, 256, temperature=1.0)
+    lengths = [len(ids) for ids in found]
+    assert sizes[0] == (2, 3)  # two prompts, once each
+    going = [sum(length > step for length in lengths) for step in range(1, 10)]
+    assert sizes[1:] == [(count, 1) for count in going if count]
+    assert len(set(lengths)) > 2
+
+
+def test_ids_beyond_the_shared_vocabulary_are_never_drawn():
+    model = tiny_model()
+    drawn = rollout.generate(model, [[1, 2]] * 200, 3, [], 256, temperature=5.0, vocabulary=40)
+    assert {len(ids) for ids in drawn} == {3}
+    assert max(max(ids) for ids in drawn) == 39
+
+
+def test_tokens_are_drawn_from_the_softmax_and_never_with_probability_0():
+    torch.manual_seed(0)
+    logits = torch.tensor([2.0, -torch.inf, 0.5, 1.0, -1.0, -torch.inf, 7.0])
+    drawn = Sampler(0.7, 6)(logits.repeat(200_000, 1))
+    expected = torch.softmax(logits[:6] / 0.7, dim=-1)
+    found = torch.bincount(drawn, minlength=6) / len(drawn)
+    assert (found - expected).abs().max() < 4 * 0.5 / len(drawn) ** 0.5
+    assert found[1] == found[5] == 0
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 1), (2, 4), (9, 1)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
+    torch.manual_seed(0)
+    layer, rows = torch.nn.Linear(64, 48, bias=bias), torch.randn(*shape, 64)
+    expected = layer(rows)
+    taken, mm = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *args: taken.append(1) or mm(*args))
+    with FewRows():
+        found = layer(rows)
+    assert bool(taken) == (1 < rows[..., 0].numel() <= FewRows.MOST)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_an_error_and_no_token(broken):
+    model = tiny_model().eval()
+    torch.nn.init.constant_(model.lm_head.weight, broken)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="NaN or infinite"):
+        decode.decode(model, [[5, 6], [7]], 3, [0], Sampler(1.0, 250))

@@ -1,0 +1,455 @@
+"""OPD's rollouts by vLLM, against stand-ins that have vLLM's interface: weights on both sides, samples, refusals."""
+
+import copy
+import dataclasses
+import importlib.util
+import inspect
+import itertools
+import sys
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import vllm_for_tests
+from models_for_tests import tiny_model
+from processes_for_tests import engine_arguments, on_two
+from training_for_tests import LORA, policy_of, token_rows, trainer_for
+from transformers import AutoModelForCausalLM
+from vllm_for_tests import Serving, sampled
+
+from hf_posttrain import OPDConfig
+from hf_posttrain.errors import InputError
+from hf_posttrain.generation import vllm as vllm_rollout
+from hf_posttrain.generation import vllm_options
+from hf_posttrain.trainer import saving
+
+TRAINING = {
+    "rollout": "vllm", "max_steps": 3, "learning_rate": 3e-3, "gradient_accumulation_steps": 2,
+    "per_device_train_batch_size": 2, "num_generations": 2, "temperature": 0.8,
+}  # fmt: skip
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """The stand-in for the package."""
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, None)
+    vllm_for_tests.install()
+
+
+@pytest.fixture
+def backend(request, vllm):
+    """What a config needs for vllm_mode colocate or server; the server has other weights, or the base for LoRA."""
+    mode, lora = request.param
+    if mode == "colocate":
+        yield {"peft_config": peft.LoraConfig(**LORA) if lora else None}
+        return
+    with Serving(tiny_model(seed=0 if lora else 77)) as server:
+        server_options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        yield {"peft_config": peft.LoraConfig(**LORA) if lora else None, "server": server} | server_options
+
+
+BOTH = [(mode, lora) for mode in ("colocate", "server") for lora in (False, True)]
+NAMES = [f"{mode}-{'lora' if lora else 'full'}" for mode, lora in BOTH]
+
+
+def opd(backend, folder, model=None, second=None, **config):
+    """(trainer, its server or None)"""
+    given = TRAINING | backend | config
+    server = given.pop("server", None)
+    model = model or tiny_model()
+    rows, second = token_rows("opd", 12), second or tiny_model(seed=9)
+    return trainer_for("opd", model, rows, folder, second=second, eval_rows=token_rows("opd", 3), **given), server
+
+
+def theirs(trainer, server):
+    """The model that vLLM would sample with now."""
+    backend = trainer.rollouts
+    if backend.lora is None:
+        return server.model if server else backend.llm.policy
+    if server:
+        [adapter] = server.adapters.values()
+        return adapter
+    return vllm_for_tests.with_adapter(backend.llm.policy, backend.adapter.lora_path)
+
+
+def weights(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def assert_equal_weights(found, expected):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0, msg=name)
+
+
+# ---- training
+
+
+@pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)
+def test_each_step_samples_with_the_policys_own_weights(backend, tmp_path):
+    """After every synchronisation the weights are equal on both sides, and rollouts are what the policy would say."""
+    trainer, server = opd(backend, tmp_path)
+    synchronise, generate, states = trainer.rollouts.synchronise, trainer.rollouts.generate, []
+
+    def watched():
+        synchronise()
+        states.append(weights(trainer.model))
+        assert_equal_weights(weights(theirs(trainer, server)), states[-1])
+
+    def compared(prompts, seed):
+        found = generate(prompts, seed)
+        trainer.model.eval()
+        for number, prompt in enumerate(prompts):
+            how = trainer.rollouts.sampling | {"seed": vllm_rollout._mixed(*seed, number)}
+            assert found[2 * number : 2 * number + 2] == sampled(trainer.model, prompt, **how)
+        trainer.model.train()
+        return found
+
+    trainer.rollouts.synchronise, trainer.rollouts.generate = watched, compared
+    trainer.train()
+    assert len(states) == 3
+    for before, after in itertools.pairwise(states):
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert len(losses_of(trainer)) == 3
+
+
+def losses_of(trainer):
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)
+def test_a_resumed_run_repeats_its_rollouts(backend, tmp_path):
+    config = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole, _ = opd(backend, tmp_path / "whole", **config)
+    whole.train()
+    resumed, server = opd(backend, tmp_path / "resumed", **config)
+    if server:
+        server.adapters = {}
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert losses_of(resumed) == losses_of(whole)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_both_modes_train_the_same(lora, tmp_path, vllm):
+    """What is sampled depends on the weights and on (seed, step, rank, number of the prompt) alone."""
+    peft_config = {"peft_config": peft.LoraConfig(**LORA) if lora else None}
+    colocated, _ = opd(peft_config, tmp_path)
+    colocated.train()
+    with Serving(tiny_model(seed=0 if lora else 77)) as server:
+        served, _ = opd(peft_config, tmp_path, vllm_mode="server", vllm_server_base_url=server.url)
+        served.train()
+    assert losses_of(served) == losses_of(colocated)
+
+
+@pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)
+def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(backend, tmp_path):
+    trainer, _ = opd(backend, tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2)
+    sent, synchronise = [], trainer.rollouts.synchronise
+    trainer.rollouts.synchronise = lambda: (sent.append(trainer.state.global_step), synchronise())
+    trainer.train()
+    assert sent == [0, 1, 2]  # an evaluation and the window after it share them
+    with torch.no_grad():
+        next(p for p in trainer.model.parameters() if p.requires_grad).add_(1)
+    trainer.evaluate()
+    assert sent == [0, 1, 2, 2]
+    trainer.train()
+    assert sent == [0, 1, 2, 2, 0, 1, 2]
+
+
+@pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)
+def test_what_was_written_is_removed(backend, tmp_path):
+    trainer, server = opd(backend, tmp_path)
+    trainer.train()
+    left = {path.name for path in trainer.rollouts.folder.iterdir()} - {"model"}
+    assert left == ({"3"} if trainer.rollouts.lora else set())  # vLLM may read the newest adapter again
+    if server and trainer.rollouts.lora:
+        assert list(server.adapters) == [f"{trainer.rollouts.folder.name}-3"]
+
+
+@pytest.mark.parametrize("backend", [("colocate", False), ("server", False)], ids=["colocate", "server"], indirect=True)
+def test_padding_of_the_vocabulary_is_never_drawn(backend, tmp_path, monkeypatch):
+    """The student has 40 ids that the teacher lacks, and likes them."""
+    student = tiny_model()
+    student.resize_token_embeddings(340, mean_resizing=False)
+    with torch.no_grad():
+        student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
+    trainer, _ = opd(backend, tmp_path, student, max_completion_length=3)
+    assert trainer.rollouts.sampling["logit_bias"] == {token: -100.0 for token in range(300, 340)}
+    trainer.rollouts.synchronise()
+    assert max(map(max, trainer.rollouts.generate([[1, 2, 3]] * 20, (0,)))) < 300
+    monkeypatch.setitem(trainer.rollouts.sampling, "logit_bias", None)
+    with pytest.raises(RuntimeError, match="vLLM drew an id of the vocabulary's padding"):
+        trainer.rollouts.generate([[1, 2, 3]] * 20, (0,))
+
+
+@pytest.mark.parametrize("backend", [("colocate", False)], ids=["colocate"], indirect=True)
+def test_more_padding_than_vllm_can_be_kept_from_is_refused(backend, tmp_path):
+    student = tiny_model()
+    student.resize_token_embeddings(1400, mean_resizing=False)
+    with pytest.raises(InputError, match="1100 ids that the teacher lacks, and vLLM can be kept from drawing 1024"):
+        opd(backend, tmp_path, student)
+
+
+@pytest.mark.parametrize("backend", BOTH[:2], ids=NAMES[:2], indirect=True)
+def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(backend, tmp_path):
+    trainer, _ = opd(backend, tmp_path, max_length=48, vllm_gpu_memory_utilization=0.2)
+    state = torch.get_rng_state()
+    trainer.rollouts.synchronise()
+    assert torch.equal(torch.get_rng_state(), state)  # whatever vLLM seeds
+    lora = {"enable_lora": True, "max_lora_rank": 8} if trainer.rollouts.lora else {}
+    assert trainer.rollouts.llm.fields == lora | {
+        "load_format": "dummy", "generation_config": "vllm", "dtype": "float32", "max_model_len": 48,
+        "gpu_memory_utilization": 0.2, "enable_prefix_caching": True, "distributed_executor_backend": "uni",
+    }  # fmt: skip
+    trainer.rollouts.synchronise()
+    trainer.rollouts.generate([[1, 2], [3]], (0,))
+    log = ["weights", "reset", "reset"] if lora else ["weights", "reset", "weights", "reset"]
+    assert trainer.rollouts.llm.log == [*log, ("generate", 2, 2 if lora else None)]
+    assert trainer.rollouts.generate([], (0,)) == []  # a rank whose prompts are all answered by the data
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe", "gemma3", "gpt2"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_weights_in_memory_have_the_names_of_the_hubs_format(name, lora, tmp_path):
+    """Fused experts too: exactly what save_pretrained writes."""
+    from safetensors.torch import load_file
+
+    model = tiny_model(name)
+    copy.deepcopy(model).save_pretrained(tmp_path)
+    if lora:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    assert_equal_weights(vllm_rollout.hub_weights(model), load_file(tmp_path / "model.safetensors"))
+
+
+# ---- several processes
+
+
+def trained(rank, engine, folder, lora, options):
+    """(weights that each synchronisation gave this rank's engine, whole weights, rollouts of each window)"""
+    vllm_for_tests.install()
+    peft_config = peft.LoraConfig(**LORA) if lora else None
+    trainer, _ = opd({"peft_config": peft_config}, folder, max_steps=2, **options, **engine_arguments(engine))
+    synchronise, generate = trainer.rollouts.synchronise, trainer.rollouts.generate
+    states, wholes, rollouts = [], [], []
+
+    def watched():
+        synchronise()
+        if hasattr(trainer.rollouts, "llm"):
+            states.append(weights(theirs(trainer, None)))
+        whole = saving.whole_state(trainer, adapter_only=False) or policy_of(trainer).state_dict()
+        wholes.append({name: tensor.clone() for name, tensor in whole.items()})
+
+    trainer.rollouts.synchronise = watched
+    trainer.rollouts.generate = lambda *args: (rollouts.append(generate(*args)), rollouts[-1])[1]
+    trainer.train()
+    return states, wholes, rollouts
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("engine", "lora"),
+    [("fsdp2", False), ("zero3", True)]
+    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", False), ("fsdp2", True), ("zero3", False))],
+)
+def test_each_rank_gives_its_engine_the_whole_weights(engine, lora, tmp_path):
+    first, second = on_two(trained, engine, engine, str(tmp_path), lora, {})
+    (states, wholes, rollouts), (other_states, _, other_rollouts) = first, second
+    assert len(states) == len(other_states) == len(wholes) == 2
+    for found, found_by_other, expected in zip(states, other_states, wholes, strict=True):
+        assert_equal_weights(found, expected)
+        assert_equal_weights(found_by_other, expected)
+    assert rollouts[0] != other_rollouts[0]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(("engine", "lora"), [("zero3", False), pytest.param("fsdp2", True, marks=pytest.mark.slow)])
+def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
+    with Serving(tiny_model(seed=0 if lora else 77)) as server:
+        options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        (_, wholes, rollouts), (_, _, other) = on_two(trained, engine, engine, str(tmp_path), lora, options)
+    sent = [path for path, _ in server.log if path in ("/collective_rpc", "/v1/load_lora_adapter")]
+    assert len(sent) == len(wholes) == 2
+    [model] = server.adapters.values() if lora else [server.model]
+    assert_equal_weights(weights(model), wholes[-1])
+    asked = [body for path, body in server.log if path == "/v1/completions"]
+    assert len({body["seed"] for body in asked}) == len(asked) == sum(map(len, rollouts + other)) // 2
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rollout": "sglang"}, "rollout='sglang' is not one of transformers, vllm"),
+        ({"rollout": "transformers", "vllm_mode": "server"}, "vllm_mode is an option of rollout: vllm"),
+        ({"rollout": "transformers", "vllm_gpu_memory_utilization": 0.3}, "vllm_gpu_memory_utilization is an option"),
+        ({"vllm_mode": "remote"}, "vllm_mode='remote' is not one of colocate, server"),
+        ({"vllm_mode": "server"}, "needs vllm_server_base_url, such as http"),
+        ({"vllm_server_base_url": "http://a:1"}, "belongs to vllm_mode: server"),
+        ({"vllm_mode": "server", "vllm_server_base_url": "a:1"}, "vllm_server_base_url='a:1' is not a URL"),
+        (
+            {"vllm_mode": "server", "vllm_server_base_url": "http://a:1", "vllm_gpu_memory_utilization": 0.5},
+            "give --gpu-memory-utilization to vllm serve",
+        ),
+        ({"vllm_gpu_memory_utilization": 1.5}, "not a share of the GPU's memory"),
+        ({"generation_batch_size": 8}, "generation_batch_size is of rollout: transformers"),
+        ({"temperature": 3.0}, "vLLM samples at 0.01 to 2"),
+    ],
+)
+def test_contradictions_are_refused(config, message, vllm, tmp_path):
+    with pytest.raises(InputError, match=message):
+        OPDConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "rollout": "vllm"} | config)
+
+
+def test_a_missing_package_is_refused(monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "vllm" else find(name, *args))
+    with pytest.raises(InputError, match="needs the package vllm: pip install"):
+        OPDConfig(output_dir=str(tmp_path), use_cpu=True, rollout="vllm")
+    config = {"rollout": "vllm", "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}
+    OPDConfig(output_dir=str(tmp_path), use_cpu=True, **config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (peft.LoraConfig(use_dora=True), "LoRA with use_dora=True"),
+        (peft.LoraConfig(modules_to_save=["lm_head"]), "LoRA with modules_to_save="),
+        (peft.LoraConfig(target_parameters=["down_proj"]), "name target_modules without experts"),
+        (peft.LoraConfig(bias="all"), "LoRA with bias='all'"),
+        (peft.LoraConfig(init_lora_weights="pissa"), "LoRA with init_lora_weights='pissa'"),
+        (peft.LoraConfig(r=8, rank_pattern={"q_proj": 600}), "up to rank 512, not 600"),
+        (peft.IA3Config(), "serves LoRA, not IA3"),
+    ],
+)
+def test_adapters_that_vllm_cannot_serve_are_refused(config, message):
+    with pytest.raises(InputError, match=message):
+        vllm_options.max_rank(config)
+
+
+def test_the_rank_is_rounded_up_to_one_that_vllm_has():
+    found = [vllm_options.max_rank(peft.LoraConfig(r=r)) for r in (1, 4, 8, 12, 300, 512)]
+    assert found == [1, 8, 8, 16, 320, 512]
+
+
+@pytest.mark.parametrize("backend", [("colocate", False)], ids=["colocate"], indirect=True)
+def test_a_quantised_student_is_refused(backend, tmp_path):
+    trainer, _ = opd(backend, tmp_path)
+    trainer.model.is_quantized = True
+    with pytest.raises(InputError, match="takes no quantised student"):
+        vllm_rollout.Colocated(trainer)
+
+
+@pytest.mark.parametrize(
+    ("lora", "without", "message"),
+    [
+        (False, "/collective_rpc", "answered 404 .*: set VLLM_SERVER_DEV_MODE=1"),
+        (False, "/reset_prefix_cache", "answered 404 .*: set VLLM_SERVER_DEV_MODE=1"),
+        (True, "/v1/load_lora_adapter", "answered 404 .*: start the server with --enable-lora and VLLM_ALLOW_RUNTIME"),
+        (False, "/v1/completions", "/v1/completions answered 404"),
+        (False, "/v1/models", "/v1/models answered 404"),
+    ],
+)
+def test_a_server_without_an_endpoint_is_refused(lora, without, message, tmp_path):
+    with Serving(tiny_model(), without=(without,)) as server:
+        config = {"vllm_mode": "server", "vllm_server_base_url": f"{server.url}/"}
+        with pytest.raises(InputError, match=message):
+            opd(config | {"peft_config": peft.LoraConfig(**LORA) if lora else None}, tmp_path)[0].train()
+
+
+def test_a_server_of_another_base_is_told(tmp_path, caplog):
+    """With LoRA the base is not sent."""
+    student = tiny_model()
+    with Serving(tiny_model()) as server:
+        config = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        for name, told in (("served", False), ("another", True)):
+            student.config._name_or_path = student.name_or_path = name
+            caplog.clear()
+            opd(config | {"peft_config": peft.LoraConfig(**LORA)}, tmp_path, copy.deepcopy(student))
+            assert ("serves served, and the student's base is another" in caplog.text) == told
+
+
+def test_other_trouble_with_a_server_is_told(tmp_path):
+    with Serving(tiny_model(), max_model_len=100) as server:
+        config = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        with pytest.raises(InputError, match="max_length=200 is more than the vLLM server's --max-model-len 100"):
+            opd(config, tmp_path, max_length=200)
+        trainer, _ = opd(config, tmp_path, max_length=64)
+        server.busy = True
+        with pytest.raises(InputError, match="has requests of others"):
+            trainer.train()
+        server.busy, server.model = False, None
+        with pytest.raises(InputError, match=r"completions answered 500 .*NoneType"):
+            trainer.rollouts.generate([[1]], (0,))
+    with pytest.raises(InputError, match=rf"no vLLM server answers at {server.url}/v1/models .*refused"):
+        opd(config, tmp_path)
+
+
+def test_the_command_refuses_before_weights_are_loaded(tmp_path, monkeypatch, capsys, vllm):
+    """Server out of reach, unsuitable LoRA, quantised student, TRL's name."""
+    from tokenizers_for_tests import byte_tokenizer
+    from transformers import Qwen3Config
+
+    from hf_posttrain import run
+    from hf_posttrain.models import load as models
+
+    monkeypatch.setattr(models, "load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
+    monkeypatch.chdir(tmp_path)
+    Qwen3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300).save_pretrained("tiny")
+    byte_tokenizer().save_pretrained("tiny")
+    Path("tiny/model.safetensors").touch()  # never read
+    Path("rows.jsonl").write_text('{"prompt": "1+1="}\n')
+    Path("opd.yaml").write_text(
+        "method: opd\nmodel: {name_or_path: tiny}\nteacher: {name_or_path: tiny}\ndata: {train: {path: rows.jsonl}}\n"
+        "train: {output_dir: out, max_steps: 1, use_cpu: true, max_completion_length: 8, rollout: vllm}\n"
+    )
+
+    def line(*overrides):
+        assert run.main(["opd.yaml", *overrides]) == 2
+        return capsys.readouterr().err.splitlines()[-1]
+
+    url = "train.vllm_server_base_url=http://127.0.0.1:9"
+    assert "command line: vllm_server_base_url: no vLLM server answers at" in line("train.vllm_mode=server", url)
+    assert "opd.yaml:5: rollout: vllm cannot serve LoRA with use_dora=True" in line("model.lora={use_dora: true}")
+    assert "train.rollout: vllm takes no quantised" in line("model.lora={r: 8}", "model.quantization=4bit")
+    assert "command line: train.vllm_server_base_url belongs to vllm_mode" in line(url)
+    assert "train.use_vllm does not exist: use rollout: vllm" in line("train.use_vllm=true")
+
+
+# ---- vLLM itself
+
+
+def test_the_stand_ins_have_vllms_names():
+    """Where vLLM is installed: its signatures against those that the tests above rely on."""
+    pytest.importorskip("vllm")
+    from vllm import LLM, EngineArgs, SamplingParams
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.lora.request import LoRARequest
+
+    for name in ("__init__", "generate", "collective_rpc", "reset_prefix_cache"):
+        ours = inspect.signature(getattr(vllm_for_tests.LLM, name)).parameters
+        real = inspect.signature(getattr(LLM, name)).parameters
+        assert ours.keys() <= real.keys()
+    assert {field.name for field in dataclasses.fields(EngineArgs)} >= vllm_for_tests.ENGINE_FIELDS
+    assert {f.name for f in dataclasses.fields(vllm_for_tests.SamplingParams)} <= {*SamplingParams.__struct_fields__}
+    assert {f.name for f in dataclasses.fields(vllm_for_tests.LoRARequest)} <= {*LoRARequest.__struct_fields__}
+    assert CompletionRequest.model_fields.keys() >= vllm_for_tests.COMPLETION_FIELDS
+
+
+@pytest.mark.gpu
+def test_vllm_itself_samples_with_the_policys_weights(tmp_path):
+    """Colocated, on a GPU: greedy answers of vLLM are the policy's own before and after training."""
+    vllm = pytest.importorskip("vllm")
+    model = AutoModelForCausalLM.from_config(tiny_model(head_dim=64).config)
+    trainer, _ = opd({"use_cpu": False}, tmp_path, model, bf16=False, vllm_gpu_memory_utilization=0.1)
+    for _ in range(2):
+        trainer.rollouts.synchronise()
+        greedy = vllm.SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
+        [found] = trainer.rollouts.llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy, use_tqdm=False)
+        ids = torch.tensor([[1, 2, 3]], device=trainer.args.device)
+        own = trainer.model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
+        assert list(found.outputs[0].token_ids) == own[0, 3:].tolist()
+        trainer.train()

@@ -1,0 +1,286 @@
+"""KD and OPD: teachers, vocabularies, caches, rollouts, and that the student really comes closer to the teacher."""
+
+import copy
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from models_for_tests import tiny_model
+from tokenizers_for_tests import byte_tokenizer
+from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
+
+import hf_posttrain
+from hf_posttrain.errors import InputError
+from hf_posttrain.generation import rollout
+from hf_posttrain.losses import DIVERGENCES
+from hf_posttrain.scoring import teacher_tiles as distill
+
+OBJECTIVES = ["policy_gradient", *DIVERGENCES]
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_opd_with_the_students_own_weights_has_no_loss_and_no_gradient(loss_type, tmp_path):
+    model = tiny_model()
+    loss, gradients = one_step(
+        "opd", model, token_rows("opd"), tmp_path, second=copy.deepcopy(model), loss_type=loss_type, num_generations=2
+    )
+    assert loss == pytest.approx(0, abs=1e-6)
+    assert max(g.abs().max() for g in gradients.values()) < 1e-5
+
+
+def test_policy_gradient_equals_reverse_kl_in_expectation(tmp_path):
+    """One-token rollouts, many of them: the sampled gradient tends to the full-vocabulary one."""
+    rows = token_rows("opd", 2)
+    config = {
+        "second": tiny_model(seed=9),
+        "max_completion_length": 1,
+        "num_generations": 2000,
+        "per_device_train_batch_size": 2,
+    }
+    _, exact = one_step("opd", tiny_model(), rows, tmp_path, loss_type="reverse_kl", **config)
+    config["second"] = tiny_model(seed=9)
+    _, sampled = one_step("opd", tiny_model(), rows, tmp_path, loss_type="policy_gradient", **config)
+    one, two = (torch.cat([g.flatten() for g in gradients.values()]) for gradients in (exact, sampled))
+    assert torch.nn.functional.cosine_similarity(one, two, dim=0) > 0.95
+    assert two.norm().item() == pytest.approx(one.norm().item(), rel=0.15)
+
+
+def test_rollouts_reach_beyond_the_top_50(tmp_path):
+    """HF's generate would default to top_k=50; and the model's own generation config asks for top_k=5."""
+    model = tiny_model()
+    model.generation_config.update(do_sample=True, top_k=5, temperature=0.1, repetition_penalty=1.3)
+    trainer = trainer_for("opd", model, token_rows("opd"), tmp_path, second=tiny_model(seed=9))
+    prompt = [7, 8, 9]
+    answers = rollout.generate(trainer.model, [prompt] * 2000, 1, trainer.terminal_ids, 256, temperature=1.0)
+    logits = model(input_ids=torch.tensor([prompt])).logits[0, -1]
+    ranks = logits.argsort(descending=True).argsort()
+    drawn = ranks[[ids[0] for ids in answers]]
+    expected = logits.softmax(-1)[logits.argsort(descending=True)[50:]].sum().item()
+    assert expected > 0.05
+    assert (drawn >= 50).float().mean().item() == pytest.approx(expected, abs=0.03)
+    assert model.generation_config.top_k == 5  # as it was
+
+
+def test_altering_generation_config_is_said(tmp_path, caplog):
+    model = tiny_model()
+    model.generation_config.update(do_sample=True, top_k=5, repetition_penalty=1.3)
+    with caplog.at_level(logging.WARNING):
+        trainer_for("opd", model, token_rows("opd"), tmp_path, second=tiny_model(seed=9))
+    assert "rollouts ignore the model's generation config" in caplog.text
+    assert "repetition_penalty=1.3" in caplog.text
+
+
+def test_pain_06_rollouts_train_their_end_and_nothing_after_it(tmp_path, monkeypatch):
+    """Pad is another id here; a rollout ends with the terminal id, which is a target, and no target follows."""
+    fix_rollouts(monkeypatch)
+    trainer = trainer_for("opd", tiny_model(), token_rows("opd", 3), tmp_path, second=tiny_model(seed=9))
+    batch = next(iter(trainer.get_train_dataloader()))
+    [made] = trainer.rolled_out([batch], 0)
+    targets = made["shift_labels"].flatten()[made["scored"]]
+    for branch in range(3):
+        own = targets[made["owner"] == branch].tolist()
+        assert own[-1] in trainer.terminal_ids
+        assert not set(own[:-1]) & set(trainer.terminal_ids)
+
+
+def test_generation_stops_at_any_terminal_id():
+    assert rollout.until_terminal([5, 6, 258, 256, 256], [256, 258]) == [5, 6, 258]
+    assert rollout.until_terminal([5, 6, 7], [258]) == [5, 6, 7]
+
+
+def test_one_generation_call_serves_the_whole_window(tmp_path, monkeypatch):
+    calls = []
+    real = rollout.generate
+    monkeypatch.setattr(
+        rollout, "generate", lambda m, prompts, *a, **k: (calls.append(len(prompts)), real(m, prompts, *a, **k))[1]
+    )
+    trainer = trainer_for(
+        "opd", tiny_model(), token_rows("opd", 16), tmp_path, second=tiny_model(seed=9), max_steps=2,
+        gradient_accumulation_steps=2, num_generations=3,
+    )  # fmt: skip
+    trainer.train()
+    assert calls == [24, 24]  # 4 rows x 2 micro-batches x 3 rollouts
+
+
+def test_generation_batch_size_caps_one_call(monkeypatch):
+    sizes, real = [], rollout.decode
+    monkeypatch.setattr(rollout, "decode", lambda m, prompts, *a: (sizes.append(len(prompts)), real(m, prompts, *a))[1])
+    rollout.generate(tiny_model(), [[1, 2], [3], [4, 5, 6]], 4, [258], 256, batch_size=2)
+    assert sizes == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "config"),
+    [("kd", {"kd_coef": 1.0}), ("opd", {}), ("opd", {"loss_type": "policy_gradient", "num_generations": 8}),
+     ("opd", {"lmbda": 0.0, "loss_type": "forward_kl"})],
+)  # fmt: skip
+def test_the_student_comes_closer_to_the_teacher_on_held_out_prompts(method, config, tmp_path):
+    held_out = token_rows("opd", 12, seed=77)
+    measure = trainer_for(
+        "opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), eval_rows=held_out
+    )
+    before = measure.evaluate()["eval_distill/reverse_kl"]
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method, 32), tmp_path, second=tiny_model(seed=9), max_steps=60,
+        learning_rate=3e-3, per_device_train_batch_size=16, **config,
+    )  # fmt: skip
+    trainer.train()
+    after = trainer_for(
+        "opd", trainer.model, token_rows("opd"), tmp_path, second=tiny_model(seed=9), eval_rows=held_out
+    )
+    assert after.evaluate()["eval_distill/reverse_kl"] < 0.8 * before
+
+
+# ---- teachers
+
+
+def test_a_cached_teacher_is_gone_while_training(tmp_path):
+    rows = token_rows("kd")
+    second = tiny_model(seed=9)
+    alive = weakref.ref(second)
+    trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=second, precompute_teacher_top_k=4)
+    del second
+    gc.collect()
+    assert alive() is None
+    trainer.train()
+    with pytest.raises(InputError, match="not scored by the teacher"):
+        trainer.evaluate(trainer.prepare(token_rows("kd", seed=3), trainer.tokenizer, trainer.args, "other"))
+
+
+@pytest.mark.parametrize("k", [3, 300])
+def test_pain_24_a_cached_top_k_teacher(k, tmp_path):
+    """k = V equals the teacher online; a small k is close to it and needs no teacher."""
+    config = {"divergence": "forward_kl", "temperature": 2.0}
+    online = one_step("kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9), **config)
+    cached = one_step(
+        "kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9), precompute_teacher_top_k=k, **config
+    )
+    if k == 300:
+        assert_same_step(cached, online)
+    else:
+        assert 0 < online[0] - cached[0] < 0.4 * online[0]  # the tail in one bucket: a lower bound of the divergence
+
+
+def test_pain_24_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeypatch):
+    from hf_posttrain.models import teacher
+
+    def cached(rows, seed=9):
+        return trainer_for("kd", tiny_model(), rows, tmp_path, second=tiny_model(seed=seed), precompute_teacher_top_k=4)
+
+    rows = token_rows("kd", seed=21)
+    cached(rows)
+    scored = []
+    real = teacher._score_rows
+    monkeypatch.setattr(teacher, "_score_rows", lambda *args: (scored.append(1), real(*args))[1])
+    cached(rows)
+    assert not scored
+    cached(token_rows("kd", seed=22))
+    cached(rows, seed=10)
+    assert len(scored) == 2
+    monkeypatch.setattr(type(byte_tokenizer()), "get_vocab", lambda self: {"other": 258})
+    cached(rows)
+    assert len(scored) == 3
+
+
+@pytest.mark.parametrize("method", ["kd", "opd"])
+@pytest.mark.parametrize("sizes", [(300, 320), (320, 300)], ids=["teacher padded", "student padded"])
+def test_pain_26_padded_vocabularies_are_sliced(method, sizes, tmp_path, monkeypatch):
+    """The same 300 tokens with padding rows in one model: the numbers of the unpadded pair."""
+    fix_rollouts(monkeypatch)
+    extra = {"kd_coef": 1.0} if method == "kd" else {}
+
+    def padded(model, size):
+        model = copy.deepcopy(model)
+        model.resize_token_embeddings(size, mean_resizing=False)
+        return model
+
+    student, teacher = tiny_model(), tiny_model(seed=9)
+    expected = one_step(method, student, token_rows(method), tmp_path, second=copy.deepcopy(teacher), **extra)
+    for cached in [{}] + ([{"precompute_teacher_top_k": 300}] if method == "kd" else []):
+        models = padded(student, sizes[0]), padded(teacher, sizes[1])
+        loss, _ = one_step(method, models[0], token_rows(method), tmp_path, second=models[1], **extra, **cached)
+        assert loss == pytest.approx(expected[0], rel=1e-5)
+
+
+def test_pain_26_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path):
+    """A student with 40 padding rows whose logits are large: rollouts and the sampled objective leave them out."""
+    student, teacher = tiny_model(), tiny_model(seed=9)
+    student.resize_token_embeddings(340, mean_resizing=False)
+    with torch.no_grad():
+        student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
+    trainer = trainer_for("opd", student, token_rows("opd"), tmp_path, second=teacher, loss_type="policy_gradient")
+    assert trainer.vocabulary == 300
+    answers = trainer.rollouts.generate([[1, 2, 3]] * 300, (0,))
+    assert max(max(ids) for ids in answers) < 300
+    free = rollout.generate(trainer.model, [[1, 2, 3]] * 300, 6, trainer.terminal_ids, 256, temperature=1.0)
+    assert max(max(ids) for ids in free) >= 300
+    trainer.train()
+    assert abs(trainer.state.log_history[0]["loss"]) < 100
+
+
+def test_pain_26_a_different_tokenizer_is_refused_at_equal_size(tmp_path):
+    teacher, tokenizer = tiny_model(seed=9), byte_tokenizer()
+    teacher.save_pretrained(tmp_path / "teacher")
+    state = tokenizer.backend_tokenizer.to_str()
+    changed = state.replace('"a":', '"@@":').replace('"b":', '"a":').replace('"@@":', '"b":')
+    assert changed != state
+    other = type(tokenizer)(
+        tokenizer_object=type(tokenizer.backend_tokenizer).from_str(changed), eos_token="<|im_end|>"
+    )
+    other.save_pretrained(tmp_path / "teacher")
+    assert len(other) == len(tokenizer)
+    for method in ("kd", "opd"):
+        with pytest.raises(InputError, match="different vocabularies"):
+            trainer_for(method, tiny_model(), token_rows(method), tmp_path, second=str(tmp_path / "teacher"))
+
+
+def test_a_missing_teacher_and_the_student_itself_are_refused(tmp_path):
+    model = tiny_model()
+    for method in ("kd", "opd"):
+        with pytest.raises(InputError, match="teacher_model is missing"):
+            trainer_for(method, model, token_rows(method), tmp_path)
+        with pytest.raises(InputError, match="the student itself"):
+            trainer_for(method, model, token_rows(method), tmp_path, second=model)
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "message"),
+    [
+        ("opd", {"lmbda": 0.5, "loss_type": "policy_gradient"}, "biased on data"),
+        ("opd", {"loss_type": "kl"}, "is not one of"), ("opd", {"discount": 0.5}, "belongs to loss_type policy_"),
+        ("opd", {"temperature": 0.0}, "must be positive"), ("opd", {"lmbda": 1.5}, r"not in \[0, 1\]"),
+        ("opd", {"beta": 0.5}, "interpolation"), ("kd", {"divergence": "kl"}, "is not one of"),
+        ("kd", {"beta": 0.5}, "interpolation"), ("kd", {"kd_coef": 2.0}, r"not in \[0, 1\]"),
+        ("kd", {"precompute_teacher_top_k": 0}, "at least 1"), ("opd", {"max_length": 6}, "leaves no prompt"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(method, config, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        trainer_for(method, tiny_model(), token_rows(method), tmp_path, second=tiny_model(seed=9), **config)
+
+
+def test_credit_stays_within_a_rollout():
+    """Two rollouts whose tokens are interleaved in the batch: 1, 2, 4 and 8, 16 with discount 1/2."""
+    reward, owner = torch.tensor([8.0, 1.0, 2.0, 16.0, 4.0]), torch.tensor([1, 0, 0, 1, 0])
+    assert distill.credited(reward, owner, 0.5).tolist() == [8 + 8, 1 + 1 + 1, 2 + 2, 16, 4]
+
+
+def test_evaluation_is_on_policy_whatever_lmbda_says(tmp_path):
+    rows = token_rows("opd")
+    prompts = rows.remove_columns("completion_ids")
+    trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), eval_rows=prompts, lmbda=0.5)
+    assert trainer.evaluate()["eval_generation/length"] > 0
+
+
+def test_lmbda_needs_completions(tmp_path):
+    rows = token_rows("opd").remove_columns("completion_ids")
+    with pytest.raises(InputError, match="row 0 has none"):
+        trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), lmbda=0.5)
+
+
+def test_names_of_the_package_are_lazy():
+    assert hf_posttrain.OPDTrainer.method == "opd"
+    with pytest.raises(AttributeError):
+        hf_posttrain.PPOTrainer  # noqa: B018

@@ -1,0 +1,275 @@
+"""Tokenizers, models and adapters from a recipe's section; vocabularies; layouts; what a saved model stops at."""
+
+import logging
+
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from tokenizers_for_tests import CHATML, base_tokenizer, bos_tokenizer, byte_tokenizer, words_tokenizer
+from training_for_tests import assert_same_step, one_step, token_rows
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
+
+from hf_posttrain.errors import InputError
+from hf_posttrain.models import load as models
+from hf_posttrain.recipe.read import ModelSection
+from hf_posttrain.scoring import attention
+from hf_posttrain.scoring import forward as scoring
+
+
+def tiny_config(vocab_size=300):
+    return Qwen3Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        intermediate_size=64, vocab_size=vocab_size,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """A saved tiny Qwen3 with the byte tokenizer."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(tiny_config()).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def adapter(folder, tmp_path_factory):
+    """A saved LoRA adapter for `folder` whose B is not zero."""
+    path = tmp_path_factory.mktemp("adapters") / "lora"
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = peft.get_peft_model(model, models.lora_config(ModelSection(folder, lora={"r": 2})))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.1)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def refusal(function, *args, **kwargs):
+    with pytest.raises(InputError) as caught:
+        function(*args, **kwargs)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_tokenizer_and_chat_template_file(folder, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
+    assert models.load_tokenizer(ModelSection(folder)).chat_template == CHATML
+    tokenizer = models.load_tokenizer(ModelSection(folder, chat_template=str(tmp_path / "t.jinja")))
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    assert tokenizer.padding_side == "right"
+
+
+def test_pad_token_is_a_spare_one_or_eos(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "none")
+    assert models.load_tokenizer(ModelSection(str(tmp_path / "none"))).pad_token == "<|im_end|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|vision_pad|>"]})
+    tokenizer.save_pretrained(tmp_path / "spare")
+    assert models.load_tokenizer(ModelSection(str(tmp_path / "spare"))).pad_token == "<|vision_pad|>"
+
+
+def test_missing_names_are_one_line(folder, tmp_path):
+    sibling = folder[:-1] + "z"
+    assert refusal(models.load_tokenizer, ModelSection(sibling)) == (
+        f"tokenizer {sibling}: no such folder; did you mean '{folder}'?"
+    )
+    assert "model no/such: no such folder; from the Hub: " in refusal(models.load_model, ModelSection("no/such"))
+    assert "config.json" in refusal(models.load_model, ModelSection(str(tmp_path)))
+    assert f"adapter {tmp_path / 'a'}: no such folder" in refusal(
+        models.check_model, ModelSection(folder, adapter=str(tmp_path / "a"))
+    )
+    tiny_config().save_pretrained(tmp_path / "bare")
+    assert "has no tokenizer" in refusal(models.load_tokenizer, ModelSection(str(tmp_path / "bare")))
+    assert "safetensors" in refusal(models.load_model, ModelSection(str(tmp_path / "bare")))
+
+
+def test_from_scratch_is_seeded_and_float32(folder):
+    section, drawn = ModelSection(folder, from_scratch=True), []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(models.load_model(section).get_input_embeddings().weight)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+    assert drawn[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora", "trainable", "device", "expected"),
+    [
+        ("default", None, True, "cpu", torch.float32),
+        ("default", None, True, "cuda", torch.float32),
+        ("default", {}, True, "cpu", torch.float32),
+        ("default", {}, True, "cuda", torch.bfloat16),
+        ("default", None, False, "cpu", torch.float32),
+        ("default", None, False, "cuda", torch.bfloat16),
+        ("auto", {}, True, "cpu", torch.float32),
+        ("bfloat16", {}, True, "cpu", torch.bfloat16),
+        ("float16", None, False, "cpu", torch.float16),
+    ],
+)
+def test_dtype_rule(folder, dtype, lora, trainable, device, expected, caplog):
+    model = models.load_model(ModelSection(folder, dtype=dtype, lora=lora), trainable, torch.device(device))
+    assert {p.dtype for p in model.parameters()} == {expected}
+    assert {p.requires_grad for p in model.parameters()} == {trainable}
+    assert not caplog.records
+
+
+def test_attention_implementation(folder, tmp_path):
+    assert models.load_model(ModelSection(folder)).config._attn_implementation == "sdpa"
+    assert models.load_model(ModelSection(folder, attn_implementation="eager")).config._attn_implementation == "eager"
+    assert "attn_implementation" in refusal(models.load_model, ModelSection(folder, attn_implementation="bogus"))
+
+
+def test_a_model_that_refuses_sdpa_falls_back_to_eager(tmp_path):
+    """Gemma 2 refuses it from some transformers 5.2x on; either way it is scored as its own forward scores."""
+    from models_for_tests import CONFIGS
+
+    CONFIGS["gemma2"]().save_pretrained(tmp_path)
+    model = models.load_model(ModelSection(str(tmp_path), from_scratch=True))
+    scoring.enable_scoring(model)
+    assert scoring.check(model, "shared") < 1e-4
+    asked = ModelSection(str(tmp_path), from_scratch=True, attn_implementation="sdpa")
+    if model.config._attn_implementation == "eager":
+        assert "does not support an attention implementation" in refusal(models.load_model, asked)
+    else:
+        assert models.load_model(asked).config._attn_implementation == "sdpa"
+
+
+def test_a_layout_is_logged_when_it_is_new(caplog):
+    model, flash = (AutoModelForCausalLM.from_config(tiny_config()) for _ in range(2))
+    flash.config._attn_implementation = "flash_attention_2"
+    caplog.set_level(logging.INFO, "hf_posttrain")
+    for beside in ([], [model], [flash]):  # a trainer's own model, then with a second one
+        attention.choose_layout([model, *beside], "auto")
+    assert [message.split(" (")[0] for message in caplog.messages] == ["layout: shared", "layout: packed"]
+
+
+def test_quantization_needs_lora_and_its_package(folder, monkeypatch):
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: object())
+    assert "needs lora or adapter" in refusal(models.load_model, ModelSection(folder, quantization="4bit"))
+    monkeypatch.setattr(models.importlib.util, "find_spec", lambda name: None)
+    assert "pip install bitsandbytes" in refusal(models.check_model, ModelSection(folder, quantization="8bit"))
+
+
+def test_quantised_lora_base(folder):
+    pytest.importorskip("bitsandbytes")
+    model = models.load_model(ModelSection(folder, quantization="4bit", lora={}))
+    assert model.is_loaded_in_4bit
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_adapter_is_continued_or_frozen(folder, adapter, trainable):
+    model = models.load_model(ModelSection(folder, adapter=adapter), trainable)
+    assert isinstance(model, peft.PeftModel)
+    lora = [p for n, p in model.named_parameters() if "lora_" in n]
+    assert {p.requires_grad for p in lora} == {trainable}
+    assert any((p == 0.1).all() for p in lora)
+    assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" not in n)
+
+
+def test_lora_config_friendly_names():
+    assert models.lora_config(ModelSection("x")) is None
+    made = models.lora_config(ModelSection("x", lora={"r": 4, "alpha": "32", "dropout": "5e-2", "use_rslora": True}))
+    assert (made.r, made.lora_alpha, made.lora_dropout, made.use_rslora) == (4, 32, 0.05, True)
+    assert (made.target_modules, made.task_type) == ("all-linear", "CAUSAL_LM")
+    made = models.lora_config(
+        ModelSection("x", lora={"target_modules": ["q_proj"], "init_lora_weights": "pissa_niter_4"})
+    )
+    assert (made.target_modules, made.init_lora_weights) == ({"q_proj"}, "pissa_niter_4")
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"dropuot": 0.1}, "a.yaml:4: unknown key model.lora.dropuot; did you mean 'dropout'?"),
+        ({"rank": 8}, "a.yaml:4: model.lora.rank does not exist: use r"),
+        ({"alpha": "x"}, "a.yaml:4: model.lora.alpha must be a whole number, not 'x'"),
+        ({"alpha": 1, "lora_alpha": 2}, "a.yaml:4: model.lora gives alpha or dropout under two names"),
+    ],
+)
+def test_pain_33_unknown_lora_names_get_a_suggestion(lora, message):
+    where = {"model.lora": "a.yaml:4"}.get
+    place = lambda key: where(key) or where(key.rpartition(".")[0])  # noqa: E731
+    assert refusal(models.lora_config, ModelSection("x", lora=lora), place).startswith(message)
+
+
+def test_pain_26_same_ids_with_other_padding_pass():
+    models.check_same_vocabulary(byte_tokenizer(), byte_tokenizer(), 259, 320)
+
+
+@pytest.mark.parametrize("other", [bos_tokenizer, words_tokenizer])
+def test_pain_26_other_vocabularies_are_refused_even_at_equal_size(other):
+    message = refusal(models.check_same_vocabulary, byte_tokenizer(), other(), 300, 300)
+    assert "student and teacher have different vocabularies" in message
+
+
+def test_pain_26_swapped_and_added_tokens_are_refused():
+    swapped = bos_tokenizer()  # 260 tokens, as the next one
+    grown = byte_tokenizer()
+    grown.add_tokens(["<extra>"])
+    assert len(grown) == len(swapped)
+    assert "id 256 is '<|endoftext|>' for the student, '<s>' for the teacher" in refusal(
+        models.check_same_vocabulary, grown, swapped, 300, 300
+    )
+    message = refusal(models.check_same_vocabulary, byte_tokenizer(), grown, 300, 300)
+    assert "(259 and 260 ids, 1 differ; id 259 is None for the student, '<extra>' for the teacher)" in message
+
+
+def test_special_roles_alone_do_not_matter():
+    models.check_same_vocabulary(byte_tokenizer(), base_tokenizer(), 300, 300)
+
+
+def test_tokenizer_larger_than_the_model_is_refused(folder):
+    assert models.vocabulary_size(ModelSection(folder)) == 300
+    assert "has id 258 ('<|im_end|>'), but the model only 258 tokens" in refusal(
+        models.check_tokenizer_fits, byte_tokenizer(), 258, "tiny"
+    )
+
+
+def test_pain_07_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
+    tokenizer = base_tokenizer()  # eos is <|endoftext|> 256, turns end with <|im_end|> 258
+    model = AutoModelForCausalLM.from_config(tiny_config())
+    model.generation_config.eos_token_id = 2  # of another tokenizer
+    models.align_generation_config(model, tokenizer, [258])
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert reloaded.generation_config.eos_token_id == [258, 256]
+    assert reloaded.generation_config.pad_token_id == 256
+    assert AutoTokenizer.from_pretrained(tmp_path).eos_token_id == 256
+    with torch.no_grad():  # every position predicts the turn end
+        reloaded.model.norm.weight.zero_()
+        reloaded.lm_head = torch.nn.Linear(32, 300)
+        reloaded.lm_head.bias.copy_(torch.nn.functional.one_hot(torch.tensor(258), 300) * 50.0)
+    out = reloaded.generate(torch.tensor([[65, 66]]), max_new_tokens=5, do_sample=False)
+    assert out.tolist() == [[65, 66, 258]]
+
+
+def test_pain_07_adapter_model_and_unsaveable_generation_config(folder, adapter, tmp_path):
+    model = models.load_model(ModelSection(folder, adapter=adapter))
+    model.generation_config.temperature = 0.6  # without do_sample: HF refuses to save this
+    models.align_generation_config(model, byte_tokenizer(), [258])
+    model.generation_config.save_pretrained(tmp_path)
+    saved = GenerationConfig.from_pretrained(tmp_path)
+    assert (saved.eos_token_id, saved.pad_token_id, saved.do_sample) == (258, 256, True)
+
+
+def test_a_4bit_base_has_the_gradients_of_its_dequantised_weights(tmp_path):
+    """After a forward in eval mode too, which the check of the first batch makes."""
+    pytest.importorskip("bitsandbytes")
+    tiny_model(hidden_size=64, intermediate_size=128, head_dim=16).save_pretrained(tmp_path / "base")
+    section = ModelSection(str(tmp_path / "base"), quantization="4bit", lora={})
+
+    def step(change):
+        model = change(models.load_model(section))
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+        return one_step("sft", adapted, token_rows("sft"), tmp_path)
+
+    assert_same_step(step(lambda model: model), step(lambda model: model.dequantize().float()), relative=1e-4)

@@ -1,0 +1,285 @@
+"""The reference of DPO and KTO: what it is, that it never moves, that its cache is right and notices every change."""
+
+import copy
+import json
+import logging
+
+import datasets
+import peft
+import pytest
+import torch
+from accelerate import Accelerator
+from models_for_tests import tiny_model
+from training_for_tests import LORA, token_rows, trainer_for
+
+import hf_posttrain
+from hf_posttrain.errors import InputError
+from hf_posttrain.models import reference
+from hf_posttrain.models import score_cache as frozen
+from hf_posttrain.recipe.read import DataSection, ModelSection, Recipe, Source, train_config
+
+LN2 = 0.6931472
+
+
+def lora(**options):
+    return peft.LoraConfig(r=4, target_modules="all-linear", **options)
+
+
+def parameters_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def test_pain_18_sft_lora_continues_into_dpo_with_one_base(tmp_path):
+    sft = trainer_for(
+        "sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, learning_rate=1e-2, peft_config=lora()
+    )
+    sft.train()
+    sft.save_model(tmp_path / "adapter")
+    base = tiny_model()
+    size = sum(p.numel() for p in base.parameters())
+    policy = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+
+    dpo = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=4, learning_rate=1e-2)
+    assert dpo.reference.frozen is None  # no second base
+    adapters = sum(p.numel() for name, p in dpo.model.named_parameters() if "lora_" in name)
+    assert sum(p.numel() for p in dpo.model.parameters()) == size + adapters
+    assert adapters == 2 * sum(p.numel() for n, p in sft.model.named_parameters() if "lora_" in n)
+    before = {n: p for n, p in parameters_of(dpo.model).items() if ".reference." in n}
+    dpo.train()
+    first, last = dpo.state.log_history[0], dpo.state.log_history[3]
+    assert first["loss"] == pytest.approx(LN2, abs=1e-5)
+    assert first["rewards/chosen"] == pytest.approx(0, abs=1e-5)
+    assert last["loss"] < 0.6
+    assert before
+    assert all(torch.equal(p, dict(dpo.model.named_parameters())[name]) for name, p in before.items())
+
+    dpo.save_model(tmp_path / "done")
+    assert not (tmp_path / "done" / "reference").exists()
+    again = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "done")
+    trained = peft.get_peft_model_state_dict(dpo.model, adapter_name="default")
+    for name, value in peft.get_peft_model_state_dict(again).items():
+        assert torch.equal(value, trained[name])
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_a_policy_changed_in_memory_is_its_own_reference(method, tmp_path):
+    policy = tiny_model()
+    policy.config._name_or_path = "somebody/elses-model"  # a reload by name would fail, or find other weights
+    with torch.no_grad():
+        policy.model.layers[0].mlp.up_proj.weight.mul_(1.7)
+    trainer = trainer_for(method, policy, token_rows(method), tmp_path, max_steps=3, learning_rate=1e-3)
+    before = parameters_of(trainer.reference.frozen.model)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(LN2 if method == "dpo" else 0.5, abs=1e-5)
+    assert all(torch.equal(p, before[name]) for name, p in trainer.reference.frozen.model.named_parameters())
+    assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
+
+
+def test_a_resumed_run_keeps_the_first_reference(tmp_path):
+    """The policy of the checkpoint has moved; its reference is still the model that the run began with."""
+    config = {"max_steps": 4, "learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 2}
+    trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, **config).train()
+    resumed = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, **config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    log = next(log for log in resumed.state.log_history if log["step"] == 3)
+    assert log["rewards/margins"] > 0.1  # against a reference loaded from the checkpoint it would be 0
+
+
+def test_pain_20_a_policy_that_starts_away_from_its_reference_warns(tmp_path, caplog):
+    for dropout, expected in ((False, True), (True, False)):
+        caplog.clear()
+        model = tiny_model("gpt2")
+        trainer = trainer_for("dpo", model, token_rows("dpo"), tmp_path, disable_dropout=dropout)
+        with caplog.at_level(logging.WARNING):
+            trainer.train()
+        assert ("differs from its reference" in caplog.text) == expected
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_disable_dropout_reaches_lora_and_attention(method, tmp_path):
+    model = tiny_model(attention_dropout=0.3)
+    trainer = trainer_for(method, model, token_rows(method), tmp_path, peft_config=lora(lora_dropout=0.3))
+    rates = [m.p for m in trainer.model.modules() if isinstance(m, torch.nn.Dropout)]
+    rates += [m.attention_dropout for m in trainer.model.modules() if hasattr(m, "attention_dropout")]
+    assert rates
+    assert not any(rates)
+
+
+def test_pain_17_cache_notices_what_changes_the_numbers(tmp_path):
+    keys = []
+
+    def key_of(model, rows, **config):
+        trainer = trainer_for("dpo", model, rows, tmp_path, **config)
+        return frozen.model_key(trainer.reference.policy), frozen.rows_key(trainer.train_dataset)
+
+    rows = token_rows("dpo")
+    base = key_of(tiny_model(), rows)
+    assert key_of(tiny_model(), rows) == base
+    assert key_of(tiny_model(seed=1), rows)[0] != base[0]
+    assert key_of(tiny_model(), rows, max_length=6)[1] != base[1]
+    assert key_of(tiny_model(), token_rows("dpo", seed=1))[1] != base[1]
+    assert key_of(tiny_model(), rows.select([1, 0, *range(2, 8)]))[1] != base[1]
+    keys.append(base)
+
+
+def test_pain_17_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tmp_path):
+    rows = token_rows("dpo")
+    trainer = trainer_for(
+        "dpo", tiny_model(), rows, tmp_path, eval_rows=rows.select(range(5)), precompute_ref_log_probs=True,
+        max_steps=4, learning_rate=1e-2,
+    )  # fmt: skip
+    assert trainer.reference.frozen is None
+    trainer.train()
+    assert trainer.evaluate()["eval_rewards/margins"] > 0.1
+    with pytest.raises(InputError, match="not scored by the reference"):
+        trainer.evaluate(trainer.prepare(token_rows("dpo", seed=3), trainer.tokenizer, trainer.args, "other"))
+
+
+def test_pain_17_second_run_takes_the_cache(tmp_path, monkeypatch):
+    rows, model = token_rows("dpo", seed=8), tiny_model(seed=8)
+    first = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True)
+    monkeypatch.setattr(type(first.reference), "_score_rows", lambda *args: pytest.fail("scored again"))
+    second = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True)
+    assert first.train_dataset["ref_logps"][:] == second.train_dataset["ref_logps"][:]
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("planned", "cached"),
+    [({"max_steps": 2}, False), ({"max_steps": 3}, True), ({"max_steps": -1, "num_train_epochs": 1}, False),
+     ({"max_steps": -1, "num_train_epochs": 2}, True)],
+)  # fmt: skip
+def test_left_to_itself_the_reference_scores_once_what_is_seen_twice(planned, cached, lora, tmp_path, caplog):
+    rows = token_rows("dpo")  # 8, two steps a pass
+    given = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
+    with caplog.at_level(logging.INFO):
+        trainer = trainer_for(
+            "dpo", tiny_model(), rows, tmp_path, eval_rows=rows.select(range(5)), learning_rate=1e-2,
+            precompute_ref_log_probs=None, **planned, **given,
+        )  # fmt: skip
+    for part in (trainer.train_dataset, trainer.eval_dataset):
+        assert ("ref_logps" in part.column_names) == cached
+    assert ("scored once beforehand" in caplog.text) == cached
+    trainer.train()
+    online = trainer.prepare(token_rows("dpo").select(range(5)), trainer.tokenizer, trainer.args, "other")
+    later = trainer.evaluate(online)  # rows that come later are scored by the reference that was kept
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(later["eval_loss"], rel=1e-5)
+    assert later["eval_rewards/margins"] > 0.01
+
+
+def test_pain_22_chosen_change_is_logged_and_nll_lifts_it(tmp_path):
+    changes = {}
+    for coefficient in (0.0, 1.0):
+        trainer = trainer_for(
+            "dpo", tiny_model(), token_rows("dpo"), tmp_path, max_steps=8, learning_rate=3e-3, nll_coef=coefficient
+        )
+        trainer.train()
+        changes[coefficient] = trainer.state.log_history[7]["logps/chosen_change"]
+    assert changes[1.0] > changes[0.0] + 0.1
+
+
+@pytest.mark.parametrize("loss_type", ["simpo", "orpo"])
+def test_reference_free_losses_keep_no_reference(loss_type, tmp_path):
+    trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, loss_type=loss_type, max_steps=2)
+    assert trainer.reference is None
+    trainer.train()
+    assert trainer.args.beta == (2.0 if loss_type == "simpo" else 0.1)
+    with pytest.raises(InputError, match="uses no reference"):
+        trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, loss_type=loss_type, second=tiny_model())
+
+
+def test_losses_combine_with_weights(tmp_path):
+    single = {}
+    for name in ("sigmoid", "ipo"):
+        trainer = trainer_for(
+            "dpo", tiny_model(), token_rows("dpo"), tmp_path, loss_type=name, second=tiny_model(seed=9)
+        )
+        trainer.train()
+        single[name] = trainer.state.log_history[0]["loss"]
+    both = trainer_for(
+        "dpo", tiny_model(), token_rows("dpo"), tmp_path, loss_type=["sigmoid", "ipo"], loss_weights=[0.8, 0.1],
+        second=tiny_model(seed=9),
+    )  # fmt: skip
+    both.train()
+    expected = 0.8 * single["sigmoid"] + 0.1 * single["ipo"]
+    assert both.state.log_history[0]["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_recipe_may_name_one_loss_or_a_list():
+    for given in ("ipo", ["ipo"]):
+        train = {"output_dir": "z", "loss_type": given}
+        recipe = Recipe("dpo", ModelSection("x"), DataSection(Source("y")), train=train)
+        assert train_config(recipe, hf_posttrain.DPOConfig).loss_type == ["ipo"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"loss_type": "sigmod"}, "is not one of"), ({"loss_type": "exo_pair"}, "needs label_smoothing above 0"),
+        ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "not in loss_type 'ipo'"),
+        ({"loss_weights": [1.0, 2.0]}, "2 values for 1 loss_type"), ({"beta": 0.0}, "must be positive"),
+        ({"loss_type": ["simpo", "sigmoid"]}, "set beta"), ({"label_smoothing_factor": 0.1}, "cannot be honoured"),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(config, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, **config)
+
+
+@pytest.mark.parametrize("loss_type", ["kto", "bco", "apo_zero_unpaired"])
+def test_cached_equals_online_for_every_unpaired_loss(loss_type, tmp_path):
+    logs = []
+    for cached in (False, True):
+        trainer = trainer_for(
+            "kto", tiny_model(), token_rows("kto", 7), tmp_path, max_steps=3, learning_rate=1e-3, loss_type=loss_type,
+            precompute_ref_log_probs=cached,
+        )  # fmt: skip
+        trainer.train()
+        logs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4)
+
+
+def test_a_pissa_adapter_keeps_the_policy_as_it_was(tmp_path):
+    policy = peft.get_peft_model(tiny_model(), lora(init_lora_weights="pissa"))
+    ids = torch.tensor([[1, 2, 3]])
+    before = policy(ids).logits
+    trainer = trainer_for("dpo", policy, token_rows("dpo"), tmp_path)
+    torch.testing.assert_close(trainer.model(ids).logits, before)
+
+
+def test_an_explicit_reference_is_not_replaced_by_the_base_for_other_rows(tmp_path):
+    trainer = trainer_for(
+        "dpo", tiny_model(), token_rows("dpo"), tmp_path, second=tiny_model(seed=9), peft_config=lora(),
+        precompute_ref_log_probs=True,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="not scored by the reference"):
+        trainer.evaluate(token_rows("dpo", seed=5))
+
+
+def test_equal_rows_share_a_cache_whatever_made_them():
+    rows = token_rows("dpo")
+    again = rows.map(lambda row: row, load_from_cache_file=False)
+    assert again._fingerprint != rows._fingerprint
+    assert frozen.rows_key(again) == frozen.rows_key(rows)
+
+
+def test_the_key_of_an_adapters_config_is_the_same_in_every_process():
+    """Python orders the strings of a set anew in each process."""
+    written = reference._written(peft.LoraConfig(target_modules={"q_proj", "k_proj", "v_proj", "o_proj", "up_proj"}))
+    assert json.loads(written)["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert list(json.loads(written)) == sorted(json.loads(written))
+
+
+def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):
+    """The second begins and ends while the first computes."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    rows, accelerator = datasets.Dataset.from_dict({"x": [1, 2]}), Accelerator(cpu=True)
+
+    def compute():
+        frozen.cached(["key"], lambda: rows, "reference", accelerator)
+        return rows
+
+    assert frozen.cached(["key"], compute, "reference", accelerator)["x"][:] == [1, 2]
+    [folder] = (tmp_path / "hf_posttrain").iterdir()
+    assert folder.name.startswith("reference-")

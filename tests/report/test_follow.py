@@ -1,0 +1,363 @@
+"""report.follow: what a run keeps for its report while it trains, and that no number hangs on it."""
+
+import copy
+import gc
+import json
+import logging
+import os
+import types
+import weakref
+from functools import partial
+
+import datasets
+import pytest
+import torch
+from models_for_tests import tiny_model
+from peft import LoraConfig
+from processes_for_tests import engine_arguments, on_two
+from runs_for_tests import Page
+from training_for_tests import LORA, METHODS, fake_generate, logs_and_weights, quick, token_rows, trainer_for
+from transformers import TrainerCallback, TrainerState
+
+from hf_posttrain import report
+from hf_posttrain.engines import engine
+from hf_posttrain.generation import rollout
+from hf_posttrain.report import samples
+from hf_posttrain.report.run_folder import read
+from hf_posttrain.report.samples import questions, refusal
+
+
+class Warn(TrainerCallback):
+    """Warns after steps 1 and 3, and then fails in step `fails`."""
+
+    def __init__(self, fails=None):
+        self.fails = fails
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step in (1, 3):
+            logging.getLogger("hf_posttrain.watch").warning("look at step %d", state.global_step)
+        if state.global_step == self.fails:
+            raise RuntimeError("lost")
+
+
+def left(folder, name):
+    return json.loads((folder / name).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("method", quick("sft", "dpo", among=METHODS))
+def test_no_number_hangs_on_it(method, tmp_path, monkeypatch):
+    """Losses and weights bit for bit, with dropout drawn from the generators that are put aside."""
+    if method == "opd":
+        monkeypatch.setattr(rollout, "generate", fake_generate)
+    second = tiny_model(seed=1) if method in ("kd", "opd") else None
+    peft_config = LoraConfig(**LORA, lora_dropout=0.3)
+    found = []
+    for name in ("followed", "alone"):
+        trainer = trainer_for(
+            method, tiny_model(), token_rows(method), tmp_path / name, copy.deepcopy(second), peft_config=peft_config,
+            disable_dropout=False, max_steps=3, learning_rate=1e-2, eval_rows=token_rows(method, 5, 1),
+        )  # fmt: skip
+        if name == "followed":
+            report.follow(trainer)
+        trainer.train()
+        found.append(logs_and_weights(trainer, lora=True))
+    (logs, weights), (logs_alone, weights_alone) = found
+    assert logs == logs_alone
+    assert all(torch.equal(weights[name], weights_alone[name]) for name in weights_alone)
+    assert not (tmp_path / "alone" / "samples.json").exists()
+
+
+def test_samples_are_greedy_answers_before_and_after(tmp_path):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, learning_rate=1e-2)
+    asked = [row["prompt_ids"] for row in trainer.train_dataset.select([0, 2, 4, 6])]
+
+    def answers():
+        found = trainer.generate(asked, samples.LONGEST)
+        texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True)
+        ends = [ids[-1] in trainer.terminal_ids for ids in found]
+        return [text if end else text + " …" for text, end in zip(texts, ends, strict=True)]
+
+    report.follow(trainer)
+    before = answers()
+    trainer.train()
+    after = answers()
+    assert before != after
+    found = left(tmp_path, "samples.json")
+    assert [one["prompt"] for one in found] == [trainer.tokenizer.decode(ids) for ids in asked]
+    assert [one["before"] for one in found] == before
+    assert [one["after"] for one in found] == after
+
+
+def test_a_resumed_run_keeps_its_first_answers_and_its_warnings(tmp_path):
+    def run(steps, resume=None):
+        trainer = trainer_for(
+            "sft", tiny_model(), token_rows("sft"), tmp_path, callbacks=[Warn()], max_steps=steps, learning_rate=1e-2,
+            save_strategy="steps", save_steps=2,
+        )  # fmt: skip
+        report.follow(trainer)
+        trainer.train(resume)
+        return left(tmp_path, "samples.json"), left(tmp_path, "run.json")["warnings"]
+
+    first, warnings = run(2)
+    assert warnings == [{"step": 1, "message": "look at step 1"}]
+    started = left(tmp_path, "run.json")["started"]
+    second, warnings = run(4, resume=True)
+    assert left(tmp_path, "run.json")["started"] == started
+    assert [one["before"] for one in second] == [one["before"] for one in first]
+    assert [one["after"] for one in second] != [one["after"] for one in first]
+    assert [warning["step"] for warning in warnings] == [1, 3]
+    (tmp_path / "samples.json").unlink()
+    third, _ = run(6, resume=True)
+    assert [one["before"] for one in third] == [None] * 4
+    _, warnings = run(2)  # a fresh run
+    assert [warning["step"] for warning in warnings] == [1]
+
+
+def sft(folder, *callbacks, **config):
+    """A trainer that is followed."""
+    config = {"max_steps": 3, "learning_rate": 1e-2} | config
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), folder, callbacks=[*callbacks], **config)
+    report.follow(trainer)
+    return trainer
+
+
+@pytest.mark.parametrize("from_step", [0, 1])
+def test_a_model_that_cannot_be_asked_is_trained_all_the_same(tmp_path, caplog, from_step):
+    """It fails before the first step and is not asked again, or after the last."""
+    trainer, calls = sft(tmp_path), []
+    generate = trainer.generate
+
+    def failing(*args, **kwargs):
+        calls.append(trainer.state.global_step)
+        if trainer.state.global_step >= from_step:
+            raise torch.OutOfMemoryError("no room")
+        return generate(*args, **kwargs)
+
+    trainer.generate = failing
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert calls == ([0] if from_step == 0 else [0, 3])
+    assert "sample answers are missing: OutOfMemoryError: no room" in caplog.text
+    [warning] = left(tmp_path, "run.json")["warnings"] if from_step == 0 else [None]
+    assert warning is None or "no room" in warning["message"]
+    assert from_step == 0 or all(one["after"] is None for one in left(tmp_path, "samples.json"))
+
+
+def test_where_other_ranks_wait_an_error_is_one(tmp_path, monkeypatch):
+    """Of generation; a file that cannot be written is a warning of the rank that writes."""
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, eval_exact_match=True)
+    callback = samples.Samples(trainer)
+    monkeypatch.setattr(engine, "shards", lambda accelerator: True)
+    (tmp_path / "samples.json").mkdir()
+    callback.on_train_begin(trainer.args, TrainerState(is_world_process_zero=True), None)
+    assert len(callback.asked) == len(callback.samples) == 4
+    trainer.generate = lambda *args, **kwargs: 1 / 0
+    for event in (callback.on_train_end, callback.on_train_begin):
+        with pytest.raises(ZeroDivisionError):
+            event(trainer.args, TrainerState(is_world_process_zero=True), None)
+
+
+@pytest.mark.parametrize("name", ["samples.json", "run.json"])
+def test_a_file_that_cannot_be_written_ends_no_run(tmp_path, caplog, name):
+    (tmp_path / name / "x").mkdir(parents=True)
+    trainer = sft(tmp_path, Warn())
+    trainer.train()
+    assert trainer.state.global_step == 3
+    consequence = {"samples.json": "sample answers are missing", "run.json": "run.json is missing"}[name]
+    assert f"{consequence}: " in caplog.text
+    assert {"samples.json": "run.json", "run.json": "samples.json"}[name] in {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_disk_that_fills_up_later_ends_no_run(tmp_path, capsys):
+    class Fill(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                (tmp_path / "run.json").unlink()
+                (tmp_path / "run.json").mkdir()
+
+    trainer = sft(tmp_path, Fill(), Warn())
+    trainer.train()
+    assert trainer.state.global_step == 3
+    assert "Error" in capsys.readouterr().err  # logging's own report of what a handler could not do
+
+
+@pytest.mark.parametrize("broken", ["{", '{"started": 1}'])
+def test_files_that_a_resumed_run_cannot_read_begin_anew(tmp_path, caplog, broken):
+    sft(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    for name in ("run.json", "samples.json"):
+        (tmp_path / name).write_text(broken)
+    sft(tmp_path, max_steps=4).train(resume_from_checkpoint=True)
+    assert "run.json begins anew" in caplog.text
+    assert "sample answers from before training are missing" in caplog.text
+    assert left(tmp_path, "run.json")["method"] == "sft"
+    assert [one["before"] for one in left(tmp_path, "samples.json")] == [None] * 4
+    assert None not in [one["after"] for one in left(tmp_path, "samples.json")]
+
+
+def test_a_trainer_that_trains_twice_asks_as_often(tmp_path):
+    trainer = sft(tmp_path)
+    trainer.train()
+    first = left(tmp_path, "samples.json")
+    trainer.train()
+    second = left(tmp_path, "samples.json")
+    assert len(first) == len(second) == 4
+    assert [one["before"] for one in second] == [one["after"] for one in first]
+
+
+def test_a_run_that_failed_hears_no_later_warnings_and_is_not_kept_alive(tmp_path):
+    trainer = sft(tmp_path / "failed", Warn(fails=2))
+    with pytest.raises(RuntimeError, match="lost"):
+        trainer.train()
+    record = (tmp_path / "failed" / "run.json").read_text()
+    assert len(json.loads(record)["warnings"]) == 1
+    sft(tmp_path / "next", Warn()).train()  # it warns of step 3 as well
+    assert (tmp_path / "failed" / "run.json").read_text() == record
+    assert len(left(tmp_path / "next", "run.json")["warnings"]) == 2
+
+    trainer = sft(tmp_path / "again", Warn(fails=2))
+    with pytest.raises(RuntimeError, match="lost"):
+        trainer.train()
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
+    logging.getLogger("hf_posttrain").warning("nobody listens")
+
+
+def test_a_run_in_the_folder_of_an_earlier_one_is_not_told_as_that(tmp_path, monkeypatch):
+    """From Python, without questions, and never evaluated: what the first left is not the second's."""
+    first = sft(tmp_path)
+    first.train()
+    first.save_metrics("eval", {"eval_loss": 7.0})
+    (tmp_path / "recipe.yaml").write_text("method: dpo\n")
+    os.utime(tmp_path / "recipe.yaml", (1000, 1000))
+    monkeypatch.setattr(samples, "refusal", lambda trainer: "it may not")
+    second = sft(tmp_path)
+    second.save_metrics("train", second.train().metrics)
+    second.save_state()
+    run = read(tmp_path)
+    assert (run.method, run.recipe, run.samples) == ("sft", {}, [])
+    assert "train_loss" in run.results
+    assert "eval_loss" not in run.results
+
+
+def test_run_json_says_how_the_run_was_set_up(tmp_path):
+    trainer = trainer_for(
+        "dpo", tiny_model(), token_rows("dpo"), tmp_path, peft_config=LoraConfig(**LORA), beta=0.25,
+        per_device_train_batch_size=2, gradient_accumulation_steps=2,
+    )  # fmt: skip
+    report.follow(trainer)
+    trainer.train()
+    run = left(tmp_path, "run.json")
+    assert (run["method"], run["rows_per_step"], run["arguments"]["beta"]) == ("dpo", 4, 0.25)
+    assert run["arguments"]["loss_type"] == ["sigmoid"]
+    assert "output_dir" not in run["arguments"]
+    assert run["lora"]["target_modules"] == [
+        "down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj",
+    ]  # fmt: skip
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert run["weights"] == {"all": sum(p.numel() for p in trainer.model.parameters()), "trained": trained}
+    assert run["engine"].startswith("single, 1 process, 4 rows a step")
+    assert run["versions"]["torch"] == torch.__version__
+
+
+def test_from_python_without_a_recipe(tmp_path):
+    """As README has it: follow, train, save, write."""
+    trainer = trainer_for("kto", tiny_model(), token_rows("kto"), tmp_path, max_steps=2)
+    report.follow(trainer)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    report.write(trainer.args.output_dir)
+    page = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
+    assert "Kahneman-Tversky" in page.words
+    assert dict(page.table("Hyper-parameters"))["beta"] == "0.1"
+    assert "ethayarajh2024kto" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_the_code_on_the_model_card_runs(lora, tmp_path, monkeypatch, capsys):
+    base = tiny_model()
+    if lora:
+        base.save_pretrained(tmp_path / "base")
+        base = type(base).from_pretrained(tmp_path / "base")
+    peft_config = LoraConfig(**LORA, task_type="CAUSAL_LM") if lora else None
+    trainer = trainer_for("sft", base, token_rows("sft"), tmp_path / "run", peft_config=peft_config)
+    report.follow(trainer)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    assert not lora or "[More Information Needed]" in (tmp_path / "run" / "README.md").read_text()  # PEFT's own
+    report.write(tmp_path / "run")
+    text = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    assert ("AutoPeftModelForCausalLM" in code) is lora
+    assert "[More Information Needed]" not in text
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "expected"),
+    [
+        ({"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [1, 1]}, [1, 2], [3, 4]),
+        ({"prompt_ids": [1, 2], "completion_ids": [3, 4, 5, 6], "completion_mask": [1, 1, 0, 1]}, [1, 2], [3, 4]),
+        ({"prompt_ids": [1], "completion_ids": [2, 3, 4, 5], "completion_mask": [1] * 4}, [1, 2, 3], [4, 5]),
+        ({"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4]}, [1, 2], [3]),
+        ({"prompt_ids": [1, 2], "completion_ids": [3], "label": True}, [1, 2], [3]),
+        ({"prompt_ids": [1, 2], "completion_ids": [3], "label": False}, [1, 2], []),
+        ({"prompt_ids": [1, 2], "completion_ids": []}, [1, 2], []),
+        ({"prompt_ids": [[1, 2], [9]], "completion_ids": [[3, 4], [9]], "index": 0}, [1, 2], [3, 4]),
+    ],
+)
+def test_questions_of_every_kind_of_row(row, prompt, expected):
+    assert questions(datasets.Dataset.from_list([row])) == [(prompt, expected)]
+
+
+def test_questions_are_spread_over_a_data_set_and_taken_from_the_start_of_a_stream():
+    rows = datasets.Dataset.from_list([{"prompt_ids": [n, n], "completion_ids": [n]} for n in range(10)])
+    assert [expected for _, expected in questions(rows)] == [[0], [2], [5], [7]]
+    assert [expected for _, expected in questions({"first": rows.select(range(2)), "second": rows})] == [[0], [1]]
+    assert [expected for _, expected in questions(rows.to_iterable_dataset())] == [[0], [1], [2], [3]]
+    assert questions(rows.select([])) == []
+
+
+def test_sharded_models_are_asked_only_where_they_generate_anyway(monkeypatch):
+    def trainer(parallelism_config=None, rows=(), **args):
+        args = types.SimpleNamespace(parallelism_config=parallelism_config, **{"eval_exact_match": False} | args)
+        return types.SimpleNamespace(args=args, accelerator=None, train_dataset=rows, eval_dataset=None)
+
+    monkeypatch.setattr(engine, "shards", lambda accelerator: True)
+    assert "would gather all weights on each device" in refusal(trainer())
+    assert refusal(trainer(eval_exact_match=True)) is None
+    assert refusal(trainer(rollout="transformers")) is None
+    assert refusal(trainer(rollout="vllm")) is not None
+    monkeypatch.setattr(engine, "shards", lambda accelerator: False)
+    assert refusal(trainer()) is None
+    assert refusal(trainer(rows=None)) == "there are no rows"
+    assert "sequence parallelism" in refusal(trainer(types.SimpleNamespace(sp_size=2)))
+
+
+def _followed(rank, engine_name, folder):
+    """Two steps on two ranks; what was logged."""
+    trainer = trainer_for(
+        "sft", tiny_model(), token_rows("sft"), folder, max_steps=2, learning_rate=1e-3, eval_exact_match=True,
+        per_device_train_batch_size=2, **engine_arguments(engine_name),
+    )  # fmt: skip
+    report.follow(trainer)
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("engine_name", quick("ddp", among=("ddp", "fsdp2", "zero2", "zero3")))
+def test_two_processes_leave_the_samples_of_one(engine_name, tmp_path):
+    one = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path / "one", max_steps=2, learning_rate=1e-3)
+    report.follow(one)
+    one.train()
+    losses, others = on_two(partial(_followed), engine_name, engine_name, tmp_path / "two")
+    assert losses == others
+    assert losses == pytest.approx([log["loss"] for log in one.state.log_history if "loss" in log], rel=1e-4)
+    assert left(tmp_path / "two", "samples.json") == left(tmp_path / "one", "samples.json")
+    assert left(tmp_path / "two", "run.json")["weights"] == left(tmp_path / "one", "run.json")["weights"]

@@ -1,0 +1,447 @@
+"""report.write: what stands on the page, the picture and the card is what the run left; nothing of it is code.
+
+The folders are written by hand (runs_for_tests.py). The pages in a browser: test_report_browser.py; what a run keeps
+while it trains: test_follow.py; several runs in one page: test_compare.py.
+"""
+
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import ModelCard
+from runs_for_tests import AUDIT, HOSTILE, RECIPE, SAMPLES, Page, leave_run, log_of
+
+from hf_posttrain import report
+from hf_posttrain.errors import InputError
+from hf_posttrain.report import card, drawing, outcome
+from hf_posttrain.report.charts import Chart, Line, charts
+from hf_posttrain.report.citations import DPO, GKD, IPO, KTO, LORA, cited
+from hf_posttrain.report.history import Series, history_of, number, smoothed, thinned
+from hf_posttrain.report.outcome import duration
+from hf_posttrain.report.run_folder import read
+
+
+def page_of(folder):
+    report.write(folder)
+    return Page((folder / "report.html").read_text(encoding="utf-8"))
+
+
+# ---- logs
+
+
+def test_history_keeps_every_metric_and_the_later_of_two_values():
+    log = [
+        {"step": 2, "loss": 3.0, "epoch": 0.1, "eval_runtime": 5.0, "total_flos": 1e9},
+        {"step": 1, "loss": 4.0},
+        {"step": 2, "eval_loss": 1.0, "eval_samples_per_second": 7.0},
+        {"step": 2, "eval_loss": 0.5, "train_loss": 3.5},
+    ]
+    assert history_of(log) == {
+        "loss": Series("loss", (1, 2), (4.0, 3.0)),
+        "eval_loss": Series("eval_loss", (2,), (0.5,)),
+    }
+
+
+def test_a_long_series_is_thinned_to_points_that_were_logged_with_its_peaks():
+    values = [math.sin(step / 1000) for step in range(100_000)]
+    values[40_000], values[70_000], values[90_000] = 9.0, -9.0, math.nan
+    short = thinned(Series("loss", tuple(range(100_000)), tuple(values)), 400)
+    assert 300 < len(short.steps) <= 400
+    assert short.steps[0] == 0
+    assert short.steps[-1] == 99_999
+    assert {40_000, 70_000, 90_000} <= set(short.steps)
+    assert list(short.steps) == sorted(short.steps)
+    assert all(
+        value == values[step] or math.isnan(value) for step, value in zip(short.steps, short.values, strict=True)
+    )
+
+
+def test_a_noisy_series_gets_its_running_mean_and_a_smooth_one_none():
+    """160 values that alternate between 0 and 1: two on each side of a point are averaged, at the ends those there."""
+    values = [float(step % 2) for step in range(160)]
+    values[100] = math.nan
+    mean = smoothed(Series("loss", tuple(range(160)), tuple(values)))
+    assert mean.values[:4] == pytest.approx([1 / 3, 2 / 4, 2 / 5, 3 / 5])
+    assert mean.values[99:102] == pytest.approx([3 / 4, 2 / 4, 3 / 4])
+    assert mean.values[-1] == pytest.approx(2 / 3)
+    assert smoothed(Series("loss", tuple(range(149)), tuple(values[:149]))) is None
+    assert smoothed(Series("learning_rate", tuple(range(1000)), tuple(map(math.sqrt, range(1000))))) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.431249, "0.4312"), (1234.6, "1,235"), (1234, "1,234"), (5e-7, "5e-07"), (-0.1, "-0.1"), (3.0, "3"),
+        (math.nan, "nan"), (math.inf, "inf"), (None, "none"), (True, "true"), ("a, b", "a, b"), (0, "0"),
+        (1e300, "1e+300"),
+    ],
+)  # fmt: skip
+def test_number(value, text):
+    assert number(value) == text
+
+
+# ---- charts
+
+
+def test_a_line_stands_where_its_values_are():
+    """0 and 1 are the lowest and highest ticks, so 0.5 is half way between them, and step 5 of 10 half way across."""
+    chart = Chart("", "", "", (Line("x", 0, Series("x", (0, 5, 10), (0.0, 0.5, 1.0))),))
+    drawn = drawing.drawn(chart)
+    bottom, top = drawing.HEIGHT - drawing.BOTTOM, drawing.TOP
+    left, right = drawn.left, drawing.WIDTH - drawing.RIGHT
+    middle = f"{(left + right) / 2} {(top + bottom) / 2}"
+    assert drawn.curves[0].path == f"M{left}.0 {bottom}.0L{middle}L{right}.0 {top}.0"
+    assert (drawn.y[0].label, drawn.y[0].at) == ("0.0", bottom)
+    assert drawn.words == ("x: from 0 at step 0, to 1 at step 10, lowest 0 at step 0, highest 1 at step 10.")
+
+
+def test_a_line_is_broken_where_a_value_is_not_finite():
+    series = Series("loss", (1, 2, 3, 4), (1.0, math.nan, 2.0, math.inf))
+    drawn = drawing.drawn(Chart("", "", "", (Line("loss", 0, series),)))
+    assert drawn.curves[0].path.count("M") == 2
+    assert "L" not in drawn.curves[0].path
+    assert len(drawn.curves[0].marks) == 2
+    assert "2 values not finite" in drawn.words
+    assert [row[1] for row in drawn.table.rows] == ["1", "nan", "2", "inf"]
+
+
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ((0.0, 1.0), ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]),
+        ((0.9984, 1.0), ["0.9980", "0.9985", "0.9990", "0.9995", "1.0000"]),
+        ((2.0, 2.0), ["1.0", "1.5", "2.0", "2.5", "3.0"]),
+        ((0.0, 0.0), ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+        ((0.0, 5e-7), ["0", "1e-7", "2e-7", "3e-7", "4e-7", "5e-7"]),
+        ((0.0, 45_000.0), ["0", "10k", "20k", "30k", "40k", "50k"]),
+        ((-6.0, -4.0), ["-6.0", "-5.5", "-5.0", "-4.5", "-4.0"]),
+    ],
+)
+def test_labels_tell_ticks_apart(values, labels):
+    chart = Chart("", "", "", (Line("x", 0, Series("x", (0, 1), values)),))
+    assert [tick.label for tick in drawing.drawn(chart).y] == labels
+
+
+def test_training_and_evaluation_share_a_chart_and_unknown_metrics_have_their_own():
+    log = [{"step": 1, "loss": 1.0, "rewards/chosen": 0.1, "rewards/rejected": 0.2, "my_score": 3, "logprob/gap": 0.1},
+           {"step": 1, "eval_loss": 2.0, "eval_my_score": 4}]  # fmt: skip
+    found = {chart.title: [(line.label, line.dashed) for line in chart.lines] for chart in charts(history_of(log))}
+    assert found == {
+        "Loss": [("training", False), ("evaluation", True)],
+        "Rewards": [("chosen, training", False), ("rejected, training", False)],
+        "my_score": [("training", False), ("evaluation", True)],
+    }
+
+
+def test_every_metric_of_the_trainers_has_a_chart_of_its_kind():
+    """Keys that trainers log stand in double quotes with a slash; see the methods' `_metrics`."""
+    from hf_posttrain.report.charts import KINDS, REPEATED
+
+    known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
+    package = os.path.dirname(os.path.dirname(report.__file__))
+    for name in ("dpo", "kto", "opd", "kd", "sft"):
+        with open(f"{package}/methods/{name}.py", encoding="utf-8") as file:
+            logged = set(re.findall(r'"((?:rewards|logps|logprob|distill|generation|perplexity)/\w+)"', file.read()))
+        assert logged <= known, name
+
+
+# ---- the page
+
+
+def test_the_numbers_on_the_page_are_those_of_the_log(tmp_path):
+    page = page_of(leave_run(tmp_path / "run"))
+    rows = page.table("Loss")
+    assert [row[:2] for row in rows] == [[str(step), number(2.0 / step)] for step in range(1, 21)]
+    assert [row[2] for row in rows if row[2]] == [number(0.2 + 0.5), number(0.1 + 0.5)]
+    assert page.table("Reward margin")[-1] == ["20", "2.5"]
+    assert ["loss", "0.1", "0.6"] in page.table("Last logged values")
+    assert "Loss0.6evaluation, from 0.7" in re.sub(r"\s*\n\s*", "", page.words)
+
+
+def test_what_the_run_left_is_on_the_page(tmp_path):
+    record = {
+        "method": "dpo", "arguments": {"learning_rate": 5e-7, "beta": 0.1, "loss_type": ["sigmoid"]},
+        "rows_per_step": 64, "engine": "ddp, 2 processes", "device": "cpu", "versions": {"torch": "2.13.0"},
+        "warnings": [
+            {"step": 7, "message": "the policy never leaves the reference"}, {"step": 9, "message": "step 8: no end"},
+        ],
+    }  # fmt: skip
+    results = {"train_runtime": 75.2, "train_samples_per_second": 12.5}
+    page = page_of(leave_run(tmp_path / "run", audit=AUDIT, samples=SAMPLES, run=record, all_results=results))
+    assert ["dropped: empty completion", "10", "17, 301"] in page.table("Training data")
+    assert ["truncated: prompt trimmed", "131", "3, 9, 12, 40, 41, …"] in page.table("Training data")
+    assert page.table("Training data: tokens")[0] == ["prompt", "3", "40", "90", "120", "200", "44.25"]
+    options = dict(page.table("Hyper-parameters"))
+    expected = {"rows per optimizer step": "64", "learning_rate": "5e-07", "loss_type": "sigmoid"}
+    assert expected.items() <= options.items()
+    assert ["torch", "2.13.0"] in page.table("Environment")
+    for text in ("1 min 15 s", "Step 7: the policy never leaves the reference", "Step 8: no end",
+                 AUDIT["warnings"][0], "1 + 1 =", "name_or_path: Qwen/Qwen3-0.6B"):  # fmt: skip
+        assert text in page.words
+
+
+def test_nothing_on_the_page_is_code_or_comes_from_elsewhere(tmp_path):
+    recipe = RECIPE | {"model": {"name_or_path": HOSTILE}, "train": {HOSTILE: HOSTILE}}
+    sample = dict.fromkeys(("prompt", "before", "after", "expected"), HOSTILE)
+    record = {"warnings": [{"step": 1, "message": HOSTILE}], "versions": {HOSTILE: HOSTILE}, "lora": {HOSTILE: HOSTILE}}
+    audit = {"warnings": [HOSTILE], "data": {HOSTILE: {"classes": {HOSTILE: 1}}}}
+    log = [entry | {HOSTILE: 1.0} for entry in log_of()]
+    folder = leave_run(tmp_path / "<b>run", log, recipe=recipe, samples=[sample], run=record, audit=audit)
+    page = page_of(folder)
+    assert "script" not in page.tags
+    assert "b" not in page.tags
+    assert page.words.count(HOSTILE) >= 12
+    assert page.loads == ["data:,"]
+    assert all(link.startswith("#") for link in page.links)
+    assert "url(" not in (folder / "report.html").read_text()
+
+
+def test_a_page_of_the_trainer_state_alone(tmp_path):
+    folder = leave_run(tmp_path / "run", recipe=None)
+    page = page_of(folder)
+    assert "The base model is not recorded" in page.words
+    assert "Recipe" not in page.words
+    assert (folder / "curves.png").read_bytes()[:4] == b"\x89PNG"
+    assert ModelCard.load(folder / "README.md").data.library_name == "transformers"
+
+
+def test_a_run_that_has_logged_nothing_yet(tmp_path):
+    folder = leave_run(tmp_path / "run", log=[], taken=0)
+    assert "Nothing was logged yet" in page_of(folder).words
+    assert not (folder / "curves.png").exists()
+    assert "curves.png" not in (folder / "README.md").read_text()
+
+
+def test_a_partial_run_is_read_from_its_newest_checkpoint(tmp_path):
+    for step in (5, 10):
+        leave_run(tmp_path / "run" / f"checkpoint-{step}", log_of(step), taken=step)
+    page = page_of(tmp_path / "run")
+    assert len(page.table("Loss")) == 10
+    assert "10 of 20 steps were taken" in page.words
+
+
+def test_a_checkpoint_that_is_newer_than_the_end_of_an_earlier_run(tmp_path):
+    """A fresh run into the same folder: results and recipe of the one before are not shown as its own."""
+    folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
+    for file in folder.iterdir():
+        os.utime(file, (1000, 1000))
+    leave_run(folder / "checkpoint-5", log_of(5), taken=5, recipe=None)
+    run = read(folder)
+    assert run.steps == (5, 20)
+    assert (run.recipe, run.results) == ({}, {})
+    os.utime(folder / "checkpoint-5" / "trainer_state.json", (500, 500))
+    assert read(folder).results == {"train_runtime": 75.2}
+
+
+def test_recipe_and_results_that_are_older_than_the_start_are_of_an_earlier_run(tmp_path):
+    """The run's own trainer_state.json is there: it was stopped, or came from Python. 1000 s is 00:16:40."""
+    folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
+    for started, known in (("1970-01-01T00:16:40+00:00", True), ("1970-01-01T00:16:41+00:00", False)):
+        leave_run(folder, all_results={"train_runtime": 75.2}, run={"method": "kto", "started": started})
+        for name in ("recipe.yaml", "all_results.json"):
+            os.utime(folder / name, (1000, 1000))
+        run = read(folder)
+        assert (run.method, bool(run.recipe), bool(run.recipe_text)) == ("dpo" if known else "kto", known, known)
+        assert bool(run.results) is known
+
+
+def test_access_tokens_are_nowhere(tmp_path):
+    secrets = {"hub_token": "hf_secret1", "push_to_hub_token": "hf_secret2"}
+    data = {"train": [{"path": "x.jsonl", "a_token": "secret3"}]}
+    recipe = RECIPE | {"train": RECIPE["train"] | secrets, "data": data}
+    folder = leave_run(tmp_path / "run", recipe=recipe, run={"arguments": {"my_token": "secret4", "other_token": None}})
+    page = page_of(folder)
+    for name in ("report.html", "README.md"):
+        assert "secret" not in (folder / name).read_text()
+    assert "hub_token: <hidden>" in page.words.replace("'", "")
+    assert dict(page.table("Hyper-parameters"))["my_token"] == "<hidden>"
+    assert "other_token" not in dict(page.table("Hyper-parameters"))
+    text = "# mine\nmethod: sft\ntrain: {hub_token: null, max_length: 7}\n"  # nothing to hide: as it stands
+    (folder / "recipe.yaml").write_text(text)
+    assert read(folder).recipe_text == text
+
+
+def test_a_loss_that_was_not_finite_is_named(tmp_path):
+    log = log_of(loss=lambda step: math.nan if step in (7, 8) else 1.0)
+    page = page_of(leave_run(tmp_path / "run", log))
+    assert "loss was not finite at 2 logs, first at step 7." in page.words
+
+
+def test_a_hundred_thousand_logs_make_a_small_page(tmp_path):
+    log = [{"step": step, "loss": math.sin(step) + 2 / step} for step in range(1, 100_001)]
+    folder = leave_run(tmp_path / "run", log, 100_000, 100_000)
+    page = page_of(folder)
+    assert (folder / "report.html").stat().st_size < 100_000
+    assert page.table("Loss")[0] == ["1", number(math.sin(1) + 2)]
+    assert len(page.table("Loss")) < 200
+    assert "some of the logged steps" in next(caption for caption in page.tables if caption.startswith("Loss"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (None, None, "run: no run is in it: neither trainer_state.json nor a checkpoint-* with one"),
+        ("trainer_state.json", "{", "trainer_state.json cannot be read as JSON"),
+        ("samples.json", "{}", "samples.json holds a dict, a list was expected"),
+        ("recipe.yaml", "a: [", "recipe.yaml:1: YAML syntax error"),
+    ],
+)
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, name, content, message):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    if name:
+        leave_run(folder)
+        (folder / name).write_text(content)
+    with pytest.raises(InputError, match=re.escape(message)):
+        report.write(folder)
+    with pytest.raises(InputError, match="there is no folder"):
+        report.write(tmp_path / "nowhere")
+
+
+def test_reading_a_folder_takes_neither_torch_nor_matplotlib():
+    code = (
+        "import sys, hf_posttrain.report.compare, hf_posttrain.report.page\n"
+        "assert not {'torch', 'matplotlib', 'jinja2', 'huggingface_hub', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "kd", "opd"])
+def test_every_method_has_key_metrics_that_are_shown_first(tmp_path, method):
+    keys = outcome.KEY_METRICS[method]
+    log = [{"step": 1, "loss": 0.5} | {f"eval_{key}": 0.25 for key in keys}]
+    facts = outcome.facts(read(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
+    assert [fact.name for fact in facts] == ["Loss", *(outcome.LABELS[key] for key in keys), "Steps"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(9.81, "9.81 s"), (75.2, "1 min 15 s"), (7500, "2 h 5 min")])
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+# ---- the picture
+
+
+def test_the_picture_has_a_chart_for_each_metric(tmp_path):
+    from matplotlib.image import imread
+
+    few, many = leave_run(tmp_path / "few"), leave_run(tmp_path / "many", log_of(kl=math.cos, grad_norm=abs))
+    sizes = []
+    for folder in (few, many):
+        report.write(folder)
+        pixels = imread(folder / "curves.png")
+        assert pixels[..., :3].std() > 0.02  # something is drawn
+        sizes.append(pixels.shape[0])
+    assert (pixels[-150:, -250:, :3] == 1).all()  # nothing where a sixth chart would be
+    assert sizes[1] > sizes[0]  # 3 charts are one row, 5 are two
+
+
+def test_names_with_dollars_are_drawn_as_they_are(tmp_path):
+    folder = leave_run(tmp_path / "lr_$^$_x", log_of(**{"$\\frac$": abs, "$_$": abs}))
+    report.write(folder)
+    assert (folder / "curves.png").exists()
+
+
+# ---- the card
+
+
+def test_the_card_has_what_the_hub_expects(tmp_path):
+    report.write(leave_run(tmp_path / "run"))
+    model_card = ModelCard.load(tmp_path / "run" / "README.md")
+    assert model_card.data.to_dict() == {
+        "base_model": "Qwen/Qwen3-0.6B", "datasets": ["trl-lib/ultrafeedback_binarized"],
+        "library_name": "transformers", "model_name": "run", "pipeline_tag": "text-generation",
+        "tags": ["hf_posttrain", "dpo", "generated_from_trainer"],
+    }  # fmt: skip
+    assert "| loss | 0.1 | 0.6 |" in model_card.text
+    assert "| beta | 0.1 |" in model_card.text
+    assert "- Evaluation: `rows/heldout.jsonl`, the first 500 rows" in model_card.text
+    assert "eprint = {2305.18290}" in model_card.text
+    assert "![Curves of the run" in model_card.text
+
+
+def test_the_card_names_no_folder_of_this_machine_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "sft").mkdir(parents=True)
+    recipe = RECIPE | {"model": {"name_or_path": "outputs/sft"}, "data": {"train": {"path": "rows/x.jsonl"}}}
+    report.write(leave_run(tmp_path / "run", recipe=recipe))
+    data = ModelCard.load(tmp_path / "run" / "README.md").data
+    assert data.base_model is None
+    assert data.datasets is None
+    (tmp_path / "outputs" / "sft").rmdir()  # moved since, but the run remembers
+    report.write(leave_run(tmp_path / "run", recipe=recipe, run={"base_model_is_local": True}))
+    assert ModelCard.load(tmp_path / "run" / "README.md").data.base_model is None
+
+
+@pytest.mark.parametrize(
+    ("readme", "stays"),
+    [
+        ("# Mine\n", True), ("---\n{}\n---\n[More Information Needed]\n", False),
+        ("<!-- This model card has been generated automatically according to the information the Trainer had access to"
+         " -->", False),
+    ],
+)  # fmt: skip
+def test_a_readme_that_somebody_wrote_stays(tmp_path, readme, stays):
+    folder = leave_run(tmp_path / "run")
+    (folder / "README.md").write_text(readme)
+    report.write(folder)
+    assert ((folder / "README.md").read_text() == readme) is stays
+    assert (folder / "README.hf_posttrain.md").exists() is stays
+    leave_run(folder, log_of(loss=lambda step: 7.0))
+    report.write(folder)  # our own is written again
+    assert "| loss | 7 | 7.5 |" in (folder / ("README.hf_posttrain.md" if stays else "README.md")).read_text()
+
+
+def test_markdown_in_names_stays_text(tmp_path):
+    report.write(leave_run(tmp_path / "run", recipe=RECIPE | {"train": {"a|b": HOSTILE}}))
+    [row] = [line for line in (tmp_path / "run" / "README.md").read_text().splitlines() if line.startswith("| a")]
+    assert row.startswith(r"| a\|b | \<script\>alert")
+    assert len(re.findall(r"(?<!\\)\|", row)) == 3
+
+
+def test_a_readme_in_another_encoding_stays(tmp_path):
+    folder = leave_run(tmp_path / "run")
+    (folder / "README.md").write_bytes(b"# Mod\xe8le\n")
+    report.write(folder)
+    assert (folder / "README.md").read_bytes() == b"# Mod\xe8le\n"
+    assert (folder / "README.hf_posttrain.md").exists()
+    assert not card.is_ours(folder)
+
+
+def test_papers_cited():
+    assert cited("dpo", {"loss_type": ["sigmoid"]}, False) == [DPO]
+    assert cited("dpo", {"loss_type": ["ipo", "sigmoid"]}, True) == [DPO, IPO, LORA]
+    assert cited("kto", {"loss_type": "kto"}, False) == [KTO]
+    assert cited("opd", {}, False) == [GKD]
+    assert cited("sft", {}, False) == []
+    assert DPO.bibtex.startswith("@article{rafailov2023direct,\n  title = {{Direct Preference Optimization: Your")
+    assert "author = {Rafael Rafailov and Archit Sharma and" in DPO.bibtex
+
+
+def test_every_loss_with_a_paper_of_its_own_is_cited():
+    """The docstring of each loss in `losses` names its arXiv number."""
+    from hf_posttrain.losses import PAIRED, UNPAIRED
+
+    for name, function in (PAIRED | UNPAIRED).items():
+        numbers = set(re.findall(r"arXiv (\d{4}\.\d{5})", function.__doc__ or ""))
+        method = "dpo" if name in PAIRED else "kto"
+        if name != "sft":  # a term of others, not a method
+            assert numbers & {paper.arxiv for paper in cited(method, {"loss_type": name}, False)}, name
+
+
+def test_hub_names():
+    assert card.on_hub("Qwen/Qwen3-0.6B")
+    for name in ("gpt2", "/data/model", "a/b/c", "rows/x.jsonl", "../a", "tests/data.csv", ""):
+        assert not card.on_hub(name), name
+
+
+def test_json_of_python_is_read(tmp_path):
+    """json writes NaN and Infinity, which is how trainer_state.json has them."""
+    folder = leave_run(tmp_path / "run", [{"step": 1, "loss": math.inf, "grad_norm": math.nan}])
+    assert "Infinity" in (folder / "trainer_state.json").read_text()
+    assert json.loads((folder / "trainer_state.json").read_text())["log_history"][0]["loss"] == math.inf
+    assert ["1", "inf"] in page_of(folder).table("Loss")

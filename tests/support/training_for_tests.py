@@ -1,0 +1,134 @@
+"""One optimizer step of any method through its real trainer: the loss, and the gradient of every trained tensor."""
+
+import copy
+import random
+
+import datasets
+import pytest
+import torch
+from tokenizers_for_tests import byte_tokenizer
+from transformers import TrainerCallback
+
+import hf_posttrain
+from hf_posttrain.generation import rollout
+from hf_posttrain.trainer import saving
+
+LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
+TIMES = ("runtime", "per_second", "peak_memory", "total_flos", "train_loss")
+METHODS = ("sft", "dpo", "kto", "kd", "opd")
+COLUMNS = {
+    "sft": ("prompt_ids", "completion_ids", "completion_mask"),
+    "kd": ("prompt_ids", "completion_ids", "completion_mask"),
+    "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
+    "kto": ("prompt_ids", "completion_ids", "label"),
+    "opd": ("prompt_ids", "completion_ids"),
+}
+
+
+OF_METHOD = {
+    "opd": {"max_completion_length": 6},
+    "dpo": {"precompute_ref_log_probs": False},
+    "kto": {"precompute_ref_log_probs": False},
+}
+"""Options that tests have unless they say otherwise."""
+
+
+def quick(*names, among):
+    """All of them as parameters, those that are not named marked slow."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in among]
+
+
+def token_rows(method, count=8, seed=0):
+    """Already tokenised rows of unequal lengths; some completions have a hole in their mask."""
+    draw = random.Random(seed)
+    ids = lambda low, high: [draw.randrange(250) for _ in range(draw.randint(low, high))]  # noqa: E731
+    rows = []
+    for n in range(count):
+        row = {"prompt_ids": ids(1, 9), "completion_ids": ids(2, 8), "chosen_ids": ids(1, 8), "rejected_ids": ids(1, 8)}
+        mask = [1] * len(row["completion_ids"])
+        if n % 3 == 0:
+            mask[len(mask) // 2] = 0
+        row |= {"completion_mask": mask, "label": n % 3 != 1}
+        rows.append({name: row[name] for name in COLUMNS[method]})
+    return datasets.Dataset.from_list(rows)
+
+
+def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, callbacks=None, **config):
+    """The method's trainer on CPU with a constant learning rate; nothing is clipped, saved or reported.
+
+    second: the teacher of KD and OPD, the explicit reference of DPO and KTO.
+    """
+    name = method.upper()
+    peft_config = config.pop("peft_config", None)
+    config = {
+        "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0,
+        "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
+        "disable_tqdm": True, "activation_checkpointing": False, "lr_scheduler_type": "constant",
+        "train_sampling_strategy": "sequential",
+    } | OF_METHOD.get(method, {}) | config  # fmt: skip
+    kwargs = {} if second is None else {"teacher_model" if method in ("kd", "opd") else "ref_model": second}
+    return getattr(hf_posttrain, f"{name}Trainer")(
+        model, getattr(hf_posttrain, f"{name}Config")(**config), rows, eval_rows, byte_tokenizer(),
+        peft_config=peft_config, callbacks=callbacks, **kwargs,
+    )  # fmt: skip
+
+
+def policy_of(trainer):
+    """The model inside the wrappers."""
+    return trainer.accelerator.unwrap_model(trainer.model_wrapped)
+
+
+def logged(trainer):
+    """What a run logged, without its times and memory, which differ from run to run."""
+    return [{k: v for k, v in log.items() if not any(t in k for t in TIMES)} for log in trainer.state.log_history]
+
+
+def logs_and_weights(trainer, lora):
+    """What a run logged, without its times, and its trained weights, whole on rank 0; all ranks call it."""
+    logs = logged(trainer)
+    state = saving.whole_state(trainer, adapter_only=lora) or policy_of(trainer).state_dict()
+    return logs, {name: tensor.clone() for name, tensor in state.items() if not lora or "lora_" in name}
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients of every optimizer step."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        self.steps.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+
+
+def one_step(method, model, rows, tmp_path, **config):
+    """(loss, {name: gradient}) of the first step on a copy of the model."""
+    keep = Gradients()
+    trainer = trainer_for(method, copy.deepcopy(model), rows, tmp_path, callbacks=[keep], **config)
+    trainer.train()
+    return trainer.state.log_history[0]["loss"], keep.steps[0]
+
+
+def assert_same_step(found, expected, relative=1e-5):
+    """Equal losses, and ||dg|| / ||g|| of each tensor within `relative` (tiny tensors: within 1e-6 of the whole)."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+    assert found[1].keys() == expected[1].keys()
+    whole = torch.sqrt(sum((g.double() ** 2).sum() for g in expected[1].values()))
+    assert whole > 0
+    for name, g in expected[1].items():
+        error, size = (found[1][name] - g).double().norm(), g.double().norm()
+        assert error <= max(relative * size, 1e-6 * whole), f"{name}: {error / size:.2e} of its norm"
+
+
+def fake_generate(model, prompts, max_new_tokens, terminal_ids, *args, **kwargs):
+    """Rollouts that depend on the prompt and on how often it was asked for alone, in place of sampling."""
+    seen, rollouts = {}, []
+    for prompt in map(tuple, prompts):
+        seen[prompt] = seen.get(prompt, 0) + 1
+        draw = random.Random(sum(prompt) + 1000 * seen[prompt])
+        rollouts.append([draw.randrange(250) for _ in range(draw.randint(1, max_new_tokens - 1))] + [terminal_ids[0]])
+    return rollouts
+
+
+def fix_rollouts(monkeypatch):
+    """Replace sampling by `fake_generate`."""
+    monkeypatch.setattr(rollout, "generate", fake_generate)

@@ -1,0 +1,225 @@
+"""Stand-ins for vLLM 0.33.0 on CPU, with a transformers model inside: the server's endpoints, and the colocated engine.
+
+    Serving       a server on a real port: with Serving(model) as server: ... server.url
+    install       puts a module `vllm` with LLM, SamplingParams and LoRARequest where `import vllm` finds it
+    sampled       what both sample with: whole logits, one token after the other
+
+Names of parameters are vLLM's; `test_the_stand_ins_have_vllms_names` compares them where vLLM is installed.
+"""
+
+import copy
+import importlib.machinery
+import json
+import sys
+import threading
+import types
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import peft
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hf_posttrain.generation import rollout
+
+COMPLETION_FIELDS = {
+    "model", "prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
+    "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos", "logit_bias", "seed", "return_token_ids",
+}  # fmt: skip
+"""Those of CompletionRequest that this server reads."""
+ENGINE_FIELDS = {
+    "load_format", "generation_config", "max_model_len", "enable_prefix_caching", "distributed_executor_backend",
+    "enable_lora", "max_lora_rank",
+}  # fmt: skip
+"""Those of EngineArgs that LLM passes on."""
+
+
+def sampled(model, prompt, n, seed, max_tokens, temperature, stop_token_ids, logit_bias=None, **others):
+    """[n][tokens]: rollout i is drawn by seed + i, as vLLM numbers them."""
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert others == neutral
+    bias = torch.zeros(model.config.vocab_size)
+    for token, value in (logit_bias or {}).items():
+        bias[int(token)] = value
+    rollouts = []
+    for index in range(n):
+        ids = list(prompt)
+        with torch.no_grad(), rollout.seeded(torch.device("cpu"), seed + index):
+            while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] not in stop_token_ids):
+                logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float() + bias
+                ids.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1)))
+        rollouts.append(ids[len(prompt) :])
+    return rollouts
+
+
+def with_adapter(model, folder):
+    """A copy of the base with the adapter of the folder."""
+    return peft.PeftModel.from_pretrained(copy.deepcopy(model), folder).eval()
+
+
+# ---- the server
+
+
+class Serving:
+    """A server of `model` on a port of its own; `without` are endpoints that it lacks, as without their environment."""
+
+    def __init__(self, model, max_model_len=1024, without=()):
+        self.model, self.base, self.adapters, self.log = model, model, {}, []
+        self.max_model_len, self.without, self.busy = max_model_len, without, False
+        self.lock = threading.Lock()
+
+    def __enter__(self):
+        handler = type("Handler", (_Handler,), {"serving": self})
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self.http.shutdown()
+        self.http.server_close()
+
+    def models(self):
+        cards = [{"id": "student", "root": "served", "max_model_len": self.max_model_len}]
+        return {"object": "list", "data": cards + [{"id": name, "parent": "student"} for name in self.adapters]}
+
+    def collective_rpc(self, method, kwargs):
+        assert (method, *kwargs) == ("reload_weights", "weights_path")
+        self.model = AutoModelForCausalLM.from_pretrained(kwargs["weights_path"]).eval()
+        return {"results": [None]}
+
+    def reset_prefix_cache(self):
+        return {"success": not self.busy}
+
+    def load_lora_adapter(self, lora_name, lora_path):
+        assert lora_name not in self.adapters
+        self.adapters[lora_name] = with_adapter(self.base, lora_path)
+        return f"Success: LoRA adapter '{lora_name}' added successfully."
+
+    def unload_lora_adapter(self, lora_name):
+        del self.adapters[lora_name]
+        return f"Success: LoRA adapter '{lora_name}' removed successfully."
+
+    def completions(self, model, prompt, return_token_ids, **how):
+        assert how.keys() | {"model", "prompt", "return_token_ids"} <= COMPLETION_FIELDS
+        assert return_token_ids is True
+        policy = self.model if model == "student" else self.adapters[model]
+        with self.lock:  # seeds are of the process
+            rollouts = sampled(policy, prompt, **how)
+        return {"choices": [{"index": i, "token_ids": ids} for i, ids in enumerate(rollouts)]}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Paths of vLLM to methods of Serving."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.answer({})
+
+    def do_POST(self):
+        assert self.headers["Content-Type"] == "application/json"
+        self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+    def answer(self, body):
+        path = urlsplit(self.path).path
+        self.serving.log.append((path, body))
+        if path in self.serving.without:
+            self.send(404, {"detail": "Not Found"})
+            return
+        try:
+            found = getattr(self.serving, path.rpartition("/")[2])(**body)
+            self.send(200, found)
+        except Exception as error:
+            self.send(500, {"error": {"message": repr(error), "code": 500}})
+
+    def send(self, status, content):
+        text = (content if isinstance(content, str) else json.dumps(content)).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *args):
+        pass
+
+
+# ---- the engine
+
+
+@dataclass
+class SamplingParams:
+    n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    detokenize: bool = True
+    logit_bias: dict[int, float] | None = None
+
+
+@dataclass
+class LoRARequest:
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = ""
+
+
+class LLM:
+    """The engine; `fields` are its arguments, `log` what was asked of it."""
+
+    def __init__(self, model, *, dtype="auto", gpu_memory_utilization=0.92, **kwargs):
+        assert kwargs.keys() <= ENGINE_FIELDS
+        self.fields = kwargs | {"dtype": dtype, "gpu_memory_utilization": gpu_memory_utilization}
+        assert AutoTokenizer.from_pretrained(model).eos_token_id is not None
+        config = AutoConfig.from_pretrained(model)
+        torch.manual_seed(0)  # as vLLM does
+        [architecture] = config.architectures
+        model = getattr(transformers, architecture)(config)  # not through from_config: DeepSpeed would cut it
+        self.policy, self.log = model.to(getattr(torch, dtype)).eval(), []
+
+    def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+        assert (method, *kwargs) == ("reload_weights", "weights_iterator")
+        weights = dict(kwargs["weights_iterator"])
+        assert not any(tensor.requires_grad for tensor in weights.values())
+        missing, unexpected = self.policy.load_state_dict(weights, strict=False)
+        assert not unexpected
+        assert set(missing) <= set(self.policy.all_tied_weights_keys)
+        self.policy.tie_weights()
+        self.log.append("weights")
+        return [None]
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.log.append("reset")
+        return True
+
+    def generate(self, prompts, sampling_params=None, *, use_tqdm=True, lora_request=None):
+        assert len(prompts) == len(sampling_params)
+        self.log.append(("generate", len(prompts), lora_request and lora_request.lora_int_id))
+        policy = with_adapter(self.policy, lora_request.lora_path) if lora_request else self.policy
+        outputs = []
+        for prompt, params in zip(prompts, sampling_params, strict=True):
+            how = vars(params).copy()
+            assert how.pop("detokenize") is False
+            found = sampled(policy, prompt["prompt_token_ids"], **how)
+            outputs.append(types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tuple(i)) for i in found]))
+        return outputs
+
+
+def install(modules=sys.modules):
+    """`import vllm` finds the stand-ins."""
+    vllm, lora, request = (types.ModuleType(name) for name in ("vllm", "vllm.lora", "vllm.lora.request"))
+    vllm.LLM, vllm.SamplingParams, request.LoRARequest = LLM, SamplingParams, LoRARequest
+    vllm.__spec__ = importlib.machinery.ModuleSpec("vllm", None)
+    for module in (vllm, lora, request):
+        modules[module.__name__] = module

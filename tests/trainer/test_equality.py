@@ -1,0 +1,155 @@
+"""The same numbers whatever flag you flip: loss and every gradient, fp32, against plain full-logits versions.
+
+Each case runs one optimizer step of the real trainer. The policy is moved away from its reference first where that
+matters, so that no loss sits at its starting value.
+"""
+
+import copy
+
+import peft
+import pytest
+import torch
+from models_for_tests import CONFIGS, tiny_model
+from plain_for_tests import PLAIN
+from training_for_tests import METHODS, assert_same_step, fake_generate, fix_rollouts, one_step, token_rows, trainer_for
+
+from hf_posttrain.methods.kto_pairing import partners
+from hf_posttrain.scoring import head
+
+ARCHITECTURES = [name for name in CONFIGS if name != "gpt2"]
+
+
+@pytest.fixture(autouse=True)
+def _fixed_rollouts(monkeypatch):
+    fix_rollouts(monkeypatch)
+
+
+def second_for(method, architecture):
+    """The model beside the policy: a teacher, or a reference that is not the policy (no loss is at its start)."""
+    return None if method == "sft" else tiny_model(architecture, seed=9)
+
+
+def step(method, architecture, tmp_path, rows=None, **config):
+    """One step of a fresh model."""
+    rows = token_rows(method) if rows is None else rows
+    return one_step(method, tiny_model(architecture), rows, tmp_path, second=second_for(method, architecture), **config)
+
+
+def partners_of(method, rows, tmp_path):
+    if method != "kto":
+        return None
+    trainer = trainer_for("kto", tiny_model(), rows, tmp_path)
+    return partners(trainer.train_dataset, trainer.args.seed)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("method", METHODS)
+def test_pain_10_trainer_equals_plain_full_logits(method, architecture, tmp_path):
+    rows, policy, second = token_rows(method, 4), tiny_model(architecture), second_for(method, architecture)
+    plain = PLAIN[method](
+        policy, list(rows), reference=second, teacher=second, partner=partners_of(method, rows, tmp_path),
+        rollouts=fake_generate(None, rows["prompt_ids"], 6, [258]),
+    )  # fmt: skip
+    plain.backward()
+    expected = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    assert_same_step(step(method, architecture, tmp_path, rows), (plain.item(), expected))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("method", METHODS)
+def test_pain_21_layouts_agree(method, architecture, tmp_path):
+    expected = step(method, architecture, tmp_path, layout="padded")
+    for layout in ("shared", "packed"):
+        assert_same_step(step(method, architecture, tmp_path, layout=layout), expected)
+
+
+def lora():
+    return peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "adapted"), [(name, False) for name in ARCHITECTURES] + [("qwen3", True), ("gemma3", True)]
+)
+@pytest.mark.parametrize("method", METHODS)
+def test_pain_02_accumulation_does_not_matter(method, architecture, adapted, tmp_path):
+    runs = []
+    for size, accumulation in ((4, 1), (2, 2), (1, 4)):
+        torch.manual_seed(3)  # of the adapter
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation}
+        runs.append(step(method, architecture, tmp_path, peft_config=lora() if adapted else None, **sizes))
+    for run in runs[1:]:
+        assert_same_step(run, runs[0])
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("method", METHODS)
+def test_pain_01_lora_layouts_agree_with_the_merged_model(method, layout, tmp_path):
+    """The adapter's loss is that of a full model that holds the merged weights."""
+    torch.manual_seed(3)
+    adapted = peft.get_peft_model(tiny_model(), lora())
+    merged = copy.deepcopy(adapted).merge_and_unload().requires_grad_(True)
+    rows, second = token_rows(method), second_for(method, "qwen3")
+    expected, _ = one_step(method, merged, rows, tmp_path, second=copy.deepcopy(second), layout="padded")
+    found, gradients = one_step(method, adapted, rows, tmp_path, second=second, layout=layout)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert all("lora" in name for name in gradients)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "reference"),
+    [("qwen3", kind) for kind in ("base", "started adapter", "copy", "explicit")]
+    + [pytest.param(name, "copy", marks=pytest.mark.slow) for name in ARCHITECTURES if name != "qwen3"],
+)
+@pytest.mark.parametrize("method", ["dpo", "kto"])
+def test_cached_reference_equals_online(method, architecture, reference, tmp_path):
+    """Three real steps, so that a reference that moved with the policy would be seen; an odd number of rows."""
+
+    def run(**config):
+        torch.manual_seed(3)
+        model, extra = tiny_model(architecture), {}
+        if reference == "started adapter":
+            model = peft.get_peft_model(model, lora())
+        if reference == "base":
+            extra["peft_config"] = peft.LoraConfig(r=4, target_modules="all-linear")
+        if reference == "explicit":
+            extra["second"] = tiny_model(seed=9)
+        config |= {"max_steps": 3, "learning_rate": 1e-3, "eval_strategy": "steps", "eval_steps": 3}
+        rows = token_rows(method, 7)
+        trainer = trainer_for(method, model, rows, tmp_path, eval_rows=rows.select(range(5)), **extra, **config)
+        trainer.train()
+        return trainer
+
+    online, cached = run(), run(precompute_ref_log_probs=True)
+    keys = ("loss", "grad_norm", "rewards/margins", "eval_loss", "eval_rewards/margins")
+    for before, after in zip(online.state.log_history, cached.state.log_history, strict=True):
+        for key in [key for key in keys if key in before]:
+            assert after[key] == pytest.approx(before[key], rel=1e-4, abs=1e-5), key
+    assert online.state.log_history[-1]["step"] == 3
+    assert "ref_logps" in cached.train_dataset.column_names
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_pain_01_flags_of_memory_and_speed_change_nothing(method, tmp_path):
+    expected = step(method, "qwen3", tmp_path)
+    assert_same_step(step(method, "qwen3", tmp_path, activation_checkpointing=True), expected)
+    assert_same_step(step(method, "qwen3", tmp_path, dataloader_num_workers=1), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_recomputed_and_kept_tiles_agree(method, tmp_path, monkeypatch):
+    expected = step(method, "gemma2", tmp_path)
+    monkeypatch.setattr(head, "TILE_ELEMENTS", 900)  # 3 tokens of 300 logits
+    assert_same_step(step(method, "gemma2", tmp_path), expected)
+    monkeypatch.setattr(head, "KEEP_ELEMENTS", 0)
+    assert_same_step(step(method, "gemma2", tmp_path), expected)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.1])
+@pytest.mark.parametrize("method", METHODS)
+def test_router_loss_does_not_depend_on_the_layout(method, coefficient, tmp_path):
+    config = {"router_aux_loss_coef": coefficient}
+    expected = step(method, "qwen3_moe", tmp_path, layout="padded", **config)
+    for layout in ("shared", "packed"):
+        assert_same_step(step(method, "qwen3_moe", tmp_path, layout=layout, **config), expected)
+    if coefficient:
+        assert expected[0] > step(method, "qwen3_moe", tmp_path, router_aux_loss_coef=0.0)[0] + 0.05

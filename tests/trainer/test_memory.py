@@ -1,0 +1,98 @@
+"""No tensor of [B, T, V] is ever made: every operation of a training step is watched, forward and backward."""
+
+import datasets
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from training_for_tests import fix_rollouts, trainer_for
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_posttrain.scoring import head
+
+V, H, TOKENS, ROWS = 150_000, 32, 2048, 4
+"""4 rows of 512 tokens, most of them trained: 2048 x 150,000 logits would be 307 million elements."""
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returns, apart from those of the size of the parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.shape = 0, ()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.numel() > self.elements and leaf.shape not in ((V, H), (H, V)):
+                self.elements, self.shape = leaf.numel(), tuple(leaf.shape)
+        return result
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=V, hidden_size=H, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=16,
+        num_key_value_heads=1, max_position_embeddings=1024, eos_token_id=258, pad_token_id=256,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config)
+
+
+def rows(method):
+    ids = lambda n, shift: [(shift + 7 * i) % 250 for i in range(n)]  # noqa: E731
+    long, short = TOKENS // ROWS - 32, TOKENS // ROWS // 2 - 16
+    out = []
+    for n in range(ROWS):
+        row = {"prompt_ids": ids(32, n)}
+        if method == "dpo":
+            row |= {"chosen_ids": ids(short, n + 1), "rejected_ids": ids(short, n + 2)}
+        else:
+            row |= {"completion_ids": ids(long, n + 1)}
+        if method in ("sft", "kd"):
+            row["completion_mask"] = [1] * long
+        if method == "kto":
+            row["label"] = n % 2 == 0
+        out.append(row)
+    return datasets.Dataset.from_list(out)
+
+
+CASES = [
+    ("sft", {}), ("dpo", {}), ("kto", {}), ("kd", {}), ("opd", {}),
+    pytest.param("kd", {"divergence": "jsd"}, marks=pytest.mark.slow),
+    ("opd", {"loss_type": "policy_gradient"}), ("opd", {"loss_type": "policy_gradient", "discount": 0.9}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "config"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
+def test_pain_23_no_tensor_of_tokens_by_vocabulary(method, config, tmp_path, monkeypatch):
+    fix_rollouts(monkeypatch)
+    second = model(1) if method in ("kd", "opd") else None
+    if method == "opd":
+        config = config | {"max_completion_length": TOKENS // ROWS - 32}
+    trainer = trainer_for(method, model(), rows(method), tmp_path, second=second, learning_rate=1e-3, **config)
+    with Largest() as seen:
+        trainer.train()
+
+    assert trainer.state.log_history[0]["loss"] > 0 or method == "opd"
+    assert seen.elements <= head.TILE_ELEMENTS, f"{seen.shape} has {seen.elements / 1e6:.0f} million elements"
+    assert seen.elements > V, "the head was not seen at work"
+    assert TOKENS * V > 30 * head.TILE_ELEMENTS  # what full logits would have been
+
+
+def test_pain_23_the_teacher_builds_no_graph(tmp_path, monkeypatch):
+    fix_rollouts(monkeypatch)
+    for method in ("kd", "opd"):
+        trainer = trainer_for(method, model(), rows(method), tmp_path, second=model(1))
+        batch = next(iter(trainer.get_train_dataloader()))
+        if method == "opd":
+            [batch] = trainer.rolled_out([batch], 0)
+        assert not trainer.teacher.side(batch).hidden.requires_grad
+        assert not any(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
+
+
+def test_the_watch_sees_full_logits():
+    with Largest() as seen:
+        model()(input_ids=torch.zeros(1, 300, dtype=torch.long))
+    assert seen.elements >= 300 * V

@@ -1,0 +1,560 @@
+"""PostTrainer: its own check of the scoring, refusals, metrics, non-finite losses, drop-in use, what is saved."""
+
+import copy
+import dataclasses
+import json
+import logging
+import pickle
+
+import datasets
+import numpy as np
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from tokenizers_for_tests import byte_tokenizer
+from torch import nn
+from training_for_tests import METHODS, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    EarlyStoppingCallback,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+)  # fmt: skip
+
+from hf_posttrain import OPDTrainer, SFTConfig, SFTTrainer
+from hf_posttrain.errors import InputError
+from hf_posttrain.scoring import attention
+from hf_posttrain.scoring import forward as scoring
+from hf_posttrain.scoring.layouts import Branch, Example, collate, targets
+from hf_posttrain.scoring.tiles import LogProb
+
+
+def second_for(method):
+    return tiny_model(seed=9) if method in ("kd", "opd") else None
+
+
+# ---- the check of the first batch
+
+
+def test_scoring_checks_itself_for_every_architecture():
+    for name in ("qwen3", "gemma2", "cohere"):
+        model = tiny_model(name)
+        scoring.enable_scoring(model)
+        for layout in ("shared", "packed", "padded"):
+            assert scoring.check(model, layout) < 1e-4
+
+
+class Odd(nn.Linear):
+    """A head that does more than a linear layer, whatever the config says."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) + torch.sin(3 * super().forward(hidden))
+
+
+class LogitsPlus(type(tiny_model("cohere"))):
+    """A causal LM that changes its logits after the head, unknown to the config."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 1.7
+        return output
+
+
+def test_a_head_that_is_more_than_linear_is_run_as_a_module(tmp_path):
+    model = tiny_model("llama")
+    odd = Odd(32, 300, bias=False)
+    odd.weight = model.lm_head.weight
+    model.lm_head = odd
+    scoring.enable_scoring(model)
+    assert scoring.check(model, "shared") < 1e-4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_unknown_steps_after_the_head_fall_back_to_the_models_own_logits(method, tmp_path, caplog, monkeypatch):
+    fix_rollouts(monkeypatch)
+    model, scaled = tiny_model("cohere"), tiny_model("cohere", logit_scale=0.25 * 1.7)
+    model.__class__ = LogitsPlus  # the same function, without saying so in the config
+    with caplog.at_level(logging.WARNING):
+        found = one_step(method, model, token_rows(method), tmp_path, second=second_for(method))
+    assert "its own forward is used" in caplog.text
+    caplog.clear()
+    expected = one_step(method, scaled, token_rows(method), tmp_path, second=second_for(method))
+    assert "its own forward is used" not in caplog.text
+    assert_same_step(found, expected)
+
+
+def test_a_model_that_ignores_the_mask_falls_back_to_padded_and_says_so(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(scoring, "attention_mask", lambda model, batch: batch.get("attention_mask"))
+    trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "scores wrongly in layout shared: using padded" in caplog.text
+    assert trainer.data_collator.keywords["layout"] == "padded"
+    explicit = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, layout="shared")
+    with pytest.raises(InputError, match="use layout=padded"):
+        explicit.train()
+
+
+def test_layouts_are_chosen_by_what_the_model_can_take():
+    sdpa, flash, hybrid = tiny_model(), tiny_model(), tiny_model()
+    flash.config._attn_implementation = "flash_attention_2"
+    hybrid.config.layer_types = ["linear_attention", "full_attention"]
+    assert attention.choose_layout([sdpa], "auto") == "shared"
+    assert attention.choose_layout([flash], "auto") == "packed"
+    assert attention.choose_layout([sdpa, flash], "auto") == "packed"
+    assert attention.choose_layout([sdpa, hybrid], "auto") == "padded"
+    with pytest.raises(InputError, match=r"linear_attention.*use layout='padded'"):
+        attention.choose_layout([hybrid], "shared")
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_flex_mask_is_the_dense_mask(window):
+    """On CPU: the same rule, evaluated for every pair. The kernel itself needs a GPU."""
+    examples = [Example([1, 2, 3], [Branch([4, 5, 6]), Branch([7, 8])]), Example([1], [Branch([2, 3]), Branch([4])])]
+    batch = collate(examples, "shared")
+    block = attention.flex_mask(batch, window)
+    rows, length = batch["document"].shape
+    r, i, j = torch.meshgrid(torch.arange(rows), torch.arange(length), torch.arange(length), indexing="ij")
+    assert torch.equal(block.mask_mod(r, 0, i, j), attention.allowed(batch, window))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_document_by_document_is_that_of_the_whole_mask(window):
+    """Values and gradients on CPU, where a row costs its documents and not all pairs of its tokens."""
+    draw = torch.Generator().manual_seed(0)
+    examples = [Example([1, 2, 3], [Branch([4, 5, 6]), Branch([7, 8])]), Example([1, 2], [Branch([2, 3])])]
+    batch = collate(examples * 2, "shared")
+    rows, length = batch["document"].shape
+    mask = attention.allowed(batch, window)[:, None]
+    documents = attention.document_masks(batch, mask)
+    assert sum(size for size, _ in documents) == rows * length
+    assert len(documents) >= 4
+    assert any(own is None for _, own in documents)
+    assert max(size for size, _ in documents) < length
+    states = [torch.randn(rows, heads, length, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
+    layer = torch.nn.Module()
+    layer.num_key_value_groups, layer.is_causal = 2, True
+    found = []
+    for known in (False, True):
+        if known:
+            mask.document_masks = documents
+        output, _ = attention.by_document(layer, *states, mask, scaling=0.3)
+        found.append((output, *torch.autograd.grad((output**2).sum(), states)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_rows_are_filled_as_cheaply_as_can_be():
+    """Short examples share long rows, without padding; long ones, whose attention is dear, stay alone."""
+    short = collate([Example([1] * 40, [Branch([2] * size)]) for size in (200, 90, 60, 30, 20, 5)], "shared")
+    real = int((short["document"] >= 0).sum())
+    assert real == 6 * 40 + 405 - 6
+    assert short["document"].numel() <= 1.02 * real
+    long = collate([Example([1] * 40, [Branch([2] * size)]) for size in (6000, 5500, 5000)], "shared")
+    assert long["input_ids"].shape == (3, 6039)
+    assert "document" not in long
+
+
+def test_padding_of_a_long_row_stays_within_the_positions_of_its_documents():
+    """A model may have learned no position beyond (GPT-2), or scale by the largest one (longrope)."""
+    batch = collate([Example([1] * 10, [Branch([2] * size)]) for size in (91, 51, 51)], "shared")
+    assert batch["input_ids"].shape[1] > 101 > batch["position_ids"].max()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=101, n_embd=16, n_layer=1, n_head=2))
+    scoring.enable_scoring(model)
+    assert scoring.score(model, batch, LogProb(targets(batch)))["value"].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_flex_attention_equals_sdpa_on_gpu(method, tmp_path):
+    steps = []
+    for implementation in ("sdpa", "flex_attention"):
+        model = tiny_model().cuda()
+        model.set_attn_implementation(implementation)
+        steps.append(
+            one_step(method, model, token_rows(method), tmp_path, second=second_for(method), use_cpu=False, bf16=False)
+        )
+    assert_same_step(steps[1], steps[0], relative=1e-3)
+
+
+# ---- drop-in use
+
+
+def test_metrics_callbacks_and_best_model_work_as_in_hf(tmp_path):
+    seen = []
+
+    def compute_metrics(prediction):
+        logits, labels = prediction.predictions, prediction.label_ids
+        trained = labels != -100
+        seen.append((logits.shape, labels.shape))
+        return {"accuracy": float((logits.argmax(-1) == labels)[trained].mean())}
+
+    trainer = SFTTrainer(
+        tiny_model(),
+        SFTConfig(
+            output_dir=str(tmp_path), use_cpu=True, max_steps=6, eval_strategy="steps", eval_steps=2, save_steps=2,
+            metric_for_best_model="accuracy", load_best_model_at_end=True, report_to="none", learning_rate=1e-3,
+        ),
+        token_rows("sft"), token_rows("sft", 12, seed=4).select(range(5)), byte_tokenizer(),
+        compute_metrics=compute_metrics, callbacks=[EarlyStoppingCallback(5)],
+    )  # fmt: skip
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_accuracy"] == pytest.approx(metrics["eval_mean_token_accuracy"])
+    assert trainer.state.best_model_checkpoint
+    assert seen[0][0] == (5, seen[0][1][1], 300)  # a row for each example, though the layout packs them
+    packed = trainer.data_collator([trainer.eval_dataset[i] for i in range(5)])
+    assert packed["input_ids"].shape[0] < 5
+
+
+def test_pain_35_the_best_model_by_a_metric_of_ours(tmp_path):
+    """Our metrics are in what evaluate() returns, so one can name the best checkpoint; random state loads safely."""
+    trainer = trainer_for(
+        "dpo", tiny_model(), token_rows("dpo"), tmp_path, eval_rows=token_rows("dpo", 5, seed=4), max_steps=4,
+        learning_rate=1e-2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        metric_for_best_model="rewards/margins", greater_is_better=True, load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    margins = {log["step"]: log["eval_rewards/margins"] for log in trainer.state.log_history if "eval_loss" in log}
+    best = max(margins, key=margins.get)
+    assert trainer.state.best_model_checkpoint.endswith(f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_rewards/margins"] == pytest.approx(margins[best], rel=1e-5)
+    again = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path)
+    again._load_rng_state(str(tmp_path / "checkpoint-4"))  # weights_only, in transformers
+
+
+@pytest.mark.parametrize(("method", "shape"), [("dpo", (5, 4)), ("kto", (5, 2)), ("opd", (5, 1, 2))])
+def test_compute_metrics_gets_log_probs_of_each_example(method, shape, tmp_path):
+    seen = []
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method), tmp_path, second=second_for(method), eval_rows=token_rows(method, 5),
+    )  # fmt: skip
+    trainer.compute_metrics = lambda p: (seen.append((p.predictions.shape, np.asarray(p.label_ids).shape)), {"x": 1.0})[
+        1
+    ]
+    assert trainer.evaluate()["eval_x"] == 1.0
+    assert seen[0][0] == shape
+    assert seen[0][1][0] == 5
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if m != "kto"])
+def test_streams_train(method, tmp_path):
+    rows = token_rows(method).to_iterable_dataset()
+    trainer = trainer_for(method, tiny_model(), rows, tmp_path, second=second_for(method), max_steps=2)
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_raw_rows_in_a_list_train(method, tmp_path):
+    raw = {
+        "sft": {"prompt": "1+1=", "completion": "2"}, "kd": {"prompt": "1+1=", "completion": "2"},
+        "dpo": {"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "opd": {"prompt": "1+1="},
+        "kto": {"prompt": "1+1=", "completion": "2", "label": True},
+    }[method]  # fmt: skip
+    rows = [raw, raw | {"prompt": "1+2="}]
+    trainer = trainer_for(method, tiny_model(), rows, tmp_path, second=second_for(method))
+    trainer.train()
+    assert trainer.state.log_history[0]["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_evaluation_is_exact_for_every_batch_size(method, tmp_path, monkeypatch):
+    fix_rollouts(monkeypatch)
+    results = []
+    for size in (1, 2, 7):
+        trainer = trainer_for(
+            method, tiny_model(), token_rows(method), tmp_path, second=second_for(method),
+            eval_rows=token_rows(method, 7, seed=4), per_device_eval_batch_size=size,
+        )  # fmt: skip
+        hung = ("second", "runtime", "time", "kl_clamped")  # on the clock, or on the sign of a KL of equal models
+        results.append({k: v for k, v in trainer.evaluate().items() if not k.endswith(hung)})
+    assert results[1] == pytest.approx(results[0], rel=1e-5, abs=1e-5)  # the KL of equal models is rounding alone
+    assert results[2] == pytest.approx(results[0], rel=1e-5, abs=1e-5)
+
+
+def test_exact_match_answers_greedily(tmp_path):
+    rows = [{"prompt": f"{a}+1=", "completion": str(a + 1)} for a in range(8)]
+    trainer = trainer_for(
+        "sft", tiny_model(), rows, tmp_path, eval_rows=rows, max_steps=150, learning_rate=1e-2, eval_exact_match=True,
+        per_device_train_batch_size=8, eval_max_completion_length=4,
+    )  # fmt: skip
+    before = trainer.evaluate()["eval_exact_match"]
+    trainer.train()
+    assert before < 0.5
+    assert trainer.evaluate()["eval_exact_match"] == 1.0
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_rows_are_evaluated_and_predicted_raw(method, tmp_path):
+    """`evaluate(rows)` and `predict(rows)` take what the trainer takes, and rows that it has prepared already."""
+    trainer = trainer_for(method, tiny_model(), token_rows(method), tmp_path, second=second_for(method))
+    raw = token_rows(method, 5, seed=6)
+    expected = trainer.evaluate(raw)["eval_loss"]
+    prepared = trainer.prepare(raw, trainer.tokenizer, trainer.args, "eval")
+    assert trainer.evaluate(prepared)["eval_loss"] == expected
+    assert trainer.predict(raw).metrics["test_loss"] == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sampling_by_length_works(method, tmp_path):
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method), tmp_path, second=second_for(method), max_steps=2,
+        train_sampling_strategy="group_by_length",
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+# ---- what must be noticed
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 cannot be honoured"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True cannot be honoured"), ({"layout": "rows"}, "is not one of"),
+        ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "no mixture of experts"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_honoured_raises(config, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **config)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("truncation_mode", "trimmed from its left first"), ("padding_free", "layout: packed")]
+)
+def test_fields_of_trl_that_do_not_exist_say_what_to_use(name, advice, tmp_path):
+    with pytest.raises(InputError, match=f"SFTConfig has no {name}.*{advice}"):
+        SFTConfig(output_dir=str(tmp_path), **{name: True})
+    with pytest.raises(TypeError):
+        SFTConfig(output_dir=str(tmp_path), nonsense=1)
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, learning_rate=1e-4)
+    assert copy.deepcopy(config).learning_rate == pickle.loads(pickle.dumps(config)).learning_rate == 1e-4
+
+
+def test_replacing_collator_or_loss_is_refused(tmp_path):
+    for name in ("data_collator", "compute_loss_func"):
+        with pytest.raises(InputError, match="cannot be replaced"):
+            SFTTrainer(
+                tiny_model(),
+                SFTConfig(str(tmp_path), use_cpu=True),
+                token_rows("sft"),
+                None,
+                byte_tokenizer(),
+                **{name: print},
+            )
+
+
+def test_a_second_adapter_and_a_frozen_model_are_refused(tmp_path):
+    adapted = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules="all-linear"))
+    with pytest.raises(InputError, match="already has an adapter"):
+        trainer_for(
+            "sft", adapted, token_rows("sft"), tmp_path, peft_config=peft.LoraConfig(target_modules="all-linear")
+        )
+    with pytest.raises(InputError, match="nothing to train"):
+        trainer_for("sft", tiny_model().requires_grad_(False), token_rows("sft"), tmp_path)
+
+
+def test_a_non_finite_loss_is_shown_and_its_step_named(tmp_path, caplog):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=4, logging_steps=4)
+    real = trainer.losses
+
+    def losses(model, batch):
+        found = real(model, batch)
+        found.values = found.values * (float("nan") if trainer.state.global_step == 2 else 1.0)
+        return found
+
+    trainer.losses = losses
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "not finite at step 3" in caplog.text
+    assert np.isnan(trainer.state.log_history[0]["loss"])
+
+
+def test_pain_02_accumulation_is_no_mean_of_means(tmp_path):
+    """Micro-batches of 1 and 9 trained tokens: the loss is the mean over 10 tokens."""
+    rows = datasets.Dataset.from_list(
+        [{"prompt_ids": [1, 2], "completion_ids": list(range(10, 10 + n)), "completion_mask": [1] * n} for n in (1, 9)]
+    )
+    sizes = {"per_device_train_batch_size": 1}
+    single = [one_step("sft", tiny_model(), rows.select([i]), tmp_path, **sizes)[0] for i in (0, 1)]
+    both = one_step("sft", tiny_model(), rows, tmp_path, gradient_accumulation_steps=2, **sizes)[0]
+    assert both == pytest.approx((1 * single[0] + 9 * single[1]) / 10, rel=1e-5)
+    assert abs(both - sum(single) / 2) > 0.05
+
+
+def test_pain_11_packed_documents_do_not_leak_into_each_other(tmp_path):
+    """On sdpa, policy and frozen model: changing one document leaves the scores of the other as they are."""
+    model = tiny_model()
+    scoring.enable_scoring(model)
+    scores = []
+    for first in ([9, 8, 7, 6], [5, 5, 5, 5]):
+        batch = collate([Example(first, [Branch([1, 2])]), Example([3, 4], [Branch([5, 6, 7])])], "packed")
+        from hf_posttrain.models.score_cache import branch_logps
+
+        scores.append(branch_logps(model, batch, 2, 1))
+    assert scores[0][0] != scores[1][0]
+    assert scores[0][1] == pytest.approx(scores[1][1].item(), abs=1e-5)
+
+
+# ---- what is saved
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_pain_07_the_saved_model_stops_where_it_was_trained_to(lora, tmp_path):
+    config = {"peft_config": peft.LoraConfig(target_modules="all-linear")} if lora else {}
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **config)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved")
+    generation = GenerationConfig.from_pretrained(tmp_path / "saved")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    assert end in ids
+    if not lora:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+        for name, parameter in trainer.model.named_parameters():
+            assert torch.equal(parameter, dict(model.named_parameters())[name])
+        assert model.generation_config.eos_token_id == generation.eos_token_id
+    assert json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({}, True), ({"activation_checkpointing": False}, False), ({"gradient_checkpointing": False}, False)],
+)
+def test_activation_checkpointing_is_on_unless_said_otherwise(given, expected, tmp_path):
+    """By either name, in a copy of the config too, and as the model is really trained."""
+    config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to="none", **given)
+    trainer = SFTTrainer(tiny_model(), config, token_rows("sft"), None, byte_tokenizer())
+    trainer.train()
+    layers = [m for m in trainer.model.modules() if hasattr(m, "gradient_checkpointing")]
+    assert any(layer.gradient_checkpointing for layer in layers) == expected
+    assert dataclasses.replace(config, activation_checkpointing=not expected).activation_checkpointing != expected
+
+
+def test_pain_35_a_cpu_run_has_no_bf16(tmp_path):
+    assert trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path).args.bf16 is False
+
+
+# ---- found in review
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kd"])
+def test_a_stream_trains_on_every_token(method, tmp_path):
+    """Accelerate would cut each tensor of a streamed batch to the number of its rows."""
+    expected = one_step(method, tiny_model(), token_rows(method), tmp_path, second=second_for(method))
+    stream = token_rows(method).to_iterable_dataset()
+    assert_same_step(one_step(method, tiny_model(), stream, tmp_path, second=second_for(method)), expected)
+    with pytest.raises(InputError, match="cut laid-out batches"):
+        trainer_for(method, tiny_model(), stream, tmp_path, accelerator_config={"split_batches": True})
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    ("method", "config"), [(m, {}) for m in METHODS] + [("opd", {"loss_type": "policy_gradient", "discount": 0.5})]
+)
+def test_bf16_autocast_trains_near_float32(method, config, adapted, tmp_path, monkeypatch):
+    """On CPU autocast; the head's late gradient must use the forward's dtype."""
+    fix_rollouts(monkeypatch)
+    losses = {}
+    for bf16 in (False, True):
+        torch.manual_seed(3)
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"]) if adapted else None
+        trainer = trainer_for(
+            method, tiny_model("llama"), token_rows(method), tmp_path, bf16=bf16, peft_config=lora, max_steps=2,
+            second=tiny_model("llama", seed=9) if method in ("kd", "opd") else None, learning_rate=1e-3, **config,
+        )  # fmt: skip
+        trainer.train()
+        losses[bf16] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert losses[True] == pytest.approx(losses[False], rel=0.1, abs=0.05)
+
+
+def test_the_first_of_several_bad_steps_is_named_even_without_a_log(tmp_path, caplog):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=5, logging_steps=100)
+    real = trainer.losses
+
+    def losses(model, batch):
+        found = real(model, batch)
+        found.values = found.values * (float("nan") if trainer.state.global_step >= 2 else 1.0)
+        return found
+
+    trainer.losses = losses
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert caplog.text.count("not finite at step 3") == 1
+
+
+def test_sampling_by_length_evaluates_in_order(tmp_path):
+    trainer = trainer_for(
+        "sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows=token_rows("sft", 5),
+        train_sampling_strategy="group_by_length", eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_compute_metrics_gets_every_rollout(tmp_path):
+    seen = []
+    trainer = trainer_for(
+        "opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), eval_rows=token_rows("opd", 7),
+        num_generations=3, per_device_eval_batch_size=4,
+    )  # fmt: skip
+    trainer.compute_metrics = lambda p: (seen.append((p.predictions.shape, p.label_ids.shape)), {"x": 1.0})[1]
+    trainer.evaluate()
+    assert seen == [((7, 3, 2), (7, 3))]
+
+
+def test_a_tokenizer_without_pad_serves_rollouts(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    args = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9)).args
+    trainer = OPDTrainer(tiny_model(), args, token_rows("opd"), None, tokenizer, teacher_model=tiny_model(seed=9))
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("method", ["dpo", "kto", "kd", "opd"])
+def test_the_policy_is_not_its_own_second_model(method, tmp_path):
+    model = tiny_model()
+    lora = peft.LoraConfig(target_modules="all-linear")
+    with pytest.raises(InputError, match="itself"):
+        trainer_for(method, model, token_rows(method), tmp_path, second=model, peft_config=lora)
+
+
+def test_predict_after_evaluate_with_persistent_workers_sees_its_own_rows(tmp_path):
+    trainer = trainer_for(
+        "sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows=token_rows("sft", 5), dataloader_num_workers=1,
+        dataloader_persistent_workers=True,
+    )  # fmt: skip
+    first = trainer.evaluate()["eval_loss"]
+    other = token_rows("sft", 3, seed=8)
+    assert trainer.predict(other).metrics["test_loss"] != first
+    assert trainer.evaluate()["eval_loss"] == first
+
+
+@pytest.mark.parametrize(
+    ("dtype", "adapted", "warns"), [("bfloat16", False, True), ("float32", False, False), ("bfloat16", True, False)]
+)
+def test_bfloat16_fully_trained_warns_with_the_reason(dtype, adapted, warns, tmp_path, caplog):
+    lora = peft.LoraConfig(target_modules="all-linear") if adapted else None
+    with caplog.at_level(logging.WARNING):
+        trainer_for("sft", tiny_model().to(getattr(torch, dtype)), token_rows("sft"), tmp_path, peft_config=lora)
+    assert ("weights moved by 1.4 %" in caplog.text) == warns
+
+
+def test_batch_rebalance_is_refused(tmp_path):
+    with pytest.raises(InputError, match="use random or group_by_length"):
+        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, train_sampling_strategy="batch_rebalance")
+
+
+def test_the_log_names_what_runs(tmp_path, caplog):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, gradient_accumulation_steps=2)
+    with caplog.at_level(logging.INFO):
+        trainer.train()
+    assert "training on engine single, 1 process, 8 rows a step, no mixed precision" in caplog.text
