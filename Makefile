@@ -68,7 +68,7 @@ bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gs
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 clean: ## remove both environments, caches and build products
-	rm -rf $(VENV) $(FLOOR_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(FLOOR_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/*.jsonl
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
-from hf_posttrain.scoring import forward as scoring
-from hf_posttrain.scoring.layouts import per_branch, targets
-from hf_posttrain.scoring.tiles import LogProb
+from hf_posttrain.scoring import forward
+from hf_posttrain.scoring.forward import per_branch, targets
+from hf_posttrain.scoring.head import LogProb
 
 from .setting import BPE_VOCABULARY, SHAPES, configured, random_batch, random_model
 
@@ -58,10 +58,10 @@ def scored(given: Any, layout: str, attention: str, dtype: torch.dtype) -> tuple
     """(summed log-probabilities of each answer, gradient of the first layer's query projection), float32 on CPU."""
     spec = {"device": given.device, "dtype": "float32", "attention": attention}
     model = random_model(configured(given.shape, BPE_VOCABULARY), spec).to(dtype)
-    scoring.enable_scoring(model)
+    forward.enable_scoring(model)
     batch = random_batch(LENGTHS, BPE_VOCABULARY, layout, given.device)
-    values = scoring.score(model, batch, LogProb(targets(batch)))["value"]
-    sums = per_branch(values, batch["owner"], len(LENGTHS), 2)
+    values = forward.score(model, batch, LogProb(targets(batch)))["value"]
+    sums = per_branch(values, batch)
     sums.sum().backward()
     return sums.detach().float().cpu(), model.model.layers[0].self_attn.q_proj.weight.grad.float().cpu()
 

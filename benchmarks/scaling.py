@@ -79,17 +79,18 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     """Seconds of a forward and backward (median), and the memory that it added in GB."""
     import torch
 
-    from hf_posttrain.scoring import forward as scoring
-    from hf_posttrain.scoring.attention import choose_layout
-    from hf_posttrain.scoring.layouts import targets
-    from hf_posttrain.scoring.tiles import LogProb
+    from hf_posttrain.scoring import cpu, forward
+    from hf_posttrain.scoring.choose_layout import choose_layout
+    from hf_posttrain.scoring.head import LogProb
 
     from .flops import wait
     from .worker import GB, memory, peak_memory
 
     torch.set_num_threads(given["threads"])
     model = random_model(configured(given["shape"], size["vocabulary"]), given)
-    scoring.enable_scoring(model)
+    forward.enable_scoring(model)
+    if given["device"] == "cpu":
+        cpu.attend_by_document(model)
     lengths = [[size["length"] // 2] * (1 + size["branches"])] * size["rows"]
     batch = random_batch(lengths, size["vocabulary"], choose_layout([model], "auto"), given["device"])
     weights = torch.ones(len(batch["scored"]), device=given["device"])
@@ -99,7 +100,7 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     for _ in range(given["repeats"] + 1):
         wait(given["device"])
         start = time.perf_counter()
-        scoring.score(model, batch, LogProb(targets(batch)), weights)["value"].sum().backward()
+        forward.score(model, batch, LogProb(forward.targets(batch)), weights)["value"].sum().backward()
         wait(given["device"])
         seconds.append(time.perf_counter() - start)
     added = peak_memory(given["device"]) - before

@@ -19,14 +19,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hf_posttrain import DPOConfig, KDConfig, KTOConfig, OPDConfig, SFTConfig
-from hf_posttrain.recipe.read import ModelSection, Source
+from hf_posttrain.methods import METHODS, config_class
+from hf_posttrain.models.section import ModelSection
+from hf_posttrain.recipe.sections import Source
 from hf_posttrain.trainer.config import PostTrainConfig
 
 HERE = Path(__file__).parent
-CLASSES = {cls.__name__: cls for cls in (
-    SFTConfig, DPOConfig, KTOConfig, KDConfig, OPDConfig, PostTrainConfig, ModelSection, Source,
-)}  # fmt: skip
+CONFIGS = [config_class(method) for method in METHODS.values()]
+CLASSES = {cls.__name__: cls for cls in (*CONFIGS, PostTrainConfig, ModelSection, Source)}
 _HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
 _PART = re.compile(r"(<!-- (options|shared) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -4,20 +4,13 @@ Each trainer is imported when it is first asked for, so that `import hf_posttrai
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from .methods.dpo import DPOConfig, DPOTrainer
-    from .methods.kd import KDConfig, KDTrainer
-    from .methods.kto import KTOConfig, KTOTrainer
-    from .methods.opd import OPDConfig, OPDTrainer
-    from .methods.sft import SFTConfig, SFTTrainer
+from .methods import METHODS
 
 __version__ = "0.1.0"
-__all__ = [
-    "DPOConfig", "DPOTrainer", "KDConfig", "KDTrainer", "KTOConfig", "KTOTrainer", "OPDConfig", "OPDTrainer",
-    "SFTConfig", "SFTTrainer",
-]  # fmt: skip
+_MODULES = {name: method.module for method in METHODS.values() for name in (method.config_name, method.trainer_name)}
+__all__ = sorted(_MODULES)
 
 
 def __dir__() -> list[str]:
@@ -25,7 +18,6 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    method = name.removesuffix("Config").removesuffix("Trainer").lower()
-    return getattr(import_module(f".methods.{method}", __name__), name)
+    return getattr(import_module(_MODULES[name]), name)

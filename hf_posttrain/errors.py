@@ -1,7 +1,11 @@
-"""Exceptions: a user's mistake, and a run that was ended; what messages say of values (`shown`) and names."""
+"""Exceptions: a user's mistake, and a run that was ended; and what messages say of places, values and unknown names."""
 
+import difflib
+import os
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 _SHORT = reprlib.Repr()
@@ -23,6 +27,15 @@ class RunStopped(Exception):
     """A warning that train.stop_on names has ended a run: its message says which, at which step, and what to do."""
 
 
+@contextmanager
+def error_context(where: str) -> Iterator[None]:
+    """Put `where` (a file and line, or a data set and row) in front of the message of an InputError raised inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from error
+
+
 def shown(value: Any) -> str:
     """A value as messages show it: one line of printable text, shortened, however large or deep the value is."""
     return _SHORT.repr(value)
@@ -31,3 +44,22 @@ def shown(value: Any) -> str:
 def named(names: Iterable[str]) -> str:
     """Names of the user's as messages list them, with commas: on one line, control characters written out."""
     return ", ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name)) for name in names)
+
+
+def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = False) -> str:
+    """The end of a message about an unknown name: the nearest valid one or, if `listed`, the few valid ones.
+
+    aside: in brackets, where the message goes on.
+    """
+    names = sorted(names)
+    close = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
+    if close:
+        return f" (did you mean {close[0]!r}?)" if aside else f"; did you mean {close[0]!r}?"
+    return f"; valid: {', '.join(names)}" if listed and len(names) <= 12 else ""
+
+
+def nearest_path(path: Path) -> str:
+    """The end of a message about a missing path: "; did you mean 'x'?" where something like it is beside it."""
+    beside = os.listdir(path.parent) if path.parent.is_dir() else []
+    hint = nearest(path.name, beside, listed=False)
+    return hint.replace("'", f"'{path.parent}/", 1) if hint and path.parent != Path(".") else hint

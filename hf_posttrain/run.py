@@ -26,7 +26,8 @@ from typing import Any
 from .errors import InputError, RunStopped
 from .recipe import build as parts
 from .recipe.cli import parse
-from .recipe.read import Recipe, load_recipe
+from .recipe.read import load_recipe
+from .recipe.sections import Recipe
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
@@ -86,7 +87,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     tokenizer, peft_config = parts.check_models(recipe)
     parts.check_vllm(recipe, config, peft_config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
-    audit = audited(recipe, trainer_class, tokenizer, config)
+    audit = audited(recipe, tokenizer, config)
     parts.make_output_dir(recipe, config)
     trainer = trainer_class(
         args=config,
@@ -116,12 +117,12 @@ def run(recipe: Recipe) -> dict[str, float]:
     return metrics
 
 
-def audited(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
+def audited(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
     """The data audit as JSON, on the first process, which logs a line of each data set and what would ruin training;
     nothing on the others."""
     from .recipe.datasets import audit_data
 
-    audits = audit_data(recipe, trainer_class, tokenizer, config) if config.process_index == 0 else {}
+    audits = audit_data(recipe, tokenizer, config) if config.process_index == 0 else {}
     for audit in audits.values():
         logger.info("%s", audit.short())
     warnings = [warning for audit in audits.values() for warning in audit.warnings()]

@@ -1,4 +1,4 @@
-"""What every test starts from: offline, one thread, private caches.
+"""What every test starts from: offline, one thread, private caches, the rows of recipes/tiny (which git does not have).
 
 Environment variables are set here, before anything imports torch or datasets, and reach subprocesses of the tests too.
 
@@ -8,6 +8,8 @@ Environment variables are set here, before anything imports torch or datasets, a
 
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -25,6 +27,13 @@ os.environ |= {
     "WANDB_MODE": "offline",
 }
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_sessionstart(session):
+    """Make the rows of recipes/tiny, once: before the workers of pytest-xdist start."""
+    if not hasattr(session.config, "workerinput"):
+        script = Path(__file__).resolve().parents[1] / "recipes" / "tiny" / "make_data.py"
+        subprocess.run([sys.executable, script], check=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -33,22 +33,25 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from training_for_tests import quick, token_rows, trainer_for
 from transformers import TrainingArguments
 
-import hf_posttrain
 from hf_posttrain import run
-from hf_posttrain.data.formats import ACCEPTS, detect
+from hf_posttrain.data.formats import detect
 from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.methods import config_class
+from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe import cli as arguments
-from hf_posttrain.recipe.read import ModelSection, Source, check_train, load_recipe, train_config
-from hf_posttrain.report import curves, samples
+from hf_posttrain.recipe.read import check_train, load_recipe, train_config
+from hf_posttrain.recipe.sections import Source
+from hf_posttrain.report import drawing, samples
 from hf_posttrain.trainer.config import PostTrainConfig
 from hf_posttrain.watch import symptoms as watch
 
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-METHODS = ("sft", "dpo", "kto", "kd", "opd")
-CONFIGS = {method: getattr(hf_posttrain, f"{method.upper()}Config") for method in METHODS}
+METHODS = tuple(TABLE)
+CONFIGS = {name: config_class(method) for name, method in TABLE.items()}
 NEEDS_A_SERVER = "train.rollout=vllm"
-"""Commands with it are checked up to the call of vLLM's server: tests/generation/test_vllm.py has stand-ins."""
+"""Commands with it are checked up to the call of vLLM's server: tests/test_vllm.py has stand-ins for that."""
 
 
 class Block(NamedTuple):
@@ -221,7 +224,7 @@ def _whole(fragment: dict, method: str) -> dict:
     """A recipe of the method with the fragment's sections in place of its own."""
     rows, second = {"path": "mine.jsonl"}, {"teacher": {"name_or_path": "Qwen/Qwen3-4B"}}
     tree = {"method": method, "model": {"name_or_path": "Qwen/Qwen3-0.6B"}, "data": {"train": rows, "eval": rows}}
-    tree |= second if method in ("kd", "opd") else {}
+    tree |= second if TABLE[method].second == "teacher" else {}
     return tree | fragment | {"train": {"output_dir": "outputs/fragment", **fragment.get("train", {})}}
 
 
@@ -233,7 +236,7 @@ def rows_of(block: Block) -> None:
 
 def _reads(columns: list[str], method: str) -> bool:
     try:
-        return bool(detect(columns, method))
+        return bool(detect(columns, TABLE[method]))
     except InputError:
         return False
 
@@ -249,7 +252,7 @@ def hub(tmp_path_factory):
 def folder(hub, tmp_path, monkeypatch):
     """The current directory: the hub's names are folders in it, and the files of the README's table."""
     at_home(tmp_path, hub)
-    monkeypatch.setattr(curves, "write", lambda run: None)  # tests/report has them; they take most of the time
+    monkeypatch.setattr(drawing, "write_picture", lambda run: None)  # it takes time; test_report.py has it
     monkeypatch.setattr(samples, "LONGEST", 4)
     for file, line in _own_files():
         (tmp_path / file).write_text(f"{line}\n{line.replace('347', '348')}\n")
@@ -263,7 +266,7 @@ def _own_files() -> Iterator[tuple[str, str]]:
 
 
 SLOW = {"docs/scaling.md", "docs/sft.md", "docs/kto.md", "docs/kd.md", "docs/opd.md"}
-"""Pages whose commands run recipes that tests/recipe/test_recipes.py runs too."""
+"""Pages whose commands run recipes that tests/test_recipes.py runs too."""
 
 
 @pytest.mark.parametrize("page", quick(*({*map(name, PAGES)} - SLOW), among=[*map(name, PAGES)]))
@@ -370,10 +373,15 @@ def test_the_table_of_training_arguments_is_true():
 
 def test_the_table_of_warnings_has_all_of_them():
     rows = table((REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), "## Warnings while it runs")
-    said = {code(name)[0]: (methods, text.replace("`", "")) for name, methods, text, _ in rows}
-    nan = said.pop("nan")
-    assert nan[0] == "all"
-    assert said == {name: (", ".join(one.remedies), one.says) for name, one in watch.SYMPTOMS.items()}
+    said = {code(name)[0]: text.replace("`", "") for name, text, _ in rows}
+    assert said.pop("nan")
+    assert said == {name: symptom.says for name, symptom in watch.SYMPTOMS.items()}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_page_of_a_method_names_its_warnings(method):
+    text = (REPOSITORY / "docs" / f"{method}.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in text for name in TABLE[method].symptoms)
 
 
 VARIANTS = {"kto": [{}, {"loss_type": "bco"}], "opd": [{}, {"loss_type": "policy_gradient"}]}
@@ -384,7 +392,7 @@ VARIANTS = {"kto": [{}, {"loss_type": "bco"}], "opd": [{}, {"loss_type": "policy
 def test_metrics_of_a_method_are_those_that_it_logs(method, tmp_path):
     logged = set()
     for options in VARIANTS.get(method, [{}]):
-        second = {"second": tiny_model(seed=1)} if method in ("kd", "opd") else {}
+        second = {"second": tiny_model(seed=1)} if TABLE[method].second == "teacher" else {}
         rows = token_rows(method)
         trainer = trainer_for(method, tiny_model(), rows, tmp_path, eval_rows=rows, eval_strategy="steps", eval_steps=1,
                               **second, **options)  # fmt: skip
@@ -424,7 +432,8 @@ def test_names_of_trl_are_its_own():
 def test_formats_of_the_readme_are_read_by_their_method():
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
     for _, line, method in table(text, "## Your own data"):
-        assert detect(list(json.loads(code(line)[0])), method.partition(",")[0]) in ACCEPTS[method.partition(",")[0]]
+        row = TABLE[method.partition(",")[0]]
+        assert detect(list(json.loads(code(line)[0])), row) in row.rows.formats
 
 
 def test_the_house_is_as_the_readme_says():

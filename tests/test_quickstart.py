@@ -1,8 +1,13 @@
-"""recipes/tiny: the quickstart runs, its data files are what make_data.py writes, and every recipe there loads."""
+"""recipes/tiny: the quickstart runs, its rows are the ones its figures were measured on, and every recipe there loads.
 
+Git has none of the rows: make_data.py writes them, here in `pytest_sessionstart` of conftest.py.
+"""
+
+import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +15,21 @@ from pathlib import Path
 import pytest
 
 from hf_posttrain.generation.exact_match import final_answer
-from hf_posttrain.recipe.build import METHODS
+from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.recipe.read import load_recipe, train_config
+from hf_posttrain.run import main
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = REPOSITORY / "recipes" / "tiny"
+SHA256 = {
+    "dpo.jsonl": "57a7ae7ed4108e639d1e81d55d4e8935d7b561812c351fbd14ba8cc50663653e",
+    "few.jsonl": "ffe48990319498ce05a12dda00eee3593dab12c5ed6e4bd47f3d876e12315364",
+    "heldout.jsonl": "247083f9f6441286df560c1bb0a4e8d3672841590dbf0e631c412196aa2a0072",
+    "kto.jsonl": "41f82621f7fbee061adc89d3a03ec6b63e86852ef5808b1799100ce7d90d9af6",
+    "prompts.jsonl": "194d9d2b09d1cebdfa50e401dcba2923c2640cf44f548db3025f1eb99a650477",
+    "train.jsonl": "7fe0d9b0eed369ee32940e7d46cf707130b650a3e6fbb061d1956f19c035e3f0",
+}
+"""Of the rows on which the README's exact matches were measured."""
 
 
 def load_script(name):
@@ -30,12 +45,51 @@ def rows(name):
 
 
 def test_data_files_are_what_make_data_writes(tmp_path):
-    load_script("make_data").write(tmp_path)
-    written = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    load_script("make_data").write(tmp_path / "new")
+    written = sorted(path.relative_to(tmp_path / "new") for path in tmp_path.rglob("*") if path.is_file())
     kept = sorted(path.relative_to(TINY) for path in TINY.rglob("*.json*"))
     assert written == kept
     for path in written:
-        assert (tmp_path / path).read_bytes() == (TINY / path).read_bytes(), path
+        assert (tmp_path / "new" / path).read_bytes() == (TINY / path).read_bytes(), path
+
+
+def test_rows_are_those_of_the_measured_figures():
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in TINY.glob("*.jsonl")} == SHA256
+
+
+def test_a_file_with_its_rows_is_left_alone_and_another_is_written_anew(tmp_path):
+    make_data = load_script("make_data")
+    make_data.write(tmp_path)
+    for name in ("few.jsonl", "dpo.jsonl"):
+        os.utime(tmp_path / name, (0, 0))
+    cut = (tmp_path / "dpo.jsonl").read_bytes()[:1000]
+    (tmp_path / "dpo.jsonl").write_bytes(cut)
+    make_data.write(tmp_path)
+    assert (tmp_path / "few.jsonl").stat().st_mtime == 0  # else `datasets` would cache the same rows again
+    assert hashlib.sha256((tmp_path / "dpo.jsonl").read_bytes()).hexdigest() == SHA256["dpo.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"student", "teacher", *SHA256}  # and nothing unfinished
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A folder with recipes/tiny as git has it."""
+    shutil.copytree(TINY, tmp_path / "clone" / "recipes" / "tiny", ignore=shutil.ignore_patterns("*.jsonl"))
+    return tmp_path / "clone"
+
+
+def test_a_recipe_without_its_rows_says_which_command_makes_them(clone, monkeypatch, capsys):
+    """The command does make them, and a mistyped name is still a mistyped name."""
+    monkeypatch.chdir(clone)
+    assert main(["recipes/tiny/sft_teacher.yaml"]) == 2
+    assert capsys.readouterr().err == (
+        "error: recipes/tiny/sft_teacher.yaml:8: data.train.path: there is no file or folder recipes/tiny/train.jsonl"
+        " (python recipes/tiny/make_data.py makes it)\n"
+    )
+    subprocess.run([sys.executable, "recipes/tiny/make_data.py"], check=True)
+    assert main(["data", "recipes/tiny/train.jsonl"]) == 0
+    capsys.readouterr()
+    assert main(["data", "recipes/tiny/rain.jsonl"]) == 2
+    assert capsys.readouterr().err.endswith("recipes/tiny/rain.jsonl (did you mean 'train.jsonl'?)\n")
 
 
 def test_no_heldout_problem_is_trained_on_either_way_round():
@@ -69,8 +123,7 @@ def test_columns_and_slip_on_paper():
 def test_every_tiny_recipe_loads(path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     recipe = load_recipe(path)
-    module, config_name, _ = METHODS[recipe.method]
-    config = train_config(recipe, getattr(importlib.import_module(module), config_name))
+    config = train_config(recipe, config_class(METHODS[recipe.method]))
     assert config.use_cpu
     assert config.eval_exact_match
 
@@ -84,12 +137,12 @@ def test_preferences_pair_a_right_answer_with_each_different_wrong_one():
     ]
 
 
-def test_quickstart_runs_and_leaves_table_and_plot(tmp_path):
+def test_quickstart_runs_and_leaves_table_and_plot(clone, tmp_path):
     command = [sys.executable, "-m", "recipes.tiny.quickstart", "--fast", "--seed", "1", "--output", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=600
-    )
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=clone, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert {path.name for path in (clone / "recipes" / "tiny").glob("*.jsonl")} == {*SHA256}
     for title in ("teacher, SFT", "student, SFT", "student, OPD", "student, DPO"):
         assert f"\n{title} " in done.stdout
     assert "it/s" in done.stderr or "s/it" in done.stderr  # progress bars

@@ -13,8 +13,10 @@ import torch
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
-from hf_posttrain import SFTTrainer, data, report, run
+from hf_posttrain import SFTTrainer, report, run
+from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.trainer.checkpoint import find_checkpoint, newest
@@ -195,18 +197,18 @@ def test_ctrl_c_is_130_and_a_bug_is_a_traceback(folder, monkeypatch):
 
 
 def stub_method(monkeypatch, name):
-    """parts.METHODS[name] becomes a Config that is SFT's and a Trainer that records its arguments."""
+    """The method becomes a Config that is SFT's and a Trainer that records its arguments."""
     from hf_posttrain.methods.sft import SFTConfig
 
     made = []
 
     class Trainer:
         preemption, has_trained, stopped = types.SimpleNamespace(happened=False), True, None
-        method = "sft"
+        method = METHODS["sft"]
 
         @staticmethod
         def prepare(rows, tokenizer, args, name_of_rows):
-            return data.prepare(rows, name, tokenizer, args, name_of_rows)
+            return prepare(rows, METHODS[name], tokenizer, args, name_of_rows)
 
         def __init__(self, **kwargs):
             self.args, self.done, self.model = kwargs["args"], [], kwargs["model"]
@@ -235,10 +237,8 @@ def stub_method(monkeypatch, name):
         def is_world_process_zero(self):
             return True
 
-    module = types.ModuleType("stub_method")
-    module.Config, module.Trainer = SFTConfig, Trainer
-    monkeypatch.setitem(sys.modules, "stub_method", module)
-    monkeypatch.setitem(parts.METHODS, name, ("stub_method", "Config", "Trainer"))
+    monkeypatch.setattr(parts, "config_class", lambda method: SFTConfig)
+    monkeypatch.setattr(parts, "trainer_class", lambda method: Trainer)
     monkeypatch.setattr(report, "follow", lambda trainer: None)
     monkeypatch.setattr(report, "write", lambda folder: made[-1][1].append("report"))
     return made

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recipe import build as parts
-from ..recipe.read import Recipe
+from ..recipe.sections import Recipe
 
 _USUAL = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
@@ -84,8 +84,7 @@ def check(
     and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
     """
     trainer_class, config = parts.configure(recipe if _is_at_home() else parts.of_any_machine(recipe))
-    from ..data import warn_if_too_long
-    from ..models.skeleton import skeletons
+    from ..data.lengths import warn_if_too_long
     from ..recipe.datasets import audit_data, prepare_data
     from .memory import estimate
     from .placement import engine_asked, engine_of
@@ -96,7 +95,7 @@ def check(
     tokenizer, peft_config = parts.check_models(recipe)
     with _remembered_warnings() as notes:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
-        models = skeletons(recipe)
+        models = parts.load_skeletons(recipe)
         warn_if_too_long(rows["train"], models[0].config, config)
     engine = engine_of(config_file) if config_file else engine_asked(config)
     memory = estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
@@ -110,7 +109,7 @@ def check(
         recipe=recipe.to_dict(),
         given=recipe.to_dict()["train"],
         defaulted=_defaulted(recipe, trainer_class, config),
-        data=audit_data(recipe, trainer_class, tokenizer, config),
+        data=audit_data(recipe, tokenizer, config),
         tokens=audit_tokens(recipe, tokenizer, config, models),
         plan=plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=memory,

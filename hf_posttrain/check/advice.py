@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..recipe.read import Recipe
+from ..recipe.sections import Recipe
 from .placement import Engine
 
 ENGINES = ("zero1", "zero2", "fsdp2", "fsdp2_offload")

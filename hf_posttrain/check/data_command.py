@@ -16,12 +16,13 @@ from typing import Any
 import yaml
 
 from ..errors import InputError, named
-from ..recipe.read import ModelSection, Source
+from ..methods import METHODS
+from ..models.section import ModelSection
+from ..recipe.sections import Source
 from .pieces import Piece, marked, pieces, printable
 
 ROWS = 100
 """Rows that are looked at."""
-METHODS = ("sft", "kd", "dpo", "kto", "opd")
 SAMPLED = Piece("completion", False, "(sampled by the student)")
 """OPD's answers are not in the file."""
 _EXAMPLES = """examples:
@@ -37,14 +38,14 @@ cannot be read, and the text says what to change
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what FILE is; returns the exit code. Raises InputError for arguments and files that cannot be read."""
     arguments = _arguments(argv)
-    from .. import data
+    from ..data.sources import load
 
     columns = dict(pair.split("=", 1) for pair in arguments.columns)
     source = Source(arguments.file, arguments.name, arguments.split, columns or None, streaming=True)
-    rows = list(itertools.islice(data.load(source, "data"), ROWS))
+    rows = list(itertools.islice(load(source, "data"), ROWS))
     if not rows:
         raise InputError(f"data: {arguments.file} has no rows")
-    methods = (arguments.method,) if arguments.method else METHODS
+    methods = (arguments.method,) if arguments.method else tuple(METHODS)
     lines, code = described(rows, arguments.file, methods, columns, _tokenizer(arguments.model))
     print("\n".join(lines))
     return code
@@ -86,7 +87,7 @@ def described(
 
     lines = [f"{name}: columns {named(rows[0])}"]
     forms, problems = readable(rows, methods)
-    nearest = suggest.suggest(rows, methods)
+    nearest = suggest.suggest(rows, [METHODS[name] for name in methods])
     bare = {*forms.values()} == {"prompt"} and nearest is not None and len(nearest.columns) > 1 and not nearest.missing
     if forms and not bare:  # bare: answers stand beside the prompts under another name
         for form in dict.fromkeys(forms.values()):
@@ -122,14 +123,14 @@ def _to_be_mapped(
 
 def readable(rows: list[dict], methods: tuple[str, ...]) -> tuple[dict[str, str], dict[str, str]]:
     """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row)."""
-    from ..data import detect
     from ..data.encode import read
+    from ..data.formats import detect
     from ..data.suggest import remedy
 
     forms, problems = {}, {}
     for method in methods:
         try:
-            form = detect(list(rows[0]), method)
+            form = detect(list(rows[0]), METHODS[method])
         except InputError:
             continue
         for n, row in enumerate(rows):
@@ -161,7 +162,7 @@ def example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:
     lines = [f"first example ({method}), {how} {'green' if colour else 'in [[brackets]]'}:"]
     for role, runs in itertools.groupby(shown, lambda piece: piece.role):
         lines += [f"  {role}:", *(f"    {line}" for line in marked(runs, colour).split("\n"))]
-    if method in ("sft", "kd") and forms[method] in ("messages", "conversations"):
+    if METHODS[method].rows.masked and forms[method] in ("messages", "conversations"):
         lines.append("  (with assistant_only_loss: true, the assistant's turns alone)")
     return lines
 
@@ -169,7 +170,7 @@ def example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:
 def _plan(method: str, form: str) -> Any:
     from ..data.encode import Plan
 
-    return Plan(method, form, "data", None, None, None, False, None)
+    return Plan(method, METHODS[method].rows, form, "data", None, None, None, False, None)
 
 
 def _renamed(row: dict, columns: dict[str, str]) -> dict:
@@ -178,13 +179,11 @@ def _renamed(row: dict, columns: dict[str, str]) -> dict:
 
 
 def _unknown(nearest: Any, methods: tuple[str, ...]) -> list[str]:
-    from ..data import ACCEPTS
-
     lines = ["format: none that is read"]
     if nearest:
         found = named(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
         lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {', '.join(nearest.missing)}")
-    return lines + [f"{method} reads {' | '.join(ACCEPTS[method])}" for method in methods]
+    return lines + [f"{name} reads {' | '.join(METHODS[name].rows.formats)}" for name in methods]
 
 
 def _as_text(row: dict, method: str, form: str) -> list[Piece]:
@@ -193,12 +192,13 @@ def _as_text(row: dict, method: str, form: str) -> list[Piece]:
 
     sample = read(row, _plan(method, form))[0]
     prompt = [Piece("prompt", False, _flat(sample.prompt))] if sample.prompt else []
-    if method == "opd":
+    kind = METHODS[method].rows
+    if kind.sampled:
         return [*prompt, SAMPLED]
     if sample.mask is not None:
         groups = itertools.groupby(zip(sample.branches[0], sample.mask, strict=True), lambda pair: bool(pair[1]))
         return [*prompt, *(Piece("completion", one, " ".join(str(i) for i, _ in group)) for one, group in groups)]
-    roles = ("chosen", "rejected") if method == "dpo" else ("completion",)
+    roles = [column.removesuffix("_ids") for column in kind.answers]
     return [*prompt, *(Piece(role, True, _flat(part)) for role, part in zip(roles, sample.branches, strict=False))]
 
 
@@ -215,7 +215,7 @@ def _tokenised(row: dict, method: str, form: str, tokenizer: Any) -> list[Piece]
     """The prompt and each answer, as text of their tokens."""
     from ..data.prepare import plan_for, tokenise
 
-    plan = plan_for(form, method, tokenizer, None, "data")
+    plan = plan_for(form, METHODS[method], tokenizer, None, "data")
     made = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
-    shown = pieces({column: values[0] for column, values in made.items()}, method, tokenizer)
-    return [*shown[:1], SAMPLED] if method == "opd" else shown
+    shown = pieces({column: values[0] for column, values in made.items()}, METHODS[method], tokenizer)
+    return [*shown[:1], SAMPLED] if METHODS[method].rows.sampled else shown

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from ..models import load as models
-from ..recipe.read import Recipe
+from ..recipe.sections import Recipe
 from .advice import Run, advice
 from .phases import Phase, columns, phases_of
 from .placement import Engine, Weights, engine_asked, frozen_on, policy_on
@@ -150,7 +150,7 @@ def measure(run: Run, trainer_class: Any, rows: dict[str, Any], tokenizer: Any) 
     depth, recipe = models.check_model(run.recipe.model).get_text_config().num_hidden_layers, run.recipe
     deep, config = depth > DEEP, as_on(run)
     mixed, trainer = bool(config.bf16 or config.fp16), _trainer(run, config, trainer_class, rows, tokenizer, None)
-    second = trainer.beside.model if trainer.beside is not None else None
+    second = trainer.second_model.model if trainer.second_model is not None else None
     policy = weights_of(trainer.model, recipe.model)
     beside = None if second is None else weights_of(second, recipe.teacher or recipe.model)
     other, batch, found = process_memory(run.engine, config), described_batch(trainer, rows["train"]), []
@@ -228,7 +228,7 @@ def described_batch(trainer: Any, rows: Any) -> dict[str, Any]:
     batch = trainer.data_collator(chosen)
     if "input_ids" not in batch:  # prompts, to be answered
         [batch] = trainer.prepare_window([batch])
-    layout = trainer.data_collator.keywords["layout"]
+    layout = trainer.data_collator.layout
     return {"rows": len(chosen), "tokens": batch["input_ids"].numel(), "layout": layout}
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..generation.decode import Sampler, can_decode, decode
-from ..models.reference import is_cheaper
-from ..models.teacher import TopTokens
+from ..models.reference import planned_twice as is_cheaper
 from ..scoring.forward import causal_lm, eval_mode
+from ..scoring.teacher_tiles import TopTokens
 from .live import Live, nbytes
 from .placement import Engine
 from .rehearsal import longest
@@ -75,7 +75,7 @@ def scoring_beforehand(trainer: Any, scores: "Scores", rows: list[dict]) -> int:
         if scores.top_k:
             trainer.teacher.score(batch, TopTokens(scores.top_k, trainer.args.temperature, trainer.vocabulary))
         else:
-            trainer.reference.score(trainer.model, batch.get("pair", batch), len(rows), branches(rows[0]))
+            trainer.reference.online.logps(trainer.model, trainer.reference_batch(batch))
     return live.peak
 
 
@@ -83,7 +83,7 @@ def teachers_pass(trainer: Any, rows: list[dict]) -> int:
     """An offloaded teacher's forward, while it is on the device."""
     with _watched(trainer) as live:
         [batch] = trainer.prepare_window([_collated(trainer, rows)])
-        trainer.teacher.side(batch)
+        trainer.teacher.states(batch)
     return live.peak
 
 
@@ -133,7 +133,7 @@ def in_proportion(measure: Callable[[list], int], rows: list) -> int:
 
 @contextmanager
 def _watched(trainer: Any) -> Iterator[Live]:
-    second = trainer.beside.model if trainer.beside is not None else torch.nn.Module()
+    second = trainer.second_model.model if trainer.second_model is not None else torch.nn.Module()
     known = [tensor for model in (trainer.model, second) for tensor in (*model.parameters(), *model.buffers())]
     with Live(known) as live:
         yield live
@@ -154,10 +154,10 @@ def phases_of(trainer: Any, config: Any, rows: dict[str, Any], engine: Engine) -
     if scores.kept:
         size = getattr(config, "precompute_ref_batch_size", None) or config.per_device_eval_batch_size
         beyond = in_proportion(partial(scoring_beforehand, trainer, scores), longest(rows["train"], size))
-        itself = scores.drops_model and trainer.method != "kd" and engine.name in ("single", "ddp")
+        itself = scores.drops_model and not trainer.method.rows.masked and engine.name in ("single", "ddp")
         yield Phase("scoring beforehand", beyond, optimizer=False, second=not itself)
         leaves = scores.drops_model or (engine.gpu and not engine.shards)
-    elif engine.gpu and trainer.beside is not None and trainer.beside.offload:
+    elif engine.gpu and trainer.second_model is not None and trainer.second_model.offload:
         beyond = in_proportion(partial(teachers_pass, trainer), train)
         yield Phase("the teacher's pass", beyond, gradients=config.gradient_accumulation_steps > 1)
         leaves = True
@@ -215,7 +215,7 @@ def branches(row: dict) -> int:
 
 def columns(trainer: Any) -> tuple[str, ...]:
     """What makes a row long: of OPD's the prompt alone, since its answer is not in the data."""
-    return ("prompt_ids",) if trainer.method == "opd" else ()
+    return ("prompt_ids",) if trainer.method.rows.sampled else ()
 
 
 def _generations(trainer: Any, config: Any, rows: dict[str, Any]) -> Iterator[tuple[str, Callable[[], int]]]:

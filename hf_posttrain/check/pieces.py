@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from ..data.kinds import Reader
+
 LONGEST = 1500
 """Characters of a run that are shown."""
 GREEN, PLAIN = "\033[1;32m", "\033[0m"
@@ -31,8 +33,8 @@ class Piece:
     """How many they are; 0 for text that is not tokenised."""
 
 
-def pieces(row: dict[str, Any], method: str, tokenizer: Any) -> list[Piece]:
-    """The prompt of a prepared row (see `data.COLUMNS`), then its branches."""
+def pieces(row: dict[str, Any], method: Reader, tokenizer: Any) -> list[Piece]:
+    """The prompt of a prepared row (see `data.kinds`), then its branches."""
     runs = [("prompt", False, row["prompt_ids"])] if row["prompt_ids"] else []
     for role, ids, mask in branches(row, method):
         for trained, run in groupby(zip(ids, mask, strict=True), key=lambda pair: bool(pair[1])):
@@ -40,11 +42,11 @@ def pieces(row: dict[str, Any], method: str, tokenizer: Any) -> list[Piece]:
     return [Piece(role, trained, printable(tokenizer.decode(ids)), len(ids)) for role, trained, ids in runs]
 
 
-def branches(row: dict[str, Any], method: str) -> Iterator[tuple[str, list[int], list[int]]]:
+def branches(row: dict[str, Any], method: Reader) -> Iterator[tuple[str, list[int], list[int]]]:
     """(role, ids, mask of what is trained) of each branch; OPD trains none of them: the student samples its own."""
     for role in ("completion", "chosen", "rejected"):
         if ids := row.get(f"{role}_ids"):
-            yield role, ids, row.get("completion_mask") or [int(method != "opd")] * len(ids)
+            yield role, ids, row.get("completion_mask") or [int(not method.rows.sampled)] * len(ids)
 
 
 def marked(runs: Iterable[Piece], colour: bool) -> str:

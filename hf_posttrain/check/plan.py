@@ -13,7 +13,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..scoring import layouts
-from ..scoring.attention import able
+from ..scoring.choose_layout import able
 from ..scoring.layouts import Branch, Example
 
 MICRO_BATCHES = 50
@@ -119,10 +119,11 @@ def _measured(rows: datasets.Dataset, trainer_class: Any, config: Any, layout: s
 
 def _laid_out(rows: list[dict], trainer_class: Any, config: Any, layout: str) -> dict:
     """A micro-batch; OPD's with rollouts of full length."""
-    if trainer_class.method != "opd":
-        return trainer_class.collate_rows(rows, layout, config)
-    branches = [Branch([0] * config.max_completion_length)] * config.num_generations
-    return layouts.collate([Example(row["prompt_ids"], branches) for row in rows], layout)
+    examples = [example for row in rows for example in trainer_class.examples(row)]
+    if trainer_class.method.rows.sampled:
+        branches = [Branch([0] * config.max_completion_length)] * config.num_generations
+        examples = [Example(example.prompt, branches) for example in examples]
+    return layouts.collate(examples, layout)
 
 
 def _counts(batch: dict) -> np.ndarray:

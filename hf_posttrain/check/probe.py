@@ -13,12 +13,13 @@ import numpy as np
 import torch
 
 from ..data.packing import lengths_of
+from ..methods import METHODS
 from ..recipe import build as parts
 from ..recipe.keys import train_fields
-from ..recipe.read import Recipe
-from ..scoring import layouts
-from ..scoring import teacher_tiles as distill
-from ..trainer.metrics import peak_memory
+from ..recipe.sections import Recipe
+from ..scoring import teacher_tiles
+from ..scoring.forward import targets as targets_of
+from ..watch.pace import peak_memory
 from .rehearsal import longest
 
 PROMPTS = 4
@@ -105,7 +106,7 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
         ids = [lengths_of(chosen, name) for name in chosen.column_names if name.endswith("_ids")]
-        rollouts = sampled(trainer, chosen) if recipe.method == "opd" else None
+        rollouts = sampled(trainer, chosen) if METHODS[recipe.method].rows.sampled else None
     return Probe(
         min(config.per_device_train_batch_size, len(chosen)), int(np.sum(ids, axis=0).max()), metrics["train_runtime"],
         peak_memory(config.device), metrics["train_loss"], rollouts,
@@ -115,11 +116,12 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
 def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     """Rollouts of the first prompts: lengths, stops, and the KL of student to teacher by position."""
     drawn = [rows[number] for number in range(min(PROMPTS, len(rows)))]
-    [batch] = trainer.rolled_out([trainer.data_collator(drawn)], 0)
-    targets, owner = layouts.targets(batch), batch["owner"]
-    reverse_kl = distill.divergence("reverse_kl", None, 0.5)
+    [batch] = trainer.roll_out([trainer.data_collator(drawn)], 0)
+    targets, owner = targets_of(batch), batch["owner"]
+    reverse_kl = teacher_tiles.divergence("reverse_kl", None, 0.5)
     with torch.no_grad():
-        tile = distill.dense(reverse_kl, trainer.teacher.side(batch), targets, trainer.args.temperature, ce_coef=0.0)
+        states, temperature = trainer.teacher.states(batch), trainer.args.temperature
+        tile = teacher_tiles.dense(reverse_kl, states, targets, temperature, ce_coef=0.0)
         kl = trainer.score(trainer.model_wrapped, batch, tile)["value"]
     lengths = torch.bincount(owner, minlength=len(batch["sampled"]))
     order = owner.argsort(stable=True)  # branch after branch, each in its own order

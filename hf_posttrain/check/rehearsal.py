@@ -87,8 +87,8 @@ def rehearsed(trainer_class: Any, config: Any, **given: Any) -> Any:
 def _settle(trainer: Any, args: Any) -> None:
     """No engine, no sampling, no look at numbers, and activation checkpointing where `args` ask for it."""
     trainer.accelerator = Alone(args)
-    if trainer.beside is not None:
-        trainer.beside.accelerator, trainer.beside.prepared = trainer.accelerator, True
+    if trainer.second_model is not None:
+        trainer.second_model.accelerator, trainer.second_model.prepared = trainer.accelerator, True
     if hasattr(trainer, "rollouts"):
         trainer.rollouts = LongestRollouts(args)
     if getattr(trainer, "reference", None) is not None:

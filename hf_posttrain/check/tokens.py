@@ -12,12 +12,15 @@ from typing import Any
 import datasets
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .. import data
 from ..data.encode import NO_TARGET
-from ..errors import InputError
+from ..data.kinds import Reader
+from ..data.prepare import tokenised
+from ..data.sources import load
+from ..errors import InputError, error_context
+from ..methods import METHODS
 from ..models.load import load_tokenizer
-from ..models.prepare import terminal_ids
-from ..recipe.read import Recipe, placed
+from ..models.prepare import find_terminal_ids
+from ..recipe.sections import Recipe
 from .pieces import Piece, branches, pieces
 
 SHOWN = 3
@@ -122,7 +125,7 @@ def audit_tokens(
     models: the policy, and the teacher where there is one; they need no weights. Raises InputError for a row that
     cannot be read.
     """
-    stops = [_named(terminal_ids(model, tokenizer, config.chat_template_kwargs), tokenizer) for model in models]
+    stops = [_named(find_terminal_ids(model, tokenizer, config.chat_template_kwargs), tokenizer) for model in models]
     found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token)
     if recipe.teacher:
         found.teacher_stops, theirs = stops[1], load_tokenizer(recipe.teacher)
@@ -131,16 +134,16 @@ def audit_tokens(
     bos = None if tokenizer.bos_token_id in (None, tokenizer.eos_token_id) else tokenizer.bos_token_id
     found.bos = None if bos is None else tokenizer.bos_token
     for key, source in recipe.sources():
-        with placed(recipe, f"{key}.path"):
-            rows = _examples(data.load(source, key), recipe.method, tokenizer, config, key)
-        found.samples += samples(rows, recipe.method, tokenizer, f"{key} ({source.path})")
+        with error_context(recipe.where(f"{key}.path")):
+            rows = _examples(load(source, key), METHODS[recipe.method], tokenizer, config, key)
+        found.samples += samples(rows, METHODS[recipe.method], tokenizer, f"{key} ({source.path})")
         for row in rows:
-            _count_edges(row, recipe.method, found, bos)
-            found.padded += not found.pad_is_eos and tokenizer.pad_token_id in _all_ids(row, recipe.method)
+            _count_edges(row, METHODS[recipe.method], found, bos)
+            found.padded += not found.pad_is_eos and tokenizer.pad_token_id in _all_ids(row, METHODS[recipe.method])
     return found
 
 
-def samples(rows: list[dict], method: str, tokenizer: PreTrainedTokenizerBase, source: str) -> list[Sample]:
+def samples(rows: list[dict], method: Reader, tokenizer: PreTrainedTokenizerBase, source: str) -> list[Sample]:
     """The first, the middle and the last of prepared rows."""
     numbers = sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []
     return [Sample(source, n, rows[n].get("label"), pieces(rows[n], method, tokenizer)) for n in numbers]
@@ -150,18 +153,18 @@ def prompts_differ(recipe: Recipe, tokenizers: Sequence[PreTrainedTokenizerBase]
     """Of the first rows of data.train: how many have other prompt ids with the second tokenizer than with the first."""
     key, source = next(recipe.sources())
     try:
-        ids = [_examples(data.load(source, key), recipe.method, t, config, key, SHOWN) for t in tokenizers]
+        ids = [_examples(load(source, key), METHODS[recipe.method], t, config, key, SHOWN) for t in tokenizers]
     except InputError:  # the teacher has no chat template: nothing to compare with
         return 0
     return sum(student["prompt_ids"] != teacher["prompt_ids"] for student, teacher in zip(*ids, strict=True))
 
 
 def _examples(
-    raw: Any, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str, count: int = LOOKED_AT
+    raw: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str, count: int = LOOKED_AT
 ) -> list[dict]:
     """What the first `count` raw rows become, those that train something."""
     first = raw.select(range(min(count, len(raw)))) if isinstance(raw, datasets.Dataset) else raw.take(count)
-    return [row for row in data.tokenised(first, method, tokenizer, config, name) if not row["state"] & NO_TARGET]
+    return [row for row in tokenised(first, method, tokenizer, config, name) if not row["state"] & NO_TARGET]
 
 
 def _named(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -172,11 +175,11 @@ def _listed(named: dict[int, str]) -> str:
     return ", ".join(f"{token} ({i})" for i, token in named.items())
 
 
-def _all_ids(row: dict, method: str) -> list[int]:
+def _all_ids(row: dict, method: Reader) -> list[int]:
     return sum((ids for _, ids, _ in branches(row, method)), row["prompt_ids"])
 
 
-def _count_edges(row: dict, method: str, found: TokenAudit, bos: int | None) -> None:
+def _count_edges(row: dict, method: Reader, found: TokenAudit, bos: int | None) -> None:
     """Add a prepared row to the counts."""
     found.examples += 1
     answers = list(branches(row, method))

@@ -4,7 +4,7 @@
     audit        one raw data set -> its DataAudit
     overlap      which evaluation examples are training examples too
 
-It reads the examples of `data.tokenised`, which are in the cache of `datasets` once training has prepared them, as
+It reads the examples of `prepare.tokenised`, which are in the cache of `datasets` once training has prepared them, as
 columns: no loop over rows. Duplicates and overlap compare prompts and answers as they were before they were cut.
 """
 
@@ -16,11 +16,12 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 
-from .. import data
-from ..methods.kto_pairing import class_weights
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
 from .findings import Cut, DataAudit, Found
+from .kinds import Reader
+from .labels import class_weights
 from .packing import lengths_of
+from .prepare import tokenised
 
 __all__ = ["DataAudit", "audit", "audits", "overlap"]
 
@@ -40,26 +41,26 @@ _TRUNCATED = {
 
 
 def audits(
-    raw: Mapping[str, Any], trainer_class: Any, tokenizer: Any, config: Any, names: Mapping[str, str] | None = None
+    raw: Mapping[str, Any], method: Reader, tokenizer: Any, config: Any, names: Mapping[str, str] | None = None
 ) -> dict[str, DataAudit]:
     """A DataAudit of each raw data set; that of "eval" has its overlap with "train", unless one of both is a stream.
 
     names: what `prepare` calls them, where that is not the key; so that the tokenised rows come from the cache.
     """
     named = {key: (names or {}).get(key, key) for key in raw}
-    made = {key: audit(rows, trainer_class, tokenizer, config, named[key]) for key, rows in raw.items()}
+    made = {key: audit(rows, method, tokenizer, config, named[key]) for key, rows in raw.items()}
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
         pair = named["train"], named["eval"]
-        made["eval"].overlap = overlap(raw["train"], raw["eval"], trainer_class, tokenizer, config, pair)
+        made["eval"].overlap = overlap(raw["train"], raw["eval"], method, tokenizer, config, pair)
     return made
 
 
-def audit(raw: Any, trainer_class: Any, tokenizer: Any, config: Any, name: str = "train") -> DataAudit:
-    """What `trainer_class` makes of rows as `data.load` reads them; `name` is what `prepare` calls them.
+def audit(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str = "train") -> DataAudit:
+    """What `method` makes of rows as `data.load` reads them; `name` is what `prepare` calls them.
 
     Of a stream, the first STREAMED examples. Raises InputError for the first bad row, as `prepare` does.
     """
-    method, streamed = trainer_class.method, not isinstance(raw, datasets.Dataset)
+    streamed = not isinstance(raw, datasets.Dataset)
     rows = _examples(raw, method, tokenizer, config, name)
     columns = rows.with_format("numpy")
     row, state = columns["row"][:], columns["state"][:]
@@ -77,26 +78,26 @@ def audit(raw: Any, trainer_class: Any, tokenizer: Any, config: Any, name: str =
         duplicates=_found(row, _repeated(rows, ~lost & ~_weighted_copies(raw, row))),
         unknown=_found(row, ~lost & columns["unknown"][:]),
     )
-    if method == "dpo":
+    if method.rows.paired:
         made.identical = _found(row, ~lost & (state & ALIKE > 0))
-    if method == "kto":
+    if method.rows.labelled:
         _add_classes(made, rows, ~lost, config)
     return made
 
 
 def overlap(
-    train: datasets.Dataset, evaluation: datasets.Dataset, trainer_class: Any, tokenizer: Any, config: Any,
+    train: datasets.Dataset, evaluation: datasets.Dataset, method: Reader, tokenizer: Any, config: Any,
     names: tuple[str, str] = ("train", "eval"),
 ) -> Found:  # fmt: skip
     """Evaluation examples whose prompt and an answer are those of a training example; of OPD, whose prompt is."""
     pair = zip((train, evaluation), names, strict=True)
-    seen, rows = (_examples(raw, trainer_class.method, tokenizer, config, name) for raw, name in pair)
+    seen, rows = (_examples(raw, method, tokenizer, config, name) for raw, name in pair)
     kept = rows.with_format("numpy")["state"][:] & NO_TARGET == 0
     return _found(rows.with_format("numpy")["row"][:], kept & np.isin(_keys(rows), _keys(seen)).any(axis=1))
 
 
-def _examples(raw: Any, method: str, tokenizer: Any, config: Any, name: str) -> datasets.Dataset:
-    rows = data.tokenised(raw, method, tokenizer, config, name)
+def _examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str) -> datasets.Dataset:
+    rows = tokenised(raw, method, tokenizer, config, name)
     if isinstance(rows, datasets.Dataset):
         return rows
     return datasets.Dataset.from_list(list(itertools.islice(rows, STREAMED)), features=rows.features)

@@ -1,41 +1,58 @@
-"""Samples -> ids: read a row as its method needs it, render, tokenise, cut to size.
+"""Samples -> ids: read a row as its method needs it, render, tokenise, cut to size."""
 
-Plan       what the rows of a data set become
-read       a raw row -> its samples (KTO splits pairs, OPD conversations)
-encode     samples of a batch -> samples of ids, tokenised together
-context    a sample with at least one prompt token; for SFT and KD the mask of what is trained
-fit        a sample cut to size, and what that did to it: bits PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE
-"""
-
+import ast
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, named, shown
-from . import chat, messages
-from .formats import FORMATS, Sample, located
+from ..errors import InputError, error_context, named, shown
+from . import chat
+from .formats import FORMATS, Sample
+from .kinds import RowKind
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
-_FILES = [Path(chat.__file__), Path(messages.__file__), *sorted(Path(__file__).parent.glob("*.py"))]  # what shapes rows
-_CODE = sha256(b"".join(path.read_bytes() for path in _FILES)).hexdigest()
+
+
+@cache
+def code_hash() -> str:
+    """Of what makes rows into ids, comments and docstrings aside: other code must not take rows from an old cache."""
+    digest = sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                node.body = [part for part in node.body if not _is_docstring(part)]
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 class Plan(NamedTuple):
     """What the rows become: plain values, so that `datasets` can fingerprint them."""
 
     method: str
+    """As messages call it."""
+    rows: RowKind
     form: str
+    """Which of FORMATS the raw rows have."""
     name: str
+    """What messages call the data set."""
     max_length: int | None
     max_prompt: int | None
     completion_only: bool | None
     assistant_only: bool
     template_kwargs: dict | None
     as_chat: bool = False
-    vocabulary: int | None = None  # ids that tokenised rows may have, below this
-    code: str = _CODE  # ages the cache
+    vocabulary: int | None = None
+    """Ids that tokenised rows may have, below this."""
+    code: str = ""
+    """`code_hash`, which ages the cache."""
 
 
 def read(row: dict, plan: Plan) -> list[Sample]:
@@ -66,10 +83,10 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     parts = [part for part in (sample.prompt, *sample.branches) if part is not None]
     if len({type(part) for part in parts}) > 1:
         raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")
-    if plan.method == "kto" and len(sample.branches) == 2:
+    if plan.rows.labelled and len(sample.branches) == 2:
         chosen, rejected = sample.branches
         return [sample._replace(branches=[b], label=label) for b, label in ((chosen, True), (rejected, False))]
-    if plan.method == "opd" and sample.prompt is None:
+    if plan.rows.sampled and sample.prompt is None:
         turns = sample.branches[0]
         answered = turns[-1]["role"] == "assistant" and len(turns) > 1
         return [sample._replace(prompt=turns[:-1], branches=[turns[-1:]]) if answered else
@@ -80,12 +97,12 @@ def read(row: dict, plan: Plan) -> list[Sample]:
 def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:
     """Raw samples -> ids. All are plain text or all are messages; the whole batch is tokenised together."""
     first = _first_part(samples[0])
-    with located(plan.name):
+    with error_context(plan.name):
         is_chat = isinstance(first, list)
         end_id = chat.turn_end_id(tokenizer, plan.template_kwargs) if is_chat else chat.eos_id(tokenizer)
     texts = []
     for sample, row in zip(samples, rows, strict=True):
-        with located(f"{plan.name}, row {row}"):
+        with error_context(f"{plan.name}, row {row}"):
             if type(_first_part(sample)) is not type(first):
                 raise InputError(f"columns {plan.form}: some rows hold plain text and some hold messages")
             texts.append(_assistant_ids(sample, tokenizer, plan) if plan.assistant_only else
@@ -142,9 +159,9 @@ def context(sample: Sample, plan: Plan) -> Sample:
     """`sample` with at least one prompt token. SFT and KD without a prompt, or with every token trained, take what
     stands before the first trained token, at least one; the other methods refuse an empty prompt."""
     prompt, branches = sample.prompt, sample.branches
-    if plan.method != "opd" and not all(branches):
+    if not plan.rows.sampled and not all(branches):
         raise InputError(f"columns {plan.form}: empty completion")
-    if plan.method not in ("sft", "kd"):
+    if plan.rows.needs_prompt:
         if not prompt:
             raise InputError(f"columns {plan.form}: empty prompt, {plan.method} needs a prompt of at least one token")
         return sample
@@ -160,11 +177,11 @@ def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
     prompt, branches, mask = sample.prompt, sample.branches, sample.mask
     if plan.max_prompt is not None:
         prompt = prompt[-plan.max_prompt :]
-    elif plan.max_length is not None and plan.method != "opd":
+    elif plan.max_length is not None and not plan.rows.sampled:
         prompt = prompt[-max(1, plan.max_length - max(map(len, branches))) :]
         branches = [branch[: plan.max_length - 1] for branch in branches]
         mask = mask and mask[: plan.max_length - 1]
-    lost = plan.method != "opd" and not (all(branches) and (mask is None or any(mask)))
+    lost = not plan.rows.sampled and not (all(branches) and (mask is None or any(mask)))
     bits = PROMPT_CUT * (prompt != sample.prompt) + COMPLETION_CUT * (branches != sample.branches) + NO_TARGET * lost
     alike = len(branches) == 2 and branches[0] == branches[1]
     return sample._replace(prompt=prompt, branches=branches, mask=mask), bits + ALIKE * alike

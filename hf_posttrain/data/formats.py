@@ -1,23 +1,21 @@
 """One raw row -> a `Sample`: a small reader for each format.
 
     Sample     a prompt and its branches, on their way from raw values to text to ids
-    FORMATS    columns -> reader;  ACCEPTS: which of them a method reads, in order of preference
+    FORMATS    columns -> reader; which of them a method reads is in `kinds`
     detect     column names -> which of FORMATS this is
-    located    puts a place in front of an InputError's message
 
 A value that is not what its column must hold raises `InputError` with the column and what was expected.
 """
 
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import InputError, named, shown
-from ..recipe.fields import nearest
+from ..errors import InputError, error_context, named, nearest, shown
 from . import chat
+from .kinds import Reader
 from .messages import Messages, check_unicode, clean_messages, without_none
 
 
@@ -31,15 +29,6 @@ class Sample(NamedTuple):
     tools: list | None = None
 
 
-@contextmanager
-def located(where: str) -> Iterator[None]:
-    """Puts `where` in front of an InputError's message."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-
-
 def _value(row: dict, column: str) -> str | Messages:
     value = row.get(column)
     if isinstance(value, str):
@@ -47,7 +36,7 @@ def _value(row: dict, column: str) -> str | Messages:
         return value
     if not isinstance(value, list):
         raise InputError(f"column {column!r}: expected a string or a list of messages, found {shown(value)}")
-    with located(f"column {column!r}"):
+    with error_context(f"column {column!r}"):
         return clean_messages(value)
 
 
@@ -96,7 +85,7 @@ def _read_text(row: dict) -> Sample:
 
 def _read_messages(row: dict) -> Sample:
     column = "messages" if "messages" in row else "conversations"
-    with located(f"column {column!r}"):
+    with error_context(f"column {column!r}"):
         return Sample(None, [clean_messages(row[column])], tools=_tools(row))
 
 
@@ -176,26 +165,17 @@ FORMATS: dict[str, Callable[[dict], Sample]] = {  # the name is the columns it n
     "text": _read_text,
     "prompt": _read_prompt,
 }
-_SUPERVISED = ("prompt_ids + completion_ids", "input_ids", "prompt + completion", "messages", "conversations", "text")
-_PAIRS = ("prompt + chosen + rejected", "chosen + rejected")
-ACCEPTS = {  # in order of preference
-    "sft": _SUPERVISED,
-    "kd": _SUPERVISED,
-    "dpo": ("prompt_ids + chosen_ids + rejected_ids", *_PAIRS),
-    "kto": ("prompt_ids + completion_ids + label", "prompt + completion + label", *_PAIRS),
-    "opd": ("prompt_ids", "prompt + completion", "prompt", "messages", "conversations"),
-}
 
 
-def detect(columns: list[str], method: str) -> str:
+def detect(columns: list[str], method: Reader) -> str:
     """Which of FORMATS `method` reads from these columns. Raises InputError listing what it could read."""
-    for form in ACCEPTS[method]:
+    for form in method.rows.formats:
         if {*form.split(" + ")} <= {*columns}:
             return form
-    known = {c for form in ACCEPTS[method] for c in form.split(" + ")}
+    known = {c for form in method.rows.formats for c in form.split(" + ")}
     missing, others = sorted(known - {*columns}), {*columns} - known
     near = next((hint for c in missing if (hint := nearest(c, others, listed=False, aside=True))), "")
     raise InputError(
-        f"columns {named(columns)} are none that {method} reads{near}: {' | '.join(ACCEPTS[method])}; "
+        f"columns {named(columns)} are none that {method.name} reads{near}: {' | '.join(method.rows.formats)}; "
         "rename yours with data.train.columns, for instance {prompt: question}"
     )

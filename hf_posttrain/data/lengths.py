@@ -1,6 +1,6 @@
 """Prepared rows by their lengths.
 
-with_lengths, seeded    lengths for HF's sampler by length, and that sampler with an order of its own
+with_lengths, seeded_sampler    lengths for HF's sampler by length, and that sampler with an order of its own
 warn_if_too_long        rows that are longer than the model's positions
 """
 
@@ -35,7 +35,7 @@ class _ByLength(LengthGroupedSampler):
         return super().__iter__()
 
 
-def seeded(sampler: Any, args: Any) -> Any:
+def seeded_sampler(sampler: Any, args: Any) -> Any:
     """A sampler by length whose order depends on (data_seed or seed, epoch); any other as it is."""
     if not isinstance(sampler, LengthGroupedSampler):
         return sampler

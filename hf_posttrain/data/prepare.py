@@ -2,7 +2,7 @@
 
 COLUMNS    what each method's rows hold, beside `index` (row number)
 BESIDE     what is known of each example beside them
-tokenised  a data set in any of FORMATS -> one example a row: COLUMNS[method] cut to size, and BESIDE
+tokenised  a data set in any of FORMATS -> one example a row: method.rows.columns cut to size, and BESIDE
 tokenise   the same of one batch of raw rows
 prepare    what `tokenised` gives without examples that train nothing, counted, and without BESIDE; prepared rows pass
 """
@@ -16,19 +16,13 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError
-from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read
-from .formats import Sample, detect, located
+from ..errors import InputError, error_context
+from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, code_hash, context, encode, fit, read
+from .formats import Sample, detect
+from .kinds import Reader, RowKind
 
 logger = logging.getLogger(__package__)
 
-COLUMNS = {
-    "sft": ("prompt_ids", "completion_ids", "completion_mask"),
-    "kd": ("prompt_ids", "completion_ids", "completion_mask"),
-    "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
-    "kto": ("prompt_ids", "completion_ids", "label", "prompt_key"),
-    "opd": ("prompt_ids", "completion_ids"),
-}
 BESIDE = ("row", "state", "unknown", "uncut", "trained", "keys")
 """Number of the raw row; bits of `fit`; has it the unknown token? Tokens of the prompt and the longest branch before
 they were cut; tokens with a loss, of the longest branch (0 for OPD, whose answers are yet to be sampled); a hash of the
@@ -39,8 +33,8 @@ ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
 _MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
 
 
-def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
-    """Token ids for `method`: exactly COLUMNS[method], and `index` (row number) unless the data set is a stream.
+def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
+    """Token ids for `method`: exactly method.rows.columns, and `index` (row number) unless the data set is a stream.
 
     A data set that has exactly these columns was prepared before and is returned as it is; so is a stream that has
     exactly these columns, without `index`, in the types they have here (lists of int32): one of your own that looks so
@@ -52,17 +46,19 @@ def prepare(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, confi
     trained token left are dropped; counts are logged, of rows with the tokenizer's unknown token too (not of streams).
     Raises InputError for the first bad row.
     """
-    if _is_prepared(dataset, method):
+    if _is_prepared(dataset, method.rows):
         return dataset
     mapped = tokenised(dataset, method, tokenizer, config, name)
     if isinstance(dataset, datasets.Dataset):
-        return _count(mapped, len(dataset), method, getattr(config, "max_length", None), name)
+        return _count(mapped, len(dataset), method.rows, getattr(config, "max_length", None), name)
     kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
-    return kept.select_columns(list(COLUMNS[method]))
+    return kept.select_columns(list(method.rows.columns))
 
 
-def tokenised(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
-    """The examples of a data set as `prepare` makes them, those without a target too: COLUMNS[method] and BESIDE.
+def tokenised(
+    dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train"
+) -> Any:
+    """The examples of a data set as `prepare` makes them, those without a target too: method.rows.columns and BESIDE.
 
     Rows of a file or a saved set come from the cache of `datasets` where `prepare` was called with the same arguments,
     and the other way round. Raises InputError for the first bad row.
@@ -72,12 +68,12 @@ def tokenised(dataset: Any, method: str, tokenizer: PreTrainedTokenizerBase, con
     if field != "text" and field in columns and "text" not in columns:
         dataset = dataset.rename_column(field, "text")
         columns = _columns(dataset)
-    with located(name):
+    with error_context(name):
         if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
             raise InputError("the data set has no rows")
         plan = plan_for(detect(columns, method), method, tokenizer, config, name)
     kwargs = {"batched": True, "with_indices": True, "remove_columns": columns}
-    kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method)}
+    kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method.rows)}
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
     workers, mixed = getattr(config, "dataset_num_proc", None), list(_of_two_kinds(dataset, plan.form))
@@ -109,26 +105,24 @@ def _columns(dataset: Any) -> list[str]:
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
-def _is_prepared(dataset: Any, method: str) -> bool:
-    own, columns = {*COLUMNS[method], "index"}, {*_columns(dataset)}
+def _is_prepared(dataset: Any, rows: RowKind) -> bool:
+    own, columns = {*rows.columns, "index"}, {*_columns(dataset)}
     if isinstance(dataset, datasets.IterableDataset):
-        return dataset.features == _features(method, ())
+        return dataset.features == _features(rows, ())
     return own <= columns <= own | ADDED
 
 
-def plan_for(form: str, method: str, tokenizer: PreTrainedTokenizerBase, config: Any, name: str) -> Plan:
+def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str) -> Plan:
     """What rows of this form become. Raises InputError for options that do not go with it."""
 
     def option(key: str) -> Any:
         return getattr(config, key, None)
 
     max_length, max_new = option("max_length"), option("max_completion_length") or 0
-    if method == "opd" and max_length is not None and max_length <= max_new:
-        raise InputError(f"max_length {max_length} leaves no prompt beside max_completion_length {max_new}")
     whole = form in ("messages", "conversations", "text")
     completion_only, assistant_only = option("completion_only_loss"), bool(option("assistant_only_loss"))
     template_kwargs = option("chat_template_kwargs")
-    if method in ("sft", "kd") and whole and completion_only:
+    if method.rows.masked and whole and completion_only:
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
     if assistant_only and form == "text":
         raise InputError("assistant_only_loss needs messages, the data has text")
@@ -140,14 +134,15 @@ def plan_for(form: str, method: str, tokenizer: PreTrainedTokenizerBase, config:
             f"assistant_only_loss needs a fast tokenizer: {type(tokenizer).__name__} does not say which characters a "
             "token stands for"
         )
-    max_prompt = max_length - max_new if method == "opd" and max_length else None
+    max_prompt = max_length - max_new if method.rows.sampled and max_length else None
     known = max(tokenizer.get_vocab().values()) + 1 if "_ids" in form else None
     return Plan(
-        method, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs, as_chat, known
+        method.name, method.rows, form, name, max_length, max_prompt, completion_only, assistant_only, template_kwargs,
+        as_chat, known, code_hash(),
     )
 
 
-def _features(method: str, beside: tuple[str, ...] = BESIDE) -> datasets.Features:
+def _features(rows: RowKind, beside: tuple[str, ...] = BESIDE) -> datasets.Features:
     single = {
         "label": "bool", "prompt_key": "int64", "row": "int64", "state": "int8", "unknown": "bool", "uncut": "int64",
         "trained": "int64",
@@ -155,39 +150,40 @@ def _features(method: str, beside: tuple[str, ...] = BESIDE) -> datasets.Feature
     kinds: dict[str, Any] = {column: datasets.Value(kind) for column, kind in single.items()}
     kinds["keys"] = datasets.List(datasets.Value("int64"))
     ids = datasets.List(datasets.Value("int32"))
-    return datasets.Features({column: kinds.get(column, ids) for column in (*COLUMNS[method], *beside)})
+    return datasets.Features({column: kinds.get(column, ids) for column in (*rows.columns, *beside)})
 
 
 def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> dict:
     """A batch of raw rows -> columns of ids, and BESIDE."""
     samples, origin = [], []
     for n, row in enumerate(rows):
-        with located(f"{plan.name}, row {row}"):
+        with error_context(f"{plan.name}, row {row}"):
             found = read({column: values[n] for column, values in batch.items()}, plan)
         samples += found
         origin += [row] * len(found)
     samples = samples if "_ids" in plan.form else encode(samples, origin, tokenizer, plan)
-    out: dict[str, list] = {column: [] for column in (*COLUMNS[plan.method], *BESIDE)}
+    out: dict[str, list] = {column: [] for column in (*plan.rows.columns, *BESIDE)}
     unknown = _unknown_id(tokenizer)
     for row, sample in zip(origin, samples, strict=True):
-        with located(f"{plan.name}, row {row}"):
+        with error_context(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
             sample, state = fit(whole, plan)
-        extra = {"dpo": [], "opd": [], "kto": [sample.label, _key(whole.prompt)]}.get(plan.method, [sample.mask])
+        known = {"completion_mask": sample.mask, "label": sample.label, "prompt_key": _key(whole.prompt)}
         branches = sample.branches or [[]]
         is_unknown = unknown is not None and any(unknown in ids for ids in (sample.prompt, *branches))
         uncut = len(whole.prompt) + max(map(len, whole.branches or [[]]))
-        compared = [[]] if plan.method == "opd" else whole.branches  # OPD samples its own
+        compared = [[]] if plan.rows.sampled else whole.branches
         keys = [_key([*whole.prompt, -1, *branch]) for branch in compared]
-        beside = row, state, is_unknown, uncut, _trained(sample, plan.method), keys
+        extra = [known[column] for column in plan.rows.columns if column in known]
+        beside = row, state, is_unknown, uncut, _trained(sample, plan.rows), keys
         for column, value in zip(out, [sample.prompt, *branches, *extra, *beside], strict=True):
             out[column].append(value)
     return out
 
 
-def _trained(sample: Sample, method: str) -> int:
+def _trained(sample: Sample, rows: RowKind) -> int:
     """Tokens with a loss, of the longest branch; none of OPD's answers, which are yet to be sampled."""
-    if method == "opd":
+    if rows.sampled:
         return 0
     return sum(sample.mask) if sample.mask is not None else max(map(len, sample.branches))
 
@@ -203,7 +199,7 @@ def _key(ids: list[int]) -> int:
     return xxhash.xxh64_intdigest(np.array(ids, dtype="<i4").tobytes()) - 2**63
 
 
-def _count(mapped: datasets.Dataset, read: int, method: str, max_length: int | None, name: str) -> datasets.Dataset:
+def _count(mapped: datasets.Dataset, read: int, rows: RowKind, max_length: int | None, name: str) -> datasets.Dataset:
     """Drops what has to go, numbers the rest in `index`, and logs one line of counts, and one of unknown tokens."""
     columns = mapped.with_format("numpy")
     state, row = columns["state"][:], columns["row"][:]
@@ -223,7 +219,7 @@ def _count(mapped: datasets.Dataset, read: int, method: str, max_length: int | N
             "them, or use another tokenizer", name, len(unknown), ", ".join(map(str, unknown[:5])),
         )  # fmt: skip
     kept = mapped.select(np.flatnonzero(~lost)) if len(dropped) else mapped
-    return kept.select_columns(list(COLUMNS[method])).add_column("index", np.arange(len(kept)))
+    return kept.select_columns(list(rows.columns)).add_column("index", np.arange(len(kept)))
 
 
 def _keep_streamed(state: int, row: int, name: str) -> bool:

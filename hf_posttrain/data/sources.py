@@ -15,10 +15,9 @@ from typing import Any
 import datasets
 import numpy as np
 
-from ..errors import InputError, named
-from ..recipe.fields import nearest
-from ..recipe.files import BUILDERS, source_problem
+from ..errors import InputError, named, nearest
 from .broken import broken
+from .files import BUILDERS, source_problem
 
 
 def check_sources(sources: Any, what: str = "data") -> None:

@@ -8,10 +8,11 @@
 A column is taken for one of ours if it has a usual name of it and values of a kind that it may hold.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..errors import shown
-from .formats import ACCEPTS
+from .kinds import Reader
 
 _NAMES = {  # ours: usual names for it, the likelier first
     "prompt": (
@@ -80,11 +81,11 @@ def kind(value: Any) -> str:
     return "ids" if value and all(type(item) is int for item in value) else "list"
 
 
-def suggest(rows: list[dict], methods: tuple[str, ...]) -> Suggestion | None:
+def suggest(rows: list[dict], methods: Sequence[Reader]) -> Suggestion | None:
     """The format that the rows come nearest to among those that `methods` read; None where no column is alike."""
     best = None
     for form in _FORMS:
-        readers = tuple(method for method in methods if form in ACCEPTS[method])
+        readers = tuple(method.name for method in methods if form in method.rows.formats)
         columns: dict[str, str] = {}
         for ours in form.split(" + ") if readers else ():
             if theirs := _standing_for(ours, rows, columns):

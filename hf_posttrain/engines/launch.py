@@ -138,7 +138,7 @@ def _wait_for_all() -> None:
     dist.barrier()  # none leaves, and takes the store along, before all have seen the count
 
 
-def described(trainer: Any) -> str:
+def describe_launch(trainer: Any) -> str:
     """Engine, processes, rows of an optimizer step and precision."""
     args, accelerator = trainer.args, trainer.accelerator
     rows = trainer.get_total_train_batch_size(args)

@@ -25,11 +25,10 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 
 from ..errors import InputError
-from ..scoring import forward as scoring
-from ..scoring.forward import eval_mode
-from ..scoring.layouts import IGNORE, Branch, Example, collate, targets
-from ..scoring.tiles import LogProb
-from ..trainer.loss_units import weigh
+from ..scoring import forward
+from ..scoring.head import LogProb
+from ..scoring.layouts import IGNORE, Branch, Example, collate
+from .repeated_rows import weigh_rows
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}
 """What is put behind rows to make their length divisible."""
@@ -57,7 +56,7 @@ def settle(args: Any) -> ParallelismConfig | None:
 def _check_arguments(args: Any, parts: int) -> None:
     stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
     mistakes = [
-        (not args.can_cut_rows, "is there for method sft alone"),
+        (not args.method.sequence_parallel, "is there for method sft alone"),
         (stage not in (2, 3), "needs DeepSpeed with ZeRO stage 2 or 3"),
         (args.world_size % parts, f"needs a number of processes that it divides, not {args.world_size}"),
         (args.layout not in ("auto", "padded"), f"needs one document a row: layout: padded, not {args.layout}"),
@@ -111,28 +110,28 @@ def split(trainer: Any, adapter: Any) -> Any:
 
 
 def _check_parts(trainer: Any, adapter: Any) -> None:
-    """Score the same rows whole and cut, as `scoring.check` does for layouts."""
+    """Score the same rows whole and cut, as `choose_layout.check` does for layouts."""
     model, parts = trainer.model_wrapped, adapter.sp_world_size
-    if getattr(scoring.causal_lm(model).config.get_text_config(), "attention_dropout", 0):
+    if getattr(forward.causal_lm(model).config.get_text_config(), "attention_dropout", 0):
         return  # it would be random
     example = Example([5, 9, 6], [Branch([7, 8, 5, 9, 6, 7, 9])])
     rows = collate([example] * trainer.args.train_batch_size, "padded")
-    with torch.no_grad(), eval_mode(model):
+    with torch.no_grad(), forward.eval_mode(model):
         whole = _summed(model, rows, trainer.args.device)
-        for module in scoring.causal_lm(model).modules():
+        for module in forward.causal_lm(model).modules():
             if hasattr(module, "is_causal"):  # an attention: Ulysses cuts those in training mode
                 module.training = True
         part = _summed(model, cut(rows, adapter.sp_rank, parts), trainer.args.device)
     found = trainer.accelerator.reduce(part) * parts / trainer.accelerator.num_processes
     if not (found - whole).abs() / len(rows["scored"]) <= (1e-3 if trainer.exact else 0.3):
-        name = type(scoring.causal_lm(model)).__name__
+        name = type(forward.causal_lm(model)).__name__
         raise InputError(f"sequence parallelism gives {name} other numbers than its own forward: it cannot be used")
 
 
 def _summed(model: torch.nn.Module, batch: dict[str, Tensor], device: torch.device) -> Tensor:
     """Sum of all log-probabilities, a scalar."""
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    return scoring.score(model, batch, LogProb(targets(batch)))["value"].sum()
+    return forward.score(model, batch, LogProb(forward.targets(batch)))["value"].sum()
 
 
 class _Parts(IterableDataset):
@@ -148,7 +147,7 @@ class _Parts(IterableDataset):
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         self.loader.set_epoch(int(self.trainer.state.epoch or 0))  # Trainer tells it to DataLoaders of accelerate alone
         for batch in self.loader:
-            own = {name: tensor.cpu() for name, tensor in weigh(batch, self.trainer.accelerator).items()}
+            own = {name: tensor.cpu() for name, tensor in weigh_rows(batch, self.trainer.accelerator).items()}
             drawn: list[Any] = [None] * self.parts
             torch.distributed.all_gather_object(drawn, own, group=self.group)
             for whole in drawn:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..scoring.cpu import FewRows, draw
 
 
 @dataclass(frozen=True)
@@ -27,39 +28,11 @@ class Sampler:
     """Ids from there on are never chosen."""
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """[n, V] -> [n], an id that does not exist where a logit is NaN or infinite.
-
-        On CPU a draw takes one random number a row; torch.multinomial takes V.
-        """
+        """[n, V] -> [n], an id that does not exist where a logit is NaN or infinite."""
         logits = logits[:, : self.vocabulary].float()
         if self.temperature is None:
             return logits.argmax(-1)
-        probs = torch.softmax(logits / self.temperature, dim=-1)
-        if probs.device.type != "cpu":
-            return torch.multinomial(probs, 1).squeeze(-1)
-        upto = probs.cumsum(-1, dtype=torch.float64)
-        drawn = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device) * upto[:, -1:]
-        return torch.searchsorted(upto, drawn, right=True).squeeze(-1)  # never one of probability 0
-
-
-class FewRows(TorchFunctionMode):
-    """On CPU a product of a few rows with a weight, in the order that is quick: with the weight on the left MKL takes a
-    half to a fifth of the time, as much as it takes to read the weight."""
-
-    MOST = 8
-    """Rows, up to which it is quicker."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and len(args) == 3 and self._is_for(args[0], args[1]):
-            rows, weight, bias = args
-            found = torch.mm(weight, rows.reshape(-1, rows.shape[-1]).T).T.contiguous()
-            return (found if bias is None else found + bias).view(*rows.shape[:-1], -1)
-        return func(*args, **(kwargs or {}))
-
-    def _is_for(self, rows: Tensor, weight: Tensor) -> bool:
-        plain = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32
-        plain = plain and not torch.is_autocast_enabled("cpu")
-        return plain and 1 < rows.numel() // rows.shape[-1] <= self.MOST
+        return draw(torch.softmax(logits / self.temperature, dim=-1))
 
 
 class GrowingLayer(DynamicLayer):

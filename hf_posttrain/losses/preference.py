@@ -1,9 +1,9 @@
-"""Preference losses. Every function returns one value per example; nothing here is reduced.
+"""Losses of preference pairs, DPO and its family. Every function returns one value per pair; nothing is reduced.
 
 Notation: a = log pi(chosen) - log ref(chosen), c = the same of the rejected answer, D = a - c, all summed over the
-tokens of the answer; s = sigmoid, ls = log sigmoid. B: number of pairs (or of labelled answers).
+tokens of the answer; s = sigmoid, ls = log sigmoid. B: number of pairs.
 
-PAIRED and UNPAIRED name the losses as recipes do. A new loss is one small function and one line in a table.
+PAIRED names the losses as recipes do. A new loss is one small function and one line in that table.
 """
 
 from collections.abc import Callable
@@ -16,45 +16,32 @@ from torch.nn.functional import logsigmoid
 
 @dataclass(frozen=True)
 class Pairs:
-    """Summed log-probabilities and trained lengths of B preference pairs, all [B]."""
+    """B preference pairs; column 0 is the chosen answer, column 1 the rejected one."""
 
-    chosen: Tensor
-    """log pi(chosen | prompt)."""
-    rejected: Tensor
-    """log pi(rejected | prompt)."""
-    ref_chosen: Tensor
-    """The reference's log-probability of the chosen answer (zeros for reference-free losses)."""
-    ref_rejected: Tensor
-    """The reference's log-probability of the rejected answer."""
-    chosen_length: Tensor
-    """Trained tokens of the chosen answer."""
-    rejected_length: Tensor
-    """Trained tokens of the rejected answer."""
+    logps: Tensor
+    """[B, 2] log pi(answer | prompt), summed over its trained tokens."""
+    ref_logps: Tensor
+    """[B, 2] the same under the reference; zeros for reference-free losses."""
+    lengths: Tensor
+    """[B, 2] trained tokens."""
 
     @property
-    def a(self) -> Tensor:
-        """Log-ratio of the chosen answer, [B]."""
-        return self.chosen - self.ref_chosen
-
-    @property
-    def c(self) -> Tensor:
-        """Log-ratio of the rejected answer, [B]."""
-        return self.rejected - self.ref_rejected
+    def log_ratios(self) -> tuple[Tensor, Tensor]:
+        """a and c, [B] each."""
+        a, c = (self.logps - self.ref_logps).unbind(1)
+        return a, c
 
     @property
     def margin(self) -> Tensor:
         """D = a - c, [B]."""
-        return self.a - self.c
+        a, c = self.log_ratios
+        return a - c
 
     @property
-    def chosen_mean(self) -> Tensor:
-        """log pi(chosen) per token, [B]."""
-        return self.chosen / self.chosen_length
-
-    @property
-    def rejected_mean(self) -> Tensor:
-        """log pi(rejected) per token, [B]."""
-        return self.rejected / self.rejected_length
+    def means(self) -> tuple[Tensor, Tensor]:
+        """log pi per token of the chosen and of the rejected answer, [B] each."""
+        chosen, rejected = (self.logps / self.lengths).unbind(1)
+        return chosen, rejected
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,8 @@ def hinge(p: Pairs, o: PairedOptions) -> Tensor:
 
 def ipo(p: Pairs, o: PairedOptions) -> Tensor:
     """(a/|chosen| - c/|rejected| - 1/(2 beta))^2: IPO, Azar et al. 2023, eq. 17 (arXiv 2310.12036), length-averaged."""
-    return (p.a / p.chosen_length - p.c / p.rejected_length - 1 / (2 * o.beta)) ** 2
+    chosen, rejected = ((p.logps - p.ref_logps) / p.lengths).unbind(1)
+    return (chosen - rejected - 1 / (2 * o.beta)) ** 2
 
 
 def ipo_sum(p: Pairs, o: PairedOptions) -> Tensor:
@@ -105,45 +93,50 @@ def ipo_sum(p: Pairs, o: PairedOptions) -> Tensor:
 
 def nca_pair(p: Pairs, o: PairedOptions) -> Tensor:
     """-ls(beta a) - ls(-beta a)/2 - ls(-beta c)/2: NCA, Chen et al. 2024 (arXiv 2402.05369)."""
-    a, c = o.beta * p.a, o.beta * p.c
+    a, c = (o.beta * ratio for ratio in p.log_ratios)
     return -logsigmoid(a) - 0.5 * logsigmoid(-a) - 0.5 * logsigmoid(-c)
 
 
 def bco_pair(p: Pairs, o: PairedOptions) -> Tensor:
     """-ls(beta a) - ls(-beta c): BCO on pairs without a reward shift, Jung et al. 2024 (arXiv 2404.04656)."""
-    return -logsigmoid(o.beta * p.a) - logsigmoid(-o.beta * p.c)
+    a, c = p.log_ratios
+    return -logsigmoid(o.beta * a) - logsigmoid(-o.beta * c)
 
 
 def sppo_hard(p: Pairs, o: PairedOptions) -> Tensor:
     """(a - 1/(2 beta))^2 + (c + 1/(2 beta))^2: SPPO with hard labels, Wu et al. 2024, eq. 4.7 (arXiv 2405.00675)."""
-    half = 0.5 / o.beta
-    return (p.a - half) ** 2 + (p.c + half) ** 2
+    (a, c), half = p.log_ratios, 0.5 / o.beta
+    return (a - half) ** 2 + (c + half) ** 2
 
 
 def apo_zero(p: Pairs, o: PairedOptions) -> Tensor:
     """1 - s(beta a) + s(beta c): APO-zero, D'Oosterlinck et al. 2024 (arXiv 2408.06266)."""
-    return 1 - (o.beta * p.a).sigmoid() + (o.beta * p.c).sigmoid()
+    a, c = p.log_ratios
+    return 1 - (o.beta * a).sigmoid() + (o.beta * c).sigmoid()
 
 
 def apo_down(p: Pairs, o: PairedOptions) -> Tensor:
     """s(beta a) + 1 - s(beta D): APO-down, D'Oosterlinck et al. 2024 (arXiv 2408.06266)."""
-    return (o.beta * p.a).sigmoid() + 1 - (o.beta * p.margin).sigmoid()
+    a, c = p.log_ratios
+    return (o.beta * a).sigmoid() + 1 - (o.beta * (a - c)).sigmoid()
 
 
 def sft(p: Pairs, o: PairedOptions) -> Tensor:
     """-log pi(chosen) / |chosen|: the chosen answer's NLL per token, as mixed in by MPO (arXiv 2411.10442)."""
-    return -p.chosen_mean
+    chosen, _ = p.means
+    return -chosen
 
 
 def simpo(p: Pairs, o: PairedOptions) -> Tensor:
     """-ls(beta (mean chosen - mean rejected) - gamma): SimPO, Meng et al. 2024, eq. 6 (arXiv 2405.14734)."""
-    return -logsigmoid(o.beta * (p.chosen_mean - p.rejected_mean) - o.simpo_gamma)
+    chosen, rejected = p.means
+    return -logsigmoid(o.beta * (chosen - rejected) - o.simpo_gamma)
 
 
 def orpo(p: Pairs, o: PairedOptions) -> Tensor:
     """-mean chosen - beta ls(log odds ratio): ORPO, Hong et al. 2024, eq. 6 and 7 (arXiv 2403.07691)."""
-    log_odds = _log_odds(p.chosen_mean) - _log_odds(p.rejected_mean)
-    return -p.chosen_mean - o.beta * logsigmoid(log_odds)
+    chosen, rejected = p.means
+    return -chosen - o.beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
 def _log_odds(mean_logps: Tensor) -> Tensor:
@@ -158,31 +151,3 @@ PAIRED: dict[str, Callable[[Pairs, PairedOptions], Tensor]] = {
     "sft": sft, "simpo": simpo, "orpo": orpo,
 }  # fmt: skip
 REFERENCE_FREE = {"simpo", "orpo", "sft"}
-
-
-def kto(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:
-    """1 - s(beta (r - KL)) if desirable, 1 - s(beta (KL - r)) if not: KTO, Ethayarajh et al. eq. 8 (arXiv 2402.01306).
-
-    log_ratio [B], label [B] bool, shift: the clamped KL estimate, a scalar; returns [B], weights not applied.
-    """
-    x = beta * (log_ratio - shift)
-    return 1 - torch.where(label, x, -x).sigmoid()
-
-
-def apo_zero_unpaired(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:
-    """KTO with KL = 0: APO-zero on single answers (arXiv 2408.06266). Shapes as in `kto`."""
-    return kto(log_ratio, label, torch.zeros_like(shift), beta)
-
-
-def bco(log_ratio: Tensor, label: Tensor, shift: Tensor, beta: float) -> Tensor:
-    """-ls(beta r - delta) if desirable, -ls(-(beta r - delta)) if not: BCO, Jung et al. 2024 (arXiv 2404.04656).
-
-    `shift` is delta, the running mean of the rewards of both classes. Shapes as in `kto`.
-    """
-    x = beta * log_ratio - shift
-    return -logsigmoid(torch.where(label, x, -x))
-
-
-UNPAIRED: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
-    "kto": kto, "apo_zero_unpaired": apo_zero_unpaired, "bco": bco,
-}  # fmt: skip

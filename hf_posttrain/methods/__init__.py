@@ -1,1 +1,117 @@
-"""The algorithms, one file each: a Config and a Trainer."""
+"""The table of methods: one row is all that anything else knows of a method. Importable without torch.
+
+A method's algorithm is in the module of its name: a Config, and a Trainer with `examples` and `losses`.
+"""
+
+from importlib import import_module
+from typing import Any
+
+from ..data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
+from ..trainer.method import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Method, Paper
+from . import papers, rules
+
+_PREFERENCE_SYMPTOMS = {
+    "no_learning": "Raise train.learning_rate (model.lora wants ten times that of full training), and leave model.dtype"
+                   " at default: weights that are trained in bf16 hardly move",
+    "label_leak": "Look in data.train for what gives the label away: lengths, templates, missing ends, one model for"
+                  " all good answers and another for all bad ones",
+}  # fmt: skip
+
+_ROWS = (
+    Method(
+        "sft", "supervised fine-tuning", SUPERVISED, "tokens",
+        key_metrics={"mean_token_accuracy": "accuracy"},
+        rules=(rules.sft,),
+        sequence_parallel=True,
+    ),
+    Method(
+        "dpo", "direct preference optimisation", PREFERENCE, "examples", second="reference",
+        key_metrics={"rewards/accuracies": "accuracy", "rewards/margins": "margin"},
+        paper=Paper(
+            "rafailov2023direct", "2305.18290", 2023,
+            "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+            "Rafael Rafailov and Archit Sharma and Eric Mitchell and Stefano Ermon and Christopher D. Manning"
+            " and Chelsea Finn",
+        ),
+        loss_papers={
+            "ipo": papers.IPO, "ipo_sum": papers.IPO, "hinge": papers.SLIC,
+            "robust": papers.ROBUST, "exo_pair": papers.EXO, "nca_pair": papers.NCA,
+            "bco_pair": papers.BCO, "sppo_hard": papers.SPPO, "apo_zero": papers.APO,
+            "apo_down": papers.APO, "simpo": papers.SIMPO, "orpo": papers.ORPO,
+        },
+        limits={
+            "label_smoothing": BELOW_ONE, "beta": POSITIVE, "nll_coef": NOT_NEGATIVE,
+            "precompute_ref_batch_size": COUNT,
+        },
+        rules=(rules.dpo_losses, rules.dpo_smoothing),
+        symptoms=_PREFERENCE_SYMPTOMS | {
+            "chosen_falling": "Set train.nll_coef (0.1 to 5), which holds them up, and lower train.learning_rate",
+        },
+    ),
+    Method(
+        "kto", "Kahneman-Tversky optimisation", UNPAIRED, "examples", second="reference",
+        key_metrics={"rewards/margins": "margin", "kl": "KL"},
+        paper=Paper(
+            "ethayarajh2024kto", "2402.01306", 2024,
+            "KTO: Model Alignment as Prospect Theoretic Optimization",
+            "Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and Douwe Kiela",
+        ),
+        loss_papers={"bco": papers.BCO, "apo_zero_unpaired": papers.APO},
+        limits={"beta": POSITIVE, "precompute_ref_batch_size": COUNT},
+        rules=(rules.kto,),
+        symptoms=_PREFERENCE_SYMPTOMS | {
+            "chosen_falling": "Lower train.undesirable_weight, which pushes all answers down, and train.learning_rate",
+            "kl_zero": "Raise train.gradient_accumulation_steps or train.per_device_train_batch_size (it is a mean over"
+                       " an optimizer step), lower train.undesirable_weight, or set"
+                       " train.loss_type=apo_zero_unpaired, which needs no KL",
+        },
+    ),
+    Method(
+        "kd", "knowledge distillation", SUPERVISED, "tokens", second="teacher",
+        key_metrics={"distill/divergence": "divergence"},
+        paper=Paper(
+            "hinton2015distilling", "1503.02531", 2015,
+            "Distilling the Knowledge in a Neural Network",
+            "Geoffrey Hinton and Oriol Vinyals and Jeff Dean",
+        ),
+        limits={"kd_coef": SHARE, "temperature": POSITIVE, "precompute_teacher_top_k": COUNT},
+        rules=(rules.kd,),
+    ),
+    Method(
+        "opd", "on-policy distillation", PROMPTS, "tokens", second="teacher",
+        key_metrics={"distill/reverse_kl": "reverse KL", "generation/length": "length"},
+        paper=Paper(
+            "agarwal2023onpolicy", "2306.13649", 2023,
+            "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+            "Rishabh Agarwal and Nino Vieillard and Yongchao Zhou and Piotr Stanczyk and Sabela Ramos"
+            " and Matthieu Geist and Olivier Bachem",
+        ),
+        loss_papers={"policy_gradient": papers.MINILLM},
+        limits={
+            "lmbda": SHARE, "discount": SHARE, "temperature": POSITIVE, "max_completion_length": COUNT,
+            "num_generations": COUNT, "generation_batch_size": COUNT,
+        },
+        rules=(rules.opd, rules.opd_rollouts),
+        symptoms={
+            "clipped_rollouts": "Raise train.max_completion_length (and train.max_length with it), or teach the student"
+                                " by SFT on finished answers to end its own",
+            "empty_rollouts": "Look at how prompts end (in a turn end, or without the opening of an answer:"
+                              " train.apply_chat_template, model.chat_template); if it began in mid-run, lower"
+                              " train.learning_rate",
+            "no_eos": "Train the student by SFT first, or give it the chat template that its answers end by"
+                      " (train.apply_chat_template, model.chat_template)",
+        },
+    ),
+)  # fmt: skip
+METHODS: dict[str, Method] = {method.name: method for method in _ROWS}
+"""Name in a recipe -> row of the table."""
+
+
+def config_class(method: Method) -> Any:
+    """The method's Config, with torch."""
+    return getattr(import_module(method.module), method.config_name)
+
+
+def trainer_class(method: Method) -> Any:
+    """The method's Trainer, with torch."""
+    return getattr(import_module(method.module), method.trainer_name)

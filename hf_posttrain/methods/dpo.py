@@ -6,33 +6,30 @@
 The losses are in `losses.preference`; the reference is the policy as it was when the trainer was built.
 """
 
-import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..losses import PAIRED, REFERENCE_FREE, PairedOptions, Pairs
-from ..losses.preference import sft as chosen_nll
-from ..models.reference import Reference
-from ..scoring import layouts
-from ..scoring.layouts import Branch, Example, per_branch
-from ..scoring.tiles import LogProb
-from ..trainer import rule_table as rules
+from ..losses.preference import PAIRED, REFERENCE_FREE, PairedOptions, Pairs
+from ..models.reference import make_reference
+from ..scoring.forward import per_branch, targets
+from ..scoring.head import LogProb
+from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
+from . import METHODS
 from .rules import losses_of
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
 class DPOConfig(PostTrainConfig):
     """Options of DPO; every other field of TrainingArguments and PostTrainConfig works as well."""
 
+    method: ClassVar = METHODS["dpo"]
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     disable_dropout: bool = True
@@ -56,9 +53,8 @@ class DPOConfig(PostTrainConfig):
     """Batch size of that; None: per_device_eval_batch_size."""
 
     def __post_init__(self):
-        rules.check("dpo", self)
-        self.loss_type = losses_of(self.loss_type)
         super().__post_init__()
+        self.loss_type = losses_of(self.loss_type)
         if self.beta is None:
             self.beta = 2.0 if "simpo" in self.loss_type else 0.1
 
@@ -70,62 +66,50 @@ class DPOTrainer(PostTrainer):
     trained lengths [B, 2].
     """
 
-    method = "dpo"
-    unit = "examples"
     config_class = DPOConfig
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.needs_reference = not set(self.args.loss_type) <= REFERENCE_FREE
-        if ref_model is not None and not self.needs_reference:
+        needs_reference = not set(self.args.loss_type) <= REFERENCE_FREE
+        if ref_model is not None and not needs_reference:
             raise InputError(f"loss_type {', '.join(self.args.loss_type)} uses no reference: drop ref_model")
-        self.reference = Reference(self, ref_model) if self.needs_reference else None
+        self.reference = make_reference(self, ref_model) if needs_reference else None
 
     @staticmethod
-    def collate_rows(rows: list[dict], layout: str, config: Any) -> dict[str, Tensor]:
-        """Rows of prompt_ids, chosen_ids, rejected_ids -> batch with two branches an example."""
-        examples = [Example(r["prompt_ids"], [Branch(r["chosen_ids"]), Branch(r["rejected_ids"])]) for r in rows]
-        batch = {"index": torch.tensor([row.get("index", -1) for row in rows]), **layouts.collate(examples, layout)}
-        if "ref_logps" in rows[0]:
-            batch["ref_logps"] = torch.tensor([row["ref_logps"] for row in rows])
-        return batch
+    def examples(row: dict) -> list[Example]:
+        """A prompt with two branches: the chosen answer and the rejected one."""
+        return [Example(row["prompt_ids"], [Branch(row["chosen_ids"]), Branch(row["rejected_ids"])])]
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One loss for each pair, [B]."""
-        size = len(batch["index"])
-        ref = (
-            self.reference.logps(model, batch, batch, branches=2)
-            if self.reference
-            else batch["index"].new_zeros(size, 2).float()
-        )
-        scores = self.score(model, batch, LogProb(layouts.targets(batch)))
-        logps = per_branch(scores["value"], batch["owner"], size, 2)
-        lengths = per_branch(torch.ones_like(scores["value"]), batch["owner"], size, 2)
+        # the reference first: the policy's activations, which the backward needs, do not exist yet
+        none = torch.zeros_like(batch["row"], dtype=torch.float32).view(-1, 2)
+        ref_logps = self.reference.logps(model, batch) if self.reference else none
+        scores = self.score(model, batch, LogProb(targets(batch)))
+        logps = per_branch(scores["value"], batch).view(-1, 2)
+        lengths = per_branch(torch.ones_like(scores["value"]), batch).view(-1, 2)
         if self.reference:
-            self.reference.check_start(logps, ref, lengths)
+            self.reference.check_start(logps, ref_logps, lengths)
 
-        pairs = Pairs(*logps.unbind(1), *ref.unbind(1), *lengths.unbind(1))
-        options = PairedOptions(self.args.beta, self.args.label_smoothing, self.args.simpo_gamma)
-        weights = self.args.loss_weights or [1.0] * len(self.args.loss_type)
-        terms = [w * PAIRED[name](pairs, options) for name, w in zip(self.args.loss_type, weights, strict=True)]
+        pairs, args = Pairs(logps, ref_logps, lengths), self.args
+        options = PairedOptions(args.beta, args.label_smoothing, args.simpo_gamma)
+        weights = args.loss_weights or [1.0] * len(args.loss_type)
+        terms = [w * PAIRED[name](pairs, options) for name, w in zip(args.loss_type, weights, strict=True)]
+        if args.nll_coef:
+            terms.append(args.nll_coef * PAIRED["sft"](pairs, options))
+        predictions, router_logits = torch.cat([logps, ref_logps], dim=1).detach(), scores.get("router_logits")
         values = torch.stack(terms).sum(0)
-        if self.args.nll_coef:
-            values = values + self.args.nll_coef * chosen_nll(pairs, options)
-        predictions = torch.cat([logps, ref], dim=1).detach()
-        return Losses(
-            values, self.weights(batch), self._metrics(pairs), scores.get("router_logits"), predictions, lengths
-        )
+        return Losses(values, self.weights(batch), self._metrics(pairs), router_logits, predictions, lengths)
 
     def _metrics(self, pairs: Pairs) -> dict[str, tuple[Tensor, None]]:
         """Implicit rewards beta a and beta c (reference-free losses: beta times the mean log-probability)."""
-        free = not self.needs_reference
-        chosen = self.args.beta * (pairs.chosen_mean if free else pairs.a).detach()
-        rejected = self.args.beta * (pairs.rejected_mean if free else pairs.c).detach()
+        (a, c), (logp_chosen, logp_rejected) = pairs.log_ratios, pairs.logps.unbind(1)
+        chosen, rejected = (self.args.beta * each.detach() for each in ((a, c) if self.reference else pairs.means))
         metrics = {
             "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
             "rewards/accuracies": (chosen > rejected).float(),
-            "logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected,
+            "logps/chosen": logp_chosen, "logps/rejected": logp_rejected,
         }  # fmt: skip
-        if not free:
-            metrics["logps/chosen_change"] = pairs.a
+        if self.reference:
+            metrics["logps/chosen_change"] = a
         return {name: (values, None) for name, values in metrics.items()}

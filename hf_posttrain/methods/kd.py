@@ -7,27 +7,27 @@ with the student, or once before training into a cache of its top tokens (precom
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
 from ..models.teacher import TeacherCallback, add_teacher, precompute_top_k
-from ..scoring import layouts
-from ..scoring import teacher_tiles as distill
-from ..scoring.forward import full_logits
-from ..trainer import rule_table as rules
+from ..scoring import teacher_tiles
+from ..scoring.forward import full_logits, targets
+from ..scoring.layouts import Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
-from .sft import collate_supervised
+from . import METHODS
+from .sft import supervised_examples
 
 
 @dataclass
 class KDConfig(PostTrainConfig):
     """Options of KD; every other field of TrainingArguments and PostTrainConfig works as well."""
 
+    method: ClassVar = METHODS["kd"]
     learning_rate: float = 2e-5
     """Peak learning rate of AdamW."""
     kd_coef: float = 0.4
@@ -47,10 +47,6 @@ class KDConfig(PostTrainConfig):
     precompute_teacher_top_k: int | None = None
     """Score the data with the teacher once, keep its top K tokens on disk, train without it; None: online."""
 
-    def __post_init__(self):
-        rules.check("kd", self)
-        super().__post_init__()
-
 
 class KDTrainer(PostTrainer):
     """KD of a causal LM; further arguments: `teacher_model`, with the same token ids, and `teacher_offload`, which
@@ -59,53 +55,39 @@ class KDTrainer(PostTrainer):
     `compute_metrics` gets the student's full logits and shift_labels, [rows, L, V] and [rows, L].
     """
 
-    method = "kd"
-    unit = "tokens"
     config_class = KDConfig
     teacher: TeacherCallback | None
 
     def __init__(
-        self,
-        *args: Any,
-        teacher_model: nn.Module | str | None = None,
-        teacher_offload: bool = False,
-        **kwargs: Any,
+        self, *args: Any, teacher_model: nn.Module | str | None = None, teacher_offload: bool = False, **kwargs: Any
     ):
         super().__init__(*args, **kwargs)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         if self.args.precompute_teacher_top_k is not None:
-            self.check_scoring(self.model)
-            self.train_dataset = precompute_top_k(self, self.train_dataset, "train")
-            self.eval_dataset = precompute_top_k(self, self.eval_dataset, "eval")
-            self.score_beside(None)
+            precompute_top_k(self)
             self.remove_callback(self.teacher)
             self.teacher = None  # with its memory
 
     @staticmethod
-    def collate_rows(rows: list[dict], layout: str, config: KDConfig) -> dict[str, Tensor]:
-        """As for SFT, with teacher_ids and teacher_logps [N, K] where the teacher was cached."""
-        batch = collate_supervised(rows, layout)
-        if "teacher_ids" in rows[0]:
-            order = torch.unique_consecutive(batch["owner"]).tolist()
-            for name in ("teacher_ids", "teacher_logps"):
-                batch[name] = torch.cat([torch.tensor(rows[i][name]) for i in order])
-        return batch
+    def examples(row: dict) -> list[Example]:
+        """As for SFT."""
+        return supervised_examples(row)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """The mixed loss of each trained token, [N]."""
-        config, targets = self.args, layouts.targets(batch)
-        function = distill.divergence(config.divergence, config.beta, config.skew_alpha)
+        config, weights = self.args, self.weights(batch)
+        function = teacher_tiles.divergence(config.divergence, config.beta, config.skew_alpha)
+        common = {"targets": targets(batch), "temperature": config.temperature, "ce_coef": 1 - config.kd_coef}
         if "teacher_ids" in batch:
-            cache, ce_coef = (batch["teacher_ids"], batch["teacher_logps"]), 1 - config.kd_coef
-            tile = distill.top_k(function, *cache, targets, config.temperature, ce_coef, self.vocabulary)
+            cache = batch["teacher_ids"], batch["teacher_logps"]
+            tile = teacher_tiles.top_k(function, *cache, vocabulary=self.vocabulary, **common)
         elif self.teacher is None:
             raise InputError(
                 "this data set was not scored by the teacher: with precompute_teacher_top_k, pass every data set when "
                 "the trainer is built"
             )
         else:
-            tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, 1 - config.kd_coef)
-        weights = self.weights(batch)
+            tile = teacher_tiles.dense(function, self.teacher.states(batch), **common)
         scores = self.score(model, batch, tile, weights)
         metrics = {f"distill/{name}": (scores[name], None) for name in ("ce", "divergence") if name in scores}
         return Losses(scores["value"], weights, metrics, scores.get("router_logits"))

@@ -6,41 +6,37 @@
 
 The window is all micro-batches of an optimizer step on all ranks, so the loss does not depend on the batch size, which
 may be 1, nor on the mix of labels in a batch. In evaluation it is the whole set. y' is fixed by a seeded permutation.
-
-The KL of a window must be known before its first backward. So y' is scored beforehand, without gradient; or beside y in
-one pass [prompt, y, y'], where that is cheaper: in evaluation, and in a window of one micro-batch if prompts are long.
+The KL of a window must be known before its first backward, so y' is scored beforehand, without gradient.
 """
 
-import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from ..data.packing import lengths_of
+from ..data.labels import class_weights
 from ..errors import InputError
-from ..losses import UNPAIRED
-from ..models.reference import Reference
-from ..models.score_cache import branch_logps
-from ..scoring import layouts
-from ..scoring.layouts import Branch, Example, per_branch
-from ..scoring.tiles import LogProb
-from ..trainer import rule_table as rules
+from ..losses.unpaired import UNPAIRED
+from ..models.frozen import branch_logps
+from ..models.reference import make_reference
+from ..scoring.forward import per_branch, targets
+from ..scoring.head import LogProb
+from ..scoring.layouts import Branch, Collator, Example, collate
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
-from .kto_pairing import RunningMean, class_weights, partners
-
-logger = logging.getLogger(__name__)
+from . import METHODS
+from .kto_pairing import RunningMean, find_partners
 
 
 @dataclass
 class KTOConfig(PostTrainConfig):
     """Options of KTO; every other field of TrainingArguments and PostTrainConfig works as well."""
 
+    method: ClassVar = METHODS["kto"]
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     disable_dropout: bool = True
@@ -59,9 +55,24 @@ class KTOConfig(PostTrainConfig):
     precompute_ref_batch_size: int | None = None
     """Batch size of that; None: per_device_eval_batch_size."""
 
-    def __post_init__(self):
-        rules.check("kto", self)
-        super().__post_init__()
+
+@dataclass(frozen=True)
+class Pairs:
+    """Each row's prompt with its own completion and the mismatched one, to be laid out when it is known what for."""
+
+    examples: list[Example]
+
+
+class KTOCollator(Collator):
+    """Lays out each row's own completion; where there is a KL estimate, `pairs` comes along."""
+
+    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+        """As `Collator`."""
+        batch = super().__call__(rows)
+        if "mismatch_ids" in rows[0]:
+            answers = [[Branch(row["completion_ids"]), Branch(row["mismatch_ids"])] for row in rows]
+            batch["pairs"] = Pairs([Example(row["prompt_ids"], a) for row, a in zip(rows, answers, strict=True)])
+        return batch
 
 
 class KTOTrainer(PostTrainer):
@@ -70,19 +81,15 @@ class KTOTrainer(PostTrainer):
     `compute_metrics` gets log-probabilities [B, 2] (policy, reference) and, as label_ids, the labels [B].
     """
 
-    method = "kto"
-    unit = "examples"
     config_class = KTOConfig
+    collator_class = KTOCollator
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         labels = None if self.train_dataset is None else self.train_dataset["label"]
         self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
-        self.reference = Reference(self, ref_model)
+        self.reference = make_reference(self, ref_model)
         self.delta = RunningMean(self.accelerator)
-        self.one_pass = self.args.disable_dropout and self.router_coef == 0 and _has_long_prompts(self.train_dataset)
-        if self.one_pass and self.args.gradient_accumulation_steps == 1:
-            logger.info("KL: scored in one pass with the rows' own completions, since prompts are long")
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
 
@@ -96,61 +103,50 @@ class KTOTrainer(PostTrainer):
         rows = super().prepare_rows(rows, tokenizer, args, name)
         if args.loss_type != "kto":
             return rows
-        answers = rows.select(partners(rows, args.seed, name))["completion_ids"]
+        answers = rows.select(find_partners(rows, args.seed, name))["completion_ids"]
         mismatched = [
             _cut(ids, prompt, args.max_length) for ids, prompt in zip(answers, rows["prompt_ids"], strict=True)
         ]
         return rows.add_column("mismatch_ids", mismatched)
 
     @staticmethod
-    def collate_rows(rows: list[dict], layout: str, config: KTOConfig) -> dict[str, Any]:
-        """Rows -> a batch of own completions, `label` [B], and where there is a KL estimate two more batches:
+    def examples(row: dict) -> list[Example]:
+        """The row's own completion, and its label."""
+        return [Example(row["prompt_ids"], [Branch(row["completion_ids"])], {"label": bool(row["label"])})]
 
-        `mismatch` with the partner's completion, and `pair` with own and partner's completion.
-        """
-        batch: dict[str, Any] = {"index": torch.tensor([row["index"] for row in rows])}
-        batch["label"] = torch.tensor([bool(row["label"]) for row in rows])
-        own = [Example(row["prompt_ids"], [Branch(row["completion_ids"])]) for row in rows]
-        batch |= layouts.collate(own, layout)
-        if "mismatch_ids" in rows[0]:
-            others = [Branch(row["mismatch_ids"]) for row in rows]
-            mismatched = [Example(row["prompt_ids"], [branch]) for row, branch in zip(rows, others, strict=True)]
-            batch["mismatch"] = layouts.collate(mismatched, layout)
-            pairs = [Example(one.prompt, [*one.branches, branch]) for one, branch in zip(own, others, strict=True)]
-            batch["pair"] = layouts.collate(pairs, layout)
-        if "ref_logps" in rows[0]:
-            batch["ref_logps"] = torch.tensor([row["ref_logps"] for row in rows])
-        return batch
+    # ---- the KL of a window
 
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Each micro-batch with the reference's scores and the shift of the window, unless `losses` finds it."""
-        batches = [self._prepare_inputs(batch) for batch in batches]
-        if len(batches) == 1 and self.one_pass and self.data_collator.keywords["layout"] == "shared":
-            return batches
-        batches = [self.estimate(self.model_wrapped, batch) for batch in batches]
-        shift = self._window_shift(batches)
-        return [batch | {"shift": shift} for batch in batches]
-
-    def _window_shift(self, batches: list[dict]) -> Tensor:
-        """BCO's delta, or the mean KL over the window and all ranks, not clamped: a scalar."""
+        """Each micro-batch with the reference's scores and the shift of the window."""
+        batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
+        # one number for all micro-batches and ranks: BCO's delta, or the mean KL, which the loss clamps at 0
         if self.args.loss_type == "bco":
-            return self.delta.mean.to(self.accelerator.device, torch.float32)
-        kl, weights = (torch.cat(parts) for parts in zip(*((b["kl"], self.weights(b)) for b in batches), strict=True))
-        total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
-        return total / count
+            shift = self.delta.mean.to(self.accelerator.device, torch.float32)
+        else:
+            kl, weights = torch.cat([b["kl"] for b in batches]), torch.cat([self.weights(b) for b in batches])
+            total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
+            shift = total / count
+        return [batch | {"shift": shift} for batch in batches]
 
     def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         """Add `ref_logps` [B, 1 or 2] and `kl` [B], the log-ratios of the mismatched completions (0 without)."""
-        ref, size = self._reference(model, batch), len(batch["index"])
-        if "mismatch" not in batch:
+        ref = self.reference.logps(model, batch)
+        if "pairs" not in batch:
             return batch | {"ref_logps": ref, "kl": torch.zeros_like(ref[:, 0])}
         with self.accelerator.autocast():
-            mismatch = branch_logps(model, batch["mismatch"], size, 1)[:, 0]
+            mismatch = branch_logps(model, self._lay_out(batch["pairs"], first=1))
         return batch | {"ref_logps": ref, "kl": mismatch - ref[:, 1]}
 
-    def _reference(self, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """The reference's log-probabilities of the own and (for a KL estimate) the mismatched completions, [B, K]."""
-        return self.reference.logps(model, batch, batch.get("pair", batch), 2 if "pair" in batch else 1)
+    def reference_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Both completions of each row, in one pass."""
+        return self._lay_out(batch["pairs"], first=0) if "pairs" in batch else batch
+
+    def _lay_out(self, pairs: Pairs, first: int) -> dict[str, Any]:
+        """The prompts with their completions from number `first` on."""
+        examples = [Example(one.prompt, one.branches[first:]) for one in pairs.examples]
+        return self._prepare_inputs(collate(examples, self.data_collator.layout))
+
+    # ---- losses
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Also forgets what an evaluation that was broken off has left."""
@@ -159,38 +155,29 @@ class KTOTrainer(PostTrainer):
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One weighted loss for each row, [B]."""
-        size, label, whole = len(batch["index"]), batch["label"], "shift" not in batch
-        part = batch["pair"] if whole and "pair" in batch else batch
-        branches = 1 if part is batch else 2
-        ref = self._reference(model, batch) if whole else batch["ref_logps"]
-        scores = self.score(model, part, LogProb(layouts.targets(part)))
-        logps = per_branch(scores["value"], part["owner"], size, branches)
-        lengths = per_branch(torch.ones_like(scores["value"]), part["owner"], size, branches)
-        if whole:
-            batch = self._with_shift(batch, (logps.detach() - ref)[:, 1:])
-        logps, ref = logps[:, :1], ref[:, :1]
-        self.reference.check_start(logps, ref, lengths[:, :1])
+        part = batch
+        if evaluating := "shift" not in batch:  # no backward waits for the KL: both completions in one pass
+            part = self.reference_batch(batch)
+            batch = batch | {"ref_logps": self.reference.logps(model, batch)}
+        scores = self.score(model, part, LogProb(targets(part)))
+        logps = per_branch(scores["value"], part).view(len(batch["index"]), -1)
+        lengths = per_branch(torch.ones_like(scores["value"]), part).view_as(logps)
+        if evaluating:  # the shift is provisional, the exact one comes when the set is through
+            kl, bco = (logps - batch["ref_logps"])[:, 1:].sum(1), self.args.loss_type == "bco"
+            batch |= {"kl": kl, "shift": self.delta.mean.to(kl) if bco else kl.mean()}
+        logps, ref, label = logps[:, 0], batch["ref_logps"][:, 0], batch["label"]
+        self.reference.check_start(logps, ref, lengths[:, 0])
 
-        log_ratio = (logps - ref)[:, 0]
+        log_ratio = logps - ref
         values, weights = self.row_losses(log_ratio, label, batch["shift"]), self.weights(batch)
         if logps.requires_grad:
             self.delta.add(self.args.beta * log_ratio, weights)
         else:
             evaluated = torch.stack([log_ratio, label.to(log_ratio), batch["kl"]], dim=1)
             self.evaluated.append(evaluated[weights > 0].cpu())
-        metrics = self._metrics(logps[:, 0], log_ratio, batch, weights)
-        predictions = torch.cat([logps, ref], dim=1).detach()
+        metrics = self._metrics(logps, log_ratio, batch, weights)
+        predictions = torch.stack([logps, ref], dim=1).detach()
         return Losses(values, weights, metrics, scores.get("router_logits"), predictions, label)
-
-    def _with_shift(self, batch: dict[str, Any], kl: Tensor) -> dict[str, Any]:
-        """Add `kl` [B] from the log-ratios of the mismatched completions, [B, 1] or [B, 0], and the shift.
-
-        In evaluation that is provisional: the exact one comes when the set is through.
-        """
-        batch = batch | {"kl": kl.sum(1)}
-        if torch.is_grad_enabled() or self.args.loss_type == "bco":
-            return batch | {"shift": self._window_shift([batch])}
-        return batch | {"shift": batch["kl"].mean()}
 
     def row_losses(self, log_ratio: Tensor, label: Tensor, shift: Tensor) -> Tensor:
         """The loss of each row with its class weight, [B]; shift: KL estimate (clamped here) or BCO's delta."""
@@ -231,14 +218,6 @@ class KTOTrainer(PostTrainer):
             shift = self.delta.mean if self.args.loss_type == "bco" else kl.mean()
             metrics["loss"] = self.row_losses(log_ratio, label.bool(), shift.to(log_ratio)).mean().item()
         return metrics
-
-
-def _has_long_prompts(rows: Any) -> bool:
-    """Does reading the prompts twice cost more than a backward through the mismatched completions, 2 forwards?"""
-    if rows is None or "mismatch_ids" not in rows.column_names:
-        return False
-    prompts, others = (lengths_of(rows, name).sum() for name in ("prompt_ids", "mismatch_ids"))
-    return bool(prompts > 2 * others)
 
 
 def _cut(ids: list[int], prompt: list[int], max_length: int | None) -> list[int]:

@@ -1,7 +1,6 @@
-"""What labelled single answers need beside their loss: a partner of each row, class weights, BCO's running mean."""
+"""What KTO needs besides its loss: a partner of each row, and BCO's running mean of rewards."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import datasets
@@ -11,12 +10,12 @@ from torch import Tensor
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from ..errors import InputError
-from ..trainer.metrics import sum_and_count
+from ..trainer.loss_units import sum_and_count
 
 logger = logging.getLogger(__name__)
 
 
-def partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarray:
+def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarray:
     """For each row the number of a row with another prompt: a seeded permutation where that is possible, [rows].
 
     Rows of one prompt stand together in a shuffled order that is then shifted by the largest group: no row meets its
@@ -36,29 +35,6 @@ def partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.ndarr
         others = np.flatnonzero(group != sizes.argmax())
         partner[clash] = random.choice(others, clash.sum())
     return partner
-
-
-def class_weights(
-    desirable: float | str, undesirable: float | str, labels: Sequence[bool] | None
-) -> tuple[float, float]:
-    """(desirable, undesirable) with `auto` resolved: the rarer class is raised until both weigh the same in total.
-
-    Raises InputError for auto on labels of one class.
-    """
-    weights = {True: desirable, False: undesirable}
-    if "auto" not in weights.values() or labels is None:
-        resolved = [1.0 if weights[label] == "auto" else float(weights[label]) for label in (True, False)]
-        return resolved[0], resolved[1]
-    good = sum(labels)
-    count = {True: good, False: len(labels) - good}
-    if not all(count.values()):
-        raise InputError(f"class weight auto needs both labels, the data has {good} desirable of {len(labels)} rows")
-    for label in (True, False):
-        other = 1.0 if weights[not label] == "auto" else float(weights[not label])
-        if weights[label] == "auto":
-            weights[label] = max(1.0, other * count[not label] / count[label])
-    logger.info("class weights: desirable %.3g, undesirable %.3g", weights[True], weights[False])
-    return float(weights[True]), float(weights[False])
 
 
 class RunningMean(TrainerCallback, ExportableState):

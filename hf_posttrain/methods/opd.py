@@ -12,30 +12,29 @@ Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy disti
 import math
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import datasets
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..generation import rollout, vllm_options
-from ..generation import vllm as vllm_rollout
-from ..losses import policy_gradient
-from ..models import prepare as policy
+from ..generation import rollout, vllm, vllm_options
+from ..losses.divergence import policy_gradient
+from ..models.prepare import find_terminal_ids
 from ..models.teacher import add_teacher
-from ..scoring import layouts
-from ..scoring import teacher_tiles as distill
-from ..scoring.layouts import Branch, Example, per_branch
-from ..scoring.tiles import LogProb
-from ..trainer import rule_table as rules
+from ..scoring import teacher_tiles
+from ..scoring.forward import per_branch, targets
+from ..scoring.head import LogProb
+from ..scoring.layouts import Branch, Collator, Example, collate, share_out
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses, row_weights
+from . import METHODS
 from .rules import POLICY_GRADIENT
 
 BACKENDS: dict[str, Any] = {
-    "transformers": rollout.OwnModel, "colocate": vllm_rollout.Colocated, "server": vllm_rollout.Server,
+    "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm.Server,
 }  # fmt: skip
 """What samples rollouts, by vllm_mode or else by rollout."""
 EVALUATION = 2**31
@@ -46,6 +45,7 @@ EVALUATION = 2**31
 class OPDConfig(PostTrainConfig):
     """Options of OPD; every other field of TrainingArguments and PostTrainConfig works as well."""
 
+    method: ClassVar = METHODS["opd"]
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     loss_type: str = "reverse_kl"
@@ -76,15 +76,10 @@ class OPDConfig(PostTrainConfig):
     """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
 
     def __post_init__(self):
-        rules.check("opd", self)
         super().__post_init__()
         vllm_options.check_installed(self)
         if self.rollout == "vllm":
             self.vllm_mode = self.vllm_mode or "colocate"
-
-
-ROWS = ("index", "row_weights")
-"""What a batch of prompts says of its rows."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,14 @@ class Prompts:
     """Rows on their way to the rollouts; opaque to what moves batches to a device."""
 
     rows: list[dict]
-    layout: str
+
+
+class PromptCollator(Collator):
+    """Keeps prompts as they are: `roll_out` makes them a batch, once they have answers."""
+
+    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+        """`index` [rows], and `prompts`."""
+        return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Prompts(rows)}
 
 
 class OPDTrainer(PostTrainer):
@@ -103,31 +105,27 @@ class OPDTrainer(PostTrainer):
     [prompts, K] as label_ids.
     """
 
-    method = "opd"
-    unit = "tokens"
     config_class = OPDConfig
+    collator_class = PromptCollator
 
     def __init__(
-        self,
-        *args: Any,
-        teacher_model: nn.Module | str | None = None,
-        teacher_offload: bool = False,
-        **kwargs: Any,
+        self, *args: Any, teacher_model: nn.Module | str | None = None, teacher_offload: bool = False, **kwargs: Any
     ):
         super().__init__(*args, **kwargs)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
-        theirs = policy.terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
+        theirs = find_terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
         self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
         rollout.warn_if_altered(self.generation_config)
         self.rollouts = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
         self.synchronised: int | None = None
+        """The step whose weights are where rollouts are sampled."""
         if self.args.lmbda < 1:
             require_completions(self.train_dataset)
 
     @staticmethod
-    def collate_rows(rows: list[dict], layout: str, config: OPDConfig) -> dict[str, Any]:
-        """Prompts alone; `rolled_out` makes them a batch."""
-        return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Prompts(rows, layout)}
+    def examples(row: dict) -> list[Example]:
+        """The prompt with its completion in the data, where it has one."""
+        return [Example(row["prompt_ids"], [Branch(row["completion_ids"])] if row["completion_ids"] else [])]
 
     # ---- rollouts
 
@@ -136,6 +134,15 @@ class OPDTrainer(PostTrainer):
         self.synchronised = None
         return super().train(*args, **kwargs)
 
+    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rollouts of all micro-batches, from one generation call."""
+        self._synchronise()
+        return self.roll_out(batches, self.state.global_step)
+
+    def prepare_evaluation(self) -> None:
+        """Evaluation samples too."""
+        self._synchronise()
+
     def _synchronise(self) -> None:
         """The weights of now to where rollouts are sampled: once an optimizer step, and each time outside training."""
         step = self.state.global_step if self.is_in_train else None
@@ -143,47 +150,38 @@ class OPDTrainer(PostTrainer):
             self.rollouts.synchronise()
         self.synchronised = step
 
-    def prepare_evaluation(self) -> None:
-        """Evaluation samples too."""
-        self._synchronise()
-
-    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rollouts of all micro-batches, from one generation call."""
-        self._synchronise()
-        return self.rolled_out(batches, self.state.global_step)
-
-    def rolled_out(self, batches: list[dict], *seed: int) -> list[dict]:
+    def roll_out(self, batches: list[dict], *seed: int) -> list[dict]:
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
         args, rows = self.args, [row for batch in batches for row in batch["prompts"].rows]
         own_seed = (args.seed, *seed, self.accelerator.process_index)
         with rollout.seeded(self.accelerator.device, *own_seed):
             share = 1.0 if seed[0] == EVALUATION else args.lmbda
-            own = (torch.rand(len(rows)) < share).tolist()
-            prompts = [row["prompt_ids"] for row, on_policy in zip(rows, own, strict=True) if on_policy]
+            sampled = (torch.rand(len(rows)) < share).tolist()
+            prompts = [row["prompt_ids"] for row, own in zip(rows, sampled, strict=True) if own]
             rollouts = iter(self.rollouts.generate(prompts, own_seed))
-        examples = [
-            Example(row["prompt_ids"], [Branch(ids) for ids in islice(rollouts, args.num_generations)])
-            if on_policy else Example(row["prompt_ids"], [Branch(row["completion_ids"][: args.max_completion_length])])
-            for row, on_policy in zip(rows, own, strict=True)
-        ]  # fmt: skip
+        examples = []
+        for row, own in zip(rows, sampled, strict=True):
+            answers = list(islice(rollouts, args.num_generations)) if own else [row["completion_ids"]]
+            examples.append(Example(row["prompt_ids"], [Branch(ids[: args.max_completion_length]) for ids in answers]))
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
-        return self._collated(batches, examples, own)
+        return self._lay_out(batches, examples, sampled)
 
-    def _collated(self, batches: list[dict], examples: list[Example], own: list[bool]) -> list[dict]:
+    def _lay_out(self, batches: list[dict], examples: list[Example], sampled: list[bool]) -> list[dict]:
         """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other.
 
         Of each branch: `last_id`, and whether it was `sampled`.
         """
         tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
-        groups = layouts.balanced(tokens, [len(batch["prompts"].rows) for batch in batches])
-        rows = {name: torch.cat([batch[name] for batch in batches]) for name in ROWS if name in batches[0]}
+        groups = share_out(tokens, [len(batch["prompts"].rows) for batch in batches])
+        columns = [name for name in ("index", "row_weights") if name in batches[0]]
+        rows = {name: torch.cat([batch[name] for batch in batches]) for name in columns}
         made = []
-        for group in groups:
-            batch = layouts.collate([examples[row] for row in group], batches[0]["prompts"].layout)
-            branches = [(branch.ids[-1], own[row]) for row in group for branch in examples[row].branches]
+        for group in map(sorted, groups):
+            batch = collate([examples[row] for row in group], self.data_collator.layout)
+            branches = [(branch.ids[-1], sampled[row]) for row in group for branch in examples[row].branches]
             batch["last_id"] = torch.tensor([last for last, _ in branches])
-            batch["sampled"] = torch.tensor([on_policy for _, on_policy in branches])
+            batch["sampled"] = torch.tensor([own for _, own in branches])
             batch |= {name: values[group] for name, values in rows.items()}
             made.append(self._prepare_inputs(batch))
         return made
@@ -193,41 +191,40 @@ class OPDTrainer(PostTrainer):
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """The loss of each rollout token, [N]."""
         if "shift_labels" not in batch:  # evaluation
-            [batch] = self.rolled_out([batch], EVALUATION, int(batch["index"][0]) % 2**32)
-        config, targets = self.args, layouts.targets(batch)
+            [batch] = self.roll_out([batch], EVALUATION, int(batch["index"][0]) % 2**32)
         weights = self.weights(batch)
-        if config.loss_type == POLICY_GRADIENT:
-            values, scores = self._policy_gradient(model, batch, targets, weights)
+        if self.args.loss_type == POLICY_GRADIENT:
+            values, scores = self._policy_gradient(model, batch, weights)
         else:
-            function = distill.divergence(config.loss_type, config.beta, config.skew_alpha)
-            tile = distill.dense(function, self.teacher.side(batch), targets, config.temperature, ce_coef=0.0)
+            function = teacher_tiles.divergence(self.args.loss_type, self.args.beta, self.args.skew_alpha)
+            states, temperature = self.teacher.states(batch), self.args.temperature
+            tile = teacher_tiles.dense(function, states, targets(batch), temperature, ce_coef=0.0)
             scores = self.score(model, batch, tile, weights)
             values = scores["value"]
-        lengths = per_branch(torch.ones_like(values), batch["owner"], len(batch["sampled"]), 1)[:, 0]
+        lengths = per_branch(torch.ones_like(values), batch)
         metrics = self._metrics(scores, batch, lengths, weights)
-        return Losses(values, weights, metrics, scores.get("router_logits"), *self._of_rollouts(scores, batch, lengths))
+        return Losses(values, weights, metrics, scores.get("router_logits"), *self._predicted(scores, batch, lengths))
 
-    def _of_rollouts(self, scores: dict, batch: dict, lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def _policy_gradient(self, model: nn.Module, batch: dict, weights: Tensor) -> tuple[Tensor, dict]:
+        """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
+        tokens, temperature, discount = targets(batch), self.args.temperature, self.args.discount
+        teacher = self.teacher.score(batch, LogProb(tokens, temperature, vocabulary=self.vocabulary))["value"]
+        if discount == 0:
+            tile = teacher_tiles.SampledPolicyGradient(tokens, teacher, temperature, self.vocabulary)
+            scores = self.score(model, batch, tile, weights)
+            return scores["value"], scores
+        scores = self.score(model, batch, LogProb(tokens, temperature, True, self.vocabulary))
+        student = scores["value"].detach()
+        advantage = teacher_tiles.credited(teacher - student, batch["owner"], discount)
+        return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
+
+    def _predicted(self, scores: dict, batch: dict, lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """In evaluation, where every prompt has K rollouts: log-probabilities [B, K, 2] and lengths [B, K]."""
         if torch.is_grad_enabled():
             return None, None
-        size, count = len(batch["index"]), self.args.num_generations
-        summed = [per_branch(scores[name], batch["owner"], size, count) for name in ("student", "teacher")]
-        return torch.stack(summed, dim=-1), lengths.view(size, count)
-
-    def _policy_gradient(self, model: nn.Module, batch: dict, targets: Tensor, weights: Tensor) -> tuple[Tensor, dict]:
-        """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
-        temperature, discount = self.args.temperature, self.args.discount
-        teacher = self.teacher.score(batch, LogProb(targets, temperature, vocabulary=self.vocabulary))["value"]
-        if discount == 0:
-            scores = self.score(
-                model, batch, distill.SampledPolicyGradient(targets, teacher, temperature, self.vocabulary), weights
-            )
-            return scores["value"], scores
-        scores = self.score(model, batch, LogProb(targets, temperature, True, self.vocabulary))
-        student = scores["value"].detach()
-        advantage = distill.credited(teacher - student, batch["owner"], discount)
-        return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
+        shape = len(batch["index"]), self.args.num_generations
+        summed = [per_branch(scores[name], batch).view(shape) for name in ("student", "teacher")]
+        return torch.stack(summed, dim=-1), lengths.view(shape)
 
     def _metrics(
         self, scores: dict, batch: dict, lengths: Tensor, weights: Tensor

@@ -1,13 +1,14 @@
-"""Rules of single methods: losses and their options, and rollouts by vLLM.
+"""What the options of single methods exclude: losses and their options, and rollouts by vLLM.
 
-Each function takes values with the fields of the method's Config, as given, and yields problems. A test holds the names
-of losses equal to the tables of functions in `losses`, which import torch.
+Each rule takes an object with the fields of the method's Config, as given, and yields problems, without torch. A test
+holds the names of losses equal to the tables of functions in `losses`.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
-from ..trainer.limits import Problem, one_of
+from ..trainer.method import Problem
+from ..trainer.rules import one_of
 
 PAIRED = (
     "sigmoid", "ipo", "ipo_sum", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",

@@ -12,9 +12,8 @@ A user's mistake is an InputError of one line. Weights are safetensors unless tr
 
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +30,12 @@ from transformers import (
 )
 from transformers.integrations import deepspeed as hf_deepspeed
 
-from ..errors import InputError
-from ..recipe import files as on_disk
-from ..recipe.fields import build, nearest_path
-from ..recipe.read import ModelSection
+from ..errors import InputError, nearest_path
+from .section import TOKENIZER_FILES, ModelSection, is_local
 
 logger = logging.getLogger(__name__)
 
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
-
-
-@dataclass
-class _LoraKeys(peft.LoraConfig):
-    """LoraConfig's fields as recipes name and type them; only read, never made."""
-
-    alpha: int = 8
-    dropout: float = 0.0
-    init_lora_weights: bool | str = True  # type: ignore[assignment]  # peft takes pissa_niter_16 as well
 
 
 def check_model(section: ModelSection) -> PretrainedConfig:
@@ -74,7 +62,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     with names_the_source("tokenizer", name):
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     folder = Path(name)
-    if folder.is_dir() and not any(file for pattern in on_disk.TOKENIZER_FILES for file in folder.glob(pattern)):
+    if folder.is_dir() and not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
     if section.chat_template:
         tokenizer.chat_template = Path(section.chat_template).read_text(encoding="utf-8")
@@ -106,14 +94,11 @@ def load_model(
     `device`, by default a GPU if there is one, is where it will run: it decides the default dtype, and quantised
     weights are placed there, while others stay on CPU. 4-bit weights are kept as `storage`: what their engine can cut
     (`launch.quantised_storage`). `from_scratch` draws weights from torch's global generator, so seed it first. Raises
-    InputError for a model that is not there, an attention implementation that it refuses, and quantised weights that
-    would all be trained.
+    InputError for a model that is not there, and an attention implementation that it refuses.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = check_model(section)
     whole = trainable and section.lora is None and not section.adapter
-    if whole and section.quantization != "none":
-        raise InputError("quantization needs lora or adapter: quantised weights cannot be trained")
     kwargs: dict[str, Any] = {
         "dtype": weights_dtype(section, config, whole, device),
         "trust_remote_code": section.trust_remote_code,
@@ -138,23 +123,22 @@ def load_model(
     return model
 
 
-def lora_config(section: ModelSection, where: Callable[[str], str] = lambda key: "model") -> peft.LoraConfig | None:
+def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig | None:
     """`section.lora` as a LoraConfig for a causal LM, on all linear layers by default; None without LoRA.
 
-    r, alpha, dropout and target_modules are the friendly names; every LoraConfig field is allowed. `where` gives the
-    place of a key for messages. Raises InputError for an unknown name, a wrong type and what LoraConfig refuses.
+    r, alpha, dropout and target_modules are the friendly names; every LoraConfig field is allowed. where: the place of
+    the section, for messages. Raises InputError for a field under two names, and for what LoraConfig refuses.
     """
     if section.lora is None:
         return None
-    given = build(_LoraKeys, section.lora, "model.lora", where, {"model.lora.rank": "use r"}.get)
-    values = {_FRIENDLY.get(name, name): value for name, value in given.items()}
-    if len(values) < len(given):
-        raise InputError(f"{where('model.lora')}: model.lora gives alpha or dropout under two names")
+    values = {_FRIENDLY.get(name, name): value for name, value in section.lora.items()}
+    if len(values) < len(section.lora):
+        raise InputError(f"{where}: model.lora gives alpha or dropout under two names")
     values = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values}
     try:
         return peft.LoraConfig(**values)
-    except (ValueError, ImportError) as error:
-        raise InputError(f"{where('model.lora')}: model.lora: {error}") from error
+    except (ValueError, TypeError, ImportError) as error:
+        raise InputError(f"{where}: model.lora: {error}") from error
 
 
 def vocabulary_size(section: ModelSection) -> int:
@@ -259,5 +243,5 @@ def names_the_source(what: str, name: str) -> Iterator[None]:
         path = Path(name)
         if path.exists():
             raise InputError(f"{what} {name}: {first}") from error
-        hub = "" if on_disk.is_local(name) else f"; from the Hub: {first}"
+        hub = "" if is_local(name) else f"; from the Hub: {first}"
         raise InputError(f"{what} {name}: no such folder{hub}{nearest_path(path)}") from error

@@ -10,30 +10,29 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..data import chat
 from ..errors import InputError
-from ..recipe.read import ModelSection
-from ..scoring import forward as scoring
-from ..trainer.config import PostTrainConfig
-from . import load as models
+from ..scoring import cpu, forward
+from . import load
+from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 
 
-def resolve(
+def resolve_model(
     model: nn.Module | str, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any = None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found."""
     if isinstance(model, str):
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
-        model, tokenizer = models.load_model(section), tokenizer or models.load_tokenizer(section)
+        model, tokenizer = load.load_model(section), tokenizer or load.load_tokenizer(section)
     if tokenizer is None:
         name = getattr(getattr(model, "config", None), "_name_or_path", None)
         if not name:
             raise InputError("processing_class is missing: pass the model's tokenizer")
-        tokenizer = models.load_tokenizer(ModelSection(name_or_path=name))
-    return model, models.with_pad(tokenizer)
+        tokenizer = load.load_tokenizer(ModelSection(name_or_path=name))
+    return model, load.with_pad(tokenizer)
 
 
-def terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
+def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
     """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config.
 
     Of the latter only special tokens of this tokenizer: a config that belongs to another one names ordinary words.
@@ -41,23 +40,23 @@ def terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_
     ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     if tokenizer.chat_template:
         ids.insert(0, chat.turn_end_id(tokenizer, template_kwargs))
-    config = getattr(scoring.causal_lm(model), "generation_config", None)
+    config = getattr(forward.causal_lm(model), "generation_config", None)
     own = getattr(config, "eos_token_id", None)
     special = chat.special_ids(tokenizer)
     ids += [i for i in (own if isinstance(own, list) else [own]) if i in special]
     return list(dict.fromkeys(ids))
 
 
-def align(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
+def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
     """Make the model, once saved, stop where it is trained to stop; returns the generation config to save."""
-    inner = scoring.causal_lm(model)
+    inner = forward.causal_lm(model)
     if getattr(inner, "generation_config", None) is None:
         inner.generation_config = GenerationConfig.from_model_config(inner.config)
-    models.align_generation_config(inner, tokenizer, ends)
+    load.align_generation_config(inner, tokenizer, ends)
     return inner.generation_config
 
 
-def for_training(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> nn.Module:
+def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     """Add a new adapter where asked for, switch dropout off where asked for, let the forward take a scorer.
 
     Raises InputError for an adapter on an adapter, and for adapters that are not inside the layers (prompt tuning).
@@ -94,7 +93,9 @@ def for_training(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> n
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("no parameter of the model requires a gradient: there is nothing to train")
-    scoring.enable_scoring(model)
+    forward.enable_scoring(model)
+    if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
+        cpu.attend_by_document(forward.causal_lm(model))
     return model
 
 

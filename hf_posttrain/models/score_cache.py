@@ -1,7 +1,4 @@
-"""A second, frozen model: where it is kept, how it scores, and rows that it scored once and that are kept on disk.
-
-`reference.py` and `teacher.py` are its two uses.
-"""
+"""Rows that a frozen model scored once, before training, kept on disk under a key of all that changes the numbers."""
 
 import contextlib
 import hashlib
@@ -17,61 +14,34 @@ import datasets
 import pyarrow as pa
 import torch
 import xxhash
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from ..engines import engine
-from ..scoring import forward as scoring
-from ..scoring.layouts import per_branch, targets
-from ..scoring.tiles import LogProb
+from ..errors import InputError
+from ..scoring import forward
 
 logger = logging.getLogger(__name__)
 _NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_cache")
 
 
-class Frozen:
-    """A model in eval mode and without gradients, prepared for the engine by its first use: cut over the ranks where
-    the policy is. Enter it to use it; with `offload` it waits on CPU in between.
+def with_scores(rows: Any, option: str, score: Callable[[datasets.Dataset, str], datasets.Dataset], name: str) -> Any:
+    """Rows with the columns that `score(rows, name)` gives them; a dict of data sets one by one, None as None.
+
+    Raises InputError, naming the `option` that asks for it, for a stream.
     """
-
-    def __init__(self, model: nn.Module, accelerator: Accelerator, offload: bool = False):
-        model.requires_grad_(False)
-        scoring.enable_scoring(model)
-        self.model, self.accelerator, self.offload = model.eval(), accelerator, offload
-        self.prepared = False
-
-    def __enter__(self) -> nn.Module:
-        if not self.prepared:
-            self.model = engine.prepare_frozen(self.model, self.accelerator, self.offload)
-            self.prepared = engine.shards(self.accelerator)
-        return self.model
-
-    def __exit__(self, *error: Any) -> None:
-        if self.offload:
-            self.release()
-
-    def release(self) -> None:
-        """Give back the device's memory; the next use takes it again. Shards stay where they are."""
-        if not self.prepared:
-            self.model.to("cpu")
+    if rows is None:
+        return None
+    if isinstance(rows, dict):
+        return {key: with_scores(part, option, score, f"{name} {key}") for key, part in rows.items()}
+    if not isinstance(rows, datasets.Dataset):
+        raise InputError(f"{option} needs a data set of known length, not a stream")
+    return datasets.concatenate_datasets([rows, score(rows, name)], axis=1)
 
 
-def branch_logps(model: nn.Module, batch: dict[str, Any], examples: int, branches: int) -> Tensor:
-    """Summed log-probabilities of each branch, without gradient: [B, K]."""
-    with torch.no_grad(), scoring.eval_mode(model):
-        values = scoring.score(model, batch, LogProb(targets(batch)))["value"]
-    return per_branch(values, batch["owner"], examples, branches)
-
-
-# ---- rows computed once
-
-
-def cached(
-    key: list[Any], compute: Callable[[], datasets.Dataset], what: str, accelerator: Accelerator
-) -> datasets.Dataset:
+def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, accelerator: Any) -> datasets.Dataset:
     """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
 
     The first rank's key counts: on the others a sharded model may be empty until it is prepared.
@@ -117,11 +87,11 @@ def score_rows(
 
 def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
-    inner = scoring.causal_lm(model)
+    inner = forward.causal_lm(model)
     config = {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
     described = f"{engine.plain_class(inner).__name__} {json.dumps(config, sort_keys=True, default=str)}"
     digest = xxhash.xxh3_128(described.encode())
-    weights: dict[str, Any] = scoring.unwrapped(model).state_dict(keep_vars=True)
+    weights: dict[str, Any] = forward.unwrapped(model).state_dict(keep_vars=True)
     for name, tensor in weights.items():
         if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
             continue

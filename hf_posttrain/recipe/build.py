@@ -1,6 +1,5 @@
 """A recipe's sections -> the objects that a run is made of.
 
-    METHODS               the methods and where they are
     check_inputs          what YAML and the file system show, before torch
     configure             the method's Trainer class and Config
     of_any_machine        the recipe without what wants a launcher or a GPU
@@ -19,20 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
-from . import files as on_disk
-from .fields import nearest
-from .read import Recipe, check_train, placed, refuse, train_config
+from ..errors import InputError, error_context, nearest
+from ..methods import METHODS, config_class, trainer_class
+from . import files
+from .read import check_train, refuse, train_config
+from .sections import Recipe
 
 logger = logging.getLogger(__name__)
 
-METHODS = {  # method: (module, Config, Trainer), imported when it is used
-    "sft": ("hf_posttrain.methods.sft", "SFTConfig", "SFTTrainer"),
-    "dpo": ("hf_posttrain.methods.dpo", "DPOConfig", "DPOTrainer"),
-    "kto": ("hf_posttrain.methods.kto", "KTOConfig", "KTOTrainer"),
-    "kd": ("hf_posttrain.methods.kd", "KDConfig", "KDTrainer"),
-    "opd": ("hf_posttrain.methods.opd", "OPDConfig", "OPDTrainer"),
-}
 OF_THE_MACHINE = (
     "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "tf32", "rollout", "vllm_",
 )  # fmt: skip
@@ -43,25 +36,25 @@ def configure(recipe: Recipe) -> tuple[Any, Any]:
     """(trainer class, the method's Config). Raises InputError for what is wrong in the recipe alone, and as far as
     possible before torch is imported."""
     check_inputs(recipe)
-    module, config_name, trainer_name = METHODS[recipe.method]
-    method = imported(module)
+    method = METHODS[recipe.method]
+    imported(method.module)
     from ..engines.launch import quantisation_problem
 
-    config = train_config(recipe, getattr(method, config_name))
+    config = train_config(recipe, config_class(method))
     for name, section in (("model", recipe.model), ("teacher", recipe.teacher)):
         bits = section.quantization if section else "none"
         if bits != "none" and (problem := quantisation_problem(bits, config)):
             raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
-    return getattr(method, trainer_name), config
+    return trainer_class(method), config
 
 
 def check_inputs(recipe: Recipe, training: bool = False) -> None:
     """The train section, the files that are read and, for a training, what it writes. Raises InputError at once."""
     check_train(recipe)
-    refuse(recipe, on_disk.inputs(recipe))
+    refuse(recipe, files.inputs(recipe))
     _hush_bitsandbytes(recipe)
     if training:
-        refuse(recipe, on_disk.training(recipe))
+        refuse(recipe, files.training(recipe))
 
 
 def _hush_bitsandbytes(recipe: Recipe) -> None:
@@ -93,36 +86,48 @@ def imported(module: str) -> Any:
 def check_models(recipe: Recipe) -> tuple[Any, Any]:
     """(tokenizer, LoRA config or None), after everything about both models that shows without weights."""
     from ..models import load as models
-    from ..models.skeleton import skeleton
+    from ..models.skeleton import load_skeleton
 
-    with placed(recipe, "model.name_or_path"):
+    with error_context(recipe.where("model.name_or_path")):
         tokenizer, size = models.load_tokenizer(recipe.model), models.vocabulary_size(recipe.model)
         models.check_tokenizer_fits(tokenizer, size, recipe.model.name_or_path)
     if recipe.teacher:
-        with placed(recipe, "teacher.name_or_path"):
+        with error_context(recipe.where("teacher.name_or_path")):
             teacher_size = models.vocabulary_size(recipe.teacher)
             models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher), size, teacher_size)
     for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
         if section and section.attn_implementation not in ("auto", "eager", "sdpa"):  # those are always there
-            with placed(recipe, f"{key}.attn_implementation"):
-                skeleton(section)
-    peft_config = models.lora_config(recipe.model, recipe.where)
+            with error_context(recipe.where(f"{key}.attn_implementation")):
+                load_skeleton(section)
+    peft_config = models.lora_config(recipe.model, recipe.where("model.lora"))
     _check_target_modules(recipe, peft_config)
     return tokenizer, peft_config
 
 
 def _check_target_modules(recipe: Recipe, peft_config: Any) -> None:
     """Raises InputError for a name in model.lora.target_modules that no layer has."""
-    from ..models.skeleton import skeleton
+    from ..models.skeleton import load_skeleton
 
     key, wanted = "model.lora.target_modules", getattr(peft_config, "target_modules", None)
     if not isinstance(wanted, list | set):
         return
-    layers = [f".{name}" for name, _ in skeleton(recipe.model).named_modules()]
+    layers = [f".{name}" for name, _ in load_skeleton(recipe.model).named_modules()]
     for name in wanted:
         if not any(layer.endswith(f".{name}") for layer in layers):
             hint = nearest(name, {layer.rpartition(".")[2] for layer in layers}, listed=False)
             raise InputError(f"{recipe.where(key)}: {key}: no layer is called {name!r}{hint}")
+
+
+def load_skeletons(recipe: Recipe) -> list[Any]:
+    """The policy and, if any, the teacher, without weights. Raises InputError where a model is not there."""
+    from ..models.skeleton import load_skeleton
+
+    found = []
+    for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
+        if section:
+            with error_context(recipe.where(key)):
+                found.append(load_skeleton(section))
+    return found
 
 
 def check_vllm(recipe: Recipe, config: Any, peft_config: Any) -> None:
@@ -131,7 +136,7 @@ def check_vllm(recipe: Recipe, config: Any, peft_config: Any) -> None:
         from ..generation import vllm_options
 
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
-        with placed(recipe, key):
+        with error_context(recipe.where(key)):
             vllm_options.check(config, peft_config)
 
 
@@ -144,10 +149,10 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
 
     set_seed(config.seed)
     place: dict[str, Any] = {"device": config.device, "storage": launch.quantised_storage(config)}
-    with placed(recipe, "model.name_or_path"):
+    with error_context(recipe.where("model.name_or_path")):
         loaded: dict[str, Any] = {"model": models.load_model(recipe.model, **place)}
     if recipe.teacher:
-        with placed(recipe, "teacher.name_or_path"):
+        with error_context(recipe.where("teacher.name_or_path")):
             loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, **place)
         loaded["teacher_offload"] = recipe.teacher.offload
     return loaded

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..trainer.limits import Problem, one_of
-from .fields import build
+from ..methods import METHODS
+from ..models.section import ModelSection
+from ..trainer.method import Problem
+from ..trainer.rules import one_of
 from .files import template_problem
-from .keys import lora_fields
-
-if TYPE_CHECKING:
-    from .read import ModelSection, Recipe
+from .sections import Recipe
 
 _LORA_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {  # name: (allowed, what is wrong otherwise)
     "r": (lambda r: r > 0, "must be at least 1"),
@@ -39,17 +38,18 @@ _WANTS_EVAL = {
 
 def between_sections(recipe: Recipe) -> Iterator[Problem]:
     """What makes no sense in the model, teacher and data sections."""
-    distils = recipe.method in ("kd", "opd")
+    distils = METHODS[recipe.method].second == "teacher"
     if distils and recipe.teacher is None:
         yield ("method",), f"method {recipe.method} needs a teacher section (teacher.name_or_path: ...)"
     if recipe.teacher and not distils:
-        yield ("teacher", "method"), f"method {recipe.method} uses no teacher; that section belongs to kd and opd"
-    yield from _of_model(recipe.model, "model", recipe)
+        problem = f"method {recipe.method} uses no teacher; that section belongs to {_with_teacher()}"
+        yield ("teacher", "method"), problem
+    yield from _of_model(recipe.model, "model")
     if recipe.model.offload:
         problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
         yield ("model.offload",), problem
     if recipe.teacher:
-        yield from _of_model(recipe.teacher, "teacher", recipe)
+        yield from _of_model(recipe.teacher, "teacher")
         if recipe.teacher.lora is not None:
             problem = "teacher.lora makes no sense: the teacher is not trained (teacher.adapter loads one)"
             yield ("teacher.lora",), problem
@@ -63,6 +63,11 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
             yield (f"{key}.limit",), f"{key}.limit must be at least 1 (or null for all rows), not {source.limit}"
         if not 0 < source.weight < float("inf"):
             yield (f"{key}.weight",), f"{key}.weight must be a number above 0, not {source.weight}"
+
+
+def _with_teacher() -> str:
+    """The methods that have a teacher, as messages list them."""
+    return " and ".join(name for name, method in METHODS.items() if method.second == "teacher")
 
 
 def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
@@ -86,7 +91,7 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
             yield (key,), f"{key}: true needs train.max_steps, since the length of a stream is not known"
 
 
-def _of_model(section: ModelSection, key: str, recipe: Recipe) -> Iterator[Problem]:
+def _of_model(section: ModelSection, key: str) -> Iterator[Problem]:
     names = {name: f"{key}.{name}" for name in ("name_or_path", "adapter", "lora", "quantization", "from_scratch")}
 
     def both(one: str, other: str, why: str) -> Problem:
@@ -113,12 +118,6 @@ def _of_model(section: ModelSection, key: str, recipe: Recipe) -> Iterator[Probl
     if section.chat_template and (wrong := template_problem(section.chat_template)):
         yield (f"{key}.chat_template",), f"{key}.chat_template: {wrong}"
     if section.lora is not None:
-        yield from _of_lora(section.lora, names["lora"], recipe)
-
-
-def _of_lora(given: dict[str, Any], key: str, recipe: Recipe) -> Iterator[Problem]:
-    """Raises InputError for unknown names and wrong types."""
-    given = build(lora_fields(), given, key, recipe.where, {f"{key}.rank": "use r"}.get)
-    for name, (allowed, problem) in _LORA_LIMITS.items():
-        if (value := given.get(name)) is not None and not allowed(value):
-            yield (f"{key}.{name}",), f"{key}.{name} {problem}, not {value!r}"
+        for name, (allowed, problem) in _LORA_LIMITS.items():
+            if (value := section.lora.get(name)) is not None and not allowed(value):
+                yield (f"{key}.lora.{name}",), f"{key}.lora.{name} {problem}, not {value!r}"

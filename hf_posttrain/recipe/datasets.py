@@ -11,35 +11,37 @@ from typing import Any
 
 import datasets
 
-from .. import data
 from ..data.audit import DataAudit, audits
 from ..data.packing import lengths_of
+from ..data.sources import check_sources, decoded, load
 from ..engines import launch
-from ..generation import exact_match as answers
-from .read import Recipe, placed
+from ..errors import error_context
+from ..generation.exact_match import answerable
+from ..methods import METHODS
+from .sections import Recipe
 
 
 def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
     """{"train": rows, "eval": rows} as the trainer takes them. Raises InputError for the first bad file or row."""
     rows = {}
     for name, sources in _given(recipe):
-        with placed(recipe, f"data.{name}.path"):
-            data.check_sources(sources, name)
+        with error_context(recipe.where(f"data.{name}.path")):
+            check_sources(sources, name)
     with launch.main_process_first(config):
         for name, sources in _given(recipe):
-            with placed(recipe, f"data.{name}.path"), data.decoded(sources, name):
-                raw = data.load(sources, name)
+            with error_context(recipe.where(f"data.{name}.path")), decoded(sources, name):
+                raw = load(sources, name)
                 rows[name] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
-                    answers.answerable(rows[name])
+                    answerable(rows[name])
     return rows
 
 
-def audit_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, DataAudit]:
+def audit_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
-    raw = {name: data.load(sources, name) for name, sources in _given(recipe)}
+    raw = {name: load(sources, name) for name, sources in _given(recipe)}
     names = {name: _with_file(name, sources) for name, sources in _given(recipe)}
-    return audits(raw, trainer_class, tokenizer, config, names)
+    return audits(raw, METHODS[recipe.method], tokenizer, config, names)
 
 
 def summary(rows: Any) -> str:

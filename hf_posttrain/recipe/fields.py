@@ -2,26 +2,21 @@
 
     build(cls, values, key, where)  a mapping -> arguments of a dataclass: every name known, every value of its type
     typed(value, kind, key, where)  one value as its type annotation wants it
-    nearest(name, names)            the end of an error message: "; did you mean 'x'?"
-    nearest_path(path)              the same for a missing file
 
 A key is dotted (`data.train.0.path`); `where(key)` says its place ("recipes/kto.yaml:12" or "command line").
 """
 
 import dataclasses
-import difflib
-import os
 import types
 import typing
 from collections.abc import Callable, Iterable
 from enum import Enum
-from pathlib import Path
 from typing import Any, Literal, Union
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from ..errors import InputError
+from ..errors import InputError, nearest
 
 Where = Callable[[str], str]
 Advice = Callable[[str], str | None]
@@ -147,22 +142,3 @@ def _expected(kinds: tuple[Any, ...]) -> str:
 def _shown(value: Any) -> str:
     text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = False) -> str:
-    """The end of a message about an unknown name: the nearest valid one or, if `listed`, the few valid ones.
-
-    aside: in brackets, where the message goes on.
-    """
-    names = sorted(names)
-    close = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
-    if close:
-        return f" (did you mean {close[0]!r}?)" if aside else f"; did you mean {close[0]!r}?"
-    return f"; valid: {', '.join(names)}" if listed and len(names) <= 12 else ""
-
-
-def nearest_path(path: Path) -> str:
-    """The end of a message about a missing path: "; did you mean 'x'?" where something like it is beside it."""
-    beside = os.listdir(path.parent) if path.parent.is_dir() else []
-    hint = nearest(path.name, beside, listed=False)
-    return hint.replace("'", f"'{path.parent}/", 1) if hint and path.parent != Path(".") else hint

@@ -2,9 +2,7 @@
 
     inputs          models, tokenizers, adapters and data files, as problems (dotted keys, sentence)
     training        what only a run needs: weights, packages, output_dir, the checkpoint to resume
-    source_problem  one data source; data.check_sources says the same of data that no recipe names
     template_problem    a chat template's file
-    is_local        can a name only be that of a folder?
 
 A name that the hub may have is left to the hub, unless HF_HUB_OFFLINE is set and its cache has none of that name.
 """
@@ -14,11 +12,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import re
 from collections.abc import Callable, Iterator
-from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
 
 import yaml
 from huggingface_hub import constants as hub
@@ -26,24 +21,12 @@ from jinja2 import Environment, TemplateSyntaxError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 
-from ..trainer.limits import Problem
+from ..data.files import or_unreadable, source_problem
+from ..errors import nearest_path
+from ..models.section import TOKENIZER_FILES, ModelSection, is_local
+from ..trainer.method import Problem
 from ..trainer.rules import REPORTERS, reporters
-from .fields import nearest, nearest_path
-
-if TYPE_CHECKING:
-    from .read import ModelSection, Recipe
-
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Extension of a data file: what reads it in `datasets`."""
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-_INSTEAD = {
-    ".gz": "unpack it first (gunzip)", ".zst": "unpack it first (unzstd)", ".zip": "unpack it first (unzip)",
-    ".xz": "unpack it first (unxz)", ".bz2": "unpack it first (bunzip2)", ".tsv": "save it as .csv, with commas",
-    ".xlsx": "save it as .csv", ".txt": 'write one JSON object a line, such as {"text": ...}, into a .jsonl',
-    ".ndjson": "name it .jsonl",
-}  # fmt: skip
-_HEAD = 4096
-"""Bytes that are looked at in the beginning of a data file."""
+from .sections import Recipe
 
 
 def inputs(recipe: Recipe) -> Iterator[Problem]:
@@ -70,22 +53,6 @@ def training(recipe: Recipe) -> Iterator[Problem]:
     yield from _folders(recipe)
 
 
-Named = TypeVar("Named", str, Path)
-
-
-def _or_unreadable(problem_of: Callable[[Named], str | None]) -> Callable[[Named], str | None]:
-    """For what looks for a problem of a path: that the system refuses to say is one as well."""
-
-    @wraps(problem_of)
-    def looked(path: Named) -> str | None:
-        try:
-            return problem_of(path)
-        except OSError as error:
-            return f"{path} cannot be read ({error.strerror})"
-
-    return looked
-
-
 def _folders(recipe: Recipe) -> Iterator[Problem]:
     if not recipe.train.get("output_dir"):
         yield ("train",), "train.output_dir is missing: the folder in which the run leaves everything"
@@ -96,7 +63,7 @@ def _folders(recipe: Recipe) -> Iterator[Problem]:
         yield (key,), f"{key}: {problem}"
 
 
-@_or_unreadable
+@or_unreadable
 def _no_checkpoint(folder: Path) -> str | None:
     """Why this is no checkpoint to resume."""
     if not folder.is_dir():
@@ -104,7 +71,7 @@ def _no_checkpoint(folder: Path) -> str | None:
     return f"{folder} holds checkpoints: name one, or auto" if any(folder.glob("checkpoint-*")) else None
 
 
-@_or_unreadable
+@or_unreadable
 def _unwritable(folder: Path) -> str | None:
     """Why a folder that may not be there yet cannot be written to."""
     folder = folder.expanduser().absolute()
@@ -114,26 +81,7 @@ def _unwritable(folder: Path) -> str | None:
     return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written to"
 
 
-def is_local(name: str) -> bool:
-    """Can `name` only be that of a folder, since no repository of the hub is called so?"""
-    return name.startswith((".", "/", "~")) or name.count("/") > 1
-
-
-@_or_unreadable
-def source_problem(source: str) -> str | None:
-    """What is wrong with a data source: a missing path, an unknown extension, an empty or quite different file."""
-    path = Path(source).expanduser()
-    if path.is_file():
-        return _file_problem(path)
-    if path.is_dir():
-        return None if any(path.iterdir()) else f"the folder {path} is empty"
-    if path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        return f"there is no file or folder {path}{nearest(path.name, beside, listed=False, aside=True)}"
-    return None
-
-
-@_or_unreadable
+@or_unreadable
 def template_problem(name: str) -> str | None:
     """What is wrong with the file of a chat template: missing, or not the Jinja that transformers renders."""
     path = Path(name)
@@ -168,7 +116,7 @@ def _model(recipe: Recipe, key: str, section: ModelSection) -> Iterator[Problem]
 def _named_problem(recipe: Recipe, name: str, problem_of: Callable[[Path], str | None]) -> str | None:
     """Why there is nothing of this name, or what `problem_of` says of the folder."""
 
-    @_or_unreadable
+    @or_unreadable
     def problem(name: str) -> str | None:
         return problem_of(Path(name)) if Path(name).exists() else _missing(recipe, name)
 
@@ -230,20 +178,3 @@ def _lacks_weights(section: ModelSection) -> str | None:
     if section.trust_remote_code:
         return None
     return "has pickled weights alone (*.bin), which can run code: trust_remote_code: true reads them all the same"
-
-
-def _file_problem(path: Path) -> str | None:
-    if path.suffix not in BUILDERS:
-        instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""
-        return f"{path} has an unknown extension; known are {', '.join(BUILDERS)}{instead}"
-    with path.open("rb") as file:
-        head = file.read(_HEAD)
-        if not head.strip() and not any(line.strip() for line in file):
-            return f"{path} is empty"
-    if head.startswith(b"version https://git-lfs"):
-        return f"{path} is a pointer of Git LFS, not the data: git lfs pull"
-    if path.suffix == ".parquet" and not head.startswith(b"PAR1"):
-        return f"{path} is no Parquet file: it does not begin with PAR1"
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return f"{path} is text in UTF-16: save it in UTF-8"
-    return None

@@ -6,7 +6,8 @@ belongs(key, sections, method)  the end of a message, "write model.lora", or Non
 import re
 from collections.abc import Collection, Mapping
 
-from .keys import advice, owners
+from ..trainer.renamed import advice
+from .keys import owners
 
 _ELSEWHERE = {  # names of other libraries and habits, and the key that they mean
     "model_name_or_path": "model.name_or_path",

@@ -2,13 +2,6 @@
 
     load_recipe(path, overrides)        -> Recipe; everything that YAML alone shows is checked here, without torch
     train_config(recipe, config_class)  -> the method's Config from the `train` section
-    Recipe.to_yaml()                    -> the recipe as resolved; load_recipe reads it back
-
-    method: kto
-    model:  {name_or_path, from_scratch, dtype, ...}       ModelSection
-    teacher: same keys, kd and opd only                    ModelSection
-    data:   {train: source or list, eval: ...}             DataSection of Source
-    train:  every TrainingArguments field and the method's own
 
 Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12: " or "command line: ".
 """
@@ -16,120 +9,23 @@ Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12:
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import InputError, LaunchError
-from ..trainer import rule_table as rules
-from ..trainer.limits import Problem
+from ..methods import METHODS
+from ..models.section import ModelSection
+from ..trainer import rules
+from ..trainer.method import Problem
 from . import hints
 from .contradictions import between_sections, with_train
 from .fields import build
-from .keys import METHODS, Method, lora_fields, train_fields
-from .yaml_tree import place_of, read_tree, write_tree
+from .keys import lora_fields, train_fields
+from .sections import DataSection, Recipe, Source
+from .yaml_tree import place_of, read_tree
 
 Config = TypeVar("Config")
-
-
-@dataclass
-class ModelSection:
-    """A model: where it comes from and how it is loaded (`model` and `teacher`)."""
-
-    name_or_path: str
-    """Hub name or folder."""
-    from_scratch: bool = False
-    """Random weights from the folder's config.json instead of saved ones; the tokenizer is in the same folder."""
-    dtype: Literal["default", "auto", "float32", "bfloat16", "float16"] = "default"
-    """`default`: float32 if all weights are trained; a LoRA base or frozen model bfloat16 on GPU, float32 on CPU."""
-    attn_implementation: str = "auto"
-    """`auto` leaves the choice to transformers; otherwise eager, sdpa, flex_attention, flash_attention_2, ..."""
-    quantization: Literal["none", "4bit", "8bit"] = "none"
-    """Weights quantised by bitsandbytes: for a LoRA base or a teacher."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the model, and read weights that are not safetensors."""
-    adapter: str | None = None
-    """Continue from this saved PEFT adapter (folder or hub name)."""
-    lora: dict[str, Any] | None = None
-    """Train a new LoRA adapter: r, alpha, dropout, target_modules (all-linear) and every other LoraConfig field."""
-    chat_template: str | None = None
-    """A file with a Jinja chat template, for a tokenizer that has none or the wrong one."""
-    offload: bool = False
-    """Keep the model on CPU between uses: for a teacher."""
-
-
-@dataclass
-class Source:
-    """Rows from one place."""
-
-    path: str
-    """A .jsonl, .json, .csv or .parquet file, a folder (of files or saved to disk) or a hub name."""
-    name: str | None = None
-    """The hub data set's configuration."""
-    split: str = "train"
-    """Split of a hub data set or saved DatasetDict; slices as `train[:90%]` are allowed."""
-    columns: dict[str, str] | None = None
-    """Our column: the data set's column, such as {prompt: question, completion: answer}."""
-    limit: int | None = None
-    """Take the first so many rows."""
-    weight: float = 1.0
-    """How many times its rows count (0.5: half of them, drawn at random); the share of a stream."""
-    streaming: bool = False
-    """Read rows as training goes; never all of them at once."""
-
-
-@dataclass
-class DataSection:
-    """What is trained and evaluated on; the sources of a list are mixed by weight."""
-
-    train: Source | list[Source]
-    """Training rows."""
-    eval: Source | list[Source] | None = None
-    """Evaluation rows."""
-
-
-@dataclass
-class Recipe:
-    """A whole run."""
-
-    method: Method
-    """The training method."""
-    model: ModelSection
-    """The policy or student."""
-    data: DataSection
-    """Training and evaluation rows."""
-    teacher: ModelSection | None = None
-    """The teacher of kd and opd."""
-    train: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the method's Config, as given."""
-    path: Path = field(default=Path("recipe"), metadata={"hidden": True})
-    """The file it was read from."""
-    places: dict[str, str] = field(default_factory=dict, repr=False, compare=False, metadata={"hidden": True})
-    """Where each dotted key stands: file:line or "command line"."""
-
-    def where(self, key: str) -> str:
-        """The place of a dotted key, or of the nearest key above it."""
-        return place_of(self.places, key)
-
-    def sources(self) -> Iterator[tuple[str, Source]]:
-        """(dotted key, source) of everything that is read."""
-        for key, given in (("data.train", self.data.train), ("data.eval", self.data.eval)):
-            if isinstance(given, list):
-                yield from ((f"{key}.{i}", source) for i, source in enumerate(given))
-            elif given is not None:
-                yield key, given
-
-    def to_dict(self) -> dict[str, Any]:
-        """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""
-        tree = dataclasses.asdict(self)
-        tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
-        return {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
-
-    def to_yaml(self) -> str:
-        """The same as YAML, which `load_recipe` reads back."""
-        return f"# resolved from {self.path}\n" + write_tree(self.to_dict())
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -147,17 +43,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     sections = build(Recipe, tree, "", lambda key: place_of(places, key), _advice(method))
     recipe = Recipe(**sections, path=path, places=places)
     _resolve_paths(recipe)
+    _read_lora(recipe)
     refuse(recipe, between_sections(recipe))
     return recipe
-
-
-@contextmanager
-def placed(recipe: Recipe, key: str) -> Iterator[None]:
-    """Adds to an InputError where the recipe says what it is about."""
-    try:
-        yield
-    except InputError as error:
-        raise InputError(f"{recipe.where(key)}: {error}") from error
 
 
 def check_train(recipe: Recipe) -> None:
@@ -168,8 +56,7 @@ def check_train(recipe: Recipe) -> None:
     config_class = train_fields(recipe.method)
     values = config_class(**build(config_class, recipe.train, "train", recipe.where, _advice(recipe.method)))
     refuse(recipe, with_train(recipe, values))
-    for kind in ("shared", recipe.method):
-        refuse(recipe, map(_in_train, rules.problems(kind, values)))
+    refuse(recipe, map(_in_train, rules.problems(values, METHODS[recipe.method])))
 
 
 def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
@@ -221,6 +108,13 @@ def _advice(method: Any) -> Callable[[str], str | None]:
         return hints.belongs(key, names, method)
 
     return instead
+
+
+def _read_lora(recipe: Recipe) -> None:
+    """Check and convert the keys of each `lora`, which is a plain mapping of peft's names and our friendly ones."""
+    for key, section in (("model.lora", recipe.model), ("teacher.lora", recipe.teacher)):
+        if section is not None and section.lora is not None:
+            section.lora = build(lora_fields(), section.lora, key, recipe.where, {f"{key}.rank": "use r"}.get)
 
 
 def _resolve_paths(recipe: Recipe) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import yaml
 
-from ..errors import InputError
-from .fields import join, nearest_path
+from ..errors import InputError, nearest_path
+from .fields import join
 
 _PLAIN_SCALARS = (  # YAML 1.2 core schema; PyYAML's own is 1.1, where 5e-7 is a text and `no` is false
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),

@@ -1,19 +1,46 @@
 """What a run leaves for people to read: report.html, curves.png and a model card, made from its folder alone.
 
-    follow(trainer)   before train(): keeps in output_dir how the run was set up, its warnings and its sample answers
-    write(folder)     after it, and again at any time: the three files, of a finished, stopped or running run
-
     trainer = DPOTrainer(...)
     report.follow(trainer)
     trainer.train()
     trainer.save_model(), trainer.save_state()
     report.write(trainer.args.output_dir)
 
-run_folder.py reads what a run left, history.py its logs, outcome.py says how it went; page.py (with charts.py and
-templates/), curves.py and card.py write the three files; compare.py lays runs side by side; record.py and samples.py
-are the callbacks. matplotlib and jinja2 are imported when something is written.
+matplotlib and jinja2 are imported when something is written.
 """
 
-from .files import follow, write
+import logging
+from pathlib import Path
+from typing import Any
 
 __all__ = ["follow", "write"]
+
+logger = logging.getLogger(__name__)
+
+
+def follow(trainer: Any) -> None:
+    """Keep run.json and samples.json for the report: how a run is set up, what it is warned of, its sample answers.
+
+    Called before `train()`, on all ranks. trainer: a PostTrainer, which gets two callbacks.
+    """
+    from .record import Record
+    from .samples import Samples
+
+    trainer.add_callback(Record(trainer))
+    trainer.add_callback(Samples(trainer))
+
+
+def write(folder: str | Path) -> None:
+    """Make report.html, curves.png and README.md of the run in `folder`, finished, stopped or running, from its files.
+
+    Called by one process. A README.md that somebody wrote stays, and the model card goes into README.hf_posttrain.md.
+    Raises InputError where the folder holds no run, or a file of it cannot be read.
+    """
+    from . import card, drawing, page
+    from .run_folder import read
+
+    run = read(folder)
+    drawing.write_picture(run)
+    page.write(run)
+    card.write(run)
+    logger.info("report: %s", run.folder / page.NAME)

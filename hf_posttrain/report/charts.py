@@ -1,31 +1,61 @@
-"""Which curves share a chart, what a reader should see in it, and where charts stand.
+"""Turns what a run logged into charts: which metrics share one, what a reader should see in it, its words and numbers.
 
-    charts(history)         the charts of one run, in order
-    shared_charts(runs)     the same metrics of several runs: a chart for each, a line for each run
-    Chart, Line             a chart and its lines
-
-A metric that nobody here knows (from compute_metrics, say) gets a chart of its own at the end.
+drawing.py draws them. A metric that is not in KINDS (of compute_metrics, say) gets a chart of its own at the end.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby, product
+from typing import Any, NamedTuple, TypeAlias
 
-from .history import History, Series
+import numpy as np
+
+SPLITS = {"": "training", "eval_": "evaluation"}
+"""How keys of the log begin: where their values were measured."""
+_NOT_CURVES = ("step", "epoch", "total_flos", "train_loss", "num_input_tokens_seen")
+_TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
+SMOOTHED_FROM, STRETCHES = 150, 40
+"""Points from which a series may get a running mean, and how many windows that do not overlap fit into it."""
+ROWS = 60
+"""Rows that a line adds to the table of numbers, at most."""
+
+
+class Series(NamedTuple):
+    """The values of one key of the log: optimizer steps, rising, and a value for each, not always finite."""
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def finite(self) -> list[tuple[float, float]]:
+        """(step, value) where the value is finite."""
+        return [(step, value) for step, value in zip(*self, strict=True) if math.isfinite(value)]
+
+
+History: TypeAlias = Mapping[str, Series]
+"""Key of the log, such as eval_loss -> its values."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: its name in the legend, the number of its colour, and its points."""
+    """One curve of a chart."""
 
     label: str
+    """Its name in the legend."""
     colour: int
     series: Series
-    dashed: bool = False
+    dash: str = ""
+    """Class in style.css: "dashed" for evaluation, d0 to d3 to tell runs apart without colours; "" is solid."""
+
+    @property
+    def look(self) -> str:
+        """Its classes in style.css."""
+        return f"c{self.colour % 8} {self.dash}".strip()
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over optimizer steps."""
+    """Lines over optimizer steps, under the heading `group`; `note` says what to look for."""
 
     group: str
     title: str
@@ -33,8 +63,7 @@ class Chart:
     lines: tuple[Line, ...]
 
 
-@dataclass(frozen=True)
-class _Kind:
+class _Kind(NamedTuple):
     group: str
     title: str
     metrics: Mapping[str, str]
@@ -61,7 +90,8 @@ KINDS = (
     _Kind(METHOD, "KL estimate", {"kl": "KL"}, "Distance from the reference. Always 0: the policy stands still."),
     _Kind(METHOD, "KL clamped at 0", {"kl_clamped": "share"}, "Share of steps whose estimate was negative."),
     _Kind(METHOD, "Delta", {"delta": "delta"}, "BCO's running mean of rewards."),
-    _Kind(METHOD, "Reverse KL to the teacher", {"distill/reverse_kl": "reverse KL"}, "Per token; it should fall."),
+    _Kind(METHOD, "Divergence from teacher", {"distill/divergence": "divergence"}, "Per token; it should fall."),
+    _Kind(METHOD, "Reverse KL to teacher", {"distill/reverse_kl": "reverse KL"}, "Per token; it should fall."),
     _Kind(METHOD, "Log-probability per token", {"logprob/student": "student", "logprob/teacher": "teacher"},
           "Of the student's own answers. The teacher's rises as they become better."),
     _Kind(METHOD, "Perplexity", {"perplexity/student": "student", "perplexity/teacher": "teacher"},
@@ -77,47 +107,134 @@ KINDS = (
 )  # fmt: skip
 REPEATED = ("logprob/gap", "distill/advantage")
 """Metrics that are the difference of two others that are shown."""
+TITLES = {metric: kind.title for kind in KINDS for metric in kind.metrics if len(kind.metrics) == 1}
+
+
+def history_of(log: Iterable[dict[str, Any]]) -> History:
+    """Every number of a log_history (trainer_state.json) but times and totals; of two at one step the later."""
+    found: dict[str, dict[float, float]] = {}
+    for entry in log:
+        for key, value in entry.items():
+            if isinstance(value, int | float) and key not in _NOT_CURVES and not key.endswith(_TIMES):
+                found.setdefault(key, {})[entry.get("step", 0)] = float(value)
+    return {key: Series(*zip(*sorted(values.items()), strict=True)) for key, values in found.items()}
+
+
+def metrics_of(*histories: History) -> list[str]:
+    """Names of all metrics, without eval_, the loss first."""
+    names = {key.removeprefix("eval_") for history in histories for key in history}
+    return sorted(names, key=lambda name: (name != "loss", name))
 
 
 def charts(history: History) -> list[Chart]:
     """Charts of one run: training solid, evaluation dashed in the same colour."""
-    return [
-        Chart(kind.group, kind.title, kind.note, lines)
-        for kind in _kinds([history])
-        if (lines := tuple(_lines(kind, history)))
-    ]
+    found = []
+    for kind in _kinds(history):
+        lines = tuple(
+            Line(f"{label}, {split}" if len(kind.metrics) > 1 else split, colour, history[begin + metric],
+                 "dashed" if begin else "")
+            for colour, (metric, label) in enumerate(kind.metrics.items())
+            for begin, split in SPLITS.items() if begin + metric in history
+        )  # fmt: skip
+        if lines:
+            found.append(Chart(kind.group, kind.title, kind.note, lines))
+    return found
 
 
 def shared_charts(histories: Mapping[str, History]) -> list[Chart]:
     """One chart for each metric and split that at least one run has: {name of a run: its history}."""
     found = []
-    for kind in _kinds(list(histories.values())):
-        for metric, label in kind.metrics.items():
-            for key, split in ((metric, "training"), (f"eval_{metric}", "evaluation")):
-                lines = tuple(
-                    Line(name, number, history[key])
-                    for number, (name, history) in enumerate(histories.items())
-                    if key in history
-                )
-                title = kind.title if len(kind.metrics) == 1 else f"{kind.title}, {label}"
-                if lines:
-                    found.append(Chart(kind.group, f"{title} ({split})", kind.note, lines))
+    for kind in _kinds(*histories.values()):
+        for (metric, label), (begin, split) in product(kind.metrics.items(), SPLITS.items()):
+            lines = tuple(
+                Line(name, number, history[begin + metric], f"d{number % 4}")
+                for number, (name, history) in enumerate(histories.items()) if begin + metric in history
+            )  # fmt: skip
+            title = f"{kind.title}, {label}" if len(kind.metrics) > 1 else kind.title
+            if lines:
+                found.append(Chart(kind.group, f"{title} ({split})", kind.note, lines))
     return found
 
 
-def _lines(kind: _Kind, history: History) -> list[Line]:
-    """Training and evaluation of each metric; the legend names what tells the lines apart."""
-    lines = []
-    for colour, (metric, label) in enumerate(kind.metrics.items()):
-        for key, split in ((metric, "training"), (f"eval_{metric}", "evaluation")):
-            if key in history:
-                name = split if len(kind.metrics) == 1 else f"{label}, {split}"
-                lines.append(Line(name, colour, history[key], dashed=split == "evaluation"))
-    return lines
-
-
-def _kinds(histories: list[History]) -> list[_Kind]:
-    """The known kinds, and one for every other metric, by name."""
+def _kinds(*histories: History) -> list[_Kind]:
+    """The known kinds, and one for every other metric."""
     known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
-    metrics = {series.metric for history in histories for series in history.values()}
-    return [*KINDS, *(_Kind(OTHER, name, {name: name}) for name in sorted(metrics - known))]
+    return [*KINDS, *(_Kind(OTHER, name, {name: name}) for name in metrics_of(*histories) if name not in known)]
+
+
+def by_group(found: Iterable[Chart]) -> list[tuple[str, list[Chart]]]:
+    """Charts under their headings; both keep their order."""
+    return [(group, list(members)) for group, members in groupby(found, lambda chart: chart.group)]
+
+
+def averaged(found: Iterable[Chart]) -> bool:
+    """Is there a line that is drawn as its running mean?"""
+    return any(smoothed(line.series) for chart in found for line in chart.lines)
+
+
+def thinned(series: Series, limit: int) -> Series:
+    """At most `limit` points: the first, the last, and of each stretch between them its least and greatest.
+
+    So a spike stays, and every point is one that was logged. What is not finite counts as the stretch's greatest.
+    """
+    count = len(series.steps)
+    if count <= limit:
+        return series
+    order = np.nan_to_num(np.array(series.values), nan=math.inf, neginf=math.inf)
+    kept = {0, count - 1}
+    for stretch in np.array_split(np.arange(1, count - 1), (limit - 2) // 2):
+        kept |= {int(stretch[order[stretch].argmin()]), int(stretch[order[stretch].argmax()])}
+    return Series(*zip(*((series.steps[i], series.values[i]) for i in sorted(kept)), strict=True))
+
+
+def smoothed(series: Series) -> Series | None:
+    """The mean of the finite values around each point; None for a series that is short, or has no noise to take out."""
+    count, finite = len(series.values), np.isfinite(series.values)
+    known = np.where(finite, series.values, 0.0)
+    directions = np.sign(np.diff(known))
+    if count < SMOOTHED_FROM or (directions[1:] * directions[:-1] < 0).sum() < count / 4:
+        return None
+    window = np.ones(2 * (count // (2 * STRETCHES)) + 1)
+    sums, counts = np.convolve(known, window, "same"), np.convolve(finite, window, "same")
+    means = np.divide(sums, counts, out=np.full(count, math.nan), where=counts > 0)
+    return Series(series.steps, tuple(means.tolist()))
+
+
+def words(chart: Chart) -> str:
+    """What the lines do, for those who do not see them."""
+    return " ".join(f"{line.label}: {_course(line.series)}." for line in chart.lines)
+
+
+def _course(series: Series) -> str:
+    finite = series.finite()
+    if not finite:
+        return "no finite value"
+    points = {
+        "from": finite[0], "to": finite[-1],
+        "lowest": min(finite, key=lambda point: point[1]), "highest": max(finite, key=lambda point: point[1]),
+    }  # fmt: skip
+    said = [f"{name} {number(value)} at step {number(step)}" for name, (step, value) in points.items()]
+    missing = len(series.steps) - len(finite)
+    return ", ".join(said + ([f"{missing} values not finite"] if missing else []))
+
+
+def numbers(chart: Chart) -> tuple[list[list[str]], bool]:
+    """(rows of a table: the step, then each line's value there or ""; are all logged values in it?)."""
+    few = [thinned(line.series, ROWS) for line in chart.lines]
+    found = [dict(zip(*series, strict=True)) for series in few]
+    rows = [
+        [number(step), *(number(values[step]) if step in values else "" for values in found)]
+        for step in sorted({step for values in found for step in values})
+    ]
+    return rows, all(len(kept.steps) == len(line.series.steps) for kept, line in zip(few, chart.lines, strict=True))
+
+
+def number(value: Any) -> str:
+    """A value as the pages print it, with four significant digits: 0.4312, 1,234, 5e-07; text stays, None is "none"."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -1,10 +1,4 @@
-"""`hf-posttrain compare RUN RUN ...`: several runs side by side in one page.
-
-    main(argv)          the command; returns its exit code
-    compared(folders)   the page as text
-    differing           the recipe keys and arguments that are not the same in all runs
-    final_rows          last values of every metric, the best of comparable ones marked
-"""
+"""`hf-posttrain compare RUN RUN ...`: several runs in one page, what differs between them, which values are best."""
 
 import argparse
 import math
@@ -15,8 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError
 from . import outcome, page
-from .charts import shared_charts
-from .history import number
+from .charts import number, shared_charts
 from .run_folder import Run, read
 
 HIGHER = ("exact_match", "mean_token_accuracy", "rewards/accuracies", "generation/stopped")
@@ -38,7 +31,7 @@ class Cell(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the page and say where; returns 0. Raises InputError for a folder without a run."""
+    """The command: write the page and say where; returns 0. Raises InputError for a folder without a run."""
     parser = argparse.ArgumentParser(
         prog="hf-posttrain compare", allow_abbrev=False,
         description="Lay runs side by side in one page: curves, last values, what differs in their recipes, samples.",
@@ -59,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compared(folders: Sequence[Path], output: Path) -> str:
-    """The page; links to reports are relative to `output`. Raises InputError as `run_folder.read` does, and for less
-    than two runs."""
+    """The page; its links to reports are relative to `output`.
+
+    Raises InputError as `run_folder.read` does, and for fewer than two runs.
+    """
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError("compare needs at least two different runs: hf-posttrain compare outputs/a outputs/b")
     runs = dict(zip(names(folders), map(read, folders), strict=True))
@@ -69,9 +64,9 @@ def compared(folders: Sequence[Path], output: Path) -> str:
         "compare.html",
         runs=runs,
         links={name: _link(run, output) for name, run in runs.items()},
-        facts={name: {fact.name: fact for fact in outcome.facts(run)} for name, run in runs.items()},
+        facts={name: {fact: value for fact, value, _ in outcome.facts(run)} for name, run in runs.items()},
         warnings={name: found for name, run in runs.items() if (found := outcome.warnings(run))},
-        groups=page.by_group(shared_charts({name: run.history for name, run in runs.items()})),
+        drawn=shared_charts({name: run.history for name, run in runs.items()}),
         finals=final_rows(list(runs.values()), reason),
         reason=reason,
         differences=differing(list(runs.values())),
@@ -82,14 +77,11 @@ def compared(folders: Sequence[Path], output: Path) -> str:
 
 def names(folders: Sequence[Path]) -> list[str]:
     """A short name for each folder: its last part, and as many parts before it as tell it from the others."""
-    paths = [folder.resolve() for folder in folders]
+    paths = [folder.resolve().parts for folder in folders]
     found = []
     for path in paths:
-        length = next(
-            (n for n in range(1, len(path.parts)) if sum(other.parts[-n:] == path.parts[-n:] for other in paths) == 1),
-            len(path.parts),
-        )
-        found.append("/".join(path.parts[-length:]))
+        shared = (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in paths) == 1)
+        found.append("/".join(path[-next(shared, len(path)) :]))
     return found
 
 
@@ -111,21 +103,16 @@ def final_rows(runs: list[Run], reason: str) -> list[tuple[str, list[Cell]]]:
     reason: of `not_comparable`; with one, losses get no mark.
     """
     same_data = len({str(run.sources("eval")) for run in runs}) == 1
-    keys = dict.fromkeys(key for run in runs for key in run.history)
+    keys = {key for run in runs for key in run.history}
     rows = []
     for key in sorted(keys, key=lambda k: (k.removeprefix("eval_") != "loss", not k.startswith("eval_"), k)):
-        metric = key.removeprefix("eval_")
-        values = [run.history[key].last if key in run.history else math.nan for run in runs]
+        metric, held_out = key.removeprefix("eval_"), key.startswith("eval_")
+        last = [run.history[key].values[-1] if key in run.history else None for run in runs]
         sign = 1 if metric in HIGHER else -1 if metric == "loss" and not reason else 0
-        marked = sign if key.startswith("eval_") and same_data else 0
-        known = [marked * value for value in values if math.isfinite(value)]
-        best = max(known) if marked and len(set(known)) > 1 else None
-        split = "evaluation" if key.startswith("eval_") else "training"
-        cells = [
-            Cell(number(value) if key in run.history else "", best is not None and marked * value == best)
-            for run, value in zip(runs, values, strict=True)
-        ]
-        rows.append((f"{metric} ({split})", cells))
+        ranks = {sign * value for value in last if value is not None and math.isfinite(value)}
+        best = max(ranks) if sign and held_out and same_data and len(ranks) > 1 else None
+        cells = [Cell("", False) if value is None else Cell(number(value), sign * value == best) for value in last]
+        rows.append((f"{metric} ({'evaluation' if held_out else 'training'})", cells))
     return rows
 
 

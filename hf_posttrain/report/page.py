@@ -1,72 +1,83 @@
-"""report.html: a run as one page that needs nothing but itself.
+"""Writes report.html: a run as one page that needs no other file. Fills the templates of `compare` and card.py too."""
 
-    write(run)            into the run's folder
-    rendered(name, ...)   a template of templates/, filled; everything is escaped
-"""
-
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from . import audit_tables, outcome
-from .charts import Chart, charts
-from .drawing import HEIGHT, RIGHT, WIDTH, Drawing, drawn
+from . import charts, drawing, outcome
 from .run_folder import Run
 
 NAME = "report.html"
 SHORT = 60
-"""Letters of an answer that fits beside others in half of the page."""
+"""Letters of an answer that fits next to others in half of the page."""
+SPLITS = {"train": "Training data", "eval": "Evaluation data"}
+QUANTILES = {"min": "least", "p50": "median", "p95": "95 %", "p99": "99 %", "max": "most", "mean": "mean"}
+FINDINGS = {
+    "stubs": "one trained token", "duplicates": "duplicates", "unknown": "with an unknown token",
+    "conflicts": "under both labels", "identical": "chosen equal to rejected", "overlap": "also in train",
+}  # fmt: skip
+SHOWN_ROWS = 5
+"""Row numbers of a finding of the data audit, at most."""
 
 
-def write(run: Run) -> Path:
-    """Write the page; returns its path."""
-    file = run.folder / NAME
-    file.write_text(rendered("report.html", **_content(run)), encoding="utf-8")
-    return file
+def write(run: Run) -> None:
+    """Write the page into the run's folder."""
+    machine = {name: run.record[name] for name in ("engine", "device", "started") if run.record.get(name)}
+    text = rendered(
+        "report.html",
+        run=run,
+        method=outcome.title(run.method),
+        drawn=charts.charts(run.history),
+        audit=audit_tables(run.audit),
+        environment=[*machine.items(), *run.record.get("versions", {}).items()],
+        long=long_answers(run.samples),
+    )
+    (run.folder / NAME).write_text(text, encoding="utf-8")
 
 
 def rendered(template: str, **content: Any) -> str:
-    """A page from its template and what is to be shown."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    """A file of templates/, filled; in HTML everything is escaped. They call charts.py, drawing.py and outcome.py."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
-        loader=PackageLoader(__package__), autoescape=True, undefined=StrictUndefined,
+        loader=PackageLoader(__package__), undefined=StrictUndefined, autoescape=select_autoescape(),
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.globals["box"] = {"width": WIDTH, "height": HEIGHT, "right": WIDTH - RIGHT}
-    environment.globals["averaged"] = averaged
+    environment.globals |= {"charts": charts, "drawing": drawing, "outcome": outcome}
     return environment.get_template(template).render(**content)
 
 
-def by_group(found: list[Chart]) -> list[tuple[str, list[Drawing]]]:
-    """Drawings under the headings of their charts, which keep their order."""
-    groups: dict[str, list[Drawing]] = {}
-    for chart in found:
-        groups.setdefault(chart.group, []).append(drawn(chart))
-    return list(groups.items())
-
-
-def averaged(groups: list[tuple[str, list[Drawing]]]) -> bool:
-    """Is there a line that is shown as its running mean?"""
-    return any(curve.faint for _, drawings in groups for drawing in drawings for curve in drawing.curves)
-
-
 def long_answers(samples: list[dict[str, Any]]) -> bool:
-    """Do sample answers want the whole width?"""
+    """Do sample answers need the whole width?"""
     return any(len(sample.get(part) or "") > SHORT for sample in samples for part in ("before", "after", "expected"))
 
 
-def _content(run: Run) -> dict[str, Any]:
-    versions = run.record.get("versions", {})
-    machine = [(name, run.record[name]) for name in ("engine", "device", "started") if run.record.get(name)]
-    return {
-        "run": run,
-        "method": outcome.NAMES.get(run.method, ""),
-        "facts": outcome.facts(run),
-        "warnings": outcome.warnings(run),
-        "groups": by_group(charts(run.history)),
-        "long": long_answers(run.samples),
-        "audit": audit_tables.tables(run.audit),
-        "setup": outcome.setup(run),
-        "finals": outcome.finals(run),
-        "environment": machine + list(versions.items()),
-    }
+def audit_tables(audit: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
+    """audit.json as tables, (title, columns, rows): what the data check found in each data set, and its lengths."""
+    found = []
+    for split, data in (audit.get("data") or {}).items():
+        title = SPLITS.get(split, split)
+        if data:
+            found.append((title, ["what", "count", "first rows"], list(_counts(data))))
+        lengths = {part: sizes for part, sizes in ((data or {}).get("lengths") or {}).items() if sizes}
+        if lengths:
+            rows = [[part, *(charts.number(sizes.get(q)) for q in QUANTILES)] for part, sizes in lengths.items()]
+            found.append((f"{title}: tokens", ["part", *QUANTILES.values()], rows))
+    return found
+
+
+def _counts(data: dict[str, Any]) -> Iterator[list[str]]:
+    """Rows of the table of a data set; parts that the audit lacks are left out."""
+    for name, key in {"rows read": "rows_read", "examples": "examples"}.items():
+        if data.get(key) is not None:
+            yield [name, charts.number(data[key]), ""]
+    for kind in ("dropped", "truncated"):
+        yield from ([f"{kind}: {item['reason']}", *_count(item)] for item in data.get(kind) or [])
+        if data.get(kind) == []:
+            yield [kind, "0", ""]
+    yield from ([name, *_count(data[kind])] for kind, name in FINDINGS.items() if data.get(kind))
+    yield from ([name, charts.number(count), ""] for name, count in (data.get("classes") or {}).items())
+
+
+def _count(item: dict[str, Any]) -> tuple[str, str]:
+    rows = [str(row) for row in item.get("first_rows") or []]
+    return charts.number(item["count"]), ", ".join(rows[:SHOWN_ROWS]) + (", …" if len(rows) > SHOWN_ROWS else "")

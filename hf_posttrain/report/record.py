@@ -1,11 +1,6 @@
-"""run.json in output_dir: how a run was set up, on what, and what it was warned of; the report reads it.
+"""Keeps run.json in output_dir, for the report: how a run is set up, on which machine, and what it was warned of.
 
-    Record    the callback that writes it when training begins, and again with each warning
-    described what it says of a trainer
-    harmless  a context in which an error is a warning: no run ends for what it keeps for people to read
-
-A resumed run keeps its start and the warnings that came before; a fresh one removes what an earlier run in the folder
-left of results and samples.
+A resumed run keeps its start and its earlier warnings; a fresh one removes results and samples of an earlier run.
 """
 
 import dataclasses
@@ -43,9 +38,9 @@ SHARED = (
 
 @contextmanager
 def harmless(consequence: str, raised: bool = False) -> Iterator[None]:
-    """An error inside is a warning that begins with `consequence`, and what is left of the block is not done.
+    """For what is kept for people to read, of which no run may end: an error inside becomes a warning.
 
-    raised: let errors out after all.
+    consequence: how the warning begins. raised: let errors out after all.
     """
     try:
         yield
@@ -75,8 +70,7 @@ class Record(TrainerCallback):
             with harmless(f"{file.name} of an earlier run stays"):
                 file.unlink(missing_ok=True)
         with harmless(f"{NAME} is missing"):
-            kept = self._kept(state.global_step) if state.global_step else {"warnings": []}
-            self.record = described(self.trainer) | kept
+            self.record = described(self.trainer) | self._kept(state.global_step)
             self.save()
             self.library.addHandler(self.handler)
 
@@ -91,9 +85,9 @@ class Record(TrainerCallback):
             self.save()
 
     def _kept(self, step: int) -> dict[str, Any]:
-        """Start and warnings up to `step` of the run that is resumed; no warnings where its file is gone or broken."""
+        """Start and warnings of a run that is resumed at `step`, if its file can be read; otherwise no warnings."""
         with harmless(f"{NAME} begins anew"):
-            if self.file.exists():
+            if step and self.file.exists():
                 earlier = json.loads(self.file.read_text(encoding="utf-8"))
                 warnings = [warning for warning in earlier["warnings"] if warning["step"] <= step]
                 return {"started": earlier["started"], "warnings": warnings}
@@ -102,9 +96,9 @@ class Record(TrainerCallback):
     def save(self) -> None:
         """Write the file, whole or not at all."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.file.with_suffix(".tmp")
-        beside.write_text(json.dumps(self.record, indent=1, default=str) + "\n", encoding="utf-8")
-        beside.replace(self.file)
+        new = self.file.with_suffix(".tmp")
+        new.write_text(json.dumps(self.record, indent=1, default=str) + "\n", encoding="utf-8")
+        new.replace(self.file)
 
 
 class _Warnings(logging.Handler):
@@ -128,14 +122,14 @@ def described(trainer: Any) -> dict[str, Any]:
     cuda = args.device.type == "cuda"
     name = scoring.causal_lm(model).config.name_or_path
     return {
-        "method": trainer.method,
+        "method": trainer.method.name,
         "base_model": name,
         "base_model_is_local": Path(name).exists(),
         "arguments": _arguments(args),
         "lora": _lora(model),
         "weights": _weights(model),
         "rows_per_step": trainer.get_total_train_batch_size(args),
-        "engine": launch.described(trainer).removeprefix("on engine "),
+        "engine": launch.describe_launch(trainer).removeprefix("on engine "),
         "device": torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type} ({platform.machine()})",
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"hf_posttrain": __version__, "python": platform.python_version()}
@@ -150,7 +144,7 @@ def _arguments(args: Any) -> dict[str, Any]:
 
 
 def _lora(model: Any) -> dict[str, Any] | None:
-    """The trained adapter's size and place."""
+    """The trained adapter's options: its rank and where it is."""
     if not isinstance(model, peft.PeftModel):
         return None
     config = model.active_peft_config.to_dict()
@@ -162,6 +156,6 @@ def _lora(model: Any) -> dict[str, Any] | None:
 
 
 def _weights(model: Any) -> dict[str, int]:
-    """How many there are and how many are trained, cut over ranks or not."""
+    """How many there are and how many are trained; under ZeRO-3 a rank has only its shard, and ds_numel the number."""
     sizes = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad) for weight in model.parameters()]
     return {"all": sum(size for size, _ in sizes), "trained": sum(size for size, trained in sizes if trained)}

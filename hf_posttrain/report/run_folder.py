@@ -1,20 +1,18 @@
-"""A run's folder, read: whatever a run has left so far, and None or nothing for what it has not.
+"""Reads a run's folder: whatever the run has left so far, and nothing for what it has not.
 
-    read(folder) -> Run
-    recipe.yaml, run.json, trainer_state.json (its own or the newest checkpoint's), all_results.json, audit.json,
-    samples.json; of the rest only whether it is there. Nothing is unpickled, and access tokens are not taken along.
+Nothing is unpickled, and values of access tokens are not read along.
 """
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..recipe.yaml_tree import read_tree, write_tree
-from .history import History, history_of
+from .charts import History, history_of
 
 STATE = "trainer_state.json"
 HIDDEN = "<hidden>"
@@ -22,26 +20,22 @@ HIDDEN = "<hidden>"
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run."""
+    """What is known of a run; what its folder lacks is empty.
+
+    state: HF's TrainerState, the run's own or its newest checkpoint's; history: what it logged, by metric; recipe and
+    recipe_text: recipe.yaml as a tree and as text; record: run.json; results: all_results.json, which comes last;
+    audit and samples: the JSON files of these names.
+    """
 
     folder: Path
-    """Where it was read from."""
     state: dict[str, Any]
-    """HF's TrainerState."""
     history: History
-    """What it logged, by metric."""
-    recipe: dict[str, Any] = field(default_factory=dict)
-    """recipe.yaml; empty for a run without (one from Python, or one that has not finished)."""
-    recipe_text: str = ""
-    """The same as it stands there, or written anew where something is hidden."""
-    record: dict[str, Any] = field(default_factory=dict)
-    """run.json; empty for a run that `report.follow` did not see."""
-    results: dict[str, Any] = field(default_factory=dict)
-    """all_results.json; empty while a run trains."""
-    audit: dict[str, Any] = field(default_factory=dict)
-    """audit.json; empty without."""
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    """samples.json; empty without."""
+    recipe: dict[str, Any]
+    recipe_text: str
+    record: dict[str, Any]
+    results: dict[str, Any]
+    audit: dict[str, Any]
+    samples: list[dict[str, Any]]
 
     @property
     def name(self) -> str:
@@ -67,6 +61,11 @@ class Run:
     def adapter(self) -> bool:
         """Does the folder hold an adapter, not a whole model?"""
         return (self.folder / "adapter_config.json").exists()
+
+    @property
+    def lora(self) -> dict[str, Any]:
+        """The adapter's options; empty without one."""
+        return self.record.get("lora") or self.recipe.get("model", {}).get("lora") or {}
 
     @property
     def steps(self) -> tuple[int, int]:
@@ -114,7 +113,7 @@ def hidden(tree: Any) -> Any:
 
 
 def _recipe(file: Path) -> tuple[dict[str, Any], str]:
-    """The file as a tree and as text, without secrets."""
+    """The file as a tree and as text, without secrets: written anew where one is hidden."""
     tree, _ = read_tree(file)
     shown = hidden(tree)
     return shown, file.read_text(encoding="utf-8") if shown == tree else write_tree(shown)
@@ -131,8 +130,8 @@ def _state_file(folder: Path) -> Path:
 
 
 def _of_earlier_run(file: Path, source: Path, record: dict[str, Any]) -> bool:
-    """Is it older than the start that run.json tells, or left by a run that was over before `source`, a checkpoint's
-    state, was written?"""
+    """Is it older than the start in run.json, or of a run that was over before `source`, a checkpoint's state, was
+    written?"""
     if not file.exists():
         return False
     written, over = file.stat().st_mtime, file.parent / STATE

@@ -1,12 +1,7 @@
-"""samples.json in output_dir: greedy answers to a few prompts before the first step and after the last.
+"""Keeps samples.json in output_dir: greedy answers to a few prompts before the first step and after the last.
 
-    Samples    the callback: all ranks have it, the first one asks and writes
-    questions  which prompts are asked: rows of the evaluation data, else of the training data
-    refusal    why a run gets no samples, if it does not
-
-Nothing is drawn and the generators are put aside, so training gives the same numbers with and without. The time counts
-into train_runtime. A resumed run keeps the answers from before its first step. What fails here is a warning, unless
-other ranks would wait for this one.
+Training gives the same numbers with and without, since nothing is drawn and the generators' state is restored; the time
+counts into train_runtime. An error is a warning, unless other ranks would wait for this one.
 """
 
 import json

@@ -1,20 +1,16 @@
 """Score a batch inside the model's own forward: backbone -> hidden states of the scored tokens -> tiled head.
 
-    enable_scoring   teaches a causal LM's forward one more argument, `scorer`
-    score            calls the (wrapped) model with it: values and stats of the scored tokens
-    full_logits      the same forward with all logits, for compute_metrics
-    trusted_layout   on a few tokens: are these the numbers of the model's own forward? If not, what is right instead
-
+`enable_scoring` teaches a causal LM's forward one more argument, `scorer`; `score` calls the (wrapped) model with it.
 It has to happen inside the forward: there FSDP2 unshards, ZeRO-3 gathers, DDP hooks and autocast apply.
 
-Legend: R rows, L row length, N scored tokens, V vocabulary, H hidden size.
+Legend: B examples, K branches of each, R rows, L row length, N scored tokens, V vocabulary, H hidden size.
 """
 
 import functools
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -22,16 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..engines.engine import plain_class
-from ..errors import InputError
-from .attention import attention_mask
-from .head import Finish, Head, score_tokens, score_tokens_through
-from .layouts import Branch, Example, collate, targets
-from .tiles import LogProb, TileFunction
+from . import cpu
+from .adapted_head import score_tokens_through
+from .head import LinearHead, LogitTransform, TileFunction, score_tokens
 
-logger = logging.getLogger(__name__)
 OWN_LOGITS = "scores_by_own_logits"
-"""Set on a model whose head does something that `head.Finish` does not know: its own logits are used, [B, T, V]."""
+"""Set on a model whose head does something that `LogitTransform` does not know: its own logits are used, [B, T, V]."""
 
 
 @dataclass
@@ -41,56 +33,43 @@ class LMHead:
     module: nn.Module
     """The layer, or an identity where the model's own logits take the place of hidden states."""
     original_forward: Callable[[Tensor], Tensor]
-    finish: Finish
+    transform: LogitTransform
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "LMHead":
         """The head of a causal LM."""
         if getattr(model, OWN_LOGITS, False):
-            return cls(nn.Identity(), lambda logits: logits, Finish())
+            return cls(nn.Identity(), lambda logits: logits, LogitTransform())
         module = model.get_output_embeddings()
-        return cls(module, module.forward, Finish.of(model.config.get_text_config()))
+        return cls(module, module.forward, LogitTransform.of(model.config.get_text_config()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, H] -> [n, V], as the model itself computes them."""
-        return self.finish(self.original_forward(hidden))
+        return self.transform(self.original_forward(hidden))
 
     @property
-    def plain(self) -> Head | None:
+    def plain(self) -> LinearHead | None:
         """The head as a weight and a bias, or None where it is more than that (an adapter on it, a quantised one)."""
         module: Any = self.module
         if hasattr(module, "modules_to_save"):  # PEFT's trained copy of the head
             own = module.original_module if module.disable_adapters else None
             module = own or module.modules_to_save[module.active_adapters[0]]
-        return Head(module.weight, module.bias, self.finish) if plain_class(module) is nn.Linear else None
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """Of its weights, or None without any."""
-        return getattr(getattr(self.module, "weight", None), "dtype", None)
-
-    def copied(self) -> "LMHead":
-        """The same head with weights of its own. Raises InputError where it is more than a linear layer."""
-        if isinstance(self.module, nn.Identity):
-            return self
-        if (head := self.plain) is None:
-            raise InputError(
-                "the teacher's head is no plain linear layer (an adapter on it, or quantised): merge it, or do not "
-                "shard or offload the teacher"
-            )
-        weight, bias = head.weight.detach().clone(), None if head.bias is None else head.bias.detach().clone()
-        return LMHead(self.module, lambda hidden: nn.functional.linear(hidden, weight, bias), self.finish)
+        is_linear = type(module).forward is nn.Linear.forward  # FSDP2's class of it too
+        return LinearHead(module.weight, module.bias, self.transform) if is_linear else None
 
     def score(self, hidden: Tensor, tile: TileFunction, weights: Tensor | None = None) -> tuple[Tensor, dict]:
         """`head.score_tokens` on hidden states [N, H], by the way that this head allows."""
         if (head := self.plain) is not None:
             return score_tokens(head, hidden, tile, weights)
         vocabulary = getattr(self.module, "out_features", hidden.shape[-1])
-        return score_tokens_through(self.original_forward, self.finish, hidden, tile, vocabulary)
+        return score_tokens_through(self.logits, hidden, tile, vocabulary)
 
 
 Scorer = Callable[[LMHead, Tensor], dict[str, Tensor]]
 """(head, last hidden states [R, L, H]) -> named tensors: they leave through the model's output."""
+
+
+# ---- the model's forward
 
 
 def unwrapped(model: Any) -> Any:
@@ -107,13 +86,16 @@ def causal_lm(model: Any) -> Any:
 
 
 def enable_scoring(model: nn.Module) -> None:
-    """Let the causal LM inside `model` take `scorer=`. A bound method, so that a deepcopy is bound to itself."""
+    """Let the causal LM inside `model` take `scorer=`."""
     inner = causal_lm(model)
+    # a bound method, so that a deepcopy is bound to itself
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
 
 
 @functools.cache
 def _scoring_forward(model_class: Any) -> Callable:
+    """The forward of a model class that takes a scorer."""
+
     @functools.wraps(model_class.forward)
     def forward(self, *args, scorer: Scorer | None = None, **kwargs):
         if scorer is None:
@@ -123,6 +105,7 @@ def _scoring_forward(model_class: Any) -> Callable:
             return scorer(head, model_class.forward(self, *args, **kwargs).logits)
         # PEFT passes every argument on, most of them None
         outputs = self.base_model(*args, **{name: value for name, value in kwargs.items() if value is not None})
+        # the head module is called, so that ZeRO-3's hooks gather its weights; what runs inside is the scorer
         with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
             scores = head.module(outputs.last_hidden_state)
         router_logits = getattr(outputs, "router_logits", None)
@@ -133,7 +116,7 @@ def _scoring_forward(model_class: Any) -> Callable:
 
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable) -> Iterator[None]:
-    """Run `forward` where the module is called, with the module's hooks (ZeRO-3 gathers in them) around it."""
+    """Run `forward` where the module is called, with the module's hooks around it."""
     before = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -157,46 +140,38 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
+# ---- scores of a batch
+
+
 def score(
     model: nn.Module,
-    batch: dict[str, Tensor],
+    batch: dict[str, Any],
     tile: TileFunction,
     weights: Tensor | None = None,
     router_logits: bool = False,
 ) -> dict[str, Any]:
-    """Values and stats of the N scored tokens of a batch from `batch.collate`.
+    """Values and stats of the N scored tokens of a batch from `layouts.collate`.
 
     Returns {"value": [N], **stats of the tile function, and "router_logits" on request}.
     """
 
     def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-        value, stats = head.score(_scored(hidden, batch), tile, weights)
+        value, stats = head.score(scored_states(hidden, batch), tile, weights)
         return {"value": value, **stats}
 
     return run(model, batch, scorer, **({"output_router_logits": True} if router_logits else {}))
 
 
-def hidden_states(model: nn.Module, batch: dict[str, Tensor], copy_head: bool) -> tuple[LMHead, Tensor]:
-    """A teacher's head, to run later beside the student's, and its hidden states [N, H] at the scored positions.
-
-    copy_head: the head's weights are whole inside the forward alone, so they are copied there.
-    """
-    heads: list[LMHead] = []
+def full_logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """[R, L, V] of the batch: for compute_metrics and for checks; the only place where they exist."""
 
     def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-        heads.append(head.copied() if copy_head else head)
-        return {"hidden": _scored(hidden, batch)}
+        return {"logits": head.logits(hidden)}
 
-    hidden = run(model, batch, scorer)["hidden"]
-    return heads[0], hidden
+    return run(model, batch, scorer)["logits"]
 
 
-def _scored(hidden: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """[R, L, H] -> [N, H]."""
-    return hidden.flatten(0, 1).index_select(0, batch["scored"])
-
-
-def run(model: nn.Module, batch: dict[str, Tensor], scorer: Scorer, **kwargs: Any) -> dict[str, Any]:
+def run(model: nn.Module, batch: dict[str, Any], scorer: Scorer, **kwargs: Any) -> dict[str, Any]:
     """One forward over the batch's tokens with the mask of its layout."""
     return model(
         input_ids=batch["input_ids"],
@@ -208,56 +183,73 @@ def run(model: nn.Module, batch: dict[str, Tensor], scorer: Scorer, **kwargs: An
     )
 
 
-def full_logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """[R, L, V] of the batch: for compute_metrics and for checks; the only place where they exist."""
-
-    def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-        return {"logits": head.logits(hidden)}
-
-    return run(model, batch, scorer)["logits"]
+def scored_states(hidden: Tensor, batch: dict[str, Any]) -> Tensor:
+    """The hidden states at the scored positions: [R, L, H] -> [N, H]."""
+    return hidden.flatten(0, 1).index_select(0, batch["scored"])
 
 
-def check(model: nn.Module, layout: str, device: torch.device | str = "cpu") -> float:
-    """Score a prompt with two answers on `device` and compare with the model's own forward on each answer alone.
+def targets(batch: dict[str, Any]) -> Tensor:
+    """The tokens to predict at the scored positions, [N]."""
+    return batch["shift_labels"].flatten()[batch["scored"]]
 
-    Returns the mean difference of a token's log-probability. It is rounding where layout and head are right.
+
+def per_branch(values: Tensor, batch: dict[str, Any]) -> Tensor:
+    """Sum the values [N] of the scored tokens over each branch: -> [B * K], the branches of an example in order."""
+    return values.new_zeros(len(batch["row"])).index_add(0, batch["owner"], values)
+
+
+# ---- who may look at whom
+
+
+def attention_mask(model: PreTrainedModel, batch: dict[str, Any]) -> Any:
+    """What to pass as `attention_mask`: None, the padding mask [R, L], or prepared masks by kind of layer."""
+    if "document" not in batch:
+        return batch.get("attention_mask")
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    make = partial(_prepared_mask, batch, config._attn_implementation, model.dtype)
+    if "sliding_attention" in kinds:
+        return {"full_attention": make(None), "sliding_attention": make(window)}
+    return make(None if kinds else window)  # Mistral has a window and no layer types
+
+
+def _prepared_mask(batch: dict[str, Any], implementation: str, dtype: torch.dtype, window: int | None) -> Any:
+    """A mask in the form of the attention kernel; transformers takes a prepared 4D mask as it is."""
+    if implementation == "flex_attention":
+        return _flex_mask(batch, window)
+    mask = allowed(batch, window)[:, None]
+    if implementation == cpu.BY_DOCUMENT:
+        return cpu.document_mask(mask, batch["document"])
+    if implementation == "sdpa":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
+
+
+def allowed(batch: dict[str, Any], window: int | None = None) -> Tensor:
+    """[R, L, L] bool, may query i see key j: j <= i, same document, and j in the prompt or in i's own branch.
+
+    window: how many positions back a sliding layer sees, itself included. Every query sees at least itself.
     """
-    prompt, answers = [5, 9, 6, 7], [[8, 5, 7, 9, 6], [6, 8, 5]]
-    examples = [Example(prompt, [Branch(ids) for ids in answers]), Example([7], [Branch([5, 6])])]
-    alone = [(example.prompt, branch.ids) for example in examples for branch in example.branches]
-    batch = {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
-    found = []
-    with torch.no_grad(), eval_mode(model):
-        values = score(model, batch, LogProb(targets(batch)))["value"]
-        for k, (before, ids) in enumerate(alone):
-            whole = torch.tensor([[*before, *ids]], device=device)
-            logits = model(input_ids=whole, use_cache=False).logits[0]
-            logps = torch.log_softmax(logits[len(before) - 1 : -1].float(), dim=-1)
-            expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
-            found.append((values[batch["owner"] == k] - expected).abs())
-    return torch.cat(found).mean().item()
+    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
+    length = document.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
+    same_document = document[:, :, None] == document[:, None, :]
+    visible_branch = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
+    mask = causal & same_document & visible_branch
+    return mask if window is None else mask & (position[:, :, None] - position[:, None, :] < window)
 
 
-def trusted_layout(
-    models: Sequence[nn.Module], layout: str, explicit: bool, tolerance: float, device: torch.device | str = "cpu"
-) -> str:
-    """`layout` if every model scores in it as its own forward does; otherwise `padded`, said in the log.
+def _flex_mask(batch: dict[str, Any], window: int | None) -> Any:
+    """The same rule as `allowed` as a BlockMask, which never exists as L x L (GPU)."""
+    from torch.nn.attention.flex_attention import create_block_mask
 
-    A model that is wrong even then does something behind its head that `Finish` does not know: it is set to be scored
-    by its own logits, said as well. Raises InputError where the layout was the user's explicit choice and is wrong.
-    """
-    for model in models:
-        name = type(causal_lm(model)).__name__
-        wrong = not check(model, layout, device) <= tolerance
-        if wrong and layout != "padded" and check(model, "padded", device) <= tolerance:
-            if explicit:
-                raise InputError(
-                    f"layout={layout!r} gives {name} other numbers than its own forward: use layout=padded"
-                )
-            logger.warning("%s scores wrongly in layout %s: using padded", name, layout)
-            layout, wrong = "padded", False
-        if wrong:
-            setattr(causal_lm(model), OWN_LOGITS, True)
-            said = "the head of %s does more than scale, softcap and bias: its own forward is used, with all logits"
-            logger.warning(said, name)
-    return layout
+    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
+
+    def rule(r, _head, i, j):
+        visible = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
+        mask = (j <= i) & (document[r, i] == document[r, j]) & visible
+        return mask if window is None else mask & (position[r, i] - position[r, j] < window)
+
+    rows, length = document.shape
+    return create_block_mask(rule, rows, None, length, length, device=str(document.device))

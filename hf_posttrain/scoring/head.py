@@ -1,8 +1,8 @@
 """The language-model head in tiles: hidden states -> one value per token, never [B, T, V].
 
-A `Head` is the last step of a causal LM: logits = softcap(scale * (h W^T + b)). `score_tokens` runs it over the N
-trained positions, a tile of rows at a time, and asks a tile function (`tiles.py`) for one value per token and that
-value's gradient with respect to the logits.
+A `LinearHead` is the last step of a causal LM: logits = softcap(scale * (h W^T + b)). `score_tokens` runs it over the N
+trained positions, a tile of rows at a time, and asks a tile function for one value per token and that value's gradient
+with respect to the logits: `LogProb` here, comparisons with a teacher in `teacher_tiles`.
 
 Cost in head GEMMs (one is N x V x H): forward alone 1; training with a frozen head 2; with a trained head 3 where the
 token weights are known beforehand (SFT, KD, OPD) or the tiles are small enough to keep; 4 otherwise.
@@ -10,15 +10,16 @@ token weights are known beforehand (SFT, KD, OPD) or the tiles are small enough 
 Legend: N scored tokens, n tokens of one tile, V vocabulary, H hidden size.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
 
-from .tiles import Tile, TileFunction
+from .cpu import expectation
 
 TILE_ELEMENTS = 2**23
 """Logits in one tile, n x V (32 MB in float32)."""
@@ -26,8 +27,73 @@ KEEP_ELEMENTS = 2**26
 """The logits' gradient is kept from forward to backward where N x V stays below this: it saves a GEMM."""
 
 
+# ---- tile functions
+
+
+@dataclass
+class Tile:
+    """What a tile function says of its n tokens."""
+
+    value: Tensor
+    """[n], the quantity to differentiate."""
+    grad: Tensor | None
+    """[n, V], d value / d logits, where it was asked for; the receiver may overwrite it."""
+    stats: dict[str, Tensor] = field(default_factory=dict)
+    """More [n] values, without gradient."""
+
+
+TileFunction = Callable[[Tensor, slice, bool, Tensor], Tile]
+"""(logits [n, V], which of the N tokens, is the gradient wanted, buffer [n, V] for it or for anything else) -> Tile.
+
+The logits may be overwritten. A fresh [n, V] costs more on CPU than the softmax that fills it: hence the buffer.
+"""
+
+
+def softmax(logits: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[n, v] -> probabilities, in the first v columns of `buffer` [n, V], with 0 behind them; the largest logit and the
+    logarithm of its probability, [n, 1] each: their difference is the logsumexp."""
+    size = logits.shape[-1]
+    buffer[:, size:].zero_()
+    probs = torch.softmax(logits, dim=-1, out=buffer[:, :size])
+    return probs, logits.amax(-1, keepdim=True), probs.amax(-1, keepdim=True).log()
+
+
 @dataclass(frozen=True)
-class Finish:
+class LogProb:
+    """Tile function: value = log softmax(logits / temperature)[target], differentiated by hand."""
+
+    targets: Tensor
+    """[N]."""
+    temperature: float = 1.0
+    """Divides the logits."""
+    stats: bool = False
+    """Also return `entropy` and `correct` (1 where the target is the argmax)."""
+    vocabulary: int | None = None
+    """The ids that exist; logits behind them (padding of the vocabulary) count as -inf. None: all."""
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+        """[n, V] -> Tile of [n]."""
+        targets, logits = self.targets[rows, None], logits[:, : self.vocabulary]
+        logits = logits if self.temperature == 1.0 else logits / self.temperature
+        probs, peak, log_top = softmax(logits, buffer)
+        own = logits.gather(-1, targets)
+        value, stats = (own - peak + log_top)[:, 0], {}
+        if self.stats:
+            entropy = peak - log_top - expectation(probs, logits.clamp_(min=-1e30))  # 0 x -inf would be NaN
+            told_apart = log_top > 1e-4 - math.log(logits.shape[-1])  # a collapsed model finds all tokens as likely
+            correct = (own >= peak) & told_apart
+            stats = {"entropy": entropy[:, 0], "correct": correct[:, 0].float()}
+        if not need_grad:
+            return Tile(value, None, stats)
+        grad = buffer.neg_().scatter_add_(-1, targets, torch.ones_like(own))  # one-hot - softmax
+        return Tile(value, grad if self.temperature == 1.0 else grad.div_(self.temperature), stats)
+
+
+# ---- the head
+
+
+@dataclass(frozen=True)
+class LogitTransform:
     """What a model does to its lm_head's output: logits = softcap(scale * raw), in float32 (float64 stays)."""
 
     scale: float = 1.0
@@ -36,7 +102,7 @@ class Finish:
     """Gemma's final_logit_softcapping: cap * tanh(x / cap)."""
 
     @classmethod
-    def of(cls, config) -> "Finish":
+    def of(cls, config: Any) -> "LogitTransform":
         """Read the model's config; what it does not name is left to the check of the first batch."""
         scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
         return cls(float(scale), getattr(config, "final_logit_softcapping", None))
@@ -56,46 +122,45 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Head:
+class LinearHead:
     """The plain linear head of a model and what follows it."""
 
     weight: Tensor
     """[V, H]."""
     bias: Tensor | None
     """[V]."""
-    finish: Finish = Finish()
+    transform: LogitTransform = LogitTransform()
     """Scale and softcap."""
 
-    def logits(self, hidden: Tensor, room: Tensor | None = None) -> Tensor:
-        """[n, H] -> [n, V], float32 or float64. room [n, V] of the head's dtype takes the product (no autograd)."""
-        if room is None:
-            return self.finish(nn.functional.linear(hidden, self.weight, self.bias))
-        raw = torch.mm(hidden, self.weight.T, out=room)
-        return self.finish(raw if self.bias is None else raw.add_(self.bias))
+    def logits(self, hidden: Tensor, buffer: Tensor) -> Tensor:
+        """[n, H] -> [n, V], float32 or float64. buffer [n, V] of the head's dtype takes the product (no autograd)."""
+        raw = torch.mm(hidden, self.weight.T, out=buffer)
+        return self.transform(raw if self.bias is None else raw.add_(self.bias))
 
     def dtype_for(self, hidden: Tensor) -> torch.dtype:
         """The dtype in which `nn.Linear` would multiply here, autocast included."""
         device = hidden.device.type
         return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
 
-    def cast(self, hidden: Tensor, dtype: torch.dtype) -> tuple["Head", Tensor]:
-        """Head and hidden states in `dtype`."""
+    def cast(self, hidden: Tensor, dtype: torch.dtype) -> tuple["LinearHead", Tensor]:
+        """Head and hidden states as `nn.Linear` would multiply them."""
         bias = None if self.bias is None else self.bias.to(dtype)
-        return Head(self.weight.to(dtype), bias, self.finish), hidden.to(dtype)
+        return LinearHead(self.weight.to(dtype), bias, self.transform), hidden.to(dtype)
 
 
-def tiles(tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of the N tokens, each with at most TILE_ELEMENTS logits (one token at least); one where N is 0."""
-    rows = _tile_rows(vocabulary)
-    return (slice(start, min(start + rows, tokens)) for start in range(0, max(tokens, 1), rows))
-
-
-def _tile_rows(vocabulary: int) -> int:
+def tile_rows(vocabulary: int) -> int:
+    """Tokens of a tile: at most TILE_ELEMENTS logits, one token at least."""
     return max(1, TILE_ELEMENTS // vocabulary)
 
 
+def tiles(tokens: int, vocabulary: int) -> Iterator[slice]:
+    """Slices of the N tokens, a tile each; one where N is 0."""
+    rows = tile_rows(vocabulary)
+    return (slice(start, min(start + rows, tokens)) for start in range(0, max(tokens, 1), rows))
+
+
 def score_tokens(
-    head: Head, hidden: Tensor, tile: TileFunction, weights: Tensor | None = None
+    head: LinearHead, hidden: Tensor, tile: TileFunction, weights: Tensor | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One value per token through the head: hidden [N, H] -> (values [N], stats of [N]), float32 (float64 stays).
 
@@ -112,13 +177,14 @@ def score_tokens(
 class _Run:
     """One pass over the head, and what its backward needs besides the saved tensors."""
 
-    head: Head
+    head: LinearHead
     tile: TileFunction
     weights: Tensor | None
     dtype: torch.dtype = torch.float32
     """In which the forward multiplied: the backward runs outside autocast and must do the same."""
     stats: dict[str, Tensor] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)
+    """Of each tile d value / d (hidden W^T + b), [n, V], where they are kept for the head's gradient."""
 
 
 class _ScoreTokens(torch.autograd.Function):
@@ -130,21 +196,25 @@ class _ScoreTokens(torch.autograd.Function):
         head, cast = run.head.cast(hidden, run.dtype)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         needs_head = needs_weight or needs_bias
+        # The head's gradient is sum over tokens of d loss / d value x d value / d logits x hidden. Its first factor is
+        # known in the backward alone. Three ways: with promised weights, which are that factor but for a scale, it is
+        # summed here; a few tiles are kept until the backward; otherwise the backward computes each tile again.
+        head_grad = _HeadGradient(weight, bias) if needs_head and run.weights is not None else None
         keep = needs_head and run.weights is None and cast.shape[0] * weight.shape[0] <= KEEP_ELEMENTS
         grad_hidden = torch.zeros_like(cast) if needs_hidden else None
-        head_grad = _HeadGradient(weight, bias) if needs_head and run.weights is not None else None
-        rooms, done = _rooms(cast, weight.shape[0]), []
-        with torch.autocast(hidden.device.type, enabled=False):
+        buffers, done = _tile_buffers(cast, weight.shape[0]), []
+        with torch.autocast(hidden.device.type, enabled=False):  # everything is cast already
             for rows in tiles(cast.shape[0], weight.shape[0]):
-                result, raw_grad = _run_tile(head, run.tile, cast, rows, needs_hidden or needs_head, rooms)
+                result, raw_grad = _run_tile(head, run.tile, cast, rows, needs_hidden or needs_head, buffers)
                 done.append(Tile(result.value, None, result.stats))
                 if grad_hidden is not None:
+                    # each token's value has one hidden state, so this is exact whatever d loss / d value will be
                     grad_hidden[rows] = raw_grad @ head.weight
                 if head_grad is not None:
                     head_grad.add(raw_grad, run.weights[rows], cast[rows])
                 elif keep:
                     run.kept.append(raw_grad)
-                    rooms = rooms[0], torch.empty_like(rooms[1])
+                    buffers = buffers[0], torch.empty_like(buffers[1])  # the old one is kept
         run.stats.update({name: torch.cat([tile.stats[name] for tile in done]) for name in done[0].stats})
         ctx.save_for_backward(hidden, weight, bias, grad_hidden)
         ctx.run, ctx.head_grad = run, head_grad
@@ -175,7 +245,7 @@ class _HeadGradient:
     def add(self, raw_grad: Tensor, token_grad: Tensor, hidden: Tensor) -> None:
         """raw_grad [n, V], token_grad [n], hidden [n, H]."""
         scaled = hidden * token_grad[:, None].to(hidden.dtype)
-        if self.weight is None:
+        if self.weight is None:  # begins with the first tile: no [V, H] of zeros
             self.weight = (raw_grad.T @ scaled).to(self.exact)
         elif self.exact == raw_grad.dtype:
             self.weight.addmm_(raw_grad.T, scaled)
@@ -189,35 +259,36 @@ class _HeadGradient:
         assert self.weight is not None  # there is one tile at least
         found = [self.weight] if self.bias is None else [self.weight, self.bias]
         if scale is not None:
-            torch._foreach_mul_(found, scale.to(self.exact))
+            for gradient in found:
+                gradient.mul_(scale.to(self.exact))
         return found[0].to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
 
 
-def _rooms(hidden: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Room for a tile's product with the head and for its gradient, taken by one tile after the other."""
-    shape = min(len(hidden), _tile_rows(vocabulary)), vocabulary
+def _tile_buffers(hidden: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Memory for a tile's product with the head and for its gradient, used by one tile after the other."""
+    shape = min(len(hidden), tile_rows(vocabulary)), vocabulary
     return hidden.new_empty(shape), hidden.new_empty(shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
 
 
 def _run_tile(
-    head: Head, tile: TileFunction, hidden: Tensor, rows: slice, need_grad: bool, rooms: tuple[Tensor, Tensor]
+    head: LinearHead, tile: TileFunction, hidden: Tensor, rows: slice, need_grad: bool, buffers: tuple[Tensor, Tensor]
 ) -> tuple[Tile, Tensor]:
     """The tile's values, and d value / d (hidden W^T + b) as [n, V] in the head's dtype (empty if not needed)."""
     part = hidden[rows]
-    product, room = (each[: len(part)] for each in rooms)
+    product, gradient = (each[: len(part)] for each in buffers)
     logits = head.logits(part, product)
-    result = tile(logits, rows, need_grad, room)
+    result = tile(logits, rows, need_grad, gradient)
     if result.grad is None:
         return result, logits.new_empty(0)
-    return result, head.finish.backward(logits, result.grad).to(hidden.dtype)
+    return result, head.transform.backward(logits, result.grad).to(hidden.dtype)
 
 
 def _late_head_gradient(run: _Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> _HeadGradient:
     """The head's gradient in the backward, from kept tiles or by computing each again; grad [N]."""
-    head, hidden = Head(weight, bias, run.head.finish).cast(hidden, run.dtype)
-    head_grad, rooms = _HeadGradient(weight, bias), _rooms(hidden, weight.shape[0])
+    head, hidden = LinearHead(weight, bias, run.head.transform).cast(hidden, run.dtype)
+    head_grad, buffers = _HeadGradient(weight, bias), _tile_buffers(hidden, weight.shape[0])
     for i, rows in enumerate(tiles(hidden.shape[0], weight.shape[0])):
-        raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True, rooms)[1]
+        raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True, buffers)[1]
         head_grad.add(raw_grad, grad[rows], hidden[rows])
     return head_grad
 
@@ -231,38 +302,3 @@ def _promised_scale(grad: Tensor, weights: Tensor) -> Tensor:
     broken = (grad - scale * weights).abs().max() > 1e-3 * scale.abs() * weights.abs().max() + 1e-30
     torch._assert_async(~broken, "the loss is not a multiple of (weights * values).sum(), as score_tokens was promised")
     return scale
-
-
-def score_tokens_through(
-    module: Callable[[Tensor], Tensor], finish: Finish, hidden: Tensor, tile: TileFunction, vocabulary: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same for a head that is no plain linear layer (an adapter on it, a quantised one): each tile checkpointed."""
-
-    def run(rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        box: dict[str, Tensor] = {}
-
-        def one(part: Tensor) -> Tensor:
-            return _TileValue.apply(finish(module(part)), tile, rows, box)
-
-        return checkpoint(one, hidden[rows], use_reentrant=False), box
-
-    results = [run(rows) for rows in tiles(hidden.shape[0], vocabulary)]
-    values = torch.cat([value for value, _ in results])
-    return values, {name: torch.cat([stats[name] for _, stats in results]) for name in results[0][1]}
-
-
-class _TileValue(torch.autograd.Function):
-    """A tile function as an autograd step from logits [n, V] to values [n]."""
-
-    @staticmethod
-    def forward(ctx, logits, tile, rows, box):
-        with torch.autocast(logits.device.type, enabled=False):
-            result = tile(logits.clone(), rows, ctx.needs_input_grad[0], torch.empty_like(logits))
-        box.update(result.stats)
-        ctx.save_for_backward(result.grad)
-        return result.value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return ctx.saved_tensors[0] * grad[:, None], None, None, None

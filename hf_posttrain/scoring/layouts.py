@@ -15,9 +15,10 @@ Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 """
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate, count
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 IGNORE = -100
 ATTENTION_LENGTH = 4096
-"""So long a row costs attention as much as the layers: about 6 x hidden size by count, for small models less."""
+"""At this row length attention costs as much as the layers: about 6 x hidden size by count, less for small models."""
 ROW_COUNTS = 32
 """How many numbers of rows are compared."""
 
@@ -46,6 +47,34 @@ class Example:
 
     prompt: Sequence[int]
     branches: Sequence[Branch]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """More values of the example, such as its label: each name becomes a tensor [B] of the batch."""
+
+
+@dataclass
+class Collator:
+    """Prepared rows -> a micro-batch. The trainer owns it, and may change its layout."""
+
+    examples: Callable[[dict], list[Example]]
+    """The examples of a row: one, or those of a packed row."""
+    layout: str
+    """shared, packed or padded."""
+
+    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+        """What `collate` gives, and `index` [rows], the number of each row in its data set (-1 where it has none);
+        `row` counts rows of the data set. Scores that a frozen model gave the rows beforehand come along."""
+        made = [self.examples(row) for row in rows]
+        batch = {"index": torch.tensor([row.get("index", -1) for row in rows])}
+        batch |= collate([example for examples in made for example in examples], self.layout)
+        numbers = [n for n, examples in enumerate(made) for example in examples for _ in example.branches]
+        batch["row"] = torch.tensor(numbers)
+        if "ref_logps" in rows[0]:
+            batch["ref_logps"] = torch.tensor([row["ref_logps"] for row in rows])
+        if "teacher_ids" in rows[0]:  # [N, top tokens], in the order in which the batch has its branches
+            order = torch.unique_consecutive(batch["owner"]).tolist()
+            for name in ("teacher_ids", "teacher_logps"):
+                batch[name] = torch.cat([torch.tensor(rows[i][name]) for i in order])
+        return batch
 
 
 @dataclass
@@ -70,7 +99,8 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     Returns input_ids, position_ids, shift_labels, router_weights [R, L]; document, branch [R, L] where a mask is
     needed (document is -1 on padding); attention_mask [R, L] in the padded layout;
     scored [N], indices into R * L of the positions with a target, in order, and owner [N], the number of their branch,
-    counted over all examples (example * K + branch where all have K); row [branches], the number of their example.
+    counted over all examples (example * K + branch where all have K); row [branches], the number of their example;
+    the examples' own columns, [B] each.
     """
     documents = _shared(examples) if layout == "shared" else _separate(examples)
     if layout == "packed":
@@ -81,7 +111,10 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
         rows = _cheapest_rows(documents)
     batch = _to_tensors(rows, pad_id)
     batch["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
-    if layout == "shared" and _needs_mask(rows):
+    for name in examples[0].columns:
+        batch[name] = torch.tensor([example.columns[name] for example in examples])
+    # plain causal attention is enough where each row is a single document without branches
+    if layout == "shared" and any(len(row) > 1 or row[0].branch.any() for row in rows):
         batch |= _document_ids(rows, batch["input_ids"].shape)
     if layout == "padded":
         lengths = torch.tensor([len(row[0].ids) for row in rows])
@@ -95,6 +128,7 @@ def _shared(examples: Sequence[Example]) -> list[Document]:
     for example in examples:
         prompt, start = np.asarray(example.prompt), len(example.prompt) - 1
         several = len(example.branches) > 1
+        # the prompt's last token is left to the branches: there it predicts the first token of each
         parts = [_prefix(prompt[:-1], len(example.branches))]
         for k, branch in enumerate(example.branches):
             parts.append(_continued(prompt[-1:], branch, start, k + 1 if several else 0, next(owner)))
@@ -122,10 +156,10 @@ def _continued(last_prompt_id: np.ndarray, branch: Branch, start: int, number: i
         targets = np.where(np.asarray(branch.mask, dtype=bool), ids, IGNORE)
     trained = np.flatnonzero(targets != IGNORE)
     size = int(trained[-1]) + 1 if len(trained) else 0
-    shown = np.concatenate([last_prompt_id, ids[: max(size - 1, 0)]])[:size]
+    inputs = np.concatenate([last_prompt_id, ids[: max(size - 1, 0)]])[:size]
     ones = np.ones(size, dtype=np.int64)
     owners = np.full(len(trained), owner)
-    return Document(shown, np.arange(start, start + size), number * ones, targets[:size], ones, owners)
+    return Document(inputs, np.arange(start, start + size), number * ones, targets[:size], ones, owners)
 
 
 def _cheapest_rows(documents: list[Document]) -> list[list[Document]]:
@@ -133,25 +167,33 @@ def _cheapest_rows(documents: list[Document]) -> list[list[Document]]:
 
     Fewer rows have less padding; longer ones have more pairs of tokens in attention.
     """
-    step = 1 + len(documents) // ROW_COUNTS
-    return min((_levelled(documents, count) for count in range(1, len(documents) + 1, step)), key=_cost)
+    lengths, step = [len(document.ids) for document in documents], 1 + len(documents) // ROW_COUNTS
+    counts = range(1, len(documents) + 1, step)
+    cheapest = min((share_out(lengths, [len(documents)] * n) for n in counts), key=lambda rows: _cost(rows, lengths))
+    return [[documents[number] for number in row] for row in cheapest]
 
 
-def _levelled(documents: list[Document], count: int) -> list[list[Document]]:
-    """`count` rows: the longest document first, each into the shortest row."""
-    rows: list[list[Document]] = [[] for _ in range(count)]
-    shortest = [(0, number) for number in range(count)]  # a heap
-    for document in sorted(documents, key=lambda d: -len(d.ids)):
-        length, number = shortest[0]
-        rows[number].append(document)
-        heapq.heapreplace(shortest, (length + len(document.ids), number))
-    return rows
-
-
-def _cost(rows: list[list[Document]]) -> float:
+def _cost(rows: list[list[int]], lengths: list[int]) -> float:
     """Of a pass over the rows, in tokens through the layers alone."""
-    length = max(sum(len(document.ids) for document in row) for row in rows)
-    return len(rows) * length * (1 + length / ATTENTION_LENGTH)
+    longest = max(sum(lengths[number] for number in row) for row in rows)
+    return len(rows) * longest * (1 + longest / ATTENTION_LENGTH)
+
+
+def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """Numbers of the items in each group: group g has at most sizes[g] of them, all groups cost about the same.
+
+    The dearest item first, each into the cheapest group that is not full; the sizes hold all items.
+    """
+    groups: list[list[int]] = [[] for _ in sizes]
+    open_groups = [(0, group) for group, size in enumerate(sizes) if size]  # a heap
+    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        cost, group = open_groups[0]
+        groups[group].append(item)
+        if len(groups[group]) < sizes[group]:
+            heapq.heapreplace(open_groups, (cost + costs[item], group))
+        else:
+            heapq.heappop(open_groups)
+    return groups
 
 
 def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
@@ -179,11 +221,6 @@ def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
     }
 
 
-def _needs_mask(rows: list[list[Document]]) -> bool:
-    """Plain causal attention is enough where each row is a single document without branches."""
-    return any(len(row) > 1 or row[0].branch.any() for row in rows)
-
-
 def _document_ids(rows: list[list[Document]], shape: torch.Size) -> dict[str, Tensor]:
     """document [R, L], -1 on padding, and branch [R, L]."""
     document, branch = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
@@ -193,28 +230,3 @@ def _document_ids(rows: list[list[Document]], shape: torch.Size) -> dict[str, Te
             document[r, ends[number] : ends[number + 1]] = number
             branch[r, ends[number] : ends[number + 1]] = d.branch
     return {"document": torch.from_numpy(document), "branch": torch.from_numpy(branch)}
-
-
-def balanced(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """Numbers of the items in each group, in order: group g has sizes[g] of them, all groups cost about the same.
-
-    The dearest item first, each into the cheapest group that has room; sum(sizes) is the number of items.
-    """
-    groups: list[list[int]] = [[] for _ in sizes]
-    sums = [0] * len(sizes)
-    for item in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        chosen = min((g for g in range(len(sizes)) if len(groups[g]) < sizes[g]), key=lambda g: sums[g])
-        groups[chosen].append(item)
-        sums[chosen] += costs[item]
-    return [sorted(group) for group in groups]
-
-
-def per_branch(values: Tensor, owner: Tensor, examples: int, branches: int) -> Tensor:
-    """Sum the values [N] of each branch: -> [B, K]."""
-    sums = values.new_zeros(examples * branches).index_add(0, owner, values)
-    return sums.view(examples, branches)
-
-
-def targets(batch: dict[str, Tensor]) -> Tensor:
-    """The tokens to predict at the scored positions, [N]."""
-    return batch["shift_labels"].flatten()[batch["scored"]]

@@ -1,9 +1,9 @@
-"""What KD and OPD share: the choice of a divergence, and tile functions that compare student and teacher.
+"""Student against teacher, tile by tile: the tile functions of KD and OPD.
 
 Student and teacher must have the same token ids; padding of either vocabulary is sliced off. The teacher's logits come
-from its hidden states tile by tile, beside the student's, so neither model's logits exist in full.
+from its hidden states tile by tile, alongside the student's, so neither model's logits exist in full.
 
-Legend: N scored tokens, n of one tile, V vocabulary, K top tokens of a cached teacher.
+Legend: N scored tokens, n of one tile, V vocabulary, H hidden size, K top tokens of a cached teacher.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..losses import DIVERGENCES, discounted, forward_kl, reverse_kl, top_k_buckets, with_tail
-from .forward import LMHead
-from .tiles import Differentiated, LogProb, Tile, TileFunction, expectation, softmax
+from ..errors import InputError
+from ..losses.divergence import DIVERGENCES, discounted, forward_kl, reverse_kl, top_k_buckets, with_tail
+from .cpu import expectation
+from .forward import LMHead, run, scored_states
+from .head import LogProb, Tile, TileFunction, softmax
 
 
 def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -26,21 +28,68 @@ def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Te
 
 
 @dataclass(frozen=True)
-class Teacher:
+class TeacherStates:
     """The teacher's side of a batch: its head and its hidden states [N, H], at the same positions as the student's."""
 
     head: LMHead
     hidden: Tensor
 
+    @classmethod
+    def of(cls, model: nn.Module, batch: dict, copy_head: bool) -> "TeacherStates":
+        """A forward of the teacher. copy_head: its weights are whole inside the forward alone, so they are copied
+        there. Raises InputError where such a head is more than a linear layer."""
+        heads: list[LMHead] = []
+
+        def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
+            heads.append(_copied(head) if copy_head else head)
+            return {"hidden": scored_states(hidden, batch)}
+
+        hidden = run(model, batch, scorer)["hidden"]
+        weight = getattr(heads[0].module, "weight", None)
+        return cls(heads[0], hidden if weight is None else hidden.to(weight.dtype))
+
     def logits(self, rows: slice) -> Tensor:
-        """[n, V of the teacher], to be overwritten at will."""
+        """[n, V of the teacher], which the caller may overwrite."""
         with torch.no_grad():
             logits = self.head.logits(self.hidden[rows])
             return logits.clone() if isinstance(self.head.module, nn.Identity) else logits
 
 
+def _copied(head: LMHead) -> LMHead:
+    """The same head with weights of its own. Raises InputError where it is more than a linear layer."""
+    if isinstance(head.module, nn.Identity):
+        return head
+    if (linear := head.plain) is None:
+        raise InputError(
+            "the teacher's head is no plain linear layer (an adapter on it, or quantised): merge it, or do not "
+            "shard or offload the teacher"
+        )
+    weight, bias = linear.weight.detach().clone(), None if linear.bias is None else linear.bias.detach().clone()
+    return LMHead(head.module, lambda hidden: nn.functional.linear(hidden, weight, bias), head.transform)
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """Tile function: value = any function of the logits, differentiated by autograd inside the tile."""
+
+    function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
+    """(logits [n, V], rows) -> (value [n], stats of [n])."""
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+        """[n, V] -> Tile of [n]."""
+        with torch.set_grad_enabled(need_grad):
+            leaf = logits.detach().requires_grad_(need_grad)
+            value, stats = self.function(leaf, rows)
+            grad = torch.autograd.grad(value.sum(), leaf)[0] if need_grad else None
+        return Tile(value.detach(), grad, {name: stat.detach() for name, stat in stats.items()})
+
+
 def dense(
-    function: Callable[[Tensor, Tensor], Tensor], teacher: Teacher, targets: Tensor, temperature: float, ce_coef: float
+    function: Callable[[Tensor, Tensor], Tensor],
+    teacher: TeacherStates,
+    targets: Tensor,
+    temperature: float,
+    ce_coef: float,
 ) -> TileFunction:
     """value = (1 - w) CE + w D(student, teacher), w = 1 - ce_coef; temperature divides both logits in D alone.
 
@@ -74,21 +123,21 @@ class KL:
 
     reverse: bool
     """KL(q, p), else KL(p, q)."""
-    teacher: Teacher
+    teacher: TeacherStates
     targets: Tensor
     temperature: float
     ce_coef: float
     plain: Differentiated
     """The same by autograd, for a cross-entropy that needs another softmax."""
 
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats as `dense`."""
         theirs = self.teacher.logits(rows)
         size, target = min(logits.shape[-1], theirs.shape[-1]), self.targets[rows, None]
         if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
-            return self.plain(logits, rows, need_grad, room)
+            return self.plain(logits, rows, need_grad, buffer)
         z, t = (_at(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
-        (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, room), softmax(t, torch.empty_like(t))
+        (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, buffer), softmax(t, torch.empty_like(t))
         student = z.gather(-1, target) - z_peak + q_top
         teacher = t.gather(-1, target) - t_peak + p_top
         c, d = p_top - q_top, t.sub_(z).sub_(t_peak - z_peak)
@@ -103,7 +152,7 @@ class KL:
             q.mul_(d.add_(c + kl).mul_(w - 1).add_(w))
         else:
             q.sub_(p, alpha=1 - w)
-        grad = room.scatter_add_(-1, target, torch.full_like(value, -w)) if w else room
+        grad = buffer.scatter_add_(-1, target, torch.full_like(value, -w)) if w else buffer
         return Tile(value[:, 0], grad if self.temperature == 1 else grad.div_(self.temperature), stats)
 
 
@@ -157,13 +206,29 @@ class SampledPolicyGradient:
     vocabulary: int
     """Of the ids that both models have."""
 
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, room: Tensor) -> Tile:
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
-        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, room)
+        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, buffer)
         advantage = self.teacher[rows] - tile.value
         stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
         grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
         return Tile(-advantage * tile.value, grad, stats)
+
+
+@dataclass(frozen=True)
+class TopTokens:
+    """Tile function: the K largest log-probabilities at a temperature and their ids, as stats of [n, K]; no value."""
+
+    k: int
+    temperature: float
+    vocabulary: int
+    """Of the ids that both models have."""
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+        """[n, V] -> Tile."""
+        logps = torch.log_softmax(logits[:, : self.vocabulary] / self.temperature, dim=-1)
+        top, ids = logps.topk(min(self.k, logps.shape[-1]), dim=-1)
+        return Tile(top[:, 0], None, {"logps": top, "ids": ids})
 
 
 def credited(reward: Tensor, owner: Tensor, discount: float) -> Tensor:

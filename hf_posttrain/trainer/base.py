@@ -1,6 +1,6 @@
-"""PostTrainer: what the five methods share on top of `transformers.Trainer`.
+"""PostTrainer: what all methods share on top of `transformers.Trainer`.
 
-A method says how its rows become a batch (`collate_rows`) and what its losses are (`losses`). Here: data sets prepared
+A method says which examples its rows hold (`examples`) and what its losses are (`losses`). Here: data sets prepared
 once, scoring inside the forward, the one place where losses are reduced, exact metrics, what is saved.
 
 Normalisation: a method returns one loss per unit (a token or an example); the divisor is the number of units over all
@@ -10,56 +10,65 @@ ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 ==
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from itertools import islice
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import datasets
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 from transformers.trainer_utils import has_length
 
-from .. import data
+from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
+from ..data.prepare import prepare
 from ..engines import engine, launch, sequence
+from ..engines.repeated_rows import weigh_rows
 from ..errors import InputError
 from ..generation import rollout
-from ..models import prepare as policy
-from ..models.score_cache import Frozen
-from ..scoring import forward as scoring
-from ..scoring.attention import choose_layout
-from ..scoring.tiles import TileFunction
+from ..models import prepare as policies
+from ..models.frozen import Frozen
+from ..scoring import forward
+from ..scoring.choose_layout import choose_layout, trusted_layout
+from ..scoring.head import TileFunction
+from ..scoring.layouts import Collator, Example
 from ..watch import progress
 from ..watch.guard import Guard
-from . import checkpoint, saving
-from . import loss_units as units
+from ..watch.pace import Pace
+from . import checkpoint, evaluation, saving
 from .config import PostTrainConfig
-from .evaluation import Evaluating
-from .loss_units import Losses
-from .metrics import Meter, Pace
+from .loss_units import Losses, Meter, unit_weights
+from .method import Method
+from .preemption import Preemption
 from .router import balancing_loss, router_coef
 
 logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
 
 
-class PostTrainer(Evaluating):
-    """Base of the five trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
+class PostTrainer(Trainer):
+    """Base of the methods' trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
 
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model.
-    train_dataset, eval_dataset: rows in any format of `data/`: raw, streaming or already tokenised.
+    train_dataset, eval_dataset: rows in any format of `data`: raw, streaming or already tokenised.
     Raises InputError for a mistake in the arguments or the data.
     """
 
     loss_is_scaled_for_ga = True
-    method: ClassVar[str]
-    unit: ClassVar[Literal["tokens", "examples"]]
     config_class: ClassVar[type[PostTrainConfig]]
+    method: ClassVar[Method]
+    """The row of the table of methods: that of `config_class`."""
+    collator_class: ClassVar[type[Collator]] = Collator
     args: Any
     model: Any
     model_wrapped: Any
     data_collator: Any
+    saving_in: str | None = None
+    """The folder of the checkpoint that is being written."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.method = cls.config_class.method
 
     def __init__(
         self,
@@ -72,52 +81,65 @@ class PostTrainer(Evaluating):
         **kwargs: Any,
     ):
         args = _checked(args or self.config_class(output_dir="outputs"), self.config_class, kwargs)
-        model, self.tokenizer = policy.resolve(model, processing_class, peft_config)
+        model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)
         launch.check_model(model, args)
-        self.terminal_ids = policy.terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
-        self.generation_config = policy.align(model, self.tokenizer, self.terminal_ids)
-        model = policy.for_training(model, peft_config, args)
+        self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
+        self.generation_config = policies.align_generation(model, self.tokenizer, self.terminal_ids)
+        model = policies.prepare_policy(model, peft_config, args)
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
-        self.meters, self.scoring_checked = {"train": Meter(), "eval": Meter()}, False
-        self.pace = Pace()
-        self.router_coef = router_coef(scoring.causal_lm(model).config, args.router_aux_loss_coef)
-        self.scored = [scoring.causal_lm(model)]
+        self.meters, self.pace = {"train": Meter(), "eval": Meter()}, Pace()
+        self.router_coef = router_coef(forward.causal_lm(model).config, args.router_aux_loss_coef)
+        self.scored = [forward.causal_lm(model)]
+        self.second_model: Frozen | None = None
         sequence.check_model(self.scored[0], self.router_coef, args)
-        self.beside: Frozen | None = None
-        collator = partial(self.collate_rows, layout=choose_layout(self.scored, args.layout), config=args)
+        collator = self.collator_class(self.examples, choose_layout(self.scored, args.layout))
         with launch.main_process_first(args):
-            train = data.with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
-            data.warn_if_too_long(train, self.scored[0].config, args)
-            evaluation = self.prepare(eval_dataset, self.tokenizer, args, "eval")
-        parts = evaluation.values() if isinstance(evaluation, dict) else [evaluation]
+            train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
+            warn_if_too_long(train, self.scored[0].config, args)
+            evaluated = self.prepare(eval_dataset, self.tokenizer, args, "eval")
+        parts = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
         if args.world_size > 1 and any(isinstance(part, datasets.IterableDataset) for part in parts):
             raise InputError("eval: a stream on several processes would be counted unevenly: set streaming: false")
         if args.merge_lora:
             saving.check_mergeable(model)
-        super().__init__(model, args, collator, train, evaluation, self.tokenizer, **kwargs)
-        progress.install(self)
+        super().__init__(model, args, collator, train, evaluated, self.tokenizer, **kwargs)
+        progress.replace_callback(self, self.method.key_metrics)
         launch.check_accelerator(self.accelerator, args)
         engine.keep_scores_whole(self.accelerator)
-        self.preemption = checkpoint.Preemption(self.accelerator)
+        self.preemption, self.guard = Preemption(self.accelerator), Guard(self)
         self.add_callback(self.preemption)
-        self.guard = Guard(self)
         self.add_callback(self.guard)
-        self.ready = False
+        self.ready = self.scoring_checked = False
 
     # ---- what a method defines
 
     @staticmethod
-    def collate_rows(rows: list[dict], layout: str, config: Any) -> dict[str, Tensor]:
-        """Prepared rows -> batch: what `batch.collate` gives, and `index` [B]."""
+    def examples(row: dict) -> list[Example]:
+        """The examples of a prepared row: a prompt and its branches, with more columns where the losses need them."""
         raise NotImplementedError
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """The losses of a micro-batch, in training and in evaluation."""
         raise NotImplementedError
 
+    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What a method needs of all micro-batches of an optimizer step before the first of them; all ranks call it."""
+        return batches
+
+    def prepare_evaluation(self) -> None:
+        """What a method needs before it evaluates; all ranks call it."""
+
+    def reference_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with all branches that a reference scores."""
+        return batch
+
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """The last word on the means of a logging interval ("train") or an evaluation ("eval", `loss` among them)."""
         return metrics
+
+    def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Any, Any]:
+        """What `compute_metrics` is given: (predictions, label_ids)."""
+        return losses.predictions, losses.labels
 
     # ---- data
 
@@ -125,7 +147,7 @@ class PostTrainer(Evaluating):
     def prepare(
         cls, rows: Rows | dict[str, Rows] | None, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str
     ) -> Any:
-        """Rows as `collate_rows` takes them, from whatever comes in; a dict of data sets one by one.
+        """Rows as `examples` takes them, from whatever comes in; a dict of data sets one by one.
 
         name: what messages call the rows; "train" is how the training set begins. Needs no model, so a recipe's data
         is prepared (and refused) before one is loaded; rows that are prepared already stay as they are.
@@ -142,16 +164,16 @@ class PostTrainer(Evaluating):
     def prepare_rows(
         cls, rows: datasets.Dataset, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str
     ) -> Any:
-        """`prepare` of one data set; a method adds what its rows need beside their tokens."""
-        return data.prepare(rows, cls.method, tokenizer, args, name)
+        """`prepare` of one data set; a method adds what its rows need besides their tokens."""
+        return prepare(rows, cls.method, tokenizer, args, name)
 
     # ---- scoring
 
-    def score_beside(self, second: Frozen | None) -> None:
-        """A second model scores the same batches (or no longer does): their layout must suit it too."""
-        self.beside = second
-        self.scored = self.scored[:1] + ([scoring.causal_lm(second.model)] if second else [])
-        self.data_collator.keywords["layout"] = choose_layout(self.scored, self.args.layout)
+    def set_second_model(self, second: Frozen | None) -> None:
+        """A second model scores the same batches, or no longer does: their layout must suit it too."""
+        self.second_model = second
+        self.scored = self.scored[:1] + ([forward.causal_lm(second.model)] if second else [])
+        self.data_collator.layout = choose_layout(self.scored, self.args.layout)
 
     @property
     def exact(self) -> bool:
@@ -159,36 +181,25 @@ class PostTrainer(Evaluating):
         return not self.args.bf16 and not self.args.fp16 and all(m.dtype == torch.float32 for m in self.scored)
 
     def check_scoring(self, model: nn.Module) -> None:
-        """Once, before the first batch: does each model score as its own forward says? See `scoring.trusted_layout`.
+        """Once, before the first batch: does each model score as its own forward says? See `trusted_layout`.
 
-        model: the policy. Where its engine has yet to prepare it, it is left for later; what is beside it is checked.
+        model: the policy. Where its engine has yet to prepare it, it is left for later; the second model is checked.
         """
         if self.scoring_checked:
             return
         self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)
-        choice = self.data_collator.keywords
-        explicit, tolerance = self.args.layout == choice["layout"], 1e-3 if self.exact else 0.3
-        with self.accelerator.autocast(), self.beside or nullcontext() as second:
+        layout, tolerance = self.data_collator.layout, 1e-3 if self.exact else 0.3
+        with self.accelerator.autocast(), self.second_model or nullcontext() as second:
             models = ([model] if self.scoring_checked else []) + ([second] if second is not None else [])
-            layout = scoring.trusted_layout(models, choice["layout"], explicit, tolerance, self.args.device)
-        [choice["layout"]] = broadcast_object_list([layout])  # what ranks do together hangs on it
-
-    def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
-        model, dataloader = super()._prepare_for_training(*args)
-        self.ready = True
-        self.check_scoring(model)
-        self.pace = Pace()
-        return model, sequence.split(self, dataloader)
-
-    # ---- training
+            layout = trusted_layout(models, layout, self.args.layout == layout, tolerance, self.args.device)
+        # collective operations depend on the layout, so ranks agree on it
+        [self.data_collator.layout] = broadcast_object_list([layout])
 
     def score(
-        self, model: nn.Module, batch: dict[str, Tensor], tile: TileFunction, weights: Tensor | None = None
+        self, model: nn.Module, batch: dict[str, Any], tile: TileFunction, weights: Tensor | None = None
     ) -> dict[str, Any]:
-        """`scoring.score`, with the router's logits where their loss is on. Tokens that are trained on are counted."""
-        if torch.is_grad_enabled():
-            self.pace.count(batch["router_weights"])
-        return scoring.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
+        """`forward.score`, with the router's logits where their loss is on."""
+        return forward.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
         """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
@@ -196,17 +207,23 @@ class PostTrainer(Evaluating):
             ends, pad_id = self.terminal_ids, self.tokenizer.pad_token_id
             return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, **options)
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """To the device. HF's also casts floats to DeepSpeed's dtype, which rounds counts and cached scores."""
+        return send_to_device(inputs, self.args.device)
+
+    # ---- training
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """HF's training, from the seed: its numbers do not hang on what was drawn since the trainer was built.
+        """HF's training, from the seed: its numbers do not depend on what was drawn since the trainer was built.
 
         resume_from_checkpoint: a folder, "auto" for the newest complete checkpoint of output_dir or a fresh start, or
         True, which wants one. Raises InputError where this run could not go on as the one that wrote it.
         """
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
-        resume_from_checkpoint = checkpoint.to_resume(self, resume_from_checkpoint)
+        resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
-        logger.info("training %s", launch.described(self))
+        logger.info("training %s", launch.describe_launch(self))
         set_seed(self.args.seed)
         self.meters["train"] = Meter()
         with self.preemption.listening(), progress.messages_above():
@@ -222,13 +239,16 @@ class PostTrainer(Evaluating):
         """Why `stop_on` ended the last `train`, in a line, or None. A model that was stopped is not worth saving."""
         return self.guard.stopped
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        with self.pace.paused():
-            super()._save_checkpoint(model, trial)
+    def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
+        model, dataloader = super()._prepare_for_training(*args)
+        self.ready = True
+        self.check_scoring(model)
+        self.pace = Pace()
+        return model, sequence.split(self, dataloader)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """HF's; grouped by length too, the order depends on seed and epoch alone."""
-        return data.seeded(super()._get_train_sampler(train_dataset), self.args)
+        return seeded_sampler(super()._get_train_sampler(train_dataset), self.args)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """The micro-batches of one optimizer step, each with `row_weights`, made ready by `prepare_window`.
@@ -238,20 +258,18 @@ class PostTrainer(Evaluating):
         """
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run that is resumed: HF would train one step more
-        batches = [units.weigh(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
+        batches = [weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
         if not has_length(self.train_dataset):
             found = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
             batches = batches if found == num_batches else []
         if not batches:
             return [], None
         batches = self.prepare_window(batches)
-        return batches, self._units_of_window(batches, device)
+        for batch in batches:
+            self.pace.count(batch["router_weights"].to(device))
+        return batches, self._count_units(batches, device)
 
-    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What a method needs of all micro-batches of an optimizer step before the first of them; all ranks call it."""
-        return batches
-
-    def _units_of_window(self, batches: list[dict[str, Any]], device: torch.device) -> Tensor:
+    def _count_units(self, batches: list[dict[str, Any]], device: torch.device) -> Tensor:
         """Tokens or examples of the window that the loss is averaged over, on all ranks."""
         count = torch.as_tensor(sum(self.weights(batch).sum() for batch in batches)).to(device).float()
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
@@ -260,7 +278,7 @@ class PostTrainer(Evaluating):
 
     def weights(self, batch: dict[str, Any]) -> Tensor:
         """1 for each unit of the loss, 0 where its row must not count: [units]."""
-        return units.weights(batch, self.unit)
+        return unit_weights(batch, self.method.unit)
 
     def compute_loss(
         self,
@@ -272,30 +290,46 @@ class PostTrainer(Evaluating):
         """The one place where a loss is reduced: sum over units / units of the window over all ranks."""
         losses = self.losses(model, inputs)
         items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
-        loss = (losses.values * losses.weights).sum() / torch.as_tensor(items).clamp(min=1)
-        self._note("train", losses)
-        self.guard.losses.note(loss, self.state.global_step + 1, inputs)
+        loss = losses.summed / torch.as_tensor(items).clamp(min=1)
+        self.meters["train"].add_losses(losses)
         if self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes
+            loss = loss * self.accelerator.num_processes  # the engines average gradients over ranks
         if losses.router_logits is not None:
-            config, weights = scoring.causal_lm(self.model).config, inputs["router_weights"]
+            config, weights = forward.causal_lm(self.model).config, inputs["router_weights"]
             balance = self.router_coef * balancing_loss(losses.router_logits, config, weights)
             loss = loss + balance / self.current_gradient_accumulation_steps
         return (loss, losses) if return_outputs else loss
 
-    def _note(self, stage: str, losses: Losses) -> None:
-        meter = self.meters[stage]
-        for name, (values, weights) in losses.metrics.items():
-            meter.add(name, values, losses.weights if weights is None and values.ndim else weights)
-        if stage == "eval":
-            meter.add("loss", losses.values, losses.weights)
+    def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch: Any = None) -> Tensor:
+        """HF's; the guard looks at the loss later, without waiting for the device."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.guard.losses.note(loss, self.state.global_step + 1, inputs)
+        return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the training metrics, reduced over ranks, to each log of the loss."""
         if "loss" in logs:
-            self.pace.hand_over(self.meters["train"], self.accelerator.num_processes)
-            logs |= self.finish_metrics("train", self.meters["train"].averages(self.accelerator))
+            meter = self.meters["train"]
+            if read := self.pace.read(self.accelerator.num_processes):
+                meter.add_pair("tokens_per_second", read[0])
+                meter.set_peak("peak_memory_gib", read[1])
+            logs |= self.finish_metrics("train", meter.averages(self.accelerator))
         super().log(logs, start_time)
+
+    # ---- what stands in other modules
+
+    prediction_step = evaluation.prediction_step
+    evaluation_loop = evaluation.evaluation_loop
+    _get_dataloader = evaluation.get_dataloader
+    _get_eval_sampler = evaluation.get_eval_sampler
+    save_model = saving.save_model
+    create_model_card = saving.create_model_card
+    _save = saving.save_files
+    _save_checkpoint = saving.save_checkpoint
+    _push_from_checkpoint = saving.push_from_checkpoint
+    _get_output_dir = saving.get_output_dir
+    _load_from_checkpoint = saving.load_from_checkpoint
+    _load_best_model = saving.load_best_model
 
 
 def _checked(args: PostTrainConfig, config_class: type, kwargs: dict) -> PostTrainConfig:

@@ -1,27 +1,16 @@
-"""Checkpoints: complete or invisible, found again, and resumed only where the numbers stay the same.
-
-    complete_or_invisible   a checkpoint is written beside and renamed when every rank is done
-    find_checkpoint         the newest complete one, for resume_from_checkpoint: auto; to_resume: what train() is given
-    launched, check_launch  how a run was launched; a checkpoint of another kind of launch is refused
-    Preemption              SIGTERM: finish the step, save, stop
-"""
+"""Checkpoints: complete or invisible, found again, and resumed only where the numbers stay the same."""
 
 import json
 import logging
 import os
 import re
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
-from transformers import TrainerCallback
 from transformers.trainer_utils import sort_checkpoints
 
 from ..engines import engine
@@ -118,7 +107,7 @@ def newest(args: Any) -> str | None:
     return found
 
 
-def to_resume(trainer: Any, wanted: str | bool | None) -> str | bool | None:
+def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
     """The folder that `train(resume_from_checkpoint=wanted)` means: a folder, "auto" or True; None is a fresh start.
 
     Raises InputError where True finds none, and where this run could not go on as the one that wrote it.
@@ -188,55 +177,3 @@ def _start_from(checkpoint: str | os.PathLike[str]) -> str:
 def _state(folder: Path) -> dict[str, Any]:
     """trainer_state.json."""
     return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-
-
-# ---- preemption
-
-
-class Preemption(TrainerCallback):
-    """SIGTERM to any rank: all finish the optimizer step, save a checkpoint and leave `train`."""
-
-    def __init__(self, accelerator: Any):
-        self.accelerator = accelerator
-        self.asked = self.happened = False
-        self.group: Any = None
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Around a training; in the main thread alone, others cannot."""
-        self.asked = self.happened = False
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGTERM, before)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop together: the ranks hear of it at different moments. Time is short, so nothing is evaluated."""
-        if self._any_asked():
-            self.happened = control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
-            logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
-
-    def _any_asked(self) -> bool:
-        """Was any rank asked to stop? A word between hosts: no device is waited for."""
-        if self.accelerator.num_processes == 1:
-            return self.asked
-        if self.group is None:
-            self.group = dist.new_group(backend="gloo")
-        asked = torch.tensor(float(self.asked))
-        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
-        return asked.item() > 0
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The best model is not loaded now, and the checkpoint not deleted in its favour; on disk it is still known."""
-        if self.happened:
-            state.best_model_checkpoint = None
-
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What is due at an epoch's end is not, in its middle."""
-        if self.happened:
-            control.should_save = control.should_evaluate = False

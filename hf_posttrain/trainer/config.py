@@ -1,4 +1,4 @@
-"""PostTrainConfig: TrainingArguments with what all five methods add. It refuses what `rules` and `launch` name."""
+"""PostTrainConfig: TrainingArguments with what all methods add. It refuses what `rules` and `launch` name."""
 
 import dataclasses
 import inspect
@@ -12,10 +12,10 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from ..engines import sequence
 from ..engines.launch import check_engine
-from ..errors import InputError
-from ..recipe.fields import nearest
-from ..recipe.keys import advice
-from . import rule_table as rules
+from ..errors import InputError, nearest
+from . import rules
+from .method import Method
+from .renamed import advice
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,8 @@ class PostTrainConfig(TrainingArguments):
     Raises InputError for fields that cannot be honoured and for contradictions.
     """
 
-    can_cut_rows: ClassVar[bool] = False
-    """Does the method know sequence parallelism, `parallelism_config` with sp_size?"""
+    method: ClassVar[Method]
+    """The row of the table of methods that these are the options of."""
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
     activation_checkpointing: bool | None = None
@@ -82,7 +82,7 @@ class PostTrainConfig(TrainingArguments):
         return super().__new__(cls)
 
     def __post_init__(self):
-        rules.check("shared", self)
+        rules.check(self, self.method)
         self._resolve_gradient_checkpointing()
         if self.bf16 is None:
             self.bf16 = (

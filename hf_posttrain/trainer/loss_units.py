@@ -1,8 +1,7 @@
-"""What a loss is averaged over: the units of a micro-batch, each counted once or not at all.
+"""What losses and metrics are averaged over: the units of a micro-batch, each counted once or not at all.
 
-    Losses     what a method says of a micro-batch: a loss for each unit, a token or an example
-    weigh      which rows count: not those that only fill up the last batch of a pass over the data
-    weights    the same for each unit
+A method returns one loss a unit, a token or an example, as `Losses`. Nothing is averaged twice: sums and counts travel
+until one division is made over all ranks and the whole accumulation window or logging interval.
 """
 
 from collections.abc import Mapping
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from accelerate.data_loader import SkipBatchSampler
 from torch import Tensor
 
 
@@ -21,7 +19,7 @@ class Losses:
     values: Tensor
     """[units] loss of each token or example, not reduced."""
     weights: Tensor
-    """[units] 1, or 0 for what must not count: `weights`."""
+    """[units] 1, or 0 for what must not count: `unit_weights`."""
     metrics: Mapping[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     """name -> (values, weights; None: those of the loss): averaged exactly, over ranks and the logging interval."""
     router_logits: Any = None
@@ -31,42 +29,71 @@ class Losses:
     labels: Tensor | None = None
     """What it gets as label_ids, [B, ...]."""
 
-
-def weigh(batch: dict[str, Any], accelerator: Any) -> dict[str, Any]:
-    """Add `row_weights` [rows], just after the batch was drawn: 0 for rows that only fill up the last batch of a pass
-    over the data (accelerate repeats the first ones there, `even_batches`), so that no row counts twice.
-
-    What `sequence.split` cut was weighed before. The length of a stream is not known: its rows all count.
-    """
-    if "row_weights" in batch:
-        return batch
-    drawn, size = accelerator.gradient_state, len(batch["index"])
-    last = _remainder(drawn) if drawn.end_of_dataloader else 0
-    place = torch.arange(size) + size * accelerator.process_index
-    return batch | {"row_weights": (place < (last if last > 0 else size * accelerator.num_processes)).float()}
-
-
-def _remainder(drawn: Any) -> int:
-    """Rows in the last batch of a pass over the data, over all ranks; 0 or less where it is full or not known.
-
-    drawn: accelerate's GradientState, which does not know it in the epoch that a resumed run begins in.
-    """
-    sampler = getattr(drawn.active_dataloader, "batch_sampler", None)
-    if drawn.remainder >= 0 or not isinstance(sampler, SkipBatchSampler):
-        return drawn.remainder
-    shard = sampler.batch_sampler
-    if shard.drop_last or getattr(shard, "batch_size", None) is None:
-        return 0
-    return len(drawn.active_dataloader.dataset) % (shard.batch_size * getattr(shard, "num_processes", 1))
+    @property
+    def summed(self) -> Tensor:
+        """The losses of all units that count, a scalar."""
+        return (self.values * self.weights).sum()
 
 
 def row_weights(batch: dict[str, Any]) -> Tensor:
-    """1 or 0 for each row: [rows], on the batch's device; 1 for a batch that was not weighed."""
+    """1 for each row that counts, 0 for rows that only fill up a last batch: [rows], on the batch's device."""
     given = batch.get("row_weights")
     return (torch.ones(len(batch["index"])) if given is None else given).to(batch["index"].device)
 
 
-def weights(batch: dict[str, Any], unit: str) -> Tensor:
+def unit_weights(batch: dict[str, Any], unit: str) -> Tensor:
     """The same for each unit, "tokens" or "examples": [units]."""
     rows = row_weights(batch)
     return rows if unit == "examples" else rows[batch["row"]][batch["owner"]]
+
+
+def sum_and_count(values: Tensor, weights: Tensor) -> Tensor:
+    """[sum of values x weights, sum of weights] of one shape; weight 0 leaves a value out even where it is NaN."""
+    return torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
+
+
+class Meter:
+    """Named (sum, count) pairs. Every rank adds the same names in the same order; counts may be zero."""
+
+    def __init__(self) -> None:
+        self.totals: dict[str, Tensor] = {}
+        self.largest: set[str] = set()
+
+    def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
+        """Add values of any shape, weighted as in `sum_and_count`."""
+        values = _exact(values.detach())
+        weights = torch.ones_like(values) if weights is None else weights.to(values.dtype)
+        self.add_pair(name, sum_and_count(values, weights))
+
+    def add_losses(self, losses: Losses) -> None:
+        """Add the metrics of a micro-batch."""
+        for name, (values, weights) in losses.metrics.items():
+            self.add(name, values, losses.weights if weights is None and values.ndim else weights)
+
+    def add_pair(self, name: str, pair: Tensor) -> None:
+        """Add [sum, count], as `sum_and_count` gives it."""
+        pair = _exact(pair)
+        self.totals[name] = self.totals[name] + pair if name in self.totals else pair
+
+    def set_peak(self, name: str, value: Tensor) -> None:
+        """Of this scalar, given once between two logs, the largest over the ranks counts, not the mean."""
+        self.totals[name] = torch.stack([_exact(value), torch.ones_like(_exact(value))])
+        self.largest.add(name)
+
+    def averages(self, accelerator: Any = None) -> dict[str, float]:
+        """Global means since the last call; a name that nothing was counted for is left out. Empties the meter."""
+        if not self.totals:
+            return {}
+        totals = torch.stack(list(self.totals.values()))[None]  # [ranks, names, 2]
+        if accelerator is not None and accelerator.num_processes > 1:
+            totals = accelerator.gather(totals)
+        pairs = dict(zip(self.totals, totals.sum(0).tolist(), strict=True))
+        peaks = dict(zip(self.totals, totals[:, :, 0].amax(0).tolist(), strict=True))
+        self.totals = {}
+        return {name: peaks[name] if name in self.largest else total / count
+                for name, (total, count) in pairs.items() if count}  # fmt: skip
+
+
+def _exact(values: Tensor) -> Tensor:
+    """In float64, where the device has it."""
+    return values.double() if values.device.type != "mps" else values.float()

@@ -1,14 +1,28 @@
-"""Rules of what all methods share: names, what cannot be honoured, intervals, and the best model of a run.
+"""What the values of a method's Config may be, and which exclude each other: told without torch.
 
-Each function takes values with the fields of a PostTrainConfig, as given, and yields problems.
+A recipe is checked by `problems` before torch is imported, on an object with the Config's fields; every Config raises
+the first of them when it is made, so that Python users meet the same rules.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..watch import symptoms as watch
-from .limits import Problem, one_of
+from ..errors import InputError, nearest
+from ..watch import symptoms
+from .method import BELOW_ONE, COUNT, NOT_NEGATIVE, Limit, Method, Problem
 
+SEED = Limit(lambda n: 0 <= n < 2**32, "is no seed: they are 0 to 4294967295")
+LIMITS = {
+    "per_device_train_batch_size": COUNT, "per_device_eval_batch_size": COUNT,
+    "gradient_accumulation_steps": COUNT, "eval_accumulation_steps": COUNT, "dataset_num_proc": COUNT,
+    "torch_empty_cache_steps": COUNT, "dataloader_num_workers": NOT_NEGATIVE, "learning_rate": NOT_NEGATIVE,
+    "weight_decay": NOT_NEGATIVE, "warmup_steps": NOT_NEGATIVE, "max_grad_norm": NOT_NEGATIVE,
+    "neftune_noise_alpha": NOT_NEGATIVE, "router_aux_loss_coef": NOT_NEGATIVE, "adam_epsilon": NOT_NEGATIVE,
+    "adam_beta1": BELOW_ONE, "adam_beta2": BELOW_ONE, "seed": SEED, "data_seed": SEED,
+    "max_steps": Limit(lambda n: n == -1 or n > 0, "trains nothing: steps to train, or -1 for num_train_epochs"),
+    "max_length": Limit(lambda n: n >= 2, "is too short: a prompt and a completion need 2 tokens at least"),
+}  # fmt: skip
+"""Option of every method -> what its number must keep to; null is always allowed."""
 LAYOUTS = ("auto", "shared", "packed", "padded")
 LOG_LEVELS = ("debug", "detail", "info", "warning", "error", "critical", "passive")
 SAMPLING = ("random", "sequential", "group_by_length")
@@ -41,12 +55,6 @@ def names(values: Any) -> Iterator[Problem]:
         yield from one_of(name, getattr(values, name), LOG_LEVELS)
     for name in reporters(values.report_to):
         yield from one_of("report_to", name, ("all", "none", *REPORTERS))
-
-
-def stops(kind: str, values: Any) -> Iterator[Problem]:
-    """Names of warnings that end the run: for kind "shared" do they exist, for a method are they its own?"""
-    for problem in watch.problems(values.stop_on, None if kind == "shared" else kind):
-        yield ("stop_on",), problem
 
 
 def reporters(report_to: list[str] | str | None) -> list[str]:
@@ -132,3 +140,38 @@ def together(values: Any) -> Iterator[Problem]:
         yield ("optim_args",), f"optim_args={values.optim_args!r} is not name=value, or several with commas between"
     if values.eval_exact_match and values.eval_max_completion_length < 1:
         yield ("eval_max_completion_length", "eval_exact_match"), "eval_max_completion_length must be at least 1"
+
+
+RULES = (names, refused, intervals, epochs, best_model, together)
+
+
+def problems(values: Any, method: Method) -> Iterator[Problem]:
+    """What is wrong with `values`, an object with the fields of the method's Config, as they were given."""
+    for limits, rules in ((LIMITS, RULES), (method.limits, method.rules)):
+        yield from beyond(limits, values)
+        for rule in rules:
+            yield from rule(values)
+    for problem in symptoms.problems(values.stop_on, method.name, method.symptoms):
+        yield ("stop_on",), problem
+
+
+def check(config: Any, method: Method) -> None:
+    """Raises InputError with the first problem of a Config."""
+    for _, problem in problems(config, method):
+        raise InputError(problem)
+
+
+def beyond(limits: Mapping[str, Limit], values: Any) -> Iterator[Problem]:
+    """The numbers of `values` that do not keep to their limits."""
+    for name, limit in limits.items():
+        value = getattr(values, name, None)
+        if isinstance(value, int | float) and not limit.holds(value):
+            yield (name,), f"{name}={value:g} {limit.otherwise}"
+
+
+def one_of(name: str, value: Any, allowed: Iterable[str]) -> Iterator[Problem]:
+    """A problem where `value` of the field `name` is none of those allowed, with the nearest."""
+    allowed = list(allowed)
+    if value not in allowed:
+        hint = nearest(str(value), allowed, listed=False)
+        yield (name,), f"{name}={value!r} is not one of {', '.join(allowed)}{hint}"

@@ -1,10 +1,6 @@
-"""What is saved: every weight, whatever the engine, read again and compared before anybody relies on it.
+"""How PostTrainer saves: every weight, whatever the engine, read again and compared before anybody relies on it.
 
-    Saving        what PostTrainer changes in how HF's Trainer saves, resumes and loads the best model
-    whole_state   all weights on the first rank where the engine cuts them
-    check_saved   are the files complete?
-    check_folder  would they stand beside others that from_pretrained adds to them?
-    save_merged   a LoRA model as one plain model (merge_lora)
+The functions of the first part are methods of PostTrainer that take the place of those of HF's Trainer.
 """
 
 import copy
@@ -22,90 +18,101 @@ from transformers import PreTrainedModel, Trainer
 
 from ..engines import engine
 from ..errors import InputError
-from ..models import reference
-from ..report import card
-from ..scoring import forward as scoring
+from ..models.reference import without_reference_adapter
+from ..scoring import forward
 from . import checkpoint
 
+CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
+"""What the README.md of a run holds where `report.card` wrote it."""
 
-class Saving(Trainer):
-    """Saves every weight under every engine, in checkpoints that are complete or invisible, and loads them again."""
 
-    args: Any
-    model: Any
-    model_wrapped: Any
-    generation_config: Any
-    saving_in: str | None = None
-    """The folder of the checkpoint that is being written."""
+# ---- methods of PostTrainer
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every weight under every engine, read again and compared; merged where merge_lora says so. All ranks call it.
 
-        Raises RuntimeError where what was saved is not the whole model, and InputError where an adapter and a whole
-        model would share a folder.
-        """
-        folder = output_dir or self.args.output_dir
-        merged = self.args.merge_lora and not (_internal_call and output_dir)  # HF's own saves but that of push_to_hub
-        check_folder(self, folder, merged)
-        if merged:
-            save_merged(self, folder)
-        else:
-            self._save(folder, whole_state(self, isinstance(self.model, peft.PeftModel)))
-            if self.args.should_save:
-                check_saved(self.model, folder)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    """Every weight under every engine, read again and compared; merged where merge_lora says so. All ranks call it.
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """HF's draft, unless the folder has the report's card, which says more."""
-        if not card.is_ours(Path(self.args.output_dir)):
-            super().create_model_card(*args, **kwargs)
+    Raises RuntimeError where what was saved is not the whole model, and InputError where an adapter and a whole
+    model would share a folder.
+    """
+    folder = output_dir or self.args.output_dir
+    merged = self.args.merge_lora and not (_internal_call and output_dir)  # HF's own saves but that of push_to_hub
+    check_folder(self, folder, merged)
+    if merged:
+        save_merged(self, folder)
+    else:
+        self._save(folder, whole_state(self, isinstance(self.model, peft.PeftModel)))
+        if self.args.should_save:
+            check_saved(self.model, folder)
+    if self.args.push_to_hub and not _internal_call:
+        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
-        if self._loads_pretrained:
-            own = self.model if model is None else model
-            own.load_state_dict(type(own).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
-        else:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _load_best_model(self) -> None:
-        if self._loads_pretrained:
-            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
-        else:
-            super()._load_best_model()
+def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    """HF's, and the generation config with the trained turn end, next to an adapter too."""
+    folder = output_dir or self.args.output_dir
+    exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
+    with without_reference_adapter(self.model, state_dict) as state_dict:
+        Trainer._save(self, output_dir, state_dict)
+    if self.args.should_save:
+        self.generation_config.save_pretrained(folder)
+        if exact:
+            _tell_float32(folder)
 
-    @property
-    def _loads_pretrained(self) -> bool:
-        """Is the policy a whole model in one piece, not an adapter and not in an engine's own files?"""
-        return isinstance(self.model, PreTrainedModel) and not engine.changes_weights(self.accelerator)
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
+    """HF's, into a folder that gets its name when it is complete; its time is not training time."""
+    with self.pace.paused():
         try:
             with checkpoint.complete_or_invisible(self) as self.saving_in:
-                super()._save_checkpoint(model, trial)
+                Trainer._save_checkpoint(self, model, trial)
         finally:
             self.saving_in = None
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
+    if self.args.push_to_hub:
+        self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self.saving_in is None:  # not a folder that is about to be renamed
-            super()._push_from_checkpoint(checkpoint_folder)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        return self.saving_in or super()._get_output_dir(trial)
+def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
+    """HF's, but not from a folder that is about to be renamed."""
+    if self.saving_in is None:
+        Trainer._push_from_checkpoint(self, checkpoint_folder)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Also the generation config, with the trained turn end, next to an adapter."""
-        folder = output_dir or self.args.output_dir
-        exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
-        with reference.without_reference_adapter(self.model, state_dict) as state_dict:
-            super()._save(output_dir, state_dict)
-        if self.args.should_save:
-            self.generation_config.save_pretrained(folder)
-            if exact:
-                _tell_float32(folder)
+
+def get_output_dir(self: Any, trial: Any) -> str:
+    """HF's, or the folder of the checkpoint that is being written."""
+    return self.saving_in or Trainer._get_output_dir(self, trial)
+
+
+def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+    """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
+    if _loads_pretrained(self):
+        own = self.model if model is None else model
+        own.load_state_dict(type(own).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
+    else:
+        Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)
+
+
+def load_best_model(self: Any) -> None:
+    """HF's, likewise."""
+    if _loads_pretrained(self):
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+    else:
+        Trainer._load_best_model(self)
+
+
+def _loads_pretrained(trainer: Any) -> bool:
+    """Is the policy a whole model in one piece, not an adapter and not in an engine's own files?"""
+    return isinstance(trainer.model, PreTrainedModel) and not engine.changes_weights(trainer.accelerator)
+
+
+def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
+    """HF's draft, unless the folder has the report's card, which says more."""
+    card = Path(self.args.output_dir, "README.md")
+    if not (card.exists() and CARD_MARKER in card.read_text(encoding="utf-8", errors="replace")):
+        Trainer.create_model_card(self, *args, **kwargs)
+
+
+# ---- what is saved, and the proof
 
 
 def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
@@ -155,7 +162,7 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
     Raises RuntimeError where a file cannot be read or a weight is missing, empty or of another shape.
     """
     saved: dict[str, list[int]] = {}
-    inner, place = scoring.unwrapped(model), Path(folder)
+    inner, place = forward.unwrapped(model), Path(folder)
     if isinstance(inner, peft.PeftModel) and inner.active_adapter != "default":
         place = place / inner.active_adapter  # as PEFT has it
     for file in sorted(place.glob("*.safetensors")):
@@ -182,7 +189,7 @@ def check_folder(trainer: Any, folder: str | Path, merged: bool) -> None:
 
     merged: an adapter is saved as part of a whole model. Raises InputError where the two would not belong together.
     """
-    model = scoring.unwrapped(trainer.model)
+    model = forward.unwrapped(trainer.model)
     adapter = isinstance(model, peft.PeftModel) and not merged
     others = [name for name in (_WHOLE if adapter else ("adapter_config.json",)) if Path(folder, name).exists()]
     if not others or (adapter and Path(model.get_base_model().config.name_or_path).resolve() == Path(folder).resolve()):
@@ -196,7 +203,7 @@ def check_folder(trainer: Any, folder: str | Path, merged: bool) -> None:
 
 def _shapes(model: nn.Module) -> list[tuple[list[str], list[int]]]:
     """(names of a weight, its whole shape) of each that must be saved; tied weights have several names."""
-    inner = scoring.unwrapped(model)
+    inner = forward.unwrapped(model)
     weights: dict[int, tuple[list[str], list[int]]] = {}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         names, _ = weights.setdefault(id(parameter), ([], list(getattr(parameter, "ds_shape", parameter.shape))))
@@ -213,7 +220,7 @@ def save_merged(trainer: Any, folder: str) -> None:
 
     Raises InputError for a model without adapter and for a quantised base.
     """
-    policy = scoring.unwrapped(trainer.model)
+    policy = forward.unwrapped(trainer.model)
     check_mergeable(policy)
     state = whole_state(trainer, adapter_only=False) or policy.state_dict()
     if not trainer.args.should_save:

@@ -50,7 +50,7 @@ class Guard(TrainerCallback):
         loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
         found = self._nonfinite()
         if state.is_world_process_zero:  # whose findings `_act` sends to all
-            found |= watch.look(self.history, self.trainer.method, loss_types, self.warned)
+            found |= watch.look(self.history, self.trainer.method.symptoms, loss_types, self.warned)
         self._act(found, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -1,6 +1,6 @@
 """What a run shows while it trains: one bar on a terminal, and elsewhere one line for each log.
 
-    install   takes the place of the callback that HF's Trainer shows progress by
+    replace_callback   takes the place of the callback that HF's Trainer shows progress by
     Lines     a line for each log and evaluation, on standard output (HF: dicts); with disable_tqdm that is all
     Bar       the same figures in a bar on a terminal's standard error, and lines where nobody would see the bar
     LastLog   the last step is logged
@@ -23,14 +23,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import has_length
 
-from ..report import outcome
-
-_NAMES = {
-    "mean_token_accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin", "kl": "KL",
-    "distill/divergence": "divergence", "distill/reverse_kl": "reverse KL", "generation/length": "length",
-}  # fmt: skip
-KEY_METRICS = {method: {key: _NAMES[key] for key in keys} for method, keys in outcome.KEY_METRICS.items()}
-"""method -> what is shown beside the loss: key of the log -> name."""
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
@@ -38,19 +30,18 @@ _UNSHOWN = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped
 """How keys end that say nothing of an evaluation's result."""
 
 
-def figures(logs: Mapping[str, Any], method: str) -> str:
+def figures(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
     """Loss, key metrics and tokens a second of a training log, those that are there, as "name value  name value"."""
-    names = {"loss": "loss"} | KEY_METRICS.get(method, {})
+    names = {"loss": "loss", **key_metrics}
     shown = [f"{name} {_number(logs[key])}" for key, name in names.items() if key in logs]
     if "tokens_per_second" in logs:
         shown.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
     return "  ".join(shown)
 
 
-def results(logs: Mapping[str, Any], method: str) -> str:
+def results(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
     """The same of an evaluation, of whichever data set: loss, exact match, key metrics, and what compute_metrics gives
     (none of whose names has a slash, as our own do)."""
-    keys = KEY_METRICS.get(method, {})
     shown = []
     for key, value in logs.items():
         known = next((name for name in keys if key.endswith(f"_{name}")), None)
@@ -67,8 +58,8 @@ def _number(value: Any) -> str:
 class Lines(PrinterCallback):
     """A line for each log of a training, its evaluations and its end."""
 
-    def __init__(self, method: str):
-        self.method = method
+    def __init__(self, key_metrics: Mapping[str, str]):
+        self.key_metrics = key_metrics
         self.begun: tuple[float, int] | None = None
         """While training: the time and step at which it began."""
 
@@ -90,20 +81,20 @@ class Lines(PrinterCallback):
         assert self.begun is not None
         elapsed, step = time.monotonic() - self.begun[0], state.global_step
         if "loss" in logs:
-            text, initial = figures(logs, self.method), self.begun[1]
+            text, initial = figures(logs, self.key_metrics), self.begun[1]
             return tqdm.format_meter(step, state.max_steps, elapsed, prefix=text, bar_format=_LINE, initial=initial)
         if "train_runtime" in logs:
             took = tqdm.format_interval(logs["train_runtime"])
             return f"step {step}/{state.max_steps}  done in {took}, mean loss {_number(logs['train_loss'])}"
-        return f"step {step}/{state.max_steps}  evaluation: {results(logs, self.method)}"
+        return f"step {step}/{state.max_steps}  evaluation: {results(logs, self.key_metrics)}"
 
 
 class Bar(ProgressCallback):
     """A bar with the latest figures, where standard error is a terminal, and `Lines`."""
 
-    def __init__(self, method: str):
+    def __init__(self, key_metrics: Mapping[str, str]):
         super().__init__()
-        self.method, self.lines = method, Lines(method)
+        self.key_metrics, self.lines = key_metrics, Lines(key_metrics)
         self.training_bar: Any = None
         self.prediction_bar: Any = None
 
@@ -120,7 +111,7 @@ class Bar(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Training logs update the bar, where that is all that a terminal needs; everything else is a line."""
         if self.training_bar is not None and "loss" in logs:
-            self.training_bar.set_description_str(figures(logs, self.method))
+            self.training_bar.set_description_str(figures(logs, self.key_metrics))
             if sys.stdout.isatty():
                 return
         self.lines.on_log(args, state, control, logs)
@@ -160,14 +151,14 @@ class Bar(ProgressCallback):
         return tqdm(total=total, bar_format=form, dynamic_ncols=True, smoothing=0, **options)
 
 
-def install(trainer: Any) -> None:
+def replace_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
     """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
     kind. The caller's own callbacks stay, and so does a notebook's table."""
     ours: dict[type, type[Any]] = {ProgressCallback: Bar, PrinterCallback: Lines}
     default = next((one for one in reversed(trainer.callback_handler.callbacks) if type(one) in ours), None)
     if default is not None:
         trainer.remove_callback(default)
-        trainer.add_callback(ours[type(default)](trainer.method))
+        trainer.add_callback(ours[type(default)](key_metrics))
     trainer.add_callback(LastLog())
 
 

@@ -2,6 +2,9 @@
 
     python recipes/tiny/make_data.py [FOLDER]
 
+Git has the small files (tokenizer, shapes) and not the 18,000 rows: the quickstart and the tests run this script first.
+It takes a quarter of a second, and a file that already holds what it should is left alone.
+
 The task is the sum of two three-digit numbers, worked from the ones up, each column with its carry:
 
     {"prompt": "347+589=", "completion": "16 13 9 #### 936"}        7+9=16, 4+8+1=13, 3+5+1=9
@@ -15,9 +18,9 @@ No problem of heldout.jsonl, nor its mirror image (b+a), is in another file.
 """
 
 import json
+import os
 import random
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -118,15 +121,25 @@ def model_config(hidden: int, layers: int, heads: int) -> dict[str, Any]:
 def write(folder: Path) -> None:
     """Every file, below `folder`."""
     for name, rows in make_rows().items():
-        _write_lines(folder / f"{name}.jsonl", rows)
+        _write(folder / f"{name}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     for name, shape in {"teacher": (96, 3, 4), "student": (64, 2, 4)}.items():
-        (folder / name).mkdir(parents=True, exist_ok=True)
         for file, content in {"config.json": model_config(*shape), **tokenizer_files()}.items():
-            (folder / name / file).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            _write(folder / name / file, json.dumps(content, indent=1) + "\n")
 
 
-def _write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def _write(path: Path, text: str) -> None:
+    """Make the file `path` with this content, or leave it as it is where that is its content.
+
+    The time of a file is part of the key under which `datasets` caches its rows, so it may not change for nothing. The
+    file appears under its name whole: several processes may write at the same time.
+    """
+    content = text.encode()
+    if path.is_file() and path.read_bytes() == content:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_bytes(content)
+    os.replace(unfinished, path)
 
 
 if __name__ == "__main__":

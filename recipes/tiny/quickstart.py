@@ -7,15 +7,18 @@
     3  student   OPD: answers new problems, corrected token by token by the teacher  opd.yaml
     4  student   DPO on its own right and wrong answers to new problems              dpo.yaml
 
-Each stage is a recipe of this folder, run as `python -m hf_posttrain.run RECIPE` runs it. Exact match is that of
-greedy answers to the 500 problems of heldout.jsonl, which no stage trains on. Left in the output folder: a model for
-each stage, own_answers.jsonl, log.txt, quickstart.json and quickstart.png.
+The problems are written by make_data.py, first of all. Each stage is a recipe of this folder, run as
+`python -m hf_posttrain.run RECIPE` runs it. Exact match is that of greedy answers to the 500 problems of heldout.jsonl,
+which no stage trains on. Left in the output folder: a model for each stage, own_answers.jsonl, log.txt, quickstart.json
+and quickstart.png.
 """
 
 import argparse
 import contextlib
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -175,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="two steps a stage: shows that everything runs")
     arguments = parser.parse_args(argv)
     output, started, done = arguments.output, time.perf_counter(), stages()
+    subprocess.run([sys.executable, HERE / "make_data.py"], check=True)
     output.mkdir(parents=True, exist_ok=True)
     (output / "log.txt").write_text("", encoding="utf-8")
     print(f"Three-digit additions on CPU, threads: {torch.get_num_threads()}, seed: {arguments.seed}", flush=True)

@@ -8,12 +8,16 @@ import pytest
 import yaml
 from tokenizers_for_tests import byte_tokenizer
 
-from hf_posttrain import data
 from hf_posttrain.check import data_command as describe
 from hf_posttrain.data import sources
 from hf_posttrain.data.encode import Plan, read
+from hf_posttrain.data.formats import detect
+from hf_posttrain.data.prepare import prepare
+from hf_posttrain.data.sources import load
 from hf_posttrain.data.suggest import kind
 from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS
+from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.recipe.read import load_recipe
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -87,13 +91,13 @@ def test_columns_to_write_are_those_that_load(described, tmp_path, row, method, 
     assert code == 1
     lines = text.partition("write into the recipe:\n")[2].splitlines()[:4]
     assert [line.strip() for line in lines] == ["data:", "train:", "path: mine.jsonl", f"columns: {mapping}"]
-    teacher = "teacher: {name_or_path: tiny}\n" if method in ("kd", "opd") else ""
+    teacher = "teacher: {name_or_path: tiny}\n" if TABLE[method].second == "teacher" else ""
     section = "\n".join(line.removeprefix("  ") for line in lines)
     (tmp_path / "recipe.yaml").write_text(f"method: {method}\nmodel: {{name_or_path: tiny}}\n{teacher}{section}\n")
     recipe = load_recipe("recipe.yaml")
     assert recipe.data.train.columns == yaml.safe_load(mapping)
-    rows = data.load(recipe.data.train)
-    assert len(data.prepare(rows, method, byte_tokenizer(), None)) == 2
+    rows = load(recipe.data.train)
+    assert len(prepare(rows, METHODS[method], byte_tokenizer(), None)) == 2
     pairs = [f"{ours}={theirs}" for ours, theirs in yaml.safe_load(mapping).items()]
     assert described(row, "--method", method, *pairs)[0] == 0  # and on this command line
 
@@ -109,7 +113,7 @@ REFUSED = [  # row, arguments, what to do
      "column 'liked' holds 'no', KTO needs true"),
     ({"prompt": "2+2?", "chosen": "4"}, ["--method", "dpo"],
      "nearest is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
-    ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\nkd reads .*\ndpo reads"),
+    ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\ndpo reads .*\nkto reads"),
     ({"messages": [{"speaker": "me", "text": "hi"}]}, ["--method", "sft"],
      r"sft: row 0: column 'messages': message 0 has no role, expected {role, content}"),
     ([{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": ""}], ["--method", "sft"],
@@ -165,10 +169,10 @@ def test_names_of_columns_are_on_one_line(described, row):
 
 def test_messages_about_columns_are_one_line(tmp_path):
     row = {ODD: "2+2?", "prompt": "2+2?", "completion": None}
-    plan = Plan("sft", "prompt + completion", "train", None, None, None, False, None)
+    plan = Plan("sft", METHODS["sft"].rows, "prompt + completion", "train", None, None, None, False, None)
     rows = datasets.Dataset.from_list([{ODD: "2+2?"}])
     for refused in (
-        lambda: data.detect([ODD], "sft"), lambda: read(row, plan),
+        lambda: detect([ODD], METHODS["sft"]), lambda: read(row, plan),
         lambda: sources._rename(rows, {"prompt": "nothing"}, "train"),
     ):  # fmt: skip
         with pytest.raises(InputError) as caught:

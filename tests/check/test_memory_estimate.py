@@ -26,9 +26,11 @@ import hf_posttrain
 from hf_posttrain.check import advice, memory, phases, rehearsal, shapes
 from hf_posttrain.check.placement import Engine, Held, Weights, engine_of, frozen_on, policy_on, state_bytes
 from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe.datasets import prepare_data
-from hf_posttrain.recipe.read import ModelSection, load_recipe
+from hf_posttrain.recipe.read import load_recipe
 
 ROOT = Path(__file__).parents[2]
 FULL = Weights(frozen=0, trained=4000, numbers=1000, trained_numbers=1000, gathered=100)
@@ -117,11 +119,11 @@ def both_trainers(method, tmp_path, monkeypatch, **config):
     fix_rollouts(monkeypatch)
     rows = token_rows(method)
     fake = shapes.Shapes()
-    seconds = {"second": tiny_model(seed=1)} if method in ("kd", "opd") else {}
+    seconds = {"second": tiny_model(seed=1)} if TABLE[method].second == "teacher" else {}
     real = trainer_for(method, tiny_model(), rows, tmp_path, **seconds, **config)
     with fake.mode:
         models = [tf.AutoModelForCausalLM.from_config(CONFIGS["qwen3"]()) for _ in range(2)]
-    given = {"teacher_model": models[1]} if method in ("kd", "opd") else {}
+    given = {"teacher_model": models[1]} if TABLE[method].second == "teacher" else {}
     trainer_class = getattr(hf_posttrain, f"{method.upper()}Trainer")
     with rehearsal.quiet():
         rehearsed = rehearsal.rehearsed(

@@ -15,11 +15,12 @@ import pytest
 from tokenizers_for_tests import byte_tokenizer
 
 import hf_posttrain
-from hf_posttrain import data
 from hf_posttrain.data import audit as audit_module
 from hf_posttrain.data.audit import audit, audits, overlap
 from hf_posttrain.data.findings import Cut, Found
+from hf_posttrain.data.prepare import prepare, tokenised
 from hf_posttrain.data.sources import _times
+from hf_posttrain.methods import METHODS as TABLE
 
 METHODS = {
     name: (getattr(hf_posttrain, f"{name.upper()}Trainer"), getattr(hf_posttrain, f"{name.upper()}Config"))
@@ -33,10 +34,10 @@ def audited(tmp_path):
     """(method, rows, options of the Config) -> the DataAudit."""
 
     def made(method, rows, name="train", **options):
-        trainer_class, config_class = METHODS[method]
+        config_class = METHODS[method][1]
         rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
         config = config_class(output_dir=str(tmp_path), use_cpu=True, **options)
-        return audit(rows, trainer_class, byte_tokenizer(), config, name)
+        return audit(rows, TABLE[method], byte_tokenizer(), config, name)
 
     return made
 
@@ -154,15 +155,15 @@ def test_trained_tokens_are_counted_while_rows_are_tokenised(method, trained, tm
     rows = [row | ({"label": True} if method == "kto" else {}) for row in rows]
     length = {"sft": 4, "kto": 4}.get(method)
     config = METHODS[method][1](output_dir=str(tmp_path), use_cpu=True, max_length=length)
-    made = data.tokenised(datasets.Dataset.from_list(rows), method, byte_tokenizer(), config)
+    made = tokenised(datasets.Dataset.from_list(rows), TABLE[method], byte_tokenizer(), config)
     assert made["trained"] == trained
 
 
 def test_masked_tokens_of_an_answer_are_not_trained(tmp_path):
     config = METHODS["sft"][1](output_dir=str(tmp_path), use_cpu=True)
     rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]}])
-    assert data.tokenised(rows, "sft", byte_tokenizer(), config)["trained"] == [3]
-    found = audit(rows, METHODS["sft"][0], byte_tokenizer(), config)
+    assert tokenised(rows, TABLE["sft"], byte_tokenizer(), config)["trained"] == [3]
+    found = audit(rows, TABLE["sft"], byte_tokenizer(), config)
     assert found.lengths["trained"]["max"] == 3
     assert found.lengths["completion"]["max"] == 4
 
@@ -186,15 +187,14 @@ def test_overlap_of_evaluation_with_training(tmp_path, method):
     answers = ANSWERS[method]
     known = {(row["prompt"], row[key]) for row in train for key in answers}
     expected = [n for n, row in enumerate(evaluation) if {(row["prompt"], row[key]) for key in answers} & known]
-    trainer_class, config_class = METHODS[method]
-    config = config_class(output_dir=str(tmp_path), use_cpu=True, max_length=20)
+    config = METHODS[method][1](output_dir=str(tmp_path), use_cpu=True, max_length=20)
     raw = {"train": datasets.Dataset.from_list(train), "eval": datasets.Dataset.from_list(evaluation)}
-    found = audits(raw, trainer_class, byte_tokenizer(), config)
+    found = audits(raw, TABLE[method], byte_tokenizer(), config)
     assert found["eval"].overlap == Found(len(expected), expected[:5])
     assert found["train"].overlap is None
     assert f"eval: {len(expected)} of 30 examples are in the training set too" in " ".join(found["eval"].warnings())
     other = datasets.Dataset.from_list([{**row, "prompt": "new"} for row in evaluation])
-    assert overlap(raw["train"], other, trainer_class, byte_tokenizer(), config) == Found(0, [])
+    assert overlap(raw["train"], other, TABLE[method], byte_tokenizer(), config) == Found(0, [])
 
 
 def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
@@ -205,7 +205,7 @@ def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
     rows = datasets.load_dataset("json", data_files=str(path), split="train")
     trainer_class.prepare(rows, tokenizer, config, "train (rows.jsonl)")
     monkeypatch.setattr(type(tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised again"))
-    assert audit(rows, trainer_class, tokenizer, config, "train (rows.jsonl)").examples == 60
+    assert audit(rows, TABLE["kto"], tokenizer, config, "train (rows.jsonl)").examples == 60
 
 
 def test_lengths_of_both_sides_are_told_apart(audited):
@@ -228,7 +228,7 @@ def test_streams_say_that_they_are_not_read_to_the_end(audited, monkeypatch):
 
 def test_prepared_rows_are_audited_as_they_are(tmp_path, audited):
     rows = datasets.Dataset.from_list([{"prompt": "qq", "completion": "a"}] * 2)
-    prepared = data.prepare(rows, "sft", byte_tokenizer(), METHODS["sft"][1](output_dir=str(tmp_path), use_cpu=True))
+    prepared = prepare(rows, TABLE["sft"], byte_tokenizer(), METHODS["sft"][1](output_dir=str(tmp_path), use_cpu=True))
     assert audited("sft", prepared).lengths["total"]["max"] == 4
 
 

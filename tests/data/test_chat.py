@@ -75,15 +75,15 @@ def test_pain_07_a_config_of_another_tokenizer_ends_no_answer(own):
     """As a Llama config with eos 2 beside a tokenizer whose id 2 is an ordinary byte."""
     model = tiny_model("llama")
     model.generation_config.eos_token_id = own
-    assert policy.terminal_ids(model, tok.base_tokenizer(), None) == [258, 256]
-    ends = policy.terminal_ids(model, tok.base_tokenizer(), None)
-    assert policy.align(model, tok.base_tokenizer(), ends).eos_token_id == [258, 256]
+    assert policy.find_terminal_ids(model, tok.base_tokenizer(), None) == [258, 256]
+    ends = policy.find_terminal_ids(model, tok.base_tokenizer(), None)
+    assert policy.align_generation(model, tok.base_tokenizer(), ends).eos_token_id == [258, 256]
 
 
 def test_pain_07_special_ends_of_the_generation_config_are_kept():
     model = tiny_model()
     model.generation_config.eos_token_id = [257, 258]
-    assert policy.terminal_ids(model, tok.byte_tokenizer(), None) == [258, 257]
+    assert policy.find_terminal_ids(model, tok.byte_tokenizer(), None) == [258, 257]
 
 
 def test_chat_pair_ends_with_its_turn_end_and_nothing_after():

@@ -14,11 +14,17 @@ import tokenizers_for_tests as tok
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
-from hf_posttrain import data
+from hf_posttrain import OPDConfig
+from hf_posttrain.data import prepare as prepare_module
 from hf_posttrain.data.formats import FORMATS, detect
+from hf_posttrain.data.lengths import warn_if_too_long
+from hf_posttrain.data.packing import pack
+from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
-from hf_posttrain.methods.kto import partners
-from hf_posttrain.methods.sft import collate_supervised
+from hf_posttrain.methods import METHODS
+from hf_posttrain.methods.kto_pairing import find_partners
+from hf_posttrain.methods.sft import supervised_examples
+from hf_posttrain.scoring.layouts import Collator
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 MORE, LAST = {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}
@@ -45,7 +51,7 @@ def jsonl(path: Path, rows: list[dict]) -> Path:
 
 def prepare(rows, method, tokenizer=None, name="train", **options):
     rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
-    return data.prepare(rows, method, tokenizer or tok.byte_tokenizer(), config(**options), name)
+    return prepare_module.prepare(rows, METHODS[method], tokenizer or tok.byte_tokenizer(), config(**options), name)
 
 
 def texts(rows, method, tokenizer=None, **options) -> list[tuple]:
@@ -195,7 +201,7 @@ def test_tokenised_columns_pass_through():
 ANSWERS = {"chosen": "a", "rejected": "b"}
 
 
-@pytest.mark.parametrize("method", list(data.COLUMNS))
+@pytest.mark.parametrize("method", list(METHODS))
 def test_prepared_rows_pass_through(method, caplog):
     prepared = prepare([{"prompt": "q", **(ANSWERS if method in ("dpo", "kto") else {"completion": "a"})}] * 3, method)
     caplog.clear()
@@ -218,7 +224,7 @@ def test_partner_has_another_prompt_even_where_truncation_cut_one_prompt_differe
     assert [len(ids) for ids in out["prompt_ids"]] == [9, 7, 5] * 2  # so the ids alone would be six prompts
     assert len(set(out["prompt_key"])) == 2
     for seed in range(20):
-        assert all((partner < 3) != (row < 3) for row, partner in enumerate(partners(out, seed)))
+        assert all((partner < 3) != (row < 3) for row, partner in enumerate(find_partners(out, seed)))
 
 
 def test_plain_strings_never_see_the_template():
@@ -280,10 +286,10 @@ def test_rows_longer_than_the_models_positions(method, caplog):
     rows = [{"prompt": "p" * n, **dict.fromkeys(keys, "aaa")} for n in (4, 5, 7)]  # and an end: 8, 9 and 11 tokens
     options = {"max_completion_length": 4} if method == "opd" else {}
     prepared = prepare(rows, method, **options)
-    data.warn_if_too_long(prepared, GPT2Config(n_positions=11), config(**options))
-    data.warn_if_too_long(prepared.to_iterable_dataset(), GPT2Config(n_positions=8), config(**options))
+    warn_if_too_long(prepared, GPT2Config(n_positions=11), config(**options))
+    warn_if_too_long(prepared.to_iterable_dataset(), GPT2Config(n_positions=8), config(**options))
     assert caplog.messages == []
-    data.warn_if_too_long(prepared, GPT2Config(n_positions=8), config(**options))
+    warn_if_too_long(prepared, GPT2Config(n_positions=8), config(**options))
     are, remedy = "are", "set train.max_length=8"
     if method == "opd":  # its completions are yet to be sampled
         are, remedy = "may become", "set train.max_length=8, and train.max_completion_length below it"
@@ -294,11 +300,11 @@ def test_rows_longer_than_the_models_positions(method, caplog):
 
 
 def test_packed_examples_are_measured_one_by_one(caplog):
-    packed = data.pack(prepare([{"prompt": "p" * n, "completion": "aaa"} for n in (4, 5, 7)], "sft"), 20)
+    packed = pack(prepare([{"prompt": "p" * n, "completion": "aaa"} for n in (4, 5, 7)], "sft"), 20)
     assert len(packed) == 2
-    data.warn_if_too_long(packed, GPT2Config(n_positions=11), config())
+    warn_if_too_long(packed, GPT2Config(n_positions=11), config())
     assert caplog.messages == []
-    data.warn_if_too_long(packed, GPT2Config(n_positions=10), config())
+    warn_if_too_long(packed, GPT2Config(n_positions=10), config())
     assert "1 examples are longer than the model's 10 positions" in caplog.text
 
 
@@ -322,8 +328,8 @@ def test_pain_04_opd_prompt_leaves_room_for_the_rollout():
     row = {"prompt": "0123456789", "completion": "a long answer"}
     options = {"max_length": 10, "max_completion_length": 6}
     assert texts([row], "opd", **options) == [("6789", "a long answer" + END)]
-    with pytest.raises(InputError, match="max_length 6 leaves no prompt beside max_completion_length 6"):
-        prepare([row], "opd", max_length=6, max_completion_length=6)
+    with pytest.raises(InputError, match="max_length=6 leaves no prompt beside max_completion_length=6"):
+        OPDConfig(output_dir="out", use_cpu=True, max_length=6, max_completion_length=6)
 
 
 @pytest.mark.parametrize("template", [tok.CHATML, tok.CHATML_GENERATION])
@@ -353,7 +359,7 @@ def test_pain_06_the_end_is_trained_when_pad_is_eos():
 def test_pain_06_the_end_is_a_target_of_the_batch(layout):
     """pad == eos, and rows of unequal length: padding is never a target, each row's end always is."""
     rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "abcdefgh"}]
-    batch = collate_supervised(list(prepare(rows, "sft", tok.base_tokenizer())), layout)
+    batch = Collator(supervised_examples, layout)(list(prepare(rows, "sft", tok.base_tokenizer())))
     trained = batch["shift_labels"][batch["shift_labels"] != -100].tolist()
     assert sorted(trained) == sorted([*b"a", *b"abcdefgh", 256, 256])
 
@@ -419,7 +425,7 @@ GOOD = {"prompt": "q", "completion": "a"}
 )
 def test_pain_33_bad_rows_name_row_column_and_expectation(row, method, message, tmp_path):
     good = {"messages": [USER, REPLY]} if "messages" in row else GOOD
-    rows = data.load(source(jsonl(tmp_path / "bad.jsonl", [good, row])))
+    rows = load(source(jsonl(tmp_path / "bad.jsonl", [good, row])))
     with pytest.raises(InputError, match="mine, " + message):
         prepare(rows, method, name="mine")
 
@@ -428,7 +434,7 @@ def test_pain_33_bad_rows_name_row_column_and_expectation(row, method, message, 
 def test_pain_33_label_that_is_not_boolean(label, tmp_path):
     rows = [{**GOOD, "label": True}, {**GOOD, "label": label}]
     with pytest.raises(InputError, match="row 1: column 'label': expected true or false"):
-        prepare(data.load(source(jsonl(tmp_path / "bad.jsonl", rows))), "kto")
+        prepare(load(source(jsonl(tmp_path / "bad.jsonl", rows))), "kto")
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto", "opd"])
@@ -464,18 +470,18 @@ def test_assistant_only_needs_offsets():
 
 
 def test_detect_names_what_the_method_reads():
-    assert data.detect(["completion", "prompt", "label"], "kto") == "prompt + completion + label"
-    assert data.detect(["chosen", "rejected", "prompt"], "dpo") == "prompt + chosen + rejected"
-    assert data.detect(["prompt", "messages"], "sft") == "messages"
+    assert detect(["completion", "prompt", "label"], METHODS["kto"]) == "prompt + completion + label"
+    assert detect(["chosen", "rejected", "prompt"], METHODS["dpo"]) == "prompt + chosen + rejected"
+    assert detect(["prompt", "messages"], METHODS["sft"]) == "messages"
     message = r"columns prompt, completions are none .* \(did you mean 'completions'\?\): .*prompt \+ completion"
     with pytest.raises(InputError, match=message):
-        data.detect(["prompt", "completions"], "sft")
+        detect(["prompt", "completions"], METHODS["sft"])
 
 
 @pytest.mark.parametrize(("columns", "method"), [(["prompt", "chosen"], "dpo"), (["prompt", "completion"], "kto")])
 def test_a_column_that_is_right_is_no_suggestion(columns, method):
     with pytest.raises(InputError, match=f"columns {', '.join(columns)} are none that {method} reads: "):
-        data.detect(columns, method)
+        detect(columns, METHODS[method])
 
 
 def test_contradictory_loss_options():
@@ -504,23 +510,23 @@ def test_files_folders_and_saved_sets(tmp_path):
     jsonl(tmp_path / "folder" / "train.jsonl", rows)
     columns = {"prompt": "q", "completion": "answer"}
     for name in ("rows.csv", "rows.parquet", "rows.jsonl", "rows.json", "saved", "folder"):
-        loaded = data.load(source(tmp_path / name, columns=columns, limit=1))
+        loaded = load(source(tmp_path / name, columns=columns, limit=1))
         assert [dict(row) for row in loaded] == [{"prompt": "a", "completion": "b"}], name
 
 
 def test_columns_replace_a_column_of_the_same_name(tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "old", "question": "new"}])
-    assert data.load(source(path, columns={"prompt": "question"}))[:] == {"prompt": ["new"]}
+    assert load(source(path, columns={"prompt": "question"}))[:] == {"prompt": ["new"]}
 
 
 def test_sources_are_mixed_by_weight(tmp_path):
     one = jsonl(tmp_path / "one.jsonl", [{"text": f"a{n}", "only": 1} for n in range(4)])
     two = jsonl(tmp_path / "two.jsonl", [{"text": f"b{n}"} for n in range(4)])
-    assert data.load([source(one), source(two)])[:] == {"text": ["a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]}
-    mixed = data.load([source(one, weight=2.5), source(two, weight=0.5)])["text"][:]
+    assert load([source(one), source(two)])[:] == {"text": ["a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]}
+    mixed = load([source(one, weight=2.5), source(two, weight=0.5)])["text"][:]
     assert (len(mixed), sum(t[0] == "a" for t in mixed)) == (12, 10)  # 2.5 * 4 and 0.5 * 4
     assert {mixed.count(f"a{n}") for n in range(4)} == {2, 3}
-    assert data.load([source(one, weight=2.5), source(two, weight=0.5)])["text"][:] == mixed
+    assert load([source(one, weight=2.5), source(two, weight=0.5)])["text"][:] == mixed
 
 
 @pytest.mark.parametrize(
@@ -539,7 +545,7 @@ def test_pain_33_unreadable_files(name, content, message, tmp_path):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match="data.train: .*" + message):
-        data.load(source(tmp_path / name), "data.train")
+        load(source(tmp_path / name), "data.train")
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -547,12 +553,12 @@ def test_pain_33_unreadable_files(name, content, message, tmp_path):
 def test_a_broken_file_is_said_once(name, content, streaming, tmp_path, caplog):
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=f"cannot read .*{name}: "):
-        data.load(source(tmp_path / name, streaming=streaming))
+        load(source(tmp_path / name, streaming=streaming))
     assert caplog.messages == []
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "part.jsonl").write_text('{"text": b}\n')
     with pytest.raises(InputError, match=r"cannot read .*folder: "):
-        data.load(source(tmp_path / "folder", streaming=streaming))
+        load(source(tmp_path / "folder", streaming=streaming))
     assert "part.jsonl" in caplog.text  # only this log names the file
 
 
@@ -560,11 +566,11 @@ def test_pain_33_wrong_column_or_split(tmp_path):
     path = jsonl(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}])
     message = r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\); there are question, answer"
     with pytest.raises(InputError, match=message):
-        data.load(source(path, columns={"prompt": "qestion"}))
+        load(source(path, columns={"prompt": "qestion"}))
     with pytest.raises(InputError, match=r"no column 'questions' for 'completion'; there are question, answer"):
-        data.load(source(path, columns={"prompt": "question", "completion": "questions"}))
+        load(source(path, columns={"prompt": "question", "completion": "questions"}))
     with pytest.raises(InputError, match="Unknown split"):
-        data.load(source(tmp_path, split="test"))
+        load(source(tmp_path, split="test"))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -573,13 +579,13 @@ def test_pain_33_sources_of_different_types(streaming, weight, tmp_path):
     one = jsonl(tmp_path / "one.jsonl", [GOOD])
     two = jsonl(tmp_path / "two.jsonl", [{"prompt": [USER], "completion": [REPLY]}])
     with pytest.raises(InputError, match=r"data.train: the columns of .*one.jsonl, .*two.jsonl are not of the same"):
-        data.load([source(one, streaming=streaming, weight=weight), source(two, streaming=streaming)], "data.train")
+        load([source(one, streaming=streaming, weight=weight), source(two, streaming=streaming)], "data.train")
 
 
 def test_pain_33_streams_beside_other_sources(tmp_path):
     one, two = (jsonl(tmp_path / name, [GOOD]) for name in ("one.jsonl", "two.jsonl"))
     with pytest.raises(InputError, match=r"\(.*two.jsonl with streaming: true, .*one.jsonl without\): set it for all"):
-        data.load([source(one), source(two, streaming=True)], "data.train")
+        load([source(one), source(two, streaming=True)], "data.train")
 
 
 @pytest.fixture
@@ -606,7 +612,7 @@ def saved(tmp_path):
     ],
 )
 def test_slices_of_saved_sets(saved, name, split, expected, streaming):
-    rows = data.load(source(saved / name, split=split, streaming=streaming))
+    rows = load(source(saved / name, split=split, streaming=streaming))
     assert isinstance(rows, datasets.IterableDataset) == streaming
     assert [row["text"] for row in rows] == [str(n) for n in expected]
 
@@ -622,7 +628,7 @@ def test_slices_of_saved_sets(saved, name, split, expected, streaming):
 )
 def test_pain_33_splits_that_a_saved_set_has_not(saved, name, split, message):
     with pytest.raises(InputError, match=message):
-        data.load(source(saved / name, split=split))
+        load(source(saved / name, split=split))
 
 
 # ---- datasets: cache, streams, speed
@@ -633,18 +639,18 @@ def test_pain_34_second_preparation_hits_the_cache(tmp_path, monkeypatch):
     datasets.Dataset.from_list([{"messages": [USER, REPLY]}] * 3).save_to_disk(saved)
 
     def files():
-        prepare(data.load(source(saved)), "sft", tok.byte_tokenizer(), assistant_only_loss=True)
+        prepare(load(source(saved)), "sft", tok.byte_tokenizer(), assistant_only_loss=True)
         return {path.name for path in saved.rglob("cache-*")}
 
     first = files()
     assert len(first) == 1
     assert files() == first
-    prepare(data.load(source(saved)), "sft", tok.byte_tokenizer(), assistant_only_loss=True, max_length=30)
+    prepare(load(source(saved)), "sft", tok.byte_tokenizer(), assistant_only_loss=True, max_length=30)
     assert len({path.name for path in saved.rglob("cache-*")}) == 2
 
 
 def test_several_processes_give_the_same_rows(tmp_path):
-    rows = data.load(source(jsonl(tmp_path / "rows.jsonl", [{**GOOD, "prompt": f"q{n}"} for n in range(8)])))
+    rows = load(source(jsonl(tmp_path / "rows.jsonl", [{**GOOD, "prompt": f"q{n}"} for n in range(8)])))
     assert prepare(rows, "sft", dataset_num_proc=2)[:] == prepare(rows, "sft")[:]
 
 
@@ -653,9 +659,9 @@ def test_streams(method, tmp_path, caplog):
     keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
     rows = [{"prompt": "q", **{key: f"{key}{n}" for key in keys}} for n in range(5)]
     path = jsonl(tmp_path / "rows.jsonl", rows)
-    stream = prepare(data.load(source(path, streaming=True, limit=3)), method)
+    stream = prepare(load(source(path, streaming=True, limit=3)), method)
     assert isinstance(stream, datasets.IterableDataset)
-    whole = prepare(data.load(source(path, limit=3)), method).remove_columns("index")
+    whole = prepare(load(source(path, limit=3)), method).remove_columns("index")
     assert list(stream) == list(whole)
 
 
@@ -667,7 +673,7 @@ def test_a_prepared_stream_stays_as_it_is(method, named):
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
     stream = stream if named else datasets.IterableDataset.from_generator(lambda: iter(rows))
     once = prepare(stream, method, apply_chat_template=True)
-    assert once.column_names == list(data.COLUMNS[method])
+    assert once.column_names == list(METHODS[method].rows.columns)
     assert prepare(once, method, apply_chat_template=True) is once
 
 
@@ -676,7 +682,7 @@ def test_text_that_looks_like_json_is_not_mistaken(other, tmp_path):
     """Beside content of another kind `datasets` has read the string "4" as 4, and '"yes"' as yes."""
     rows = [{"messages": [USER, {**REPLY, "content": content}]} for content in ('"yes"', other)]
     with pytest.raises(InputError, match=r"column 'messages'.* text that looks like JSON is then read as JSON"):
-        prepare(data.load(source(jsonl(tmp_path / "rows.jsonl", rows))), "sft")
+        prepare(load(source(jsonl(tmp_path / "rows.jsonl", rows))), "sft")
 
 
 def test_parts_of_text_are_joined_and_others_refused():
@@ -696,7 +702,7 @@ def test_roles_under_other_names(role):
 
 def test_a_tokenised_stream_of_other_types_is_cut(tmp_path):
     row = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [1, 1]}
-    stream = data.load(source(jsonl(tmp_path / "rows.jsonl", [row]), streaming=True))
+    stream = load(source(jsonl(tmp_path / "rows.jsonl", [row]), streaming=True))
     assert next(iter(prepare(stream, "sft", max_length=3)))["prompt_ids"] == [2]
 
 
@@ -710,11 +716,11 @@ def test_stream_from_a_generator_and_dropped_rows(caplog):
 
 def test_real_rows_round_trip(gsm8k):
     columns = {"prompt": "question", "completion": "answer"}
-    rows = data.load(source(gsm8k / "train.jsonl", columns=columns, limit=200))
+    rows = load(source(gsm8k / "train.jsonl", columns=columns, limit=200))
     for raw, (prompt, completion, trained) in zip(rows, texts(rows, "sft"), strict=True):
         assert (prompt, completion, trained) == (raw["prompt"], raw["completion"] + END, raw["completion"] + END)
-    assert len(prepare(data.load(source(gsm8k / "preference.jsonl", limit=50)), "dpo")) == 50
-    unpaired = data.load(source(gsm8k / "unpaired.jsonl", limit=50))
+    assert len(prepare(load(source(gsm8k / "preference.jsonl", limit=50)), "dpo")) == 50
+    unpaired = load(source(gsm8k / "unpaired.jsonl", limit=50))
     assert prepare(unpaired, "kto")["label"][:] == unpaired["label"][:]
 
 
@@ -740,5 +746,5 @@ def test_plain_prompts_as_chat_beside_messages():
 def test_columns_of_another_format_change_nothing():
     row = {"prompt_ids": [1, 2], "completion_ids": [3], "chosen_ids": [4], "rejected_ids": [5], "input_ids": [6, 7]}
     for method, branches in (("sft", [[3]]), ("dpo", [[4], [5]]), ("opd", [[3]])):
-        sample = FORMATS[detect(list(row), method)](row)
+        sample = FORMATS[detect(list(row), METHODS[method])](row)
         assert (sample.prompt, sample.branches) == ([1, 2], branches)

@@ -22,10 +22,13 @@ import pytest
 import tokenizers_for_tests as tok
 from test_data import source
 
-from hf_posttrain import data
 from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT
-from hf_posttrain.data.prepare import plan_for, tokenise
+from hf_posttrain.data.formats import detect
+from hf_posttrain.data.prepare import plan_for, prepare, tokenise
+from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError, shown
+from hf_posttrain.methods import METHODS
+from hf_posttrain.methods import METHODS as TABLE
 
 MUTATIONS = 10_000
 """Mutated rows in all, shared equally by CASES; the seed of each is (case, number)."""
@@ -409,7 +412,7 @@ def expected(plain, method, form, row, options):
     ends = [[plain.special[end]] for end in (END, plain.text_end)]
     need(tokenised or not any(branch in ends for branch in branches))
     need(method == "opd" or all(branches))
-    if method in ("sft", "kd"):
+    if TABLE[method].rows.masked:
         every = options.get("completion_only_loss") is False
         ids, mask = prompt + branches[0], [int(every)] * len(prompt) + (mask or [1] * len(branches[0]))
         n = len(prompt) if prompt and not every else max(1, mask.index(1) if 1 in mask else 1)
@@ -472,7 +475,7 @@ def as_trained(out, method):
 
 def outcome(plain, method, row, options, form):
     """What became of the row: "refused", "dropped" or "trained". Fails where it is not what the plain reading says."""
-    plan = plan_for(form, method, plain.tokenizer, settings(options), "fuzz")
+    plan = plan_for(form, METHODS[method], plain.tokenizer, settings(options), "fuzz")
     batch = {column: [value] for column, value in row.items()}
     try:
         whole = expected(plain, method, form, row, options)
@@ -487,7 +490,7 @@ def outcome(plain, method, row, options, form):
 
 
 def form_of(method, row):
-    return data.detect(list(row), method)
+    return detect(list(row), METHODS[method])
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -516,14 +519,14 @@ def test_mutated_rows(method):
 
 def test_all_methods_and_formats_are_mutated():
     assert sum(len(range(case, MUTATIONS, len(CASES))) for case in range(len(CASES))) == MUTATIONS == 10_000
-    for method, forms in data.ACCEPTS.items():
+    for method, forms in ((name, row.rows.formats) for name, row in METHODS.items()):
         assert {form_of(method, row) for of, row, _ in CASES if of == method} == {*forms}
 
 
 def prepared_file(path, method, options):
     """The examples of a file, or the message that refuses it."""
     try:
-        rows = data.prepare(data.load(source(path), "fuzz"), method, CHATML.tokenizer, settings(options), "fuzz")
+        rows = prepare(load(source(path), "fuzz"), METHODS[method], CHATML.tokenizer, settings(options), "fuzz")
     except InputError as error:
         return str(error)
     columns = rows.to_dict() | {"row": rows["index"], "state": [0] * len(rows)}

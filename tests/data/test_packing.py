@@ -8,11 +8,10 @@ import pytest
 from models_for_tests import tiny_model
 from training_for_tests import assert_same_step, one_step, token_rows, trainer_for
 
-from hf_posttrain import data
-from hf_posttrain.data.packing import best_fit
+from hf_posttrain.data.packing import best_fit, pack
 from hf_posttrain.errors import InputError
-from hf_posttrain.methods.sft import collate_supervised
-from hf_posttrain.scoring.layouts import balanced
+from hf_posttrain.methods.sft import supervised_examples
+from hf_posttrain.scoring.layouts import Collator, share_out
 
 
 def indexed(rows):
@@ -39,7 +38,7 @@ def test_realistic_lengths_fill_the_rows():
 def test_packed_rows_hold_every_example_once(caplog):
     rows = indexed(token_rows("sft", 50))
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
-        packed = data.pack(rows, 40, "mine")
+        packed = pack(rows, 40, "mine")
     tokens = sum(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows)
     assert caplog.messages == [
         f"mine: 50 examples packed into {len(packed)} rows, {100 * tokens / 40 / len(packed):.1f} % full"
@@ -50,19 +49,20 @@ def test_packed_rows_hold_every_example_once(caplog):
     for row in packed:
         assert sum(map(len, row["prompt_ids"])) + sum(map(len, row["completion_ids"])) <= 40
     assert packed["index"][:] == list(range(len(packed)))
-    assert data.pack(packed, 40) is packed
-    assert data.pack(rows, 40).cache_files == packed.cache_files
+    assert pack(packed, 40) is packed
+    assert pack(rows, 40).cache_files == packed.cache_files
     with pytest.raises(InputError, match=r"mine, row \d+: 1\d tokens do not fit into a row of 9"):
-        data.pack(rows, 9, "mine")
+        pack(rows, 9, "mine")
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 def test_pain_11_packed_examples_train_as_they_do_alone(layout, tmp_path):
     rows = token_rows("sft", 12)
-    packed = data.pack(indexed(rows), 40)
+    packed = pack(indexed(rows), 40)
     assert len(packed) < 6
     count = lambda batch: (batch["shift_labels"] != -100).sum().item()  # noqa: E731
-    assert count(collate_supervised(list(packed), layout)) == count(collate_supervised(list(rows), layout))
+    collator = Collator(supervised_examples, layout)
+    assert count(collator(list(packed))) == count(collator(list(rows)))
     expected = one_step("sft", tiny_model(), rows, tmp_path, per_device_train_batch_size=12, layout="padded")
     options = {"packing": True, "max_length": 40, "layout": layout}
     found = one_step("sft", tiny_model(), rows, tmp_path, per_device_train_batch_size=len(packed), **options)
@@ -90,9 +90,8 @@ def test_streams_are_not_packed(tmp_path):
 
 def test_micro_batches_are_balanced_by_tokens():
     costs = [100, 1, 2, 90, 50, 3, 60]
-    groups = balanced(costs, [2, 2, 2, 1])
+    groups = share_out(costs, [2, 2, 2, 1])
     assert sorted(item for group in groups for item in group) == list(range(7))
     assert [len(group) for group in groups] == [2, 2, 2, 1]
     assert sorted(sum(costs[item] for item in group) for group in groups) == [50, 63, 92, 101]
-    assert all(group == sorted(group) for group in groups)
-    assert balanced([5, 9, 7], [3]) == [[0, 1, 2]]
+    assert share_out([5, 9, 7], [3]) == [[1, 2, 0]]  # the dearest first

@@ -25,7 +25,8 @@ from hf_posttrain import SFTConfig, run
 from hf_posttrain.engines import engine, launch
 from hf_posttrain.errors import InputError, LaunchError
 from hf_posttrain.models import load as models
-from hf_posttrain.recipe.read import ModelSection, load_recipe
+from hf_posttrain.models.section import ModelSection
+from hf_posttrain.recipe.read import load_recipe
 
 pytestmark = pytest.mark.engines
 

@@ -25,6 +25,7 @@ from training_for_tests import (
     logs_and_weights,
     policy_of,
     quick,
+    second_model,
     token_rows,
     trainer_for,
 )
@@ -35,8 +36,9 @@ from hf_posttrain import DPOConfig, DPOTrainer, KDConfig, KDTrainer, SFTConfig
 from hf_posttrain.engines import engine as engines
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
+from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models import load as models
-from hf_posttrain.recipe.read import ModelSection
+from hf_posttrain.models.section import ModelSection
 from hf_posttrain.scoring import forward as scoring
 
 pytestmark = pytest.mark.engines
@@ -44,7 +46,7 @@ pytestmark = pytest.mark.engines
 
 def second_for(method):
     """The teacher of KD and OPD."""
-    return tiny_model(seed=5) if method in ("kd", "opd") else None
+    return second_model(method, seed=5)
 
 
 def trained(rank, method, engine, lora, **config):
@@ -223,7 +225,7 @@ def hidden_dtypes(rank, method, engine, lora):
     def watch(name):
         return lambda module, args, output: seen.setdefault(name, set()).add(output.dtype)
 
-    for name, model in {"policy": trainer.model, "second": trainer.beside and trainer.beside.model}.items():
+    for name, model in {"policy": trainer.model, "second": trainer.second_model and trainer.second_model.model}.items():
         if model is not None:
             scoring.causal_lm(model).model.layers[1].mlp.down_proj.register_forward_hook(watch(name))
     trainer.train()
@@ -234,9 +236,10 @@ def hidden_dtypes(rank, method, engine, lora):
 @pytest.mark.parametrize("method", quick("kto", "kd", among=METHODS))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method):
-    lora = method in ("sft", "kto")
+    lora = METHODS.index(method) % 2 == 0
     for seen, weights in on_two(hidden_dtypes, engine, method, engine, lora):
-        assert seen == {name: ["torch.bfloat16"] for name in (["policy"] if method == "sft" else ["policy", "second"])}
+        models = ["policy", "second"] if TABLE[method].second else ["policy"]
+        assert seen == {name: ["torch.bfloat16"] for name in models}
         assert weights == ["torch.bfloat16" if engine.startswith("zero") else "torch.float32"]
 
 
@@ -260,7 +263,7 @@ def cut(rank, method, engine, offload):
         tiny_model(), method_config(**config), token_rows(method), None, byte_tokenizer(), **second
     )  # fmt: skip
     trainer.train()
-    model = trainer.beside.model
+    model = trainer.second_model.model
     layers = scoring.causal_lm(model).model.layers
     here, whole = map(sum, zip(*map(held, layers.parameters()), strict=True))
     if engine == "zero3":
@@ -302,7 +305,7 @@ def beside(rank, method, engine, dropout, size):
         per_device_train_batch_size=size, disable_dropout=False, **engine_arguments(engine),
     )  # fmt: skip
     trainer.train()
-    model = scoring.unwrapped(trainer.beside.model)
+    model = scoring.unwrapped(trainer.second_model.model)
     trained = [name for name, module in model.named_modules() if module.training]
     trained += [name for name, p in model.named_parameters() if p.requires_grad or p.grad is not None]
     return losses_of(trainer), trained

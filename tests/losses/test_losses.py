@@ -8,20 +8,19 @@ import math
 import pytest
 import torch
 
-from hf_posttrain.losses import (
-    DIVERGENCES,
-    PAIRED,
-    UNPAIRED,
-    PairedOptions,
-    Pairs,
-    discounted,
-    policy_gradient,
-    top_k_buckets,
-)
+from hf_posttrain.losses.divergence import DIVERGENCES, discounted, policy_gradient, top_k_buckets
+from hf_posttrain.losses.preference import PAIRED, PairedOptions, Pairs
+from hf_posttrain.losses.unpaired import UNPAIRED
 from hf_posttrain.methods.rules import LABEL_SMOOTHED
 
-PAIRS = Pairs(*(torch.tensor([x], dtype=torch.float64) for x in (-10.0, -12.0, -11.0, -11.5, 5.0, 6.0)))
-MEANS = Pairs(*(torch.tensor([x], dtype=torch.float64) for x in (-5.0, -9.0, 0.0, 0.0, 5.0, 6.0)))  # -1 and -1.5
+
+def pairs(logps, ref_logps, lengths):
+    """One pair from (chosen, rejected) of each."""
+    return Pairs(*(torch.tensor([row], dtype=torch.float64) for row in (logps, ref_logps, lengths)))
+
+
+PAIRS = pairs((-10.0, -12.0), (-11.0, -11.5), (5.0, 6.0))
+MEANS = pairs((-5.0, -9.0), (0.0, 0.0), (5.0, 6.0))  # -1 and -1.5 a token
 P = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)  # teacher
 Q = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64)  # student
 
@@ -60,7 +59,7 @@ def test_unpaired_losses(name, shift, desirable, undesirable):
 
 
 def test_policy_equal_to_reference_gives_the_known_start():
-    same = Pairs(*(torch.tensor([x]) for x in (-10.0, -12.0, -10.0, -12.0, 5.0, 6.0)))
+    same = pairs((-10.0, -12.0), (-10.0, -12.0), (5.0, 6.0))
     assert PAIRED["sigmoid"](same, PairedOptions()).item() == pytest.approx(math.log(2))
     zero = torch.zeros(2)
     assert UNPAIRED["kto"](zero, torch.tensor([True, False]), torch.tensor(0.0), 0.1).tolist() == [0.5, 0.5]
@@ -74,9 +73,8 @@ def test_label_smoothing_moves_the_losses_that_have_it_and_no_other(name):
 
 @pytest.mark.parametrize("name", PAIRED)
 def test_paired_losses_stay_finite_at_the_ends(name):
-    values = [torch.tensor([x], requires_grad=True) for x in (-1e4, -1e-9, -1.0, -1e4)]
-    lengths = [torch.tensor([4.0]), torch.tensor([4.0])]
-    loss = PAIRED[name](Pairs(*values, *lengths), PairedOptions(label_smoothing=0.1))
+    values = [torch.tensor([row], requires_grad=True) for row in ((-1e4, -1e-9), (-1.0, -1e4))]
+    loss = PAIRED[name](Pairs(*values, torch.tensor([[4.0, 4.0]])), PairedOptions(label_smoothing=0.1))
     loss.sum().backward()
     assert torch.isfinite(loss).all()
     assert all(v.grad is None or torch.isfinite(v.grad).all() for v in values)

@@ -14,7 +14,7 @@ from training_for_tests import assert_same_step, fix_rollouts, one_step, token_r
 import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
-from hf_posttrain.losses import DIVERGENCES
+from hf_posttrain.losses.divergence import DIVERGENCES
 from hf_posttrain.scoring import teacher_tiles as distill
 
 OBJECTIVES = ["policy_gradient", *DIVERGENCES]
@@ -77,7 +77,7 @@ def test_pain_06_rollouts_train_their_end_and_nothing_after_it(tmp_path, monkeyp
     fix_rollouts(monkeypatch)
     trainer = trainer_for("opd", tiny_model(), token_rows("opd", 3), tmp_path, second=tiny_model(seed=9))
     batch = next(iter(trainer.get_train_dataloader()))
-    [made] = trainer.rolled_out([batch], 0)
+    [made] = trainer.roll_out([batch], 0)
     targets = made["shift_labels"].flatten()[made["scored"]]
     for branch in range(3):
         own = targets[made["owner"] == branch].tolist()
@@ -172,8 +172,8 @@ def test_pain_24_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeyp
     rows = token_rows("kd", seed=21)
     cached(rows)
     scored = []
-    real = teacher._score_rows
-    monkeypatch.setattr(teacher, "_score_rows", lambda *args: (scored.append(1), real(*args))[1])
+    real = teacher.score_rows
+    monkeypatch.setattr(teacher, "score_rows", lambda *args: (scored.append(1), real(*args))[1])
     cached(rows)
     assert not scored
     cached(token_rows("kd", seed=22))
@@ -281,6 +281,6 @@ def test_lmbda_needs_completions(tmp_path):
 
 
 def test_names_of_the_package_are_lazy():
-    assert hf_posttrain.OPDTrainer.method == "opd"
+    assert hf_posttrain.OPDTrainer.method.name == "opd"
     with pytest.raises(AttributeError):
         hf_posttrain.PPOTrainer  # noqa: B018

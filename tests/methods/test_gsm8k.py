@@ -16,11 +16,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers_for_tests import CHATML
 from transformers import PreTrainedTokenizerFast, Qwen3Config
 
+from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.run import main
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STEPS, BATCH = 20, 2
-FILES = {"sft": "train", "kd": "train", "opd": "train", "dpo": "preference", "kto": "unpaired"}
+FILES = {
+    name: "preference" if method.rows.paired else "unpaired" if method.rows.labelled else "train"
+    for name, method in TABLE.items()
+}
 EXPECTED = (  # a regular expression, and why it is right that it appears
     (r"^(train|eval) \(\w+\.jsonl\): \d+ rows read.* truncated \(max_length 256\)", "true: max_length is this test's"),
     (r"^eval \(\w+\.jsonl\): 8 of 8 examples are in the training set too", "true: dpo and kto have one file"),
@@ -67,11 +71,11 @@ def overrides(method, gsm8k, folders, out):
     for split, file, limit in (("train", FILES[method], 200), ("eval", test, 8)):
         given += [f"data.{split}.path={gsm8k / file}.jsonl", f"data.{split}.columns={columns}"]
         given += [f"data.{split}.limit={limit}", f"data.{split}.name=null", f"data.{split}.split=train"]
-    if method in ("kd", "opd"):
+    if TABLE[method].second == "teacher":
         given += [f"teacher.name_or_path={folders[1]}", "teacher.from_scratch=true"]
-    if method in ("sft", "kd", "opd"):
+    if FILES[method] == "train":
         given += ["train.eval_max_completion_length=16"]
-    return [*given, "train.max_completion_length=32"] if method == "opd" else given
+    return [*given, "train.max_completion_length=32"] if TABLE[method].rows.sampled else given
 
 
 @pytest.fixture
@@ -97,7 +101,7 @@ def test_point_1_every_method_trains_on_gsm8k(method, gsm8k, folders, tmp_path, 
     losses = [entry["loss"] for entry in history if "loss" in entry]
     assert len(losses) == STEPS
     assert all(torch.isfinite(torch.tensor(losses)))
-    if method in ("sft", "kd"):
+    if TABLE[method].rows.masked:
         assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
     warned = {r.getMessage() for r in heard.records if r.levelno >= logging.WARNING} | {str(w.message) for w in recwarn}
     assert [text for text in warned if not any(re.search(pattern, text) for pattern, _ in EXPECTED)] == []

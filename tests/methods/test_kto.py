@@ -9,9 +9,9 @@ import torch
 from models_for_tests import tiny_model
 from training_for_tests import Gradients, assert_same_step, logged, one_step, token_rows, trainer_for
 
+from hf_posttrain.data.labels import class_weights
 from hf_posttrain.errors import InputError
-from hf_posttrain.methods import kto
-from hf_posttrain.methods.kto_pairing import class_weights, partners
+from hf_posttrain.methods.kto_pairing import find_partners
 
 
 def rows_with(labels):
@@ -137,28 +137,28 @@ def prompts(*ids):
 @pytest.mark.parametrize("ids", [range(9), [1, 1, 2, 2, 3], [1, 1, 1, 2, 2, 2], [1, 2], [5] * 4 + [6] * 2 + [7] * 3])
 def test_partners_are_a_permutation_without_the_own_prompt(ids):
     ids = list(ids)
-    partner = partners(prompts(*ids), seed=0)
+    partner = find_partners(prompts(*ids), seed=0)
     assert sorted(partner) == list(range(len(ids)))
     assert all(ids[i] != ids[p] for i, p in enumerate(partner))
 
 
 def test_partners_are_fixed_by_the_seed():
     rows = prompts(*range(50))
-    assert (partners(rows, 1) == partners(rows, 1)).all()
-    assert (partners(rows, 1) != partners(rows, 2)).any()
+    assert (find_partners(rows, 1) == find_partners(rows, 1)).all()
+    assert (find_partners(rows, 1) != find_partners(rows, 2)).any()
 
 
 def test_a_prompt_with_most_rows_still_never_meets_itself(caplog):
     ids = [1] * 8 + [2, 3]
     with caplog.at_level(logging.WARNING):
-        partner = partners(prompts(*ids), seed=0)
+        partner = find_partners(prompts(*ids), seed=0)
     assert all(ids[i] != ids[p] for i, p in enumerate(partner))
     assert "one prompt holds 8 of 10 rows" in caplog.text
 
 
 def test_a_single_prompt_is_refused():
     with pytest.raises(InputError, match="all 3 rows have the same prompt"):
-        partners(prompts(1, 1, 1), seed=0)
+        find_partners(prompts(1, 1, 1), seed=0)
 
 
 # ---- weights
@@ -221,40 +221,19 @@ def long_prompts(count=8):
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_long_prompts_are_read_once_for_the_loss_and_its_kl(cached, tmp_path, monkeypatch):
-    """One pass over [prompt, own, mismatched]: the same losses, KL, metrics and weights as with a pass beforehand."""
-    counted, logs, weights = [], [], []
-    whole = kto._has_long_prompts
-    for choice in (whole, lambda rows: False):
-        monkeypatch.setattr(kto, "_has_long_prompts", choice)
-        options = {"max_steps": 3, "learning_rate": 0.1, "optim": "sgd", "second": tiny_model(seed=9)}
-        options |= {"eval_strategy": "steps", "eval_steps": 2, "precompute_ref_log_probs": cached}
-        trainer = trainer_for("kto", tiny_model(), long_prompts(), tmp_path, eval_rows=long_prompts(6), **options)
-        passes = []
-        trainer.model.base_model.register_forward_pre_hook(
-            lambda module, args, kwargs, passes=passes: passes.append(torch.is_grad_enabled()), with_kwargs=True
-        )
-        trainer.train()
-        counted.append(sum(passes) / len(passes))
-        logs.append(logged(trainer))
-        weights.append(dict(trainer.model.named_parameters()))
-    assert whole(trainer.train_dataset)
-    assert counted[0] > counted[1]  # fewer passes without gradient
-    assert any(abs(log.get("kl", 0)) > 1e-3 for log in logs[0])
-    for one, other in zip(*logs, strict=True):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weight, weights[1][name], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "config", [{"gradient_accumulation_steps": 2}, {"layout": "padded"}, {"disable_dropout": False}]
-)
-def test_the_kl_is_found_beforehand_where_one_pass_would_cost_more_or_move_numbers(config, tmp_path, monkeypatch):
-    asked = []
-    trainer = trainer_for("kto", tiny_model(), long_prompts(), tmp_path, **config)
-    estimate = trainer.estimate
-    monkeypatch.setattr(trainer, "estimate", lambda model, batch: asked.append(1) or estimate(model, batch))
+def test_an_evaluation_reads_prompts_once_for_the_loss_and_its_kl(cached, tmp_path):
+    """One pass over [prompt, own, mismatched]: the same as the training loss of the same rows, whose KL comes first."""
+    rows = long_prompts(4)
+    trainer = trainer_for(
+        "kto", tiny_model(), rows, tmp_path, eval_rows=rows, second=tiny_model(seed=9), eval_on_start=True,
+        eval_strategy="steps", eval_steps=1, precompute_ref_log_probs=cached,
+    )  # fmt: skip
+    passes = []
+    trainer.model.base_model.register_forward_pre_hook(lambda *args: passes.append(torch.is_grad_enabled()))
     trainer.train()
-    assert asked
-    assert not kto._has_long_prompts(trainer_for("kto", tiny_model(), token_rows("kto"), tmp_path).train_dataset)
+    before, step, after = logged(trainer)[:3]
+    assert abs(before["eval_kl"]) > 1e-3
+    assert before["eval_loss"] == pytest.approx(step["loss"], rel=1e-5)
+    assert before["eval_kl"] == pytest.approx(step["kl"], rel=1e-4)
+    assert after["eval_loss"] == pytest.approx(before["eval_loss"], rel=1e-6)  # nothing moved, at a rate of 0
+    assert passes.count(True) == 1

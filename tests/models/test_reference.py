@@ -10,13 +10,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from models_for_tests import tiny_model
-from training_for_tests import LORA, token_rows, trainer_for
+from training_for_tests import LORA, names_where, token_rows, trainer_for
 
 import hf_posttrain
 from hf_posttrain.errors import InputError
-from hf_posttrain.models import reference
-from hf_posttrain.models import score_cache as frozen
-from hf_posttrain.recipe.read import DataSection, ModelSection, Recipe, Source, train_config
+from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.models import reference, score_cache
+from hf_posttrain.models.section import ModelSection
+from hf_posttrain.recipe.read import train_config
+from hf_posttrain.recipe.sections import DataSection, Recipe, Source
 
 LN2 = 0.6931472
 
@@ -40,7 +42,7 @@ def test_pain_18_sft_lora_continues_into_dpo_with_one_base(tmp_path):
     policy = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
 
     dpo = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=4, learning_rate=1e-2)
-    assert dpo.reference.frozen is None  # no second base
+    assert dpo.second_model is None  # no second base
     adapters = sum(p.numel() for name, p in dpo.model.named_parameters() if "lora_" in name)
     assert sum(p.numel() for p in dpo.model.parameters()) == size + adapters
     assert adapters == 2 * sum(p.numel() for n, p in sft.model.named_parameters() if "lora_" in n)
@@ -61,17 +63,17 @@ def test_pain_18_sft_lora_continues_into_dpo_with_one_base(tmp_path):
         assert torch.equal(value, trained[name])
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
 def test_a_policy_changed_in_memory_is_its_own_reference(method, tmp_path):
     policy = tiny_model()
     policy.config._name_or_path = "somebody/elses-model"  # a reload by name would fail, or find other weights
     with torch.no_grad():
         policy.model.layers[0].mlp.up_proj.weight.mul_(1.7)
     trainer = trainer_for(method, policy, token_rows(method), tmp_path, max_steps=3, learning_rate=1e-3)
-    before = parameters_of(trainer.reference.frozen.model)
+    before = parameters_of(trainer.second_model.model)
     trainer.train()
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(LN2 if method == "dpo" else 0.5, abs=1e-5)
-    assert all(torch.equal(p, before[name]) for name, p in trainer.reference.frozen.model.named_parameters())
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(0.5 if TABLE[method].rows.labelled else LN2, abs=1e-5)
+    assert all(torch.equal(p, before[name]) for name, p in trainer.second_model.model.named_parameters())
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
@@ -95,7 +97,7 @@ def test_pain_20_a_policy_that_starts_away_from_its_reference_warns(tmp_path, ca
         assert ("differs from its reference" in caplog.text) == expected
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
 def test_disable_dropout_reaches_lora_and_attention(method, tmp_path):
     model = tiny_model(attention_dropout=0.3)
     trainer = trainer_for(method, model, token_rows(method), tmp_path, peft_config=lora(lora_dropout=0.3))
@@ -110,7 +112,7 @@ def test_pain_17_cache_notices_what_changes_the_numbers(tmp_path):
 
     def key_of(model, rows, **config):
         trainer = trainer_for("dpo", model, rows, tmp_path, **config)
-        return frozen.model_key(trainer.reference.policy), frozen.rows_key(trainer.train_dataset)
+        return score_cache.model_key(trainer.model), score_cache.rows_key(trainer.train_dataset)
 
     rows = token_rows("dpo")
     base = key_of(tiny_model(), rows)
@@ -128,7 +130,7 @@ def test_pain_17_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tm
         "dpo", tiny_model(), rows, tmp_path, eval_rows=rows.select(range(5)), precompute_ref_log_probs=True,
         max_steps=4, learning_rate=1e-2,
     )  # fmt: skip
-    assert trainer.reference.frozen is None
+    assert trainer.second_model is None
     trainer.train()
     assert trainer.evaluate()["eval_rewards/margins"] > 0.1
     with pytest.raises(InputError, match="not scored by the reference"):
@@ -138,7 +140,7 @@ def test_pain_17_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tm
 def test_pain_17_second_run_takes_the_cache(tmp_path, monkeypatch):
     rows, model = token_rows("dpo", seed=8), tiny_model(seed=8)
     first = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True)
-    monkeypatch.setattr(type(first.reference), "_score_rows", lambda *args: pytest.fail("scored again"))
+    monkeypatch.setattr(reference, "score_rows", lambda *args: pytest.fail("scored again"))
     second = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True)
     assert first.train_dataset["ref_logps"][:] == second.train_dataset["ref_logps"][:]
 
@@ -261,7 +263,7 @@ def test_equal_rows_share_a_cache_whatever_made_them():
     rows = token_rows("dpo")
     again = rows.map(lambda row: row, load_from_cache_file=False)
     assert again._fingerprint != rows._fingerprint
-    assert frozen.rows_key(again) == frozen.rows_key(rows)
+    assert score_cache.rows_key(again) == score_cache.rows_key(rows)
 
 
 def test_the_key_of_an_adapters_config_is_the_same_in_every_process():
@@ -277,9 +279,9 @@ def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):
     rows, accelerator = datasets.Dataset.from_dict({"x": [1, 2]}), Accelerator(cpu=True)
 
     def compute():
-        frozen.cached(["key"], lambda: rows, "reference", accelerator)
+        score_cache.cached(["key"], lambda: rows, "reference", accelerator)
         return rows
 
-    assert frozen.cached(["key"], compute, "reference", accelerator)["x"][:] == [1, 2]
+    assert score_cache.cached(["key"], compute, "reference", accelerator)["x"][:] == [1, 2]
     [folder] = (tmp_path / "hf_posttrain").iterdir()
     assert folder.name.startswith("reference-")

@@ -3,7 +3,7 @@
     broken/before_torch.txt   what YAML and the file system show: the real command, which must not import torch
     broken/afterwards.txt     what takes a tokenizer or the rows: in this process, and two of them by the real command
 
-Times are not asserted, this machine is not always idle: `pytest --durations=0 tests/recipe/test_broken.py` prints them.
+Times are not asserted, this machine is not always idle: `pytest --durations=0 tests/test_broken.py` prints them.
 """
 
 import json
@@ -19,6 +19,7 @@ from tokenizers_for_tests import CHATML, CHATML_GENERATION, DEEPSEEK, LLAMA, QWE
 from transformers import Qwen3Config
 
 from hf_posttrain import run
+from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.recipe import files as on_disk
 from hf_posttrain.recipe.files import template_problem
 
@@ -44,7 +45,7 @@ BREAKS = "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
 
 
 def recipe(method, more="", model="tiny", output="out"):
-    teacher = TEACHER if method in ("kd", "opd") else ""
+    teacher = TEACHER if TABLE[method].second == "teacher" else ""
     return RECIPE.format(method=method, model=model, output=output) + more + teacher
 
 
@@ -53,7 +54,7 @@ def lines(*rows):
 
 
 FILES = {
-    **{f"{method}.yaml": recipe(method) for method in ("sft", "dpo", "kto", "kd", "opd")},
+    **{f"{method}.yaml": recipe(method) for method in TABLE},
     "open.yaml": "method: sft\nmodel: {name_or_path: tiny\n",
     "tab.yaml": "method: sft\n\tmodel: tiny\n",
     "list.yaml": "- method: sft\n",

@@ -1,7 +1,6 @@
 """Recipes: what is read, what is refused, and that a message says where, what, and what to do."""
 
 import dataclasses
-import importlib
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -11,9 +10,11 @@ from typing import Literal
 import pytest
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.recipe.build import METHODS
+from hf_posttrain.methods import METHODS, config_class
+from hf_posttrain.models import load
 from hf_posttrain.recipe.keys import train_fields
-from hf_posttrain.recipe.read import Recipe, load_recipe, train_config
+from hf_posttrain.recipe.read import load_recipe, train_config
+from hf_posttrain.recipe.sections import Recipe
 
 REPOSITORY = Path(__file__).parents[2]
 DPO = """\
@@ -305,8 +306,7 @@ def test_reading_a_recipe_imports_no_torch(recipe, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_keys_read_from_source_are_the_fields_of_the_config(method):
-    module, config, _ = METHODS[method]
-    fields = {f.name for f in dataclasses.fields(getattr(importlib.import_module(module), config)) if f.init}
+    fields = {f.name for f in dataclasses.fields(config_class(METHODS[method])) if f.init}
     assert {f.name for f in dataclasses.fields(train_fields(method))} == fields
 
 
@@ -330,3 +330,30 @@ def test_a_wrong_key_or_type_or_contradiction_is_said_before_torch_is_imported(t
     done = subprocess.run([sys.executable, "-c", code, recipe], capture_output=True, text=True, env=environment)
     assert done.returncode == 2
     assert done.stderr.startswith(f"error: {recipe}:4: {message}")
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ("{dropuot: 0.1}", "unknown key model.lora.dropuot; did you mean 'dropout'?"),
+        ("{rank: 8}", "model.lora.rank does not exist: use r"),
+        ("{alpha: x}", "model.lora.alpha must be a whole number, not 'x'"),
+    ],
+)
+def test_pain_33_unknown_lora_names_get_a_suggestion(lora, message, tmp_path):
+    path = tmp_path / "dpo.yaml"
+    path.write_text(f"method: dpo\nmodel:\n  name_or_path: x\n  lora: {lora}\ndata: {{train: {{path: y}}}}\n")
+    with pytest.raises(InputError) as refused:
+        load_recipe(path)
+    assert str(refused.value).startswith(f"{path}:4: {message}")
+
+
+def test_lora_has_its_types_and_one_name_for_each_value(tmp_path):
+    path = tmp_path / "dpo.yaml"
+    lora = "{alpha: '32', dropout: 5e-2}"
+    path.write_text(f"method: dpo\nmodel:\n  name_or_path: x\n  lora: {lora}\ndata: {{train: {{path: y}}}}\n")
+    section = load_recipe(path).model
+    assert section.lora == {"alpha": 32, "dropout": 0.05}
+    section.lora |= {"lora_alpha": 2}
+    with pytest.raises(InputError, match=r"a\.yaml:4: model\.lora gives alpha or dropout under two names"):
+        load.lora_config(section, "a.yaml:4")

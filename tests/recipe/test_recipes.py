@@ -4,7 +4,6 @@ The runs change nothing but model, teacher, data and size, by overrides on the c
 the hub data set that the recipe names.
 """
 
-import importlib
 import json
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from hub_for_tests import ROWS
 from models_for_tests import CONFIGS, tiny_model
 from tokenizers_for_tests import QWEN3, byte_tokenizer
 
-from hf_posttrain.recipe.build import METHODS
+from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.recipe.read import load_recipe, train_config
 from hf_posttrain.run import main
 
@@ -46,7 +45,7 @@ def small_overrides(recipe, student, teacher, folder):
     overrides = [*SMALL, f"model.name_or_path={student}", f"train.output_dir={folder / 'out'}"]
     if recipe.teacher:
         overrides += [f"teacher.name_or_path={teacher}"]
-    if recipe.method == "opd":
+    if METHODS[recipe.method].rows.sampled:
         overrides += ["train.max_completion_length=8"]
     if recipe.train.get("eval_exact_match"):
         overrides += ["train.eval_max_completion_length=8"]
@@ -69,8 +68,7 @@ def test_the_five_methods_have_a_recipe():
 @pytest.mark.parametrize("path", ALL, ids=name)
 def test_recipe_loads_and_its_train_section_is_the_methods_config(path):
     recipe = load_recipe(path, ["train.use_cpu=true"])
-    module, config, _ = METHODS[recipe.method]
-    args = train_config(recipe, getattr(importlib.import_module(module), config))
+    args = train_config(recipe, config_class(METHODS[recipe.method]))
     given = load_recipe(path).train
     assert given["output_dir"] == args.output_dir
     assert args.learning_rate == pytest.approx(float(given["learning_rate"]))

@@ -1,7 +1,6 @@
 """Rules of the Configs: the same from Python and from a recipe, whose stand-in of the Config is read from source."""
 
 import dataclasses
-import importlib
 from enum import Enum
 
 import peft
@@ -9,20 +8,21 @@ import pytest
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posttrain import losses
+from hf_posttrain import methods
 from hf_posttrain.errors import InputError
-from hf_posttrain.methods import rules as methods
+from hf_posttrain.losses.divergence import DIVERGENCES
+from hf_posttrain.losses.preference import PAIRED
+from hf_posttrain.losses.unpaired import UNPAIRED
+from hf_posttrain.methods import METHODS
+from hf_posttrain.methods import rules as names
 from hf_posttrain.recipe import contradictions
-from hf_posttrain.recipe.build import METHODS as CLASSES
-from hf_posttrain.recipe.keys import METHODS, lora_fields, owners, train_fields
-from hf_posttrain.trainer import limits
-from hf_posttrain.trainer import rule_table as rules
-from hf_posttrain.trainer import rules as shared
+from hf_posttrain.recipe.keys import lora_fields, owners, train_fields
+from hf_posttrain.scoring.cpu import BY_DOCUMENT
+from hf_posttrain.trainer import rules
 
 
 def config_class(method):
-    module, name, _ = CLASSES[method]
-    return getattr(importlib.import_module(module), name)
+    return methods.config_class(METHODS[method])
 
 
 def config(method, **values):
@@ -30,13 +30,12 @@ def config(method, **values):
 
 
 def test_names_without_torch_are_those_of_the_functions():
-    assert tuple(losses.PAIRED) == methods.PAIRED
-    assert tuple(losses.UNPAIRED) == methods.UNPAIRED
-    assert tuple(losses.DIVERGENCES) == methods.DIVERGENCES
-    assert set(INTEGRATION_TO_CALLBACK) <= set(shared.REPORTERS)
-    kernels = {name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name}
+    assert tuple(PAIRED) == names.PAIRED
+    assert tuple(UNPAIRED) == names.UNPAIRED
+    assert tuple(DIVERGENCES) == names.DIVERGENCES
+    assert set(INTEGRATION_TO_CALLBACK) <= set(rules.REPORTERS)
+    kernels = {name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name} - {BY_DOCUMENT}
     assert kernels <= set(contradictions.ATTENTION)
-    assert tuple(CLASSES) == METHODS
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -61,13 +60,13 @@ def test_the_stand_in_of_lora_has_the_fields_of_peft_and_the_friendly_names():
 @pytest.mark.parametrize("method", METHODS)
 def test_defaults_break_no_rule(method):
     for values in (train_fields(method)(), config(method)):
-        assert [*rules.problems("shared", values), *rules.problems(method, values)] == []
+        assert [*rules.problems(values, METHODS[method])] == []
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_limits_are_of_fields_that_exist(method):
     fields = {field.name for field in dataclasses.fields(config_class(method))}
-    assert set(limits.LIMITS["shared"]) | set(limits.LIMITS.get(method, {})) <= fields
+    assert set(rules.LIMITS) | set(METHODS[method].limits) <= fields
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_limits_are_of_fields_that_exist(method):
 )  # fmt: skip
 def test_a_config_refuses_what_a_recipe_does(method, values, names):
     stand_in = train_fields(method)(**values)
-    told = [*rules.problems(method, stand_in), *rules.problems("shared", stand_in)]
+    told = list(rules.problems(stand_in, METHODS[method]))
     assert told[0][0] == names
     with pytest.raises(InputError) as refused:
         config(method, **values)
@@ -126,7 +125,7 @@ def test_a_config_refuses_what_a_recipe_does(method, values, names):
     ],
 )
 def test_what_makes_sense_is_let_through(values):
-    assert list(rules.problems("shared", train_fields("sft")(**values))) == []
+    assert list(rules.problems(train_fields("sft")(**values), METHODS["sft"])) == []
 
 
 def test_owners_of_a_field():

@@ -1,4 +1,4 @@
-"""report.follow: what a run keeps for its report while it trains, and that no number hangs on it."""
+"""report.follow: what a run keeps for its report while it trains, and that no number depends on it."""
 
 import copy
 import gc
@@ -16,12 +16,22 @@ from models_for_tests import tiny_model
 from peft import LoraConfig
 from processes_for_tests import engine_arguments, on_two
 from runs_for_tests import Page
-from training_for_tests import LORA, METHODS, fake_generate, logs_and_weights, quick, token_rows, trainer_for
+from training_for_tests import (
+    LORA,
+    METHODS,
+    fake_generate,
+    logs_and_weights,
+    quick,
+    second_model,
+    token_rows,
+    trainer_for,
+)
 from transformers import TrainerCallback, TrainerState
 
 from hf_posttrain import report
 from hf_posttrain.engines import engine
 from hf_posttrain.generation import rollout
+from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.report import samples
 from hf_posttrain.report.run_folder import read
 from hf_posttrain.report.samples import questions, refusal
@@ -45,11 +55,11 @@ def left(folder, name):
 
 
 @pytest.mark.parametrize("method", quick("sft", "dpo", among=METHODS))
-def test_no_number_hangs_on_it(method, tmp_path, monkeypatch):
-    """Losses and weights bit for bit, with dropout drawn from the generators that are put aside."""
-    if method == "opd":
+def test_no_number_depends_on_it(method, tmp_path, monkeypatch):
+    """Losses and weights bit for bit, with dropout drawn from the generators, whose state is restored."""
+    if TABLE[method].rows.sampled:
         monkeypatch.setattr(rollout, "generate", fake_generate)
-    second = tiny_model(seed=1) if method in ("kd", "opd") else None
+    second = second_model(method, seed=1)
     peft_config = LoraConfig(**LORA, lora_dropout=0.3)
     found = []
     for name in ("followed", "alone"):

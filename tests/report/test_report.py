@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 from huggingface_hub import ModelCard
@@ -17,10 +18,10 @@ from runs_for_tests import AUDIT, HOSTILE, RECIPE, SAMPLES, Page, leave_run, log
 
 from hf_posttrain import report
 from hf_posttrain.errors import InputError
-from hf_posttrain.report import card, drawing, outcome
-from hf_posttrain.report.charts import Chart, Line, charts
-from hf_posttrain.report.citations import DPO, GKD, IPO, KTO, LORA, cited
-from hf_posttrain.report.history import Series, history_of, number, smoothed, thinned
+from hf_posttrain.methods import METHODS, papers
+from hf_posttrain.report import card, charts, drawing, outcome
+from hf_posttrain.report.charts import Chart, Line, Series, history_of, number, smoothed, thinned
+from hf_posttrain.report.citations import cited
 from hf_posttrain.report.outcome import duration
 from hf_posttrain.report.run_folder import read
 
@@ -41,15 +42,15 @@ def test_history_keeps_every_metric_and_the_later_of_two_values():
         {"step": 2, "eval_loss": 0.5, "train_loss": 3.5},
     ]
     assert history_of(log) == {
-        "loss": Series("loss", (1, 2), (4.0, 3.0)),
-        "eval_loss": Series("eval_loss", (2,), (0.5,)),
+        "loss": Series((1, 2), (4.0, 3.0)),
+        "eval_loss": Series((2,), (0.5,)),
     }
 
 
 def test_a_long_series_is_thinned_to_points_that_were_logged_with_its_peaks():
     values = [math.sin(step / 1000) for step in range(100_000)]
     values[40_000], values[70_000], values[90_000] = 9.0, -9.0, math.nan
-    short = thinned(Series("loss", tuple(range(100_000)), tuple(values)), 400)
+    short = thinned(Series(tuple(range(100_000)), tuple(values)), 400)
     assert 300 < len(short.steps) <= 400
     assert short.steps[0] == 0
     assert short.steps[-1] == 99_999
@@ -64,12 +65,12 @@ def test_a_noisy_series_gets_its_running_mean_and_a_smooth_one_none():
     """160 values that alternate between 0 and 1: two on each side of a point are averaged, at the ends those there."""
     values = [float(step % 2) for step in range(160)]
     values[100] = math.nan
-    mean = smoothed(Series("loss", tuple(range(160)), tuple(values)))
+    mean = smoothed(Series(tuple(range(160)), tuple(values)))
     assert mean.values[:4] == pytest.approx([1 / 3, 2 / 4, 2 / 5, 3 / 5])
     assert mean.values[99:102] == pytest.approx([3 / 4, 2 / 4, 3 / 4])
     assert mean.values[-1] == pytest.approx(2 / 3)
-    assert smoothed(Series("loss", tuple(range(149)), tuple(values[:149]))) is None
-    assert smoothed(Series("learning_rate", tuple(range(1000)), tuple(map(math.sqrt, range(1000))))) is None
+    assert smoothed(Series(tuple(range(149)), tuple(values[:149]))) is None
+    assert smoothed(Series(tuple(range(1000)), tuple(map(math.sqrt, range(1000))))) is None
 
 
 @pytest.mark.parametrize(
@@ -87,26 +88,78 @@ def test_number(value, text):
 # ---- charts
 
 
+def shapes(*lines):
+    """The SVG of a chart, as {class: what has it}: paths as their parts, [[x, y], ...], and elements."""
+    found = {}
+    for shape in ElementTree.fromstring(f"<svg>{drawing.svg(Chart('', '', '', lines))}</svg>"):
+        parts = [part.split() for part in shape.get("d", "").split("M")[1:]]
+        course = [[[float(x), float(y)] for x, y in zip(part[::2], part[1::2], strict=True)] for part in parts]
+        found.setdefault(shape.get("class"), []).append(course if shape.tag == "path" else shape)
+    return found
+
+
+def line(values, steps=None, **more):
+    return Line("loss", 0, Series(tuple(range(len(values)) if steps is None else steps), tuple(values)), **more)
+
+
 def test_a_line_stands_where_its_values_are():
     """0 and 1 are the lowest and highest ticks, so 0.5 is half way between them, and step 5 of 10 half way across."""
-    chart = Chart("", "", "", (Line("x", 0, Series("x", (0, 5, 10), (0.0, 0.5, 1.0))),))
-    drawn = drawing.drawn(chart)
-    bottom, top = drawing.HEIGHT - drawing.BOTTOM, drawing.TOP
-    left, right = drawn.left, drawing.WIDTH - drawing.RIGHT
-    middle = f"{(left + right) / 2} {(top + bottom) / 2}"
-    assert drawn.curves[0].path == f"M{left}.0 {bottom}.0L{middle}L{right}.0 {top}.0"
-    assert (drawn.y[0].label, drawn.y[0].at) == ("0.0", bottom)
-    assert drawn.words == ("x: from 0 at step 0, to 1 at step 10, lowest 0 at step 0, highest 1 at step 10.")
+    found = shapes(line((0.0, 0.5, 1.0), (0, 5, 10)))
+    [[[first, middle, last]]] = found["line c0"]
+    lowest, *_, highest = found["grid"]
+    assert lowest == [[[first[0], first[1]], [last[0], first[1]]]]
+    assert highest == [[[first[0], last[1]], [last[0], last[1]]]]
+    assert middle == pytest.approx([(first[0] + last[0]) / 2, (first[1] + last[1]) / 2], abs=0.1)
+    assert 0 < first[0] < last[0] < drawing.WIDTH
+    assert 0 < last[1] < first[1] < drawing.HEIGHT
+    labels = {text.text: float(text.get("y")) for text in found["y"]}
+    assert labels["0.0"] > labels["0.2"] > labels["1.0"]
+    assert float(found["x"][0].get("x")) == first[0]
+    assert [(mark.get("cx"), mark.get("cy")) for mark in found["mark c0"]] == [
+        (f"{x:g}", f"{y:g}") for x, y in (first, middle, last)
+    ]  # fmt: skip
 
 
 def test_a_line_is_broken_where_a_value_is_not_finite():
-    series = Series("loss", (1, 2, 3, 4), (1.0, math.nan, 2.0, math.inf))
-    drawn = drawing.drawn(Chart("", "", "", (Line("loss", 0, series),)))
-    assert drawn.curves[0].path.count("M") == 2
-    assert "L" not in drawn.curves[0].path
-    assert len(drawn.curves[0].marks) == 2
-    assert "2 values not finite" in drawn.words
-    assert [row[1] for row in drawn.table.rows] == ["1", "nan", "2", "inf"]
+    chart = Chart("", "", "", (line((1.0, math.nan, 2.0, math.inf, 3.0, 4.0)),))
+    found = shapes(*chart.lines)
+    [parts] = found["line c0"]
+    assert [len(part) for part in parts] == [1, 1, 2]
+    assert [mark[0].text for mark in found["mark c0"]] == [
+        "loss, step 0: 1", "loss, step 2: 2", "loss, step 4: 3", "loss, step 5: 4",
+    ]  # fmt: skip
+    assert "2 values not finite" in charts.words(chart)
+    assert [row[1] for row in charts.numbers(chart)[0]] == ["1", "nan", "2", "inf", "3", "4"]
+    assert shapes(line((math.nan, math.inf)))["line c0"] == [[]]
+
+
+def test_evaluation_is_dashed_and_what_was_logged_faint_under_its_running_mean():
+    noisy, smooth = [step % 2 for step in range(200)], [step / 200 for step in range(200)]
+    found = shapes(line(noisy), line(smooth), line((0.5, 0.4), (100, 200), dash="dashed"))
+    assert {name: len(shapes) for name, shapes in found.items() if "c0" in name} == {
+        "faint c0": 1, "line c0": 2, "line c0 dashed": 1, "mark c0 dashed": 2,
+    }  # fmt: skip
+    [[faint]], [[[mean], _]] = found["faint c0"], [found["line c0"]]
+    assert max(y for _, y in mean[5:-5]) - min(y for _, y in mean[5:-5]) < 0.3 * (faint[0][1] - faint[1][1])
+
+
+def test_a_chart_in_a_page_has_classes_alone_for_the_page_to_colour():
+    """No ids, which could be those of another chart; no fonts, colours or links of matplotlib's own."""
+    drawn = drawing.svg(Chart("", "", "", (line(range(40)), line((1.0, 2.0), dash="dashed"))))
+    assert set(re.findall(r" (\S+)=", drawn)) == {"class", "d", "x", "y", "cx", "cy", "r"}
+    assert set(re.findall(r"<(\w+)", drawn)) == {"path", "text", "circle", "title"}
+    assert len(drawn) < 2500
+
+
+def test_names_of_lines_are_text_in_a_chart(tmp_path):
+    drawn = drawing.svg(Chart(HOSTILE, HOSTILE, HOSTILE, (Line(HOSTILE, 0, Series((1,), (2.0,))),)))
+    assert "<script" not in drawn
+    assert ElementTree.fromstring(f"<svg>{drawn}</svg>").find("circle/title").text == f"{HOSTILE}, step 1: 2"
+
+
+def test_a_chart_is_said_in_words():
+    chart = Chart("", "", "", (Line("x", 0, Series((0, 5, 10), (0.0, 0.5, 1.0))),))
+    assert charts.words(chart) == "x: from 0 at step 0, to 1 at step 10, lowest 0 at step 0, highest 1 at step 10."
 
 
 @pytest.mark.parametrize(
@@ -118,32 +171,36 @@ def test_a_line_is_broken_where_a_value_is_not_finite():
         ((0.0, 0.0), ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
         ((0.0, 5e-7), ["0", "1e-7", "2e-7", "3e-7", "4e-7", "5e-7"]),
         ((0.0, 45_000.0), ["0", "10k", "20k", "30k", "40k", "50k"]),
+        ((0.001, 0.0015), ["0.001", "0.0011", "0.0012", "0.0013", "0.0014", "0.0015"]),
+        ((0.001, 0.0021), ["0.001", "0.00125", "0.0015", "0.00175", "0.002", "0.00225"]),
+        ((-123_456.4, -123_456.0), ["-123.4564k", "-123.4563k", "-123.4562k", "-123.4561k", "-123.456k"]),
         ((-6.0, -4.0), ["-6.0", "-5.5", "-5.0", "-4.5", "-4.0"]),
+        ((math.nan, math.nan), ["-1.0", "-0.5", "0.0", "0.5", "1.0"]),
+        ((-1e300, 1e300), ["-1e+294M", "-5e+293M", "0", "5e+293M", "1e+294M"]),
     ],
 )
 def test_labels_tell_ticks_apart(values, labels):
-    chart = Chart("", "", "", (Line("x", 0, Series("x", (0, 1), values)),))
-    assert [tick.label for tick in drawing.drawn(chart).y] == labels
+    *found, step = [text.text for text in shapes(line(values))["y"]]
+    assert step == "step"
+    assert found == labels
 
 
 def test_training_and_evaluation_share_a_chart_and_unknown_metrics_have_their_own():
     log = [{"step": 1, "loss": 1.0, "rewards/chosen": 0.1, "rewards/rejected": 0.2, "my_score": 3, "logprob/gap": 0.1},
            {"step": 1, "eval_loss": 2.0, "eval_my_score": 4}]  # fmt: skip
-    found = {chart.title: [(line.label, line.dashed) for line in chart.lines] for chart in charts(history_of(log))}
+    found = {chart.title: [(line.label, line.dash) for line in chart.lines] for chart in charts.charts(history_of(log))}
     assert found == {
-        "Loss": [("training", False), ("evaluation", True)],
-        "Rewards": [("chosen, training", False), ("rejected, training", False)],
-        "my_score": [("training", False), ("evaluation", True)],
+        "Loss": [("training", ""), ("evaluation", "dashed")],
+        "Rewards": [("chosen, training", ""), ("rejected, training", "")],
+        "my_score": [("training", ""), ("evaluation", "dashed")],
     }
 
 
 def test_every_metric_of_the_trainers_has_a_chart_of_its_kind():
     """Keys that trainers log stand in double quotes with a slash; see the methods' `_metrics`."""
-    from hf_posttrain.report.charts import KINDS, REPEATED
-
-    known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
+    known = {metric for kind in charts.KINDS for metric in kind.metrics} | {*charts.REPEATED}
     package = os.path.dirname(os.path.dirname(report.__file__))
-    for name in ("dpo", "kto", "opd", "kd", "sft"):
+    for name in METHODS:
         with open(f"{package}/methods/{name}.py", encoding="utf-8") as file:
             logged = set(re.findall(r'"((?:rewards|logps|logprob|distill|generation|perplexity)/\w+)"', file.read()))
         assert logged <= known, name
@@ -310,12 +367,12 @@ def test_reading_a_folder_takes_neither_torch_nor_matplotlib():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "kd", "opd"])
+@pytest.mark.parametrize("method", METHODS)
 def test_every_method_has_key_metrics_that_are_shown_first(tmp_path, method):
-    keys = outcome.KEY_METRICS[method]
+    keys = outcome.key_metrics(method)
     log = [{"step": 1, "loss": 0.5} | {f"eval_{key}": 0.25 for key in keys}]
     facts = outcome.facts(read(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
-    assert [fact.name for fact in facts] == ["Loss", *(outcome.LABELS[key] for key in keys), "Steps"]
+    assert [name for name, _, _ in facts] == ["Loss", *(charts.TITLES[key] for key in keys), "Steps"]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(9.81, "9.81 s"), (75.2, "1 min 15 s"), (7500, "2 h 5 min")])
@@ -409,12 +466,12 @@ def test_a_readme_in_another_encoding_stays(tmp_path):
     report.write(folder)
     assert (folder / "README.md").read_bytes() == b"# Mod\xe8le\n"
     assert (folder / "README.hf_posttrain.md").exists()
-    assert not card.is_ours(folder)
 
 
 def test_papers_cited():
+    DPO, KTO, GKD = (METHODS[name].paper for name in ("dpo", "kto", "opd"))
     assert cited("dpo", {"loss_type": ["sigmoid"]}, False) == [DPO]
-    assert cited("dpo", {"loss_type": ["ipo", "sigmoid"]}, True) == [DPO, IPO, LORA]
+    assert cited("dpo", {"loss_type": ["ipo", "sigmoid"]}, True) == [DPO, papers.IPO, papers.LORA]
     assert cited("kto", {"loss_type": "kto"}, False) == [KTO]
     assert cited("opd", {}, False) == [GKD]
     assert cited("sft", {}, False) == []
@@ -424,7 +481,8 @@ def test_papers_cited():
 
 def test_every_loss_with_a_paper_of_its_own_is_cited():
     """The docstring of each loss in `losses` names its arXiv number."""
-    from hf_posttrain.losses import PAIRED, UNPAIRED
+    from hf_posttrain.losses.preference import PAIRED
+    from hf_posttrain.losses.unpaired import UNPAIRED
 
     for name, function in (PAIRED | UNPAIRED).items():
         numbers = set(re.findall(r"arXiv (\d{4}\.\d{5})", function.__doc__ or ""))

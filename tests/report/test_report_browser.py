@@ -103,9 +103,9 @@ def test_labels_of_charts_neither_overlap_nor_fall_off(opened, name, size):
         for (const [text, box] of boxes) {
             if (box.left < frame.left - 1 || box.right > frame.right + 1) found.push(`${text} falls off`);
             if (box.height < 8) found.push(`${text} is ${box.height} pixels high`);
-            for (const [other, beside] of boxes)
-                if (box !== beside && box.left < beside.right && beside.left < box.right
-                    && box.top + 3 < beside.bottom - 3 && beside.top + 3 < box.bottom - 3)
+            for (const [other, near] of boxes)
+                if (box !== near && box.left < near.right && near.left < box.right
+                    && box.top + 3 < near.bottom - 3 && near.top + 3 < box.bottom - 3)
                     found.push(`${text} overlaps ${other}`);
         }
         return found;

@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch import nn
 
-from hf_posttrain.losses import DIVERGENCES
+from hf_posttrain.losses.divergence import DIVERGENCES
 from hf_posttrain.scoring import head as H
 from hf_posttrain.scoring import teacher_tiles as distill
+from hf_posttrain.scoring.adapted_head import score_tokens_through
 from hf_posttrain.scoring.forward import LMHead
-from hf_posttrain.scoring.tiles import Differentiated, LogProb
+from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.teacher_tiles import Differentiated
 
 N, V, D = 23, 37, 8
-FINISHES = [H.Finish(), H.Finish(scale=0.25), H.Finish(softcap=5.0), H.Finish(scale=2.0, softcap=3.0)]
+TRANSFORMS = [H.LogitTransform(*how) for how in ((), (0.25,), (1.0, 5.0), (2.0, 3.0))]
 
 
 @pytest.fixture(params=["keep", "recompute"])
@@ -35,7 +37,7 @@ def plain_logps(hidden, weight, bias, targets, finish, temperature=1.0):
     return torch.log_softmax(logits / temperature, -1)[torch.arange(N), targets]
 
 
-@pytest.mark.parametrize("finish", FINISHES, ids=str)
+@pytest.mark.parametrize("finish", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("promised", [True, False])
 def test_log_prob_equals_plain_softmax(small_tiles, finish, bias, promised):
@@ -46,7 +48,7 @@ def test_log_prob_equals_plain_softmax(small_tiles, finish, bias, promised):
     expected = plain_logps(hidden, weight, b, targets, finish, temperature=0.7)
     expected_grads = torch.autograd.grad(3 * (expected * token_weights).sum(), inputs)
     values, _ = H.score_tokens(
-        H.Head(weight, b, finish), hidden, LogProb(targets, 0.7), token_weights if promised else None
+        H.LinearHead(weight, b, finish), hidden, LogProb(targets, 0.7), token_weights if promised else None
     )
     grads = torch.autograd.grad(3 * (values * token_weights).sum(), inputs)
 
@@ -55,12 +57,12 @@ def test_log_prob_equals_plain_softmax(small_tiles, finish, bias, promised):
         torch.testing.assert_close(grad, expected_grad)
 
 
-@pytest.mark.parametrize("finish", FINISHES, ids=str)
+@pytest.mark.parametrize("finish", TRANSFORMS, ids=str)
 def test_gradcheck_log_prob(small_tiles, finish):
     hidden, weight, bias, targets = tensors()
 
     def values(hidden, weight, bias):
-        return H.score_tokens(H.Head(weight, bias, finish), hidden, LogProb(targets))[0]
+        return H.score_tokens(H.LinearHead(weight, bias, finish), hidden, LogProb(targets))[0]
 
     assert torch.autograd.gradcheck(values, (hidden, weight, bias))
 
@@ -69,15 +71,15 @@ def test_gradcheck_log_prob(small_tiles, finish):
 def test_gradcheck_divergence(small_tiles, name):
     hidden, weight, bias, _ = tensors()
     teacher_hidden, teacher_weight, _, _ = tensors(bias=False)
-    teacher = H.Head(teacher_weight.detach().roll(3, 0), None)
+    teacher = teacher_weight.detach().roll(3, 0)
 
     def function(logits, rows):
         return DIVERGENCES[name](
-            logits.log_softmax(-1), teacher.logits(teacher_hidden.detach()[rows]).log_softmax(-1)
+            logits.log_softmax(-1), (teacher_hidden.detach()[rows] @ teacher.T).log_softmax(-1)
         ), {}
 
     def loss(hidden, weight, bias):
-        return H.score_tokens(H.Head(weight, bias), hidden, Differentiated(function), torch.ones(N))[0].sum()
+        return H.score_tokens(H.LinearHead(weight, bias), hidden, Differentiated(function), torch.ones(N))[0].sum()
 
     assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
 
@@ -91,13 +93,13 @@ def test_kl_in_closed_form_equals_autograd(small_tiles, name, temperature, ce_co
     draw = torch.Generator().manual_seed(1)
     theirs = torch.randn(N, size, generator=draw, dtype=torch.float64)
     theirs[3, 5] = theirs[7, 2] = -torch.inf if name == "forward_kl" else 0.0
-    teacher = distill.Teacher(LMHead(nn.Identity(), lambda logits: logits.clone(), H.Finish()), theirs)
+    teacher = distill.TeacherStates(LMHead(nn.Identity(), lambda logits: logits.clone(), H.LogitTransform()), theirs)
     tile = distill.dense(DIVERGENCES[name], teacher, targets, temperature, ce_coef)
     assert isinstance(tile, distill.KL)
 
     found = []
     for one in (tile, tile.plain):
-        values, stats = H.score_tokens(H.Head(weight, bias), hidden, one, torch.ones(N, dtype=torch.float64))
+        values, stats = H.score_tokens(H.LinearHead(weight, bias), hidden, one, torch.ones(N, dtype=torch.float64))
         found.append((values, *torch.autograd.grad(values.sum(), (hidden, weight, bias)), stats))
     for closed, autograd in zip(*found, strict=True):
         torch.testing.assert_close(closed, autograd)
@@ -111,7 +113,7 @@ def test_kl_of_close_models_is_not_lost_in_rounding(reverse):
     t = z + 0.01 * torch.randn(8, 5000, generator=draw)
     q, p = (torch.log_softmax(side.double(), -1) for side in (z, t))
     expected = (q.exp() * (q - p)).sum(-1) if reverse else (p.exp() * (p - q)).sum(-1)
-    teacher = distill.Teacher(LMHead(nn.Identity(), lambda logits: logits, H.Finish()), t)
+    teacher = distill.TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), t)
     name, targets = "reverse_kl" if reverse else "forward_kl", torch.zeros(8, dtype=torch.long)
     tile = distill.dense(DIVERGENCES[name], teacher, targets, 1.0, 0.0)
     kept = t.clone()
@@ -122,26 +124,26 @@ def test_kl_of_close_models_is_not_lost_in_rounding(reverse):
 
 def test_tiles_behind_an_adapted_head_are_float32_under_autocast():
     hidden, weight, _, targets = tensors(torch.float32, bias=False)
-    teacher = distill.Teacher(LMHead(nn.Identity(), lambda logits: logits, H.Finish()), torch.randn(N, V))
+    teacher = distill.TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), torch.randn(N, V))
     tile = distill.dense(DIVERGENCES["forward_kl"], teacher, targets, 1.0, 0.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        through, stats = H.score_tokens_through(lambda part: part @ weight.T, H.Finish(), hidden, tile, V)
-        plain, others = H.score_tokens(H.Head(weight, None), hidden, tile)
+        through, stats = score_tokens_through(lambda part: H.LogitTransform()(part @ weight.T), hidden, tile, V)
+        plain, others = H.score_tokens(H.LinearHead(weight, None), hidden, tile)
     torch.testing.assert_close(through, plain)
     torch.testing.assert_close(stats, others)
 
 
 def test_frozen_head_gives_the_same_hidden_gradient(small_tiles):
     hidden, weight, bias, targets = tensors()
-    expected = torch.autograd.grad(plain_logps(hidden, weight, bias, targets, H.Finish()).sum(), hidden)[0]
-    values, _ = H.score_tokens(H.Head(weight.detach(), bias.detach()), hidden, LogProb(targets))
+    expected = torch.autograd.grad(plain_logps(hidden, weight, bias, targets, H.LogitTransform()).sum(), hidden)[0]
+    values, _ = H.score_tokens(H.LinearHead(weight.detach(), bias.detach()), hidden, LogProb(targets))
     torch.testing.assert_close(torch.autograd.grad(values.sum(), hidden)[0], expected)
 
 
 def test_stats_are_entropy_and_argmax_accuracy(small_tiles):
     hidden, weight, bias, targets = tensors()
     logps = (hidden @ weight.T + bias).log_softmax(-1)
-    _, stats = H.score_tokens(H.Head(weight, bias), hidden, LogProb(targets, stats=True))
+    _, stats = H.score_tokens(H.LinearHead(weight, bias), hidden, LogProb(targets, stats=True))
     torch.testing.assert_close(stats["entropy"], -(logps.exp() * logps).sum(-1).detach())
     assert stats["correct"].tolist() == (logps.argmax(-1) == targets).float().tolist()
 
@@ -150,8 +152,9 @@ def test_module_path_equals_plain_head(small_tiles):
     hidden, weight, bias, targets = tensors()
     module = nn.Linear(D, V).double()
     module.weight.data, module.bias.data = weight.detach(), bias.detach()
-    expected = plain_logps(hidden, weight, bias, targets, H.Finish(scale=2.0))
-    values, stats = H.score_tokens_through(module, H.Finish(scale=2.0), hidden, LogProb(targets, stats=True), V)
+    expected = plain_logps(hidden, weight, bias, targets, H.LogitTransform(scale=2.0))
+    logits_of = lambda part: H.LogitTransform(scale=2.0)(module(part))  # noqa: E731
+    values, stats = score_tokens_through(logits_of, hidden, LogProb(targets, stats=True), V)
     torch.testing.assert_close(values, expected)
     assert set(stats) == {"entropy", "correct"}
     torch.testing.assert_close(
@@ -162,7 +165,7 @@ def test_module_path_equals_plain_head(small_tiles):
 
 def test_broken_promise_is_an_error():
     hidden, weight, bias, targets = tensors()
-    values, _ = H.score_tokens(H.Head(weight, bias), hidden, LogProb(targets), torch.ones(N))
+    values, _ = H.score_tokens(H.LinearHead(weight, bias), hidden, LogProb(targets), torch.ones(N))
     with pytest.raises(RuntimeError, match="promised"):
         (values**2).sum().backward()
 
@@ -170,7 +173,7 @@ def test_broken_promise_is_an_error():
 def test_extreme_logits_in_bfloat16_stay_finite():
     hidden = torch.full((4, 1), 100.0, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[100.0], [-100.0], [0.0]], dtype=torch.bfloat16, requires_grad=True)  # logits +-1e4
-    values, _ = H.score_tokens(H.Head(weight, None), hidden, LogProb(torch.tensor([0, 1, 2, 0]), stats=True))
+    values, _ = H.score_tokens(H.LinearHead(weight, None), hidden, LogProb(torch.tensor([0, 1, 2, 0]), stats=True))
     values.sum().backward()
     assert torch.isfinite(values).all()
     assert values[1] == -2 * 9984  # 100 * 100 rounds to 9984 in bfloat16
@@ -182,7 +185,7 @@ def test_extreme_logits_in_bfloat16_stay_finite():
 def test_no_token_gives_no_value_and_zero_gradient(promised):
     hidden, weight, bias, _ = tensors()
     tile, token_weights = LogProb(torch.zeros(0, dtype=torch.long), stats=True), torch.ones(0) if promised else None
-    values, stats = H.score_tokens(H.Head(weight, bias), hidden[:0], tile, token_weights)
+    values, stats = H.score_tokens(H.LinearHead(weight, bias), hidden[:0], tile, token_weights)
     (values.sum() + 0 * hidden.sum()).backward()
     assert values.shape == stats["entropy"].shape == stats["correct"].shape == (0,)
     assert weight.grad.abs().sum() == 0

@@ -1,7 +1,7 @@
 """A training step waits for the device in no line of ours; only logging reads from it.
 
 On CPU nothing waits, so the operations that would on a GPU are counted, by the line of hf_posttrain that asked for
-them. Not counted: `layouts.collate`, whose tensors are on CPU. transformers itself waits once in each forward without a
+them. Not counted: `batch.collate`, whose tensors are on CPU. transformers itself waits once in each forward without a
 mask (`find_packed_sequence_indices`), in a line of its own.
 """
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_for_tests import METHODS, fix_rollouts, token_rows, trainer_for
+from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, trainer_for
 from transformers import TrainerCallback
 
 import hf_posttrain
@@ -73,7 +73,7 @@ def test_the_watch_sees_what_waits():
 )  # fmt: skip
 def test_a_step_waits_for_the_device_in_no_line_of_ours(method, config, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
-    second = tiny_model(seed=9) if method in ("kd", "opd") else None
+    second = second_model(method, seed=9)
     watched = Watched()
     trainer = trainer_for(
         method, tiny_model(), token_rows(method, 16), tmp_path, second, callbacks=[watched], max_steps=3,

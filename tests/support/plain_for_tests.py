@@ -68,3 +68,17 @@ def opd(model, rows, teacher, rollouts, **_):
 
 
 PLAIN = {"sft": sft, "dpo": dpo, "kto": kto, "kd": kd, "opd": opd}
+
+
+def slow_score(model, batch, tile, weights=None, router_logits=False):
+    """What `forward.score` gives of a padded batch with a LogProb: each row alone, through the model's own forward."""
+    rows = []
+    columns = batch["input_ids"], batch["attention_mask"].bool(), batch["shift_labels"]
+    for ids, real, targets in zip(*columns, strict=True):
+        logits = model(input_ids=ids[real][None], use_cache=False).logits[0].float() / tile.temperature
+        trained = targets[real] != -100
+        rows.append((logits[trained].log_softmax(-1), targets[real][trained]))
+    logps, targets = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    value = logps.gather(-1, targets[:, None])[:, 0]
+    entropy, correct = -(logps.exp() * logps).sum(-1).detach(), (logps.argmax(-1) == targets).float()
+    return {"value": value, "entropy": entropy, "correct": correct}

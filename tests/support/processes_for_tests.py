@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
+from hf_posttrain.methods import METHODS
+
 ENGINES = ("ddp", "fsdp2", "zero2", "zero3")
 PRELOADED = [
     "torch", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "transformers", "datasets", "peft",
-    "accelerate.utils.fsdp_utils", "deepspeed", "hf_posttrain.methods.dpo", "hf_posttrain.methods.kto",
-    "hf_posttrain.methods.kd", "hf_posttrain.methods.opd", "hf_posttrain.methods.sft", "training_for_tests",
-    "models_for_tests",
+    "accelerate.utils.fsdp_utils", "deepspeed", *(method.module for method in METHODS.values()),
+    "training_for_tests", "models_for_tests",
 ]  # fmt: skip
 
 

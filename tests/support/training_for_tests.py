@@ -6,31 +6,37 @@ import random
 import datasets
 import pytest
 import torch
+from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer
 from transformers import TrainerCallback
 
-import hf_posttrain
 from hf_posttrain.generation import rollout
+from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.trainer import saving
 
 LORA = {"r": 4, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 TIMES = ("runtime", "per_second", "peak_memory", "total_flos", "train_loss")
-METHODS = ("sft", "dpo", "kto", "kd", "opd")
-COLUMNS = {
-    "sft": ("prompt_ids", "completion_ids", "completion_mask"),
-    "kd": ("prompt_ids", "completion_ids", "completion_mask"),
-    "dpo": ("prompt_ids", "chosen_ids", "rejected_ids"),
-    "kto": ("prompt_ids", "completion_ids", "label"),
-    "opd": ("prompt_ids", "completion_ids"),
-}
+METHODS = tuple(TABLE)
+"""Names of all methods."""
 
 
-OF_METHOD = {
-    "opd": {"max_completion_length": 6},
-    "dpo": {"precompute_ref_log_probs": False},
-    "kto": {"precompute_ref_log_probs": False},
-}
-"""Options that tests have unless they say otherwise."""
+def names_where(test):
+    """The methods whose row of the table passes a test."""
+    return [name for name, method in TABLE.items() if test(method)]
+
+
+def usual(method):
+    """Options that tests have unless they say otherwise."""
+    row = TABLE[method]
+    options = {"max_completion_length": 6} if row.rows.sampled else {}
+    return options | ({"precompute_ref_log_probs": False} if row.second == "reference" else {})
+
+
+def second_model(method, architecture="qwen3", seed=9, teachers_only=True):
+    """Another model alongside the policy: the teacher of methods with one, and on request an explicit reference."""
+    wanted = TABLE[method].second == "teacher" or (TABLE[method].second and not teachers_only)
+    return tiny_model(architecture, seed=seed) if wanted else None
 
 
 def quick(*names, among):
@@ -49,26 +55,26 @@ def token_rows(method, count=8, seed=0):
         if n % 3 == 0:
             mask[len(mask) // 2] = 0
         row |= {"completion_mask": mask, "label": n % 3 != 1}
-        rows.append({name: row[name] for name in COLUMNS[method]})
+        rows.append({name: row[name] for name in TABLE[method].rows.columns if name in row})
     return datasets.Dataset.from_list(rows)
 
 
 def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, callbacks=None, **config):
     """The method's trainer on CPU with a constant learning rate; nothing is clipped, saved or reported.
 
-    second: the teacher of KD and OPD, the explicit reference of DPO and KTO.
+    second: the teacher, or an explicit reference.
     """
-    name = method.upper()
+    row = TABLE[method]
     peft_config = config.pop("peft_config", None)
     config = {
         "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0,
         "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
         "disable_tqdm": True, "activation_checkpointing": False, "lr_scheduler_type": "constant",
         "train_sampling_strategy": "sequential",
-    } | OF_METHOD.get(method, {}) | config  # fmt: skip
-    kwargs = {} if second is None else {"teacher_model" if method in ("kd", "opd") else "ref_model": second}
-    return getattr(hf_posttrain, f"{name}Trainer")(
-        model, getattr(hf_posttrain, f"{name}Config")(**config), rows, eval_rows, byte_tokenizer(),
+    } | usual(method) | config  # fmt: skip
+    kwargs = {} if second is None else {f"{'ref' if row.second == 'reference' else row.second}_model": second}
+    return trainer_class(row)(
+        model, config_class(row)(**config), rows, eval_rows, byte_tokenizer(),
         peft_config=peft_config, callbacks=callbacks, **kwargs,
     )  # fmt: skip
 

@@ -10,11 +10,22 @@ import peft
 import pytest
 import torch
 from models_for_tests import CONFIGS, tiny_model
-from plain_for_tests import PLAIN
-from training_for_tests import METHODS, assert_same_step, fake_generate, fix_rollouts, one_step, token_rows, trainer_for
+from plain_for_tests import PLAIN, slow_score
+from training_for_tests import (
+    METHODS,
+    assert_same_step,
+    fake_generate,
+    fix_rollouts,
+    names_where,
+    one_step,
+    second_model,
+    token_rows,
+    trainer_for,
+)
 
-from hf_posttrain.methods.kto_pairing import partners
-from hf_posttrain.scoring import head
+from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.methods.kto_pairing import find_partners
+from hf_posttrain.scoring import forward, head
 
 ARCHITECTURES = [name for name in CONFIGS if name != "gpt2"]
 
@@ -26,7 +37,7 @@ def _fixed_rollouts(monkeypatch):
 
 def second_for(method, architecture):
     """The model beside the policy: a teacher, or a reference that is not the policy (no loss is at its start)."""
-    return None if method == "sft" else tiny_model(architecture, seed=9)
+    return second_model(method, architecture, teachers_only=False)
 
 
 def step(method, architecture, tmp_path, rows=None, **config):
@@ -36,14 +47,14 @@ def step(method, architecture, tmp_path, rows=None, **config):
 
 
 def partners_of(method, rows, tmp_path):
-    if method != "kto":
+    if not TABLE[method].rows.labelled:
         return None
-    trainer = trainer_for("kto", tiny_model(), rows, tmp_path)
-    return partners(trainer.train_dataset, trainer.args.seed)
+    trainer = trainer_for(method, tiny_model(), rows, tmp_path)
+    return find_partners(trainer.train_dataset, trainer.args.seed)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PLAIN)
 def test_pain_10_trainer_equals_plain_full_logits(method, architecture, tmp_path):
     rows, policy, second = token_rows(method, 4), tiny_model(architecture), second_for(method, architecture)
     plain = PLAIN[method](
@@ -53,6 +64,15 @@ def test_pain_10_trainer_equals_plain_full_logits(method, architecture, tmp_path
     plain.backward()
     expected = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
     assert_same_step(step(method, architecture, tmp_path, rows), (plain.item(), expected))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("method", names_where(lambda method: method.second != "teacher"))
+def test_fused_scores_train_as_full_logits_do(method, architecture, tmp_path, monkeypatch):
+    """A method's own losses, on scores of each answer alone from the model's own forward."""
+    found = step(method, architecture, tmp_path)
+    monkeypatch.setattr(forward, "score", slow_score)
+    assert_same_step(found, step(method, architecture, tmp_path, layout="padded"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -100,7 +120,7 @@ def test_pain_01_lora_layouts_agree_with_the_merged_model(method, layout, tmp_pa
     [("qwen3", kind) for kind in ("base", "started adapter", "copy", "explicit")]
     + [pytest.param(name, "copy", marks=pytest.mark.slow) for name in ARCHITECTURES if name != "qwen3"],
 )
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
 def test_cached_reference_equals_online(method, architecture, reference, tmp_path):
     """Three real steps, so that a reference that moved with the policy would be seen; an odd number of rows."""
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training_for_tests import fix_rollouts, trainer_for
+from training_for_tests import METHODS, fix_rollouts, names_where, trainer_for
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.scoring import head
 
 V, H, TOKENS, ROWS = 150_000, 32, 2048, 4
@@ -44,20 +45,21 @@ def rows(method):
     out = []
     for n in range(ROWS):
         row = {"prompt_ids": ids(32, n)}
-        if method == "dpo":
+        kind = TABLE[method].rows
+        if kind.paired:
             row |= {"chosen_ids": ids(short, n + 1), "rejected_ids": ids(short, n + 2)}
         else:
             row |= {"completion_ids": ids(long, n + 1)}
-        if method in ("sft", "kd"):
+        if kind.masked:
             row["completion_mask"] = [1] * long
-        if method == "kto":
+        if kind.labelled:
             row["label"] = n % 2 == 0
         out.append(row)
     return datasets.Dataset.from_list(out)
 
 
 CASES = [
-    ("sft", {}), ("dpo", {}), ("kto", {}), ("kd", {}), ("opd", {}),
+    *((method, {}) for method in METHODS),
     pytest.param("kd", {"divergence": "jsd"}, marks=pytest.mark.slow),
     ("opd", {"loss_type": "policy_gradient"}), ("opd", {"loss_type": "policy_gradient", "discount": 0.9}),
 ]  # fmt: skip
@@ -68,14 +70,14 @@ CASES = [
 )
 def test_pain_23_no_tensor_of_tokens_by_vocabulary(method, config, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
-    second = model(1) if method in ("kd", "opd") else None
-    if method == "opd":
+    second = model(1) if TABLE[method].second == "teacher" else None
+    if TABLE[method].rows.sampled:
         config = config | {"max_completion_length": TOKENS // ROWS - 32}
     trainer = trainer_for(method, model(), rows(method), tmp_path, second=second, learning_rate=1e-3, **config)
     with Largest() as seen:
         trainer.train()
 
-    assert trainer.state.log_history[0]["loss"] > 0 or method == "opd"
+    assert trainer.state.log_history[0]["loss"] > 0 or TABLE[method].rows.sampled
     assert seen.elements <= head.TILE_ELEMENTS, f"{seen.shape} has {seen.elements / 1e6:.0f} million elements"
     assert seen.elements > V, "the head was not seen at work"
     assert TOKENS * V > 30 * head.TILE_ELEMENTS  # what full logits would have been
@@ -83,12 +85,12 @@ def test_pain_23_no_tensor_of_tokens_by_vocabulary(method, config, tmp_path, mon
 
 def test_pain_23_the_teacher_builds_no_graph(tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
-    for method in ("kd", "opd"):
+    for method in names_where(lambda method: method.second == "teacher"):
         trainer = trainer_for(method, model(), rows(method), tmp_path, second=model(1))
         batch = next(iter(trainer.get_train_dataloader()))
-        if method == "opd":
-            [batch] = trainer.rolled_out([batch], 0)
-        assert not trainer.teacher.side(batch).hidden.requires_grad
+        if TABLE[method].rows.sampled:
+            [batch] = trainer.roll_out([batch], 0)
+        assert not trainer.teacher.states(batch).hidden.requires_grad
         assert not any(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
 
 

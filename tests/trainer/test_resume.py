@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from models_for_tests import CONFIGS, tiny_model
-from training_for_tests import METHODS, logged, token_rows, trainer_for
+from training_for_tests import METHODS, logged, second_model, token_rows, trainer_for
 
 VARIANTS = [(method, {}) for method in METHODS] + [
     ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}),
@@ -20,7 +20,7 @@ def trainer(method, tmp_path, lora, config, architecture="qwen3"):
     model = tiny_model(architecture, attention_dropout=0.1)
     if lora:
         config = config | {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)}
-    second = tiny_model(architecture, seed=9) if method in ("kd", "opd") else None
+    second = second_model(method, architecture, 9)
     config = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 8, "learning_rate": 1e-3,
         "save_strategy": "steps", "save_steps": 4, "train_sampling_strategy": "random", "disable_dropout": False,

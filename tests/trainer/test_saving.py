@@ -24,8 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
-from hf_posttrain.models import reference, teacher
-from hf_posttrain.models import score_cache as frozen
+from hf_posttrain.models import reference, score_cache, teacher
 from hf_posttrain.trainer import checkpoint, saving
 
 pytestmark = pytest.mark.engines
@@ -479,7 +478,7 @@ def scored(rank, engine, method, caches, machines=1):
 
     def watched(*args):
         computed.append(True)
-        return frozen.score_rows(*args)
+        return score_cache.score_rows(*args)
 
     reference.score_rows = teacher.score_rows = watched
     precompute = {"precompute_teacher_top_k": 3} if method == "kd" else {"precompute_ref_log_probs": True}

@@ -14,7 +14,16 @@ import torch
 from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer
 from torch import nn
-from training_for_tests import METHODS, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
+from training_for_tests import (
+    METHODS,
+    assert_same_step,
+    fix_rollouts,
+    names_where,
+    one_step,
+    second_model,
+    token_rows,
+    trainer_for,
+)
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,14 +35,15 @@ from transformers import (
 
 from hf_posttrain import OPDTrainer, SFTConfig, SFTTrainer
 from hf_posttrain.errors import InputError
-from hf_posttrain.scoring import attention
+from hf_posttrain.scoring import choose_layout, cpu
 from hf_posttrain.scoring import forward as scoring
-from hf_posttrain.scoring.layouts import Branch, Example, collate, targets
-from hf_posttrain.scoring.tiles import LogProb
+from hf_posttrain.scoring.forward import targets
+from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.layouts import Branch, Example, collate
 
 
 def second_for(method):
-    return tiny_model(seed=9) if method in ("kd", "opd") else None
+    return second_model(method, seed=9)
 
 
 # ---- the check of the first batch
@@ -44,7 +54,7 @@ def test_scoring_checks_itself_for_every_architecture():
         model = tiny_model(name)
         scoring.enable_scoring(model)
         for layout in ("shared", "packed", "padded"):
-            assert scoring.check(model, layout) < 1e-4
+            assert choose_layout.check(model, layout) < 1e-4
 
 
 class Odd(nn.Linear):
@@ -69,7 +79,7 @@ def test_a_head_that_is_more_than_linear_is_run_as_a_module(tmp_path):
     odd.weight = model.lm_head.weight
     model.lm_head = odd
     scoring.enable_scoring(model)
-    assert scoring.check(model, "shared") < 1e-4
+    assert choose_layout.check(model, "shared") < 1e-4
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -92,7 +102,7 @@ def test_a_model_that_ignores_the_mask_falls_back_to_padded_and_says_so(tmp_path
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert "scores wrongly in layout shared: using padded" in caplog.text
-    assert trainer.data_collator.keywords["layout"] == "padded"
+    assert trainer.data_collator.layout == "padded"
     explicit = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, layout="shared")
     with pytest.raises(InputError, match="use layout=padded"):
         explicit.train()
@@ -102,12 +112,12 @@ def test_layouts_are_chosen_by_what_the_model_can_take():
     sdpa, flash, hybrid = tiny_model(), tiny_model(), tiny_model()
     flash.config._attn_implementation = "flash_attention_2"
     hybrid.config.layer_types = ["linear_attention", "full_attention"]
-    assert attention.choose_layout([sdpa], "auto") == "shared"
-    assert attention.choose_layout([flash], "auto") == "packed"
-    assert attention.choose_layout([sdpa, flash], "auto") == "packed"
-    assert attention.choose_layout([sdpa, hybrid], "auto") == "padded"
+    assert choose_layout.choose_layout([sdpa], "auto") == "shared"
+    assert choose_layout.choose_layout([flash], "auto") == "packed"
+    assert choose_layout.choose_layout([sdpa, flash], "auto") == "packed"
+    assert choose_layout.choose_layout([sdpa, hybrid], "auto") == "padded"
     with pytest.raises(InputError, match=r"linear_attention.*use layout='padded'"):
-        attention.choose_layout([hybrid], "shared")
+        choose_layout.choose_layout([hybrid], "shared")
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -115,10 +125,10 @@ def test_flex_mask_is_the_dense_mask(window):
     """On CPU: the same rule, evaluated for every pair. The kernel itself needs a GPU."""
     examples = [Example([1, 2, 3], [Branch([4, 5, 6]), Branch([7, 8])]), Example([1], [Branch([2, 3]), Branch([4])])]
     batch = collate(examples, "shared")
-    block = attention.flex_mask(batch, window)
+    block = scoring._flex_mask(batch, window)
     rows, length = batch["document"].shape
     r, i, j = torch.meshgrid(torch.arange(rows), torch.arange(length), torch.arange(length), indexing="ij")
-    assert torch.equal(block.mask_mod(r, 0, i, j), attention.allowed(batch, window))
+    assert torch.equal(block.mask_mod(r, 0, i, j), scoring.allowed(batch, window))
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -128,8 +138,9 @@ def test_attention_document_by_document_is_that_of_the_whole_mask(window):
     examples = [Example([1, 2, 3], [Branch([4, 5, 6]), Branch([7, 8])]), Example([1, 2], [Branch([2, 3])])]
     batch = collate(examples * 2, "shared")
     rows, length = batch["document"].shape
-    mask = attention.allowed(batch, window)[:, None]
-    documents = attention.document_masks(batch, mask)
+    mask = scoring.allowed(batch, window)[:, None]
+    known = cpu.document_mask(mask, batch["document"])
+    documents = known.documents
     assert sum(size for size, _ in documents) == rows * length
     assert len(documents) >= 4
     assert any(own is None for _, own in documents)
@@ -138,10 +149,8 @@ def test_attention_document_by_document_is_that_of_the_whole_mask(window):
     layer = torch.nn.Module()
     layer.num_key_value_groups, layer.is_causal = 2, True
     found = []
-    for known in (False, True):
-        if known:
-            mask.document_masks = documents
-        output, _ = attention.by_document(layer, *states, mask, scaling=0.3)
+    for given in (mask, known):
+        output, _ = cpu.sdpa_by_document(layer, *states, given, scaling=0.3)
         found.append((output, *torch.autograd.grad((output**2).sum(), states)))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
@@ -240,7 +249,7 @@ def test_compute_metrics_gets_log_probs_of_each_example(method, shape, tmp_path)
     assert seen[0][1][0] == 5
 
 
-@pytest.mark.parametrize("method", [m for m in METHODS if m != "kto"])
+@pytest.mark.parametrize("method", names_where(lambda method: not method.rows.labelled))
 def test_streams_train(method, tmp_path):
     rows = token_rows(method).to_iterable_dataset()
     trainer = trainer_for(method, tiny_model(), rows, tmp_path, second=second_for(method), max_steps=2)
@@ -395,9 +404,9 @@ def test_pain_11_packed_documents_do_not_leak_into_each_other(tmp_path):
     scores = []
     for first in ([9, 8, 7, 6], [5, 5, 5, 5]):
         batch = collate([Example(first, [Branch([1, 2])]), Example([3, 4], [Branch([5, 6, 7])])], "packed")
-        from hf_posttrain.models.score_cache import branch_logps
+        from hf_posttrain.models.frozen import branch_logps
 
-        scores.append(branch_logps(model, batch, 2, 1))
+        scores.append(branch_logps(model, batch))
     assert scores[0][0] != scores[1][0]
     assert scores[0][1] == pytest.approx(scores[1][1].item(), abs=1e-5)
 
@@ -445,7 +454,7 @@ def test_pain_35_a_cpu_run_has_no_bf16(tmp_path):
 # ---- found in review
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "kd"])
+@pytest.mark.parametrize("method", names_where(lambda method: not (method.rows.labelled or method.rows.sampled)))
 def test_a_stream_trains_on_every_token(method, tmp_path):
     """Accelerate would cut each tensor of a streamed batch to the number of its rows."""
     expected = one_step(method, tiny_model(), token_rows(method), tmp_path, second=second_for(method))
@@ -468,7 +477,7 @@ def test_bf16_autocast_trains_near_float32(method, config, adapted, tmp_path, mo
         lora = peft.LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"]) if adapted else None
         trainer = trainer_for(
             method, tiny_model("llama"), token_rows(method), tmp_path, bf16=bf16, peft_config=lora, max_steps=2,
-            second=tiny_model("llama", seed=9) if method in ("kd", "opd") else None, learning_rate=1e-3, **config,
+            second=second_model(method, "llama", 9), learning_rate=1e-3, **config,
         )  # fmt: skip
         trainer.train()
         losses[bf16] = [log["loss"] for log in trainer.state.log_history if "loss" in log]
@@ -519,7 +528,7 @@ def test_a_tokenizer_without_pad_serves_rollouts(tmp_path):
     assert trainer.state.global_step == 1
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "kd", "opd"])
+@pytest.mark.parametrize("method", names_where(lambda method: method.second))
 def test_the_policy_is_not_its_own_second_model(method, tmp_path):
     model = tiny_model()
     lora = peft.LoraConfig(target_modules="all-linear")

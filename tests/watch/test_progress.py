@@ -10,11 +10,11 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from processes_for_tests import on_two
-from training_for_tests import METHODS, fix_rollouts, token_rows, trainer_for
+from training_for_tests import METHODS, fix_rollouts, names_where, second_model, token_rows, trainer_for
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
-from hf_posttrain.trainer import metrics
-from hf_posttrain.watch import progress
+from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.watch import pace, progress
 
 LINE = re.compile(r"step \d+/6  loss \d\S*  (\w[\w ]* -?[\d.e-]+  )*[\d,]+ tokens/s  \d\d:\d\d<\d\d:\d\d")
 
@@ -38,7 +38,7 @@ def on_terminal(output=None):
 
 def run(method, tmp_path, **config):
     trainer = trainer_for(
-        method, tiny_model(), token_rows(method, 16), tmp_path, tiny_model(seed=9) if method in ("kd", "opd") else None,
+        method, tiny_model(), token_rows(method, 16), tmp_path, second_model(method, seed=9),
         **{"max_steps": 6, "logging_steps": 2, "disable_tqdm": False, "learning_rate": 1e-3} | config,
     )  # fmt: skip
     trainer.train()
@@ -58,7 +58,7 @@ def test_a_file_gets_one_readable_line_for_each_log(method, disable_tqdm, tmp_pa
     assert len(lines) == 4
     assert all(LINE.fullmatch(line) for line in lines[:3]), lines
     assert re.fullmatch(r"step 6/6  done in 00:\d\d, mean loss \S+", lines[3])
-    for name in progress.KEY_METRICS[method].values():
+    for name in TABLE[method].key_metrics.values():
         assert f"  {name} " in lines[2]
     assert f"loss {trainer.state.log_history[2]['loss']:.4g} " in lines[2]
     assert "\r" not in shown.out + shown.err
@@ -80,20 +80,21 @@ def test_an_evaluation_is_a_line_and_custom_metrics_are_in_it(tmp_path, capsys):
 
 def test_several_evaluation_sets_keep_their_names():
     logs = {"eval_easy_loss": 1.5, "eval_easy_rewards/margins": 0.25, "eval_easy_logps/chosen": -3.0, "epoch": 1.0}
-    assert progress.results(logs, "dpo") == "easy_loss 1.5  easy_margin 0.25"
+    assert progress.results(logs, TABLE["dpo"].key_metrics) == "easy_loss 1.5  easy_margin 0.25"
 
 
 def test_figures_of_a_log():
     logs = {"loss": 0.693147, "kl": -0.00012346, "rewards/margins": 1234567.0, "tokens_per_second": 41234.5}
-    assert progress.figures(logs, "kto") == "loss 0.6931  margin 1.235e+06  KL -0.0001235  41,234 tokens/s"
-    assert progress.figures({"loss": float("nan")}, "sft") == "loss nan"
+    expected = "loss 0.6931  margin 1.235e+06  KL -0.0001235  41,234 tokens/s"
+    assert progress.figures(logs, TABLE["kto"].key_metrics) == expected
+    assert progress.figures({"loss": float("nan")}, {}) == "loss nan"
 
 
 def test_time_left_is_that_of_this_run(monkeypatch):
     """Resumed at step 90 of 100, two steps took 10 s: eight more take 40 s."""
     clock = types.SimpleNamespace(monotonic=lambda: 0.0)
     monkeypatch.setattr(progress, "time", clock)
-    lines, state = progress.Lines("sft"), types.SimpleNamespace(global_step=90, max_steps=100)
+    lines, state = progress.Lines(TABLE["sft"].key_metrics), types.SimpleNamespace(global_step=90, max_steps=100)
     lines.on_train_begin(None, state, None)
     clock.monotonic, state.global_step = (lambda: 10.0), 92
     assert lines.line({"loss": 1.0}, state) == "step 92/100  loss 1  00:10<00:40"
@@ -133,7 +134,7 @@ class Speaks(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 3:
-            logging.getLogger("hf_posttrain.watch.guard").warning("look here")
+            logging.getLogger("hf_posttrain.guard").warning("look here")
 
 
 def test_a_message_stands_above_the_bar(tmp_path, monkeypatch):
@@ -194,14 +195,14 @@ def test_hugging_faces_name_still_removes_it(disabled, tmp_path, capsys):
 def a_second_a_step(trainer, monkeypatch):
     """A clock by which every step takes one second, and evaluations or checkpoints none."""
     clock = types.SimpleNamespace(perf_counter=lambda: float(trainer.state.global_step))
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(pace, "time", clock)
     trainer.pace.since = 0.0
 
 
 def read_tokens(method, row, layout):
     """The tokens of one row's documents: prompt and answers without their last token."""
     answers = [row[name] for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in row]
-    if method == "sft":  # nothing behind the last trained token is read
+    if TABLE[method].rows.masked:  # nothing behind the last trained token is read
         trained = [n for n, is_trained in enumerate(row["completion_mask"]) if is_trained]
         answers = [row["completion_ids"][: trained[-1] + 1]]
     prompts = 1 if layout == "shared" else len(answers)
@@ -209,7 +210,7 @@ def read_tokens(method, row, layout):
 
 
 @pytest.mark.parametrize("layout", ["shared", "padded"])
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("method", names_where(lambda method: method.second != "teacher"))
 def test_tokens_a_second_counts_every_token_once(method, layout, tmp_path, monkeypatch):
     """12 rows, 4 a step in micro-batches of 2, logs every 2 steps: rows 0-7, then 8-11 and 0-3."""
     rows = token_rows(method, 12)
@@ -232,7 +233,7 @@ def counted(rank, folder):
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         a_second_a_step(trainer, patch)
-        patch.setattr(metrics, "peak_memory", lambda device: (1 + rank) * metrics.GIB)
+        patch.setattr(pace, "peak_memory", lambda device: (1 + rank) * pace.GIB)
         trainer.train()
     return {name: trainer.state.log_history[0][name] for name in ("tokens_per_second", "peak_memory_gib")}
 
@@ -247,21 +248,20 @@ def test_ranks_are_added_up_and_the_largest_memory_counts(tmp_path):
 
 def test_evaluations_and_checkpoints_are_not_training_time(monkeypatch):
     clock = types.SimpleNamespace(perf_counter=iter([0.0, 10.0, 40.0, 50.0]).__next__)
-    monkeypatch.setattr(metrics, "time", clock)
-    pace, meter = metrics.Pace(), metrics.Meter()
-    pace.count(torch.tensor([[2, 1, 1, 0]]))
-    pace.count(torch.tensor([[1, 1], [1, 0]]))
-    with pace.paused():  # 10 to 40
+    monkeypatch.setattr(pace, "time", clock)
+    training = pace.Pace()
+    training.count(torch.tensor([[2, 1, 1, 0]]))
+    training.count(torch.tensor([[1, 1], [1, 0]]))
+    with training.paused():  # 10 to 40
         pass
-    pace.hand_over(meter, processes=1)  # at 50
-    found = meter.averages()
-    assert found["tokens_per_second"] == pytest.approx((3 + 3) / (50 - 30))
-    assert 0.1 < found["peak_memory_gib"] < 64  # of this process
+    (tokens, seconds), peak = training.read(processes=1)  # at 50
+    assert tokens / seconds == pytest.approx((3 + 3) / (50 - 30))
+    assert 0.1 < peak < 64  # GiB of this process
 
 
 @pytest.mark.gpu
 def test_peak_memory_of_a_gpu_is_what_was_allocated():
-    before = metrics.peak_memory(torch.device("cuda"))
+    before = pace.peak_memory(torch.device("cuda"))
     held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    assert metrics.peak_memory(torch.device("cuda")) >= max(before, 2**30)
+    assert pace.peak_memory(torch.device("cuda")) >= max(before, 2**30)
     del held

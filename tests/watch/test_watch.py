@@ -17,10 +17,11 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from processes_for_tests import on_two
-from training_for_tests import METHODS, fix_rollouts, token_rows, trainer_for
+from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, trainer_for
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
+from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.watch import detectors, guard, nonfinite
 from hf_posttrain.watch import symptoms as watch
 
@@ -114,7 +115,7 @@ WELL = {
 @pytest.mark.parametrize("case", SICK)
 def test_a_symptom_is_seen_with_its_figures_and_a_key_to_change(case):
     name, method, logs = SICK[case]
-    found = watch.look(logs, method)
+    found = watch.look(logs, TABLE[method].symptoms)
     assert name in found
     assert found.keys() <= {name, "clipped_rollouts"}  # rollouts that never end are clipped as well
     assert found[name].startswith(f"step {logs[-1]['step']}: ")
@@ -126,7 +127,7 @@ def test_a_symptom_is_seen_with_its_figures_and_a_key_to_change(case):
 def test_nothing_is_seen_where_nothing_is_wrong(case):
     method, logs = WELL[case]
     for end in range(len(logs) + 1):
-        assert watch.look(logs[:end], method) == {}
+        assert watch.look(logs[:end], TABLE[method].symptoms) == {}
 
 
 @pytest.mark.parametrize(
@@ -138,15 +139,15 @@ def test_real_runs_are_told_apart(run, expected):
     logs, method = recorded(run)
     seen = {}
     for end in range(1, len(logs) + 1):
-        for name in watch.look(logs[:end], method):
+        for name in watch.look(logs[:end], TABLE[method].symptoms):
             seen.setdefault(name, logs[end - 1]["step"])
     assert seen == expected
 
 
 def test_a_loss_that_means_to_lower_chosen_answers_may():
     _, _, logs = SICK["chosen falls from -20 to -31"]
-    assert watch.look(logs, "dpo", ["apo_down"]) == {}
-    assert watch.look(logs, "dpo", ["sigmoid"])
+    assert watch.look(logs, TABLE["dpo"].symptoms, ["apo_down"]) == {}
+    assert watch.look(logs, TABLE["dpo"].symptoms, ["sigmoid"])
 
 
 class Seen(list):
@@ -168,7 +169,7 @@ def guarded(method, logs, monkeypatch):
     """(a Guard that has seen the logs as they came, name -> step of its first warning)."""
     monkeypatch.setattr(guard, "broadcast_object_list", lambda found: found)
     trainer = types.SimpleNamespace(
-        args=types.SimpleNamespace(stop_on=None), method=method, get_total_train_batch_size=lambda args: 16
+        args=types.SimpleNamespace(stop_on=None), method=TABLE[method], get_total_train_batch_size=lambda args: 16
     )
     watcher, first = guard.Guard(trainer), {}
     monkeypatch.setattr(watcher, "_nonfinite", dict)
@@ -197,9 +198,9 @@ def test_a_hundred_thousand_logs_cost_little(told, monkeypatch):
     assert watcher.history[-1]["step"] == 100_000
     monkeypatch.undo()
     Seen.count = 0
-    watch.look(Seen(watcher.history), "dpo", (), told)
+    watch.look(Seen(watcher.history), TABLE["dpo"].symptoms, (), told)
     assert 0 < Seen.count < 5 * 4 * detectors.ENDS
-    assert watch.look(Seen(watcher.history), "dpo", (), tuple(watch.SYMPTOMS)) == {}
+    assert watch.look(Seen(watcher.history), TABLE["dpo"].symptoms, (), tuple(watch.SYMPTOMS)) == {}
 
 
 LATE = {
@@ -241,18 +242,19 @@ def test_thinning_keeps_all_that_is_little():
 
 
 def test_names_are_checked_without_torch():
-    code = "import sys, hf_posttrain.watch.symptoms as w; list(w.problems('nan', 'sft')); print('torch' in sys.modules)"
+    names = "import sys, hf_posttrain.watch.symptoms as w; list(w.problems('nan', 'sft', {}))"
+    code = f"{names}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.strip() == "False"
     assert watch.listed(None) == []
     assert watch.listed("nan") == ["nan"]
-    assert list(watch.problems(["nan", "kl_zero"], "kto")) == []
+    assert list(watch.problems(["nan", "kl_zero"], "kto", TABLE["kto"].symptoms)) == []
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [("nam", "stop_on: there is no 'nam'; did you mean 'nan'"), (["nan", "label_leek"], "did you mean 'label_leak'"),
-     ("kl_zero", "stop_on: kl_zero is a symptom of kto, not of dpo")],
+     ("kl_zero", "stop_on: kl_zero is no symptom of dpo, which has nan, no_learning, label_leak, chosen_falling")],
 )  # fmt: skip
 def test_names_that_do_not_exist_are_refused(given, message, tmp_path):
     with pytest.raises(InputError, match=message):
@@ -284,7 +286,7 @@ def test_the_batch_of_the_first_bad_step_is_saved(method, kept, tmp_path, monkey
     fix_rollouts(monkeypatch)
     rows = token_rows(method, 12)
     trainer = spoil(trainer_for(
-        method, tiny_model(), rows, tmp_path, tiny_model(seed=9) if method in ("kd", "opd") else None, max_steps=5,
+        method, tiny_model(), rows, tmp_path, second_model(method, seed=9), max_steps=5,
         per_device_train_batch_size=1, gradient_accumulation_steps=2, logging_steps=5, layout="padded",
     ), 3)  # fmt: skip
     trainer.train()
@@ -431,7 +433,7 @@ def warned(caplog):
 def test_healthy_trainings_are_left_alone(method, tmp_path, monkeypatch, caplog):
     fix_rollouts(monkeypatch)
     trainer = trainer_for(
-        method, tiny_model(), token_rows(method, 80), tmp_path, tiny_model(seed=9) if method in ("kd", "opd") else None,
+        method, tiny_model(), token_rows(method, 80), tmp_path, second_model(method, seed=9),
         max_steps=60, learning_rate=1e-4, logging_steps=5, stop_on=["nan"],
     )  # fmt: skip
     trainer.train()
@@ -455,7 +457,7 @@ def test_a_leaked_label_ends_a_real_dpo_run(tmp_path, caplog):
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{n}" for n in (5, 10, 15, 20)}
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto"])
+@pytest.mark.parametrize("method", [name for name in METHODS if "no_learning" in TABLE[name].symptoms])
 def test_a_learning_rate_that_moves_nothing_is_noticed_once(method, tmp_path, caplog):
     trainer = trainer_for(
         method, tiny_model(), token_rows(method), tmp_path, max_steps=70, learning_rate=1e-10, logging_steps=5

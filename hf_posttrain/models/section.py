@@ -1,0 +1,38 @@
+"""The `model` and `teacher` sections of a recipe: importable without torch, so that a recipe is read in no time."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""Patterns of the files that a folder with a tokenizer has."""
+
+
+@dataclass
+class ModelSection:
+    """A model: where it comes from and how it is loaded (`model` and `teacher`)."""
+
+    name_or_path: str
+    """Hub name or folder."""
+    from_scratch: bool = False
+    """Random weights from the folder's config.json instead of saved ones; the tokenizer is in the same folder."""
+    dtype: Literal["default", "auto", "float32", "bfloat16", "float16"] = "default"
+    """`default`: float32 if all weights are trained; a LoRA base or frozen model bfloat16 on GPU, float32 on CPU."""
+    attn_implementation: str = "auto"
+    """`auto` leaves the choice to transformers; otherwise eager, sdpa, flex_attention, flash_attention_2, ..."""
+    quantization: Literal["none", "4bit", "8bit"] = "none"
+    """Weights quantised by bitsandbytes: for a LoRA base or a teacher."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model, and read weights that are not safetensors."""
+    adapter: str | None = None
+    """Continue from this saved PEFT adapter (folder or hub name)."""
+    lora: dict[str, Any] | None = None
+    """Train a new LoRA adapter: r, alpha, dropout, target_modules (all-linear) and every other LoraConfig field."""
+    chat_template: str | None = None
+    """A file with a Jinja chat template, for a tokenizer that has none or the wrong one."""
+    offload: bool = False
+    """Keep the model on CPU between uses: for a teacher."""
+
+
+def is_local(name: str) -> bool:
+    """Can `name` only be that of a folder, since no repository of the hub is called so?"""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1

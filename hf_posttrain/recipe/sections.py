@@ -1,0 +1,92 @@
+"""The sections of a recipe as dataclasses; `models.section` has that of a model.
+
+    method: kto
+    model:  {name_or_path, from_scratch, dtype, ...}       ModelSection
+    teacher: the same keys, for methods with a teacher     ModelSection
+    data:   {train: source or list, eval: ...}             DataSection of Source
+    train:  every TrainingArguments field and the method's own
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..methods import METHODS
+from ..models.section import ModelSection
+from .yaml_tree import place_of, write_tree
+
+_NAMES: Any = Literal[tuple(METHODS)]
+
+
+@dataclass
+class Source:
+    """Rows from one place."""
+
+    path: str
+    """A .jsonl, .json, .csv or .parquet file, a folder (of files or saved to disk) or a hub name."""
+    name: str | None = None
+    """The hub data set's configuration."""
+    split: str = "train"
+    """Split of a hub data set or saved DatasetDict; slices as `train[:90%]` are allowed."""
+    columns: dict[str, str] | None = None
+    """Our column: the data set's column, such as {prompt: question, completion: answer}."""
+    limit: int | None = None
+    """Take the first so many rows."""
+    weight: float = 1.0
+    """How many times its rows count (0.5: half of them, drawn at random); the share of a stream."""
+    streaming: bool = False
+    """Read rows as training goes; never all of them at once."""
+
+
+@dataclass
+class DataSection:
+    """What is trained and evaluated on; the sources of a list are mixed by weight."""
+
+    train: Source | list[Source]
+    """Training rows."""
+    eval: Source | list[Source] | None = None
+    """Evaluation rows."""
+
+
+@dataclass
+class Recipe:
+    """A whole run."""
+
+    method: _NAMES
+    """The training method."""
+    model: ModelSection
+    """The policy or student."""
+    data: DataSection
+    """Training and evaluation rows."""
+    teacher: ModelSection | None = None
+    """The teacher, for methods with one."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the method's Config, as given."""
+    path: Path = field(default=Path("recipe"), metadata={"hidden": True})
+    """The file it was read from."""
+    places: dict[str, str] = field(default_factory=dict, repr=False, compare=False, metadata={"hidden": True})
+    """Where each dotted key stands: file:line or "command line"."""
+
+    def where(self, key: str) -> str:
+        """The place of a dotted key, or of the nearest key above it."""
+        return place_of(self.places, key)
+
+    def sources(self) -> Iterator[tuple[str, Source]]:
+        """(dotted key, source) of everything that is read."""
+        for key, given in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+            if isinstance(given, list):
+                yield from ((f"{key}.{i}", source) for i, source in enumerate(given))
+            elif given is not None:
+                yield key, given
+
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""
+        tree = dataclasses.asdict(self)
+        tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
+        return {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
+
+    def to_yaml(self) -> str:
+        """The same as YAML, which `load_recipe` reads back."""
+        return f"# resolved from {self.path}\n" + write_tree(self.to_dict())

@@ -1,0 +1,45 @@
+"""The tiled head of a model whose head is no plain linear layer: an adapter on it, a quantised one, or own logits."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
+
+from .head import TileFunction, tiles
+
+
+def score_tokens_through(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, tile: TileFunction, vocabulary: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`head.score_tokens` for any function from hidden states [n, H] to logits [n, V]: each tile is checkpointed."""
+
+    def run(rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        stats: dict[str, Tensor] = {}
+
+        def one(part: Tensor) -> Tensor:
+            return _TileValue.apply(logits_of(part), tile, rows, stats)
+
+        return checkpoint(one, hidden[rows], use_reentrant=False), stats
+
+    results = [run(rows) for rows in tiles(hidden.shape[0], vocabulary)]
+    values = torch.cat([value for value, _ in results])
+    return values, {name: torch.cat([stats[name] for _, stats in results]) for name in results[0][1]}
+
+
+class _TileValue(torch.autograd.Function):
+    """A tile function as an autograd step from logits [n, V] to values [n]; its stats are left in a dictionary."""
+
+    @staticmethod
+    def forward(ctx, logits, tile, rows, stats):
+        with torch.autocast(logits.device.type, enabled=False):
+            result = tile(logits.clone(), rows, ctx.needs_input_grad[0], torch.empty_like(logits))
+        stats.update(result.stats)
+        ctx.save_for_backward(result.grad)
+        return result.value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0] * grad[:, None], None, None, None

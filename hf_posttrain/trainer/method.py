@@ -1,0 +1,99 @@
+"""Method: what the rest of the package knows of a training method, as one row of the table in `methods`."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..data.kinds import RowKind
+
+Problem = tuple[tuple[str, ...], str]
+"""Names of the fields that are wrong, the one to change first; and a sentence."""
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper on arXiv."""
+
+    key: str
+    """Of its BibTeX entry."""
+    arxiv: str
+    year: int
+    title: str
+    authors: str
+    """With "and" between them."""
+
+    @property
+    def url(self) -> str:
+        """Its page."""
+        return f"https://arxiv.org/abs/{self.arxiv}"
+
+    @property
+    def bibtex(self) -> str:
+        """Its entry."""
+        fields = {
+            "title": f"{{{self.title}}}", "author": self.authors, "year": self.year, "eprint": self.arxiv,
+            "archivePrefix": "arXiv", "url": self.url,
+        }  # fmt: skip
+        body = ",\n".join(f"  {name} = {{{value}}}" for name, value in fields.items())
+        return f"@article{{{self.key},\n{body}\n}}"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a number must keep to."""
+
+    holds: Callable[[float], bool]
+    otherwise: str
+    """The end of a sentence about a number that does not."""
+
+
+COUNT = Limit(lambda n: n >= 1, "must be at least 1")
+NOT_NEGATIVE = Limit(lambda x: 0 <= x < float("inf"), "must be at least 0")
+POSITIVE = Limit(lambda x: 0 < x < float("inf"), "must be positive")
+SHARE = Limit(lambda x: 0 <= x <= 1, "is not in [0, 1]")
+BELOW_ONE = Limit(lambda x: 0 <= x < 1, "is not in [0, 1)")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A training method."""
+
+    name: str
+    """As recipes call it; its module, Config and Trainer are named after it."""
+    title: str
+    """In words, for pages and cards."""
+    rows: RowKind
+    """What it trains on."""
+    unit: Literal["tokens", "examples"]
+    """What its loss is averaged over."""
+    key_metrics: Mapping[str, str]
+    """What tells best whether it works: key of the log -> name on the progress bar, the most telling first."""
+    second: Literal["", "reference", "teacher"] = ""
+    """The frozen model that scores alongside the policy."""
+    paper: Paper | None = None
+    """Where it comes from."""
+    loss_papers: Mapping[str, Paper] = field(default_factory=dict)
+    """loss_type -> where that loss comes from, if it is another paper."""
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    """Option -> what its number must keep to; null is always allowed."""
+    rules: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
+    """What its options exclude: each takes an object with the Config's fields, as given."""
+    symptoms: Mapping[str, str] = field(default_factory=dict)
+    """Name in `watch.symptoms` -> what to change when a run shows it. Symptoms that are not here do not apply."""
+    sequence_parallel: bool = False
+    """Can its rows be cut over ranks?"""
+
+    @property
+    def module(self) -> str:
+        """Where its Config and Trainer are."""
+        return f"hf_posttrain.methods.{self.name}"
+
+    @property
+    def config_name(self) -> str:
+        """Such as DPOConfig."""
+        return f"{self.name.upper()}Config"
+
+    @property
+    def trainer_name(self) -> str:
+        """Such as DPOTrainer."""
+        return f"{self.name.upper()}Trainer"

@@ -1,0 +1,63 @@
+"""SIGTERM: all ranks finish the optimizer step, save a checkpoint and leave `train`."""
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+logger = logging.getLogger(__name__)
+
+
+class Preemption(TrainerCallback):
+    """SIGTERM to any rank: all finish the optimizer step, save a checkpoint and leave `train`."""
+
+    def __init__(self, accelerator: Any):
+        self.accelerator = accelerator
+        self.asked = self.happened = False
+        self.group: Any = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Around a training; in the main thread alone, others cannot."""
+        self.asked = self.happened = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Stop together: the ranks hear of it at different moments. Time is short, so nothing is evaluated."""
+        if self._any_asked():
+            self.happened = control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+            logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
+
+    def _any_asked(self) -> bool:
+        """Was any rank asked to stop? A word between hosts: no device is waited for."""
+        if self.accelerator.num_processes == 1:
+            return self.asked
+        if self.group is None:
+            self.group = dist.new_group(backend="gloo")
+        asked = torch.tensor(float(self.asked))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        return asked.item() > 0
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The best model is not loaded now, and the checkpoint not deleted in its favour; on disk it is still known."""
+        if self.happened:
+            state.best_model_checkpoint = None
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is due at an epoch's end is not, in its middle."""
+        if self.happened:
+            control.should_save = control.should_evaluate = False

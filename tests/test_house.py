@@ -1,0 +1,101 @@
+"""The shape of the package: which room may import which, no circles, one table of methods, no copies."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hf_posttrain"
+LEVELS = (  # each may import those below it, and its own level without a circle
+    {"run"},
+    {"check", "report"},
+    {"recipe"},
+    {"methods", ""},
+    {"trainer"},
+    {"watch", "models", "generation", "engines"},
+    {"scoring", "data"},
+    {"losses"},
+    {"errors"},
+)
+"""Rooms from the command down to the exceptions; "" is hf_posttrain/__init__.py, with the methods' public names."""
+LEVEL = {room: number for number, rooms in enumerate(LEVELS) for room in rooms}
+
+
+def modules():
+    """{dotted name below hf_posttrain: parsed module}, `__init__` by its folder's name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        found[name.removesuffix(".__init__").removesuffix("__init__")] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
+
+def imports(name, tree, known):
+    """The modules of ours that a module imports, wherever in it: in functions and under TYPE_CHECKING too."""
+    package = name if (PACKAGE / name.replace(".", "/")).is_dir() else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if package else []
+            base = ".".join([*above, *((node.module or "").split("."))]).strip(".")
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hf_posttrain":
+            base = node.module.partition(".")[2]
+        else:
+            continue
+        for alias in node.names:
+            full = f"{base}.{alias.name}".strip(".")
+            yield full if full in known else base
+
+
+def room(module):
+    return module.partition(".")[0]
+
+
+@pytest.fixture(scope="module")
+def arrows():
+    """{module: the modules that it imports}."""
+    found = modules()
+    return {name: {other for other in imports(name, tree, found) if other != name} for name, tree in found.items()}
+
+
+def test_no_arrow_points_upwards(arrows):
+    upwards = [
+        f"{name} -> {other}" for name, others in arrows.items() for other in others
+        if LEVEL[room(other)] < LEVEL[room(name)]
+    ]  # fmt: skip
+    assert not upwards
+
+
+def test_rooms_of_one_level_import_each_other_in_one_direction(arrows):
+    """Modules and rooms form no circle."""
+    rooms = {}
+    for name, others in arrows.items():
+        rooms.setdefault(room(name), set()).update(room(other) for other in others if room(other) != room(name))
+    assert not list(circles(rooms))
+    assert not list(circles(arrows))
+
+
+def circles(graph):
+    """Paths that lead back to where they began."""
+    done = set()
+
+    def walk(node, path):
+        if node in path:
+            yield path[path.index(node) :]
+        elif node not in done:
+            for other in sorted(graph.get(node, ())):
+                yield from walk(other, [*path, node])
+            done.add(node)
+
+    for start in sorted(graph):
+        yield from walk(start, [])
+
+
+def test_circles_are_found():
+    assert list(circles({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == [["a", "b", "c"]]
+    assert not list(circles({"a": {"b", "c"}, "b": {"c"}}))
+
+
+def test_the_top_level_is_a_page():
+    entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert sum(path.is_file() for path in entries) <= 4
+    assert sum(path.is_dir() for path in entries) <= 13
