@@ -19,7 +19,7 @@ from torch import Tensor
 from ..generation.decode import Sampler, can_decode, decode
 from ..models.reference import planned_twice as is_cheaper
 from ..scoring.forward import causal_lm, eval_mode
-from ..scoring.teacher_tiles import TopTokens
+from ..scoring.top_tokens import TopTokens
 from .live import Live, nbytes
 from .placement import Engine
 from .rehearsal import longest

@@ -16,6 +16,7 @@ from ..models.teacher import TeacherCallback, add_teacher, precompute_top_k
 from ..scoring import teacher_tiles
 from ..scoring.forward import full_logits, targets
 from ..scoring.layouts import Example
+from ..scoring.top_tokens import top_k
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
@@ -80,7 +81,7 @@ class KDTrainer(PostTrainer):
         common = {"targets": targets(batch), "temperature": config.temperature, "ce_coef": 1 - config.kd_coef}
         if "teacher_ids" in batch:
             cache = batch["teacher_ids"], batch["teacher_logps"]
-            tile = teacher_tiles.top_k(function, *cache, vocabulary=self.vocabulary, **common)
+            tile = top_k(function, *cache, vocabulary=self.vocabulary, **common)
         elif self.teacher is None:
             raise InputError(
                 "this data set was not scored by the teacher: with precompute_teacher_top_k, pass every data set when "

@@ -27,6 +27,7 @@ from ..scoring import teacher_tiles
 from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Collator, Example, collate, share_out
+from ..scoring.sampled_tokens import SampledPolicyGradient, credited
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses, row_weights
@@ -162,16 +163,14 @@ class OPDTrainer(PostTrainer):
         examples = []
         for row, own in zip(rows, sampled, strict=True):
             answers = list(islice(rollouts, args.num_generations)) if own else [row["completion_ids"]]
-            examples.append(Example(row["prompt_ids"], [Branch(ids[: args.max_completion_length]) for ids in answers]))
+            branches = [Branch(ids[: args.max_completion_length]) for ids in answers]
+            examples.append(Example(row["prompt_ids"], branches, {"sampled": own}))
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
-        return self._lay_out(batches, examples, sampled)
+        return self._lay_out(batches, examples)
 
-    def _lay_out(self, batches: list[dict], examples: list[Example], sampled: list[bool]) -> list[dict]:
-        """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other.
-
-        Of each branch: `last_id`, and whether it was `sampled`.
-        """
+    def _lay_out(self, batches: list[dict], examples: list[Example]) -> list[dict]:
+        """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other."""
         tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
         groups = share_out(tokens, [len(batch["prompts"].rows) for batch in batches])
         columns = [name for name in ("index", "row_weights") if name in batches[0]]
@@ -179,11 +178,7 @@ class OPDTrainer(PostTrainer):
         made = []
         for group in map(sorted, groups):
             batch = collate([examples[row] for row in group], self.data_collator.layout)
-            branches = [(branch.ids[-1], sampled[row]) for row in group for branch in examples[row].branches]
-            batch["last_id"] = torch.tensor([last for last, _ in branches])
-            batch["sampled"] = torch.tensor([own for _, own in branches])
-            batch |= {name: values[group] for name, values in rows.items()}
-            made.append(self._prepare_inputs(batch))
+            made.append(self._prepare_inputs(batch | {name: values[group] for name, values in rows.items()}))
         return made
 
     # ---- losses
@@ -202,7 +197,7 @@ class OPDTrainer(PostTrainer):
             scores = self.score(model, batch, tile, weights)
             values = scores["value"]
         lengths = per_branch(torch.ones_like(values), batch)
-        metrics = self._metrics(scores, batch, lengths, weights)
+        metrics = self._metrics(scores, batch, lengths)
         return Losses(values, weights, metrics, scores.get("router_logits"), *self._predicted(scores, batch, lengths))
 
     def _policy_gradient(self, model: nn.Module, batch: dict, weights: Tensor) -> tuple[Tensor, dict]:
@@ -210,12 +205,12 @@ class OPDTrainer(PostTrainer):
         tokens, temperature, discount = targets(batch), self.args.temperature, self.args.discount
         teacher = self.teacher.score(batch, LogProb(tokens, temperature, vocabulary=self.vocabulary))["value"]
         if discount == 0:
-            tile = teacher_tiles.SampledPolicyGradient(tokens, teacher, temperature, self.vocabulary)
+            tile = SampledPolicyGradient(tokens, teacher, temperature, self.vocabulary)
             scores = self.score(model, batch, tile, weights)
             return scores["value"], scores
         scores = self.score(model, batch, LogProb(tokens, temperature, True, self.vocabulary))
         student = scores["value"].detach()
-        advantage = teacher_tiles.credited(teacher - student, batch["owner"], discount)
+        advantage = credited(teacher - student, batch["owner"], discount)
         return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
 
     def _predicted(self, scores: dict, batch: dict, lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -226,16 +221,16 @@ class OPDTrainer(PostTrainer):
         summed = [per_branch(scores[name], batch).view(shape) for name in ("student", "teacher")]
         return torch.stack(summed, dim=-1), lengths.view(shape)
 
-    def _metrics(
-        self, scores: dict, batch: dict, lengths: Tensor, weights: Tensor
-    ) -> dict[str, tuple[Tensor, Tensor | None]]:
+    def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """Means over tokens, and of what the student sampled itself (not of the data's completions) over rollouts."""
         student, teacher = scores["student"], scores["teacher"]
-        rolled = batch["sampled"] * row_weights(batch)[batch["row"]]
-        stopped = torch.isin(batch["last_id"], torch.tensor(self.terminal_ids, device=rolled.device)).float()
         gap = teacher - student
+        rolled = (batch["sampled"] * row_weights(batch))[batch["row"]]  # [rollouts]
+        ends = torch.isin(targets(batch), torch.tensor(self.terminal_ids, device=gap.device))
+        stopped = per_branch(ends.float(), batch)  # a rollout has at most one such token, its last
+        # the mean of -gap over sampled tokens is an estimate of the reverse KL, where that is not the loss itself
         exact = self.args.loss_type == "reverse_kl"
-        sampled = weights * batch["sampled"][batch["owner"]]
-        reverse_kl = (scores["divergence"], None) if exact else (-gap, sampled)  # its sampled estimate
+        reverse_kl = (scores["divergence"], None) if exact else (-gap, rolled[batch["owner"]])
         metrics = {
             "logprob/student": (student, None), "logprob/teacher": (teacher, None), "logprob/gap": (gap, None),
             "distill/advantage": (gap, None), "distill/reverse_kl": reverse_kl,

@@ -15,7 +15,8 @@ from ..engines import engine, launch
 from ..errors import InputError
 from ..scoring import forward
 from ..scoring.head import TileFunction
-from ..scoring.teacher_tiles import TeacherStates, TopTokens
+from ..scoring.teacher_tiles import TeacherStates
+from ..scoring.top_tokens import TopTokens
 from . import load
 from .frozen import Frozen
 from .score_cache import cached, model_key, rows_key, score_rows, with_scores

@@ -1,9 +1,9 @@
-"""Student against teacher, tile by tile: the tile functions of KD and OPD.
+"""Student against teacher over the whole vocabulary, tile by tile: the tile functions of KD and OPD.
 
 Student and teacher must have the same token ids; padding of either vocabulary is sliced off. The teacher's logits come
 from its hidden states tile by tile, alongside the student's, so neither model's logits exist in full.
 
-Legend: N scored tokens, n of one tile, V vocabulary, H hidden size, K top tokens of a cached teacher.
+Legend: N scored tokens, n of one tile, V vocabulary, H hidden size.
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..losses.divergence import DIVERGENCES, discounted, forward_kl, reverse_kl, top_k_buckets, with_tail
+from ..losses.divergence import DIVERGENCES, forward_kl, reverse_kl
 from .cpu import expectation
 from .forward import LMHead, run, scored_states
-from .head import LogProb, Tile, TileFunction, softmax
+from .head import Tile, TileFunction, softmax
 
 
 def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -100,11 +100,11 @@ def dense(
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         theirs = teacher.logits(rows)
         size, target = min(logits.shape[-1], theirs.shape[-1]), targets[rows, None]
-        q, p = (torch.log_softmax(_at(side[:, :size], temperature), dim=-1) for side in (logits, theirs))
+        q, p = (torch.log_softmax(at_temperature(side[:, :size], temperature), dim=-1) for side in (logits, theirs))
         total = function(q, p)
         stats = {"divergence": total, "student": q.gather(-1, target)[:, 0], "teacher": p.gather(-1, target)[:, 0]}
         own = q if temperature == 1 and size == logits.shape[-1] else None
-        return _with_ce(total, logits, own, target, ce_coef, stats)
+        return with_cross_entropy(total, logits, own, target, ce_coef, stats)
 
     tile = Differentiated(value)
     if function not in (forward_kl, reverse_kl):
@@ -136,7 +136,7 @@ class KL:
         size, target = min(logits.shape[-1], theirs.shape[-1]), self.targets[rows, None]
         if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
             return self.plain(logits, rows, need_grad, buffer)
-        z, t = (_at(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
+        z, t = (at_temperature(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
         (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, buffer), softmax(t, torch.empty_like(t))
         student = z.gather(-1, target) - z_peak + q_top
         teacher = t.gather(-1, target) - t_peak + p_top
@@ -156,34 +156,11 @@ class KL:
         return Tile(value[:, 0], grad if self.temperature == 1 else grad.div_(self.temperature), stats)
 
 
-def top_k(
-    function: Callable[[Tensor, Tensor], Tensor],
-    ids: Tensor,
-    logps: Tensor,
-    targets: Tensor,
-    temperature: float,
-    ce_coef: float,
-    vocabulary: int,
-) -> TileFunction:
-    """The same with a cached teacher: ids and logps [N, K] at this temperature, the rest of its mass in one bucket.
-
-    vocabulary: the number of ids that both models have.
-    """
-
-    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        q = torch.log_softmax(_at(logits[:, :vocabulary], temperature), dim=-1)
-        total = function(top_k_buckets(q, ids[rows]), with_tail(logps[rows]))
-        own = q if temperature == 1 and vocabulary >= logits.shape[-1] else None
-        return _with_ce(total, logits, own, targets[rows, None], ce_coef, {"divergence": total})
-
-    return Differentiated(value)
-
-
-def _at(logits: Tensor, temperature: float) -> Tensor:
+def at_temperature(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits / temperature
 
 
-def _with_ce(
+def with_cross_entropy(
     total: Tensor, logits: Tensor, own: Tensor | None, target: Tensor, ce_coef: float, stats: dict[str, Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Mix in the cross-entropy of the student's own full vocabulary; `own`: its log-probabilities where at hand."""
@@ -192,54 +169,3 @@ def _with_ce(
     logps = torch.log_softmax(logits, dim=-1) if own is None else own
     ce = -logps.gather(-1, target)[:, 0]
     return ce_coef * ce + (1 - ce_coef) * total, stats | {"ce": ce}
-
-
-@dataclass(frozen=True)
-class SampledPolicyGradient:
-    """value = -sg(ln p - ln q) ln q of the sampled tokens, whose expected gradient is that of the reverse KL."""
-
-    targets: Tensor
-    """[N], the sampled tokens."""
-    teacher: Tensor
-    """[N], the teacher's log-probabilities of them at the same temperature."""
-    temperature: float
-    vocabulary: int
-    """Of the ids that both models have."""
-
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
-        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, buffer)
-        advantage = self.teacher[rows] - tile.value
-        stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
-        grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
-        return Tile(-advantage * tile.value, grad, stats)
-
-
-@dataclass(frozen=True)
-class TopTokens:
-    """Tile function: the K largest log-probabilities at a temperature and their ids, as stats of [n, K]; no value."""
-
-    k: int
-    temperature: float
-    vocabulary: int
-    """Of the ids that both models have."""
-
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        """[n, V] -> Tile."""
-        logps = torch.log_softmax(logits[:, : self.vocabulary] / self.temperature, dim=-1)
-        top, ids = logps.topk(min(self.k, logps.shape[-1]), dim=-1)
-        return Tile(top[:, 0], None, {"logps": top, "ids": ids})
-
-
-def credited(reward: Tensor, owner: Tensor, discount: float) -> Tensor:
-    """Rewards [N] of tokens with those that follow in their rollout, discounted: [N]. owner [N]: whose token it is.
-
-    Tokens of a rollout stand in order; they are laid out as [rollouts, longest] and back.
-    """
-    order, counts = torch.argsort(owner, stable=True), torch.bincount(owner)
-    place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    table = reward.new_zeros(len(counts), int(counts.max()))
-    table[owner[order], place] = reward[order]
-    result = torch.empty_like(reward)
-    result[order] = discounted(table, discount)[owner[order], place]
-    return result

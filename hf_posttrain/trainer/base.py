@@ -10,37 +10,32 @@ ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 ==
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any, ClassVar, TypeAlias
 
 import datasets
 import torch
-from accelerate.utils import broadcast_object_list, send_to_device
-from torch import Tensor, nn
+from accelerate.utils import broadcast_object_list
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
-from transformers.trainer_utils import has_length
 
 from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import prepare
 from ..engines import engine, launch, sequence
-from ..engines.repeated_rows import weigh_rows
 from ..errors import InputError
-from ..generation import rollout
 from ..models import prepare as policies
 from ..models.frozen import Frozen
 from ..scoring import forward
 from ..scoring.choose_layout import choose_layout, trusted_layout
-from ..scoring.head import TileFunction
 from ..scoring.layouts import Collator, Example
 from ..watch import progress
 from ..watch.guard import Guard
 from ..watch.pace import Pace
-from . import checkpoint, evaluation, saving
+from . import checkpoint, evaluation, saving, step
 from .config import PostTrainConfig
-from .loss_units import Losses, Meter, unit_weights
+from .loss_units import Losses, Meter
 from .method import Method
 from .preemption import Preemption
-from .router import balancing_loss, router_coef
+from .router import router_coef
 
 logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
@@ -80,7 +75,13 @@ class PostTrainer(Trainer):
         peft_config: Any = None,
         **kwargs: Any,
     ):
-        args = _checked(args or self.config_class(output_dir="outputs"), self.config_class, kwargs)
+        args = args or self.config_class(output_dir="outputs")
+        if not isinstance(args, self.config_class):
+            raise InputError(f"args must be a {self.config_class.__name__}, not a {type(args).__name__}")
+        if kwargs.get("data_collator") is not None or kwargs.get("compute_loss_func") is not None:
+            raise InputError(
+                "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
+            )
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)
         launch.check_model(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
@@ -195,22 +196,6 @@ class PostTrainer(Trainer):
         # collective operations depend on the layout, so ranks agree on it
         [self.data_collator.layout] = broadcast_object_list([layout])
 
-    def score(
-        self, model: nn.Module, batch: dict[str, Any], tile: TileFunction, weights: Tensor | None = None
-    ) -> dict[str, Any]:
-        """`forward.score`, with the router's logits where their loss is on."""
-        return forward.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
-
-    def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
-        """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
-        with self.accelerator.autocast(), engine.whole_weights(self.model_wrapped, self.accelerator) as model:
-            ends, pad_id = self.terminal_ids, self.tokenizer.pad_token_id
-            return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, **options)
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """To the device. HF's also casts floats to DeepSpeed's dtype, which rounds counts and cached scores."""
-        return send_to_device(inputs, self.args.device)
-
     # ---- training
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -250,62 +235,6 @@ class PostTrainer(Trainer):
         """HF's; grouped by length too, the order depends on seed and epoch alone."""
         return seeded_sampler(super()._get_train_sampler(train_dataset), self.args)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        """The micro-batches of one optimizer step, each with `row_weights`, made ready by `prepare_window`.
-
-        A stream may end within a window, on each rank at another one: HF would run what is there without a step and
-        add it to the next, and ranks would wait for each other, so that window is left out.
-        """
-        if self.state.global_step >= self.state.max_steps:
-            return [], None  # a finished run that is resumed: HF would train one step more
-        batches = [weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
-        if not has_length(self.train_dataset):
-            found = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
-            batches = batches if found == num_batches else []
-        if not batches:
-            return [], None
-        batches = self.prepare_window(batches)
-        for batch in batches:
-            self.pace.count(batch["router_weights"].to(device))
-        return batches, self._count_units(batches, device)
-
-    def _count_units(self, batches: list[dict[str, Any]], device: torch.device) -> Tensor:
-        """Tokens or examples of the window that the loss is averaged over, on all ranks."""
-        count = torch.as_tensor(sum(self.weights(batch).sum() for batch in batches)).to(device).float()
-        if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            count = self.accelerator.gather(count).sum()
-        return count
-
-    def weights(self, batch: dict[str, Any]) -> Tensor:
-        """1 for each unit of the loss, 0 where its row must not count: [units]."""
-        return unit_weights(batch, self.method.unit)
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The one place where a loss is reduced: sum over units / units of the window over all ranks."""
-        losses = self.losses(model, inputs)
-        items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
-        loss = losses.summed / torch.as_tensor(items).clamp(min=1)
-        self.meters["train"].add_losses(losses)
-        if self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # the engines average gradients over ranks
-        if losses.router_logits is not None:
-            config, weights = forward.causal_lm(self.model).config, inputs["router_weights"]
-            balance = self.router_coef * balancing_loss(losses.router_logits, config, weights)
-            loss = loss + balance / self.current_gradient_accumulation_steps
-        return (loss, losses) if return_outputs else loss
-
-    def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch: Any = None) -> Tensor:
-        """HF's; the guard looks at the loss later, without waiting for the device."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        self.guard.losses.note(loss, self.state.global_step + 1, inputs)
-        return loss
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the training metrics, reduced over ranks, to each log of the loss."""
         if "loss" in logs:
@@ -316,8 +245,15 @@ class PostTrainer(Trainer):
             logs |= self.finish_metrics("train", meter.averages(self.accelerator))
         super().log(logs, start_time)
 
-    # ---- what stands in other modules
+    # ---- what stands in other modules, as functions of a trainer
 
+    get_batch_samples = step.get_batch_samples
+    _prepare_inputs = step.prepare_inputs
+    weights = step.weights
+    score = step.score
+    generate = step.generate
+    compute_loss = step.compute_loss
+    training_step = step.training_step
     prediction_step = evaluation.prediction_step
     evaluation_loop = evaluation.evaluation_loop
     _get_dataloader = evaluation.get_dataloader
@@ -330,14 +266,3 @@ class PostTrainer(Trainer):
     _get_output_dir = saving.get_output_dir
     _load_from_checkpoint = saving.load_from_checkpoint
     _load_best_model = saving.load_best_model
-
-
-def _checked(args: PostTrainConfig, config_class: type, kwargs: dict) -> PostTrainConfig:
-    """Refuse what would be silently wrong."""
-    if not isinstance(args, config_class):
-        raise InputError(f"args must be a {config_class.__name__}, not a {type(args).__name__}")
-    if kwargs.get("data_collator") is not None or kwargs.get("compute_loss_func") is not None:
-        raise InputError(
-            "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
-        )
-    return args

@@ -15,7 +15,7 @@ import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.losses.divergence import DIVERGENCES
-from hf_posttrain.scoring import teacher_tiles as distill
+from hf_posttrain.scoring.sampled_tokens import credited
 
 OBJECTIVES = ["policy_gradient", *DIVERGENCES]
 
@@ -264,7 +264,7 @@ def test_contradictions_are_refused(method, config, message, tmp_path):
 def test_credit_stays_within_a_rollout():
     """Two rollouts whose tokens are interleaved in the batch: 1, 2, 4 and 8, 16 with discount 1/2."""
     reward, owner = torch.tensor([8.0, 1.0, 2.0, 16.0, 4.0]), torch.tensor([1, 0, 0, 1, 0])
-    assert distill.credited(reward, owner, 0.5).tolist() == [8 + 8, 1 + 1 + 1, 2 + 2, 16, 4]
+    assert credited(reward, owner, 0.5).tolist() == [8 + 8, 1 + 1 + 1, 2 + 2, 16, 4]
 
 
 def test_evaluation_is_on_policy_whatever_lmbda_says(tmp_path):

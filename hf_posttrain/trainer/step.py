@@ -1,0 +1,97 @@
+"""One optimizer step of PostTrainer: its micro-batches, their scores, and the one place where a loss is reduced.
+
+Each function is a method of PostTrainer; those with a name of HF's Trainer take the place of it.
+"""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer_utils import has_length
+
+from ..engines import engine
+from ..engines.repeated_rows import weigh_rows
+from ..generation import rollout
+from ..scoring import forward
+from ..scoring.head import TileFunction
+from .loss_units import unit_weights
+from .router import balancing_loss
+
+
+def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+    """The micro-batches of one optimizer step, each with `row_weights`, made ready by `prepare_window`; and the number
+    of tokens or examples that their loss is averaged over, on all ranks."""
+    if self.state.global_step >= self.state.max_steps:
+        return [], None  # a finished run that is resumed: HF would train one step more
+    batches = [weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
+    # A stream may end within a window, on each rank at another one. HF would run what is there without a step and add
+    # it to the next, and ranks would wait for each other: such a window is left out.
+    if not has_length(self.train_dataset):
+        found = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
+        batches = batches if found == num_batches else []
+    if not batches:
+        return [], None
+    batches = self.prepare_window(batches)
+    for batch in batches:
+        self.pace.count(batch["router_weights"].to(device))
+    units = torch.as_tensor(sum(self.weights(batch).sum() for batch in batches)).to(device).float()
+    if self.args.average_tokens_across_devices and self.args.world_size > 1:
+        units = self.accelerator.gather(units).sum()
+    return batches, units
+
+
+def prepare_inputs(self: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """To the device. HF's also casts floats to DeepSpeed's dtype, which rounds counts and cached scores."""
+    return send_to_device(inputs, self.args.device)
+
+
+def generate(self: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
+    """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
+    with self.accelerator.autocast(), engine.whole_weights(self.model_wrapped, self.accelerator) as model:
+        ends, pad_id = self.terminal_ids, self.tokenizer.pad_token_id
+        return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, **options)
+
+
+def score(
+    self: Any, model: nn.Module, batch: dict[str, Any], tile: TileFunction, weights: Tensor | None = None
+) -> dict[str, Any]:
+    """`forward.score`, with the router's logits where their loss is on."""
+    return forward.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
+
+
+def weights(self: Any, batch: dict[str, Any]) -> Tensor:
+    """1 for each unit of the loss, 0 where its row must not count: [units]."""
+    return unit_weights(batch, self.method.unit)
+
+
+def compute_loss(
+    self: Any,
+    model: nn.Module,
+    inputs: dict,
+    return_outputs: bool = False,
+    num_items_in_batch: Tensor | int | None = None,
+) -> Any:
+    """The one place where a loss is reduced: sum over units / units of the window over all ranks."""
+    losses = self.losses(model, inputs)
+    items = num_items_in_batch if num_items_in_batch is not None else losses.weights.sum()
+    loss = losses.summed / torch.as_tensor(items).clamp(min=1)
+    self.meters["train"].add_losses(losses)
+    if self.args.average_tokens_across_devices:
+        loss = loss * self.accelerator.num_processes  # the engines average gradients over ranks
+    if losses.router_logits is not None:
+        # each micro-batch has a balance of its own: their mean over the window is added
+        config, counted = forward.causal_lm(self.model).config, inputs["router_weights"]
+        balance = self.router_coef * balancing_loss(losses.router_logits, config, counted)
+        loss = loss + balance / self.current_gradient_accumulation_steps
+    return (loss, losses) if return_outputs else loss
+
+
+def training_step(self: Any, model: nn.Module, inputs: dict, num_items_in_batch: Any = None) -> Tensor:
+    """HF's; the guard looks at the loss later, without waiting for the device."""
+    loss = Trainer.training_step(self, model, inputs, num_items_in_batch)
+    self.guard.losses.note(loss, self.state.global_step + 1, inputs)
+    return loss
