@@ -104,10 +104,10 @@ class KTOTrainer(PostTrainer):
         if args.loss_type != "kto":
             return rows
         answers = rows.select(find_partners(rows, args.seed, name))["completion_ids"]
-        mismatched = [
-            _cut(ids, prompt, args.max_length) for ids, prompt in zip(answers, rows["prompt_ids"], strict=True)
-        ]
-        return rows.add_column("mismatch_ids", mismatched)
+        if args.max_length is not None:  # cut to fit behind this prompt, one token at least
+            space = [max(1, args.max_length - len(prompt)) for prompt in rows["prompt_ids"]]
+            answers = [ids[:most] for ids, most in zip(answers, space, strict=True)]
+        return rows.add_column("mismatch_ids", list(answers))
 
     @staticmethod
     def examples(row: dict) -> list[Example]:
@@ -218,8 +218,3 @@ class KTOTrainer(PostTrainer):
             shift = self.delta.mean if self.args.loss_type == "bco" else kl.mean()
             metrics["loss"] = self.row_losses(log_ratio, label.bool(), shift.to(log_ratio)).mean().item()
         return metrics
-
-
-def _cut(ids: list[int], prompt: list[int], max_length: int | None) -> list[int]:
-    """The mismatched completion, cut to fit behind this prompt, one token at least."""
-    return ids if max_length is None else ids[: max(1, max_length - len(prompt))]

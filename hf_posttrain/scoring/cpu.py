@@ -59,13 +59,11 @@ def sdpa_by_document(
     return torch.cat(found, dim=1).unflatten(1, (query.shape[0], query.shape[2])).squeeze(0), None
 
 
-AttentionInterface.register(BY_DOCUMENT, sdpa_by_document)
-AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)
-
-
 def attend_by_document(model: PreTrainedModel) -> None:
     """Let a causal LM that uses sdpa, and will run on CPU, attend document by document."""
     if model.config.get_text_config()._attn_implementation == "sdpa" and model._can_set_attn_implementation():
+        AttentionInterface.register(BY_DOCUMENT, sdpa_by_document)
+        AttentionMaskInterface.register(BY_DOCUMENT, sdpa_mask)
         model.set_attn_implementation(BY_DOCUMENT)
 
 

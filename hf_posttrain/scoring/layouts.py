@@ -102,7 +102,9 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     counted over all examples (example * K + branch where all have K); row [branches], the number of their example;
     the examples' own columns, [B] each.
     """
-    documents = _shared(examples) if layout == "shared" else _separate(examples)
+    # in the other layouts each branch is a document with its own copy of the prompt
+    alone = [Example(example.prompt, [branch]) for example in examples for branch in example.branches]
+    documents = _documents(examples if layout == "shared" else alone)
     if layout == "packed":
         rows = [documents]
     elif layout == "padded":
@@ -122,7 +124,7 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     return batch
 
 
-def _shared(examples: Sequence[Example]) -> list[Document]:
+def _documents(examples: Sequence[Example]) -> list[Document]:
     """One document an example: its prompt once, then its branches."""
     documents, owner = [], count()
     for example in examples:
@@ -137,11 +139,6 @@ def _shared(examples: Sequence[Example]) -> list[Document]:
     return documents
 
 
-def _separate(examples: Sequence[Example]) -> list[Document]:
-    """One document a branch, each with its own copy of the prompt."""
-    return _shared([Example(example.prompt, [branch]) for example in examples for branch in example.branches])
-
-
 def _prefix(ids: np.ndarray, branches: int) -> Document:
     """The prompt but its last token, which no branch trains."""
     size, none = len(ids), np.empty(0, dtype=np.int64)
@@ -151,6 +148,7 @@ def _prefix(ids: np.ndarray, branches: int) -> Document:
 
 def _continued(last_prompt_id: np.ndarray, branch: Branch, start: int, number: int, owner: int) -> Document:
     """[last prompt token, branch without its last token] with the branch as targets, up to the last trained one."""
+    # inputs and targets are shifted by one here: position i reads token i - 1 of the branch and predicts token i
     ids = targets = np.asarray(branch.ids)
     if branch.mask is not None:
         targets = np.where(np.asarray(branch.mask, dtype=bool), ids, IGNORE)
@@ -168,15 +166,14 @@ def _cheapest_rows(documents: list[Document]) -> list[list[Document]]:
     Fewer rows have less padding; longer ones have more pairs of tokens in attention.
     """
     lengths, step = [len(document.ids) for document in documents], 1 + len(documents) // ROW_COUNTS
+
+    def cost(rows: list[list[int]]) -> float:  # of a pass, in tokens through the layers
+        longest = max(sum(lengths[number] for number in row) for row in rows)
+        return len(rows) * longest * (1 + longest / ATTENTION_LENGTH)
+
     counts = range(1, len(documents) + 1, step)
-    cheapest = min((share_out(lengths, [len(documents)] * n) for n in counts), key=lambda rows: _cost(rows, lengths))
+    cheapest = min((share_out(lengths, [len(documents)] * n) for n in counts), key=cost)
     return [[documents[number] for number in row] for row in cheapest]
-
-
-def _cost(rows: list[list[int]], lengths: list[int]) -> float:
-    """Of a pass over the rows, in tokens through the layers alone."""
-    longest = max(sum(lengths[number] for number in row) for row in rows)
-    return len(rows) * longest * (1 + longest / ATTENTION_LENGTH)
 
 
 def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -207,6 +204,7 @@ def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
         for name, table in columns.items():
             values = np.concatenate([getattr(document, name) for document in row])
             table[r, : len(values)] = values
+        # padding behind the row
         end = len(values)
         last = columns["positions"][r, end - 1] if end else -1
         columns["positions"][r, end:] = np.minimum(np.arange(last + 1, last + 1 + shape[1] - end), top)
