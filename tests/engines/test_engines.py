@@ -214,7 +214,7 @@ def hidden_dtypes(rank, method, engine, lora):
     """The dtypes of a hidden activation of policy and second model, and of the trained weights."""
     rollout.generate = fake_generate
     peft_config = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
-    second = tiny_model(seed=5) if method != "sft" else None
+    second = second_model(method, seed=5, teachers_only=False)
     trainer = trainer_for(
         method, tiny_model(), token_rows(method, 8), tempfile.mkdtemp(), second, bf16=True, max_steps=1,
         learning_rate=1e-3, activation_checkpointing=True, per_device_train_batch_size=2,
@@ -241,6 +241,27 @@ def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method)
         models = ["policy", "second"] if TABLE[method].second else ["policy"]
         assert seen == {name: ["torch.bfloat16"] for name in models}
         assert weights == ["torch.bfloat16" if engine.startswith("zero") else "torch.float32"]
+
+
+def cached_scores(rank, engine):
+    """(cached scores of the reference as the rows hold them, as the loss gets them) under bf16."""
+    trainer = trainer_for(
+        "dpo", tiny_model(), token_rows("dpo", 4), tempfile.mkdtemp(), bf16=True, max_steps=1,
+        per_device_train_batch_size=2, precompute_ref_log_probs=True, **engine_arguments(engine),
+    )  # fmt: skip
+    seen, losses = [], trainer.losses
+    trainer.losses = lambda model, batch: seen.append(batch["ref_logps"]) or losses(model, batch)
+    trainer.train()
+    rows = trainer.train_dataset.select(range(2 * rank, 2 * rank + 2))
+    return torch.tensor(rows["ref_logps"]), seen[0]
+
+
+@pytest.mark.parametrize("engine", ["zero2"])
+def test_cached_scores_are_not_rounded_by_a_bf16_engine(engine):
+    """Accelerate and HF's Trainer cast floating point inputs to DeepSpeed's dtype."""
+    for kept, given in on_two(cached_scores, engine, engine):
+        assert given.dtype == torch.float32
+        assert sorted(given.flatten().tolist()) == sorted(kept.flatten().tolist())
 
 
 # ---- frozen models

@@ -15,6 +15,8 @@ from models_for_tests import tiny_model
 from tokenizers_for_tests import QWEN3, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from hf_posttrain.methods import METHODS
+
 REPOSITORY = Path(__file__).parents[2]
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B")
 
@@ -75,7 +77,7 @@ def small(recipe) -> list[str]:
         "train.gradient_accumulation_steps=1", "train.save_strategy=no", "train.eval_strategy=no",
         "train.max_length=96", "train.eval_on_start=false",
     ]  # fmt: skip
-    overrides += ["train.max_completion_length=8"] if recipe.method == "opd" else []
+    overrides += ["train.max_completion_length=8"] if METHODS[recipe.method].rows.sampled else []
     overrides += ["train.eval_max_completion_length=8"] if recipe.train.get("eval_exact_match") else []
     if str(recipe.train.get("output_dir", "")).startswith("outputs/quickstart"):  # that is the hub
         overrides += ["train.output_dir=outputs/not_the_hub"]
