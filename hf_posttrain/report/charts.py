@@ -1,39 +1,99 @@
-"""Turns what a run logged into charts: which metrics share one, what a reader should see in it, its words and numbers.
+"""Charts of what runs logged: which metrics share one, how matplotlib draws them, and the same in words and numbers.
 
-drawing.py draws them. A metric that is not in KINDS (of compute_metrics, say) gets a chart of its own at the end.
+A metric that is not in KINDS (of compute_metrics, say) gets a chart of its own at the end. A page gets each chart as a
+small SVG, and a run's folder all of them in one picture, curves.png.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby, product
-from typing import Any, NamedTuple, TypeAlias
+from html import escape
+from io import StringIO
+from itertools import groupby
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import numpy as np
 
-SPLITS = {"": "training", "eval_": "evaluation"}
-"""How keys of the log begin: where their values were measured."""
-_NOT_CURVES = ("step", "epoch", "total_flos", "train_loss", "num_input_tokens_seen")
-_TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
+from .run_folder import History, Run, Series
+
+NAME = "curves.png"
 SMOOTHED_FROM, STRETCHES = 150, 40
 """Points from which a series may get a running mean, and how many windows that do not overlap fit into it."""
-ROWS = 60
+TABLE_ROWS = 60
 """Rows that a line adds to the table of numbers, at most."""
+WIDTH, HEIGHT = 400, 230
+"""Of an SVG, in its own units, in which its letters are 12 high."""
+COLUMNS = 3
+"""Of the picture."""
+POINTS, MARKED = 400, 30
+"""Points of a line, at most; a line of at most so many is drawn with a mark at each."""
+COLOURS = ("#1f5fbf", "#b8500b", "#1b7a52", "#8036b3")
+INK, QUIET, GRID = "#1c2430", "#55606e", "#e2e6eb"
+STYLE: Any = {
+    "font.size": 9, "text.color": INK, "xtick.color": QUIET, "ytick.color": QUIET, "xtick.major.size": 0,
+    "ytick.major.size": 0, "xtick.major.pad": 9, "ytick.major.pad": 8, "axes.spines.top": False,
+    "axes.spines.right": False, "axes.spines.bottom": False, "axes.spines.left": False, "axes.axisbelow": True,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "axes.titlesize": 10, "axes.titleweight": "bold",
+    "axes.titlelocation": "left", "legend.frameon": False, "legend.fontsize": 8, "legend.loc": "lower left",
+    "legend.columnspacing": 1.2, "legend.handlelength": 2.2, "legend.labelspacing": 0.25, "legend.borderpad": 0.3,
+    "legend.borderaxespad": 0.1, "figure.constrained_layout.h_pad": 0.12, "figure.constrained_layout.w_pad": 0.12,
+    "svg.fonttype": "none", "text.parse_math": False,  # names may have dollars
+}  # fmt: skip
 
 
-class Series(NamedTuple):
-    """The values of one key of the log: optimizer steps, rising, and a value for each, not always finite."""
+class Kind(NamedTuple):
+    """A sort of chart: the metrics that it shows, under a heading."""
 
-    steps: tuple[float, ...]
-    values: tuple[float, ...]
+    group: str
+    title: str
+    metrics: tuple[str, ...]
+    note: str = ""
 
-    def finite(self) -> list[tuple[float, float]]:
-        """(step, value) where the value is finite."""
-        return [(step, value) for step, value in zip(*self, strict=True) if math.isfinite(value)]
+    def curves(self) -> Iterator[tuple[int, str, str, str, str]]:
+        """(colour, label, split, key of the log, dash); a lone metric needs no label: the title has its name."""
+        for colour, metric in enumerate(self.metrics):
+            label = metric.rpartition("/")[2] if len(self.metrics) > 1 else ""
+            yield colour, label, "training", metric, ""
+            yield colour, label, "evaluation", f"eval_{metric}", "dashed"
 
 
-History: TypeAlias = Mapping[str, Series]
-"""Key of the log, such as eval_loss -> its values."""
+QUALITY, METHOD, LENGTHS, OPTIMISER, MACHINE, OTHER = (
+    "Loss and quality", "What the method moves", "Answers", "Optimiser", "Machine", "Other metrics",
+)  # fmt: skip
+KINDS = (
+    Kind(QUALITY, "Loss", ("loss",), "Evaluation loss that rises while training loss falls: overfitting."),
+    Kind(QUALITY, "Exact match", ("exact_match",), "Share of greedy answers that end right."),
+    Kind(QUALITY, "Token accuracy", ("mean_token_accuracy",), "Share of trained tokens ranked first."),
+    Kind(QUALITY, "Reward accuracy", ("rewards/accuracies",),
+         "Share of pairs whose chosen answer has the higher reward. Near 1 from the first steps: look for a leak."),
+    Kind(METHOD, "Rewards", ("rewards/chosen", "rewards/rejected"),
+         "beta times the log-ratio to the reference. Both falling together: the policy forgets both answers."),
+    Kind(METHOD, "Reward margin", ("rewards/margins",), "Chosen less rejected reward; it should rise."),
+    Kind(METHOD, "Log-probabilities", ("logps/chosen", "logps/rejected"),
+         "Sum over an answer's tokens, under the policy."),
+    Kind(METHOD, "Chosen against the reference", ("logps/chosen_change",),
+         "Log-probability of chosen answers less the reference's. Well below 0: they become unlikely too."),
+    Kind(METHOD, "KL estimate", ("kl",), "Distance from the reference. Always 0: the policy stands still."),
+    Kind(METHOD, "KL clamped at 0", ("kl_clamped",), "Share of steps whose estimate was negative."),
+    Kind(METHOD, "Delta", ("delta",), "BCO's running mean of rewards."),
+    Kind(METHOD, "Divergence from teacher", ("distill/divergence",), "Per token; it should fall."),
+    Kind(METHOD, "Reverse KL to teacher", ("distill/reverse_kl",), "Per token; it should fall."),
+    Kind(METHOD, "Log-probability per token", ("logprob/student", "logprob/teacher"),
+         "Of the student's own answers. The teacher's rises as they become better."),
+    Kind(METHOD, "Perplexity", ("perplexity/student", "perplexity/teacher"), "Of the student's own answers."),
+    Kind(METHOD, "Entropy", ("entropy",), "Of the policy, per token. A collapse to 0: it no longer varies."),
+    Kind(LENGTHS, "Rollout length", ("generation/length",), "Mean tokens of a sampled answer."),
+    Kind(LENGTHS, "Rollouts that ended", ("generation/stopped",),
+         "Share that stopped by themselves before the limit. Low: raise max_completion_length, or look at EOS."),
+    Kind(OPTIMISER, "Learning rate", ("learning_rate",)),
+    Kind(OPTIMISER, "Gradient norm", ("grad_norm",), "Before clipping."),
+    Kind(MACHINE, "Tokens per second", ("tokens_per_second",), "Through the policy, all processes."),
+    Kind(MACHINE, "Peak memory", ("peak_memory_gib",), "GiB, of the process with the most."),
+)  # fmt: skip
+REPEATED = ("logprob/gap", "distill/advantage")
+"""Metrics that are the difference of two others that are shown."""
+TITLES = {kind.metrics[0]: kind.title for kind in KINDS if len(kind.metrics) == 1}
 
 
 @dataclass(frozen=True)
@@ -52,6 +112,11 @@ class Line:
         """Its classes in style.css."""
         return f"c{self.colour % 8} {self.dash}".strip()
 
+    @property
+    def marked(self) -> bool:
+        """Does each of its points get a mark?"""
+        return len(self.series.steps) <= MARKED
+
 
 @dataclass(frozen=True)
 class Chart:
@@ -63,116 +128,56 @@ class Chart:
     lines: tuple[Line, ...]
 
 
-class _Kind(NamedTuple):
-    group: str
-    title: str
-    metrics: Mapping[str, str]
-    """Metric: its name in the legend."""
-    note: str = ""
+# ---- which charts there are
 
 
-QUALITY, METHOD, LENGTHS, OPTIMISER, MACHINE, OTHER = (
-    "Loss and quality", "What the method moves", "Answers", "Optimiser", "Machine", "Other metrics",
-)  # fmt: skip
-KINDS = (
-    _Kind(QUALITY, "Loss", {"loss": "loss"}, "Evaluation loss that rises while training loss falls: overfitting."),
-    _Kind(QUALITY, "Exact match", {"exact_match": "exact match"}, "Share of greedy answers that end right."),
-    _Kind(QUALITY, "Token accuracy", {"mean_token_accuracy": "accuracy"}, "Share of trained tokens ranked first."),
-    _Kind(QUALITY, "Reward accuracy", {"rewards/accuracies": "accuracy"},
-          "Share of pairs whose chosen answer has the higher reward. Near 1 from the first steps: look for a leak."),
-    _Kind(METHOD, "Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
-          "beta times the log-ratio to the reference. Both falling together: the policy forgets both answers."),
-    _Kind(METHOD, "Reward margin", {"rewards/margins": "margin"}, "Chosen less rejected reward; it should rise."),
-    _Kind(METHOD, "Log-probabilities", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
-          "Sum over an answer's tokens, under the policy."),
-    _Kind(METHOD, "Chosen against the reference", {"logps/chosen_change": "change"},
-          "Log-probability of chosen answers less the reference's. Well below 0: they become unlikely too."),
-    _Kind(METHOD, "KL estimate", {"kl": "KL"}, "Distance from the reference. Always 0: the policy stands still."),
-    _Kind(METHOD, "KL clamped at 0", {"kl_clamped": "share"}, "Share of steps whose estimate was negative."),
-    _Kind(METHOD, "Delta", {"delta": "delta"}, "BCO's running mean of rewards."),
-    _Kind(METHOD, "Divergence from teacher", {"distill/divergence": "divergence"}, "Per token; it should fall."),
-    _Kind(METHOD, "Reverse KL to teacher", {"distill/reverse_kl": "reverse KL"}, "Per token; it should fall."),
-    _Kind(METHOD, "Log-probability per token", {"logprob/student": "student", "logprob/teacher": "teacher"},
-          "Of the student's own answers. The teacher's rises as they become better."),
-    _Kind(METHOD, "Perplexity", {"perplexity/student": "student", "perplexity/teacher": "teacher"},
-          "Of the student's own answers."),
-    _Kind(METHOD, "Entropy", {"entropy": "entropy"}, "Of the policy, per token. A collapse to 0: it no longer varies."),
-    _Kind(LENGTHS, "Rollout length", {"generation/length": "tokens"}, "Mean tokens of a sampled answer."),
-    _Kind(LENGTHS, "Rollouts that ended", {"generation/stopped": "share"},
-          "Share that stopped by themselves before the limit. Low: raise max_completion_length, or look at EOS."),
-    _Kind(OPTIMISER, "Learning rate", {"learning_rate": "rate"}),
-    _Kind(OPTIMISER, "Gradient norm", {"grad_norm": "norm"}, "Before clipping."),
-    _Kind(MACHINE, "Tokens per second", {"tokens_per_second": "tokens/s"}, "Through the policy, all processes."),
-    _Kind(MACHINE, "Peak memory", {"peak_memory_gib": "GiB"}, "GiB, of the process with the most."),
-)  # fmt: skip
-REPEATED = ("logprob/gap", "distill/advantage")
-"""Metrics that are the difference of two others that are shown."""
-TITLES = {metric: kind.title for kind in KINDS for metric in kind.metrics if len(kind.metrics) == 1}
+def charts_of_run(history: History) -> list[Chart]:
+    """Charts of one run: training solid, evaluation dashed in the same colour."""
+    found = []
+    for kind in _find_kinds(history):
+        lines = tuple(
+            Line(f"{label}, {split}" if label else split, colour, history[key], dash)
+            for colour, label, split, key, dash in kind.curves() if key in history
+        )  # fmt: skip
+        found.append(Chart(kind.group, kind.title, kind.note, lines))
+    return [chart for chart in found if chart.lines]
 
 
-def history_of(log: Iterable[dict[str, Any]]) -> History:
-    """Every number of a log_history (trainer_state.json) but times and totals; of two at one step the later."""
-    found: dict[str, dict[float, float]] = {}
-    for entry in log:
-        for key, value in entry.items():
-            if isinstance(value, int | float) and key not in _NOT_CURVES and not key.endswith(_TIMES):
-                found.setdefault(key, {})[entry.get("step", 0)] = float(value)
-    return {key: Series(*zip(*sorted(values.items()), strict=True)) for key, values in found.items()}
+def charts_of_runs(histories: Mapping[str, History]) -> list[Chart]:
+    """One chart for each metric and split that at least one run has: {name of a run: its history}."""
+    found = []
+    for kind in _find_kinds(*histories.values()):
+        for _, label, split, key, _ in kind.curves():
+            lines = tuple(
+                Line(name, number, history[key], f"d{number % 4}")
+                for number, (name, history) in enumerate(histories.items()) if key in history
+            )  # fmt: skip
+            title = f"{kind.title}, {label}" if label else kind.title
+            found.append(Chart(kind.group, f"{title} ({split})", kind.note, lines))
+    return [chart for chart in found if chart.lines]
 
 
-def metrics_of(*histories: History) -> list[str]:
+def list_metrics(*histories: History) -> list[str]:
     """Names of all metrics, without eval_, the loss first."""
     names = {key.removeprefix("eval_") for history in histories for key in history}
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
-def charts(history: History) -> list[Chart]:
-    """Charts of one run: training solid, evaluation dashed in the same colour."""
-    found = []
-    for kind in _kinds(history):
-        lines = tuple(
-            Line(f"{label}, {split}" if len(kind.metrics) > 1 else split, colour, history[begin + metric],
-                 "dashed" if begin else "")
-            for colour, (metric, label) in enumerate(kind.metrics.items())
-            for begin, split in SPLITS.items() if begin + metric in history
-        )  # fmt: skip
-        if lines:
-            found.append(Chart(kind.group, kind.title, kind.note, lines))
-    return found
-
-
-def shared_charts(histories: Mapping[str, History]) -> list[Chart]:
-    """One chart for each metric and split that at least one run has: {name of a run: its history}."""
-    found = []
-    for kind in _kinds(*histories.values()):
-        for (metric, label), (begin, split) in product(kind.metrics.items(), SPLITS.items()):
-            lines = tuple(
-                Line(name, number, history[begin + metric], f"d{number % 4}")
-                for number, (name, history) in enumerate(histories.items()) if begin + metric in history
-            )  # fmt: skip
-            title = f"{kind.title}, {label}" if len(kind.metrics) > 1 else kind.title
-            if lines:
-                found.append(Chart(kind.group, f"{title} ({split})", kind.note, lines))
-    return found
-
-
-def _kinds(*histories: History) -> list[_Kind]:
+def _find_kinds(*histories: History) -> list[Kind]:
     """The known kinds, and one for every other metric."""
     known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
-    return [*KINDS, *(_Kind(OTHER, name, {name: name}) for name in metrics_of(*histories) if name not in known)]
+    return [*KINDS, *(Kind(OTHER, name, (name,)) for name in list_metrics(*histories) if name not in known)]
 
 
-def by_group(found: Iterable[Chart]) -> list[tuple[str, list[Chart]]]:
+def group_charts(found: Iterable[Chart]) -> list[tuple[str, list[Chart]]]:
     """Charts under their headings; both keep their order."""
     return [(group, list(members)) for group, members in groupby(found, lambda chart: chart.group)]
 
 
-def averaged(found: Iterable[Chart]) -> bool:
-    """Is there a line that is drawn as its running mean?"""
-    return any(smoothed(line.series) for chart in found for line in chart.lines)
+# ---- what a line shows of its series
 
 
-def thinned(series: Series, limit: int) -> Series:
+def thin(series: Series, limit: int) -> Series:
     """At most `limit` points: the first, the last, and of each stretch between them its least and greatest.
 
     So a spike stays, and every point is one that was logged. What is not finite counts as the stretch's greatest.
@@ -187,10 +192,11 @@ def thinned(series: Series, limit: int) -> Series:
     return Series(*zip(*((series.steps[i], series.values[i]) for i in sorted(kept)), strict=True))
 
 
-def smoothed(series: Series) -> Series | None:
+def smooth(series: Series) -> Series | None:
     """The mean of the finite values around each point; None for a series that is short, or has no noise to take out."""
     count, finite = len(series.values), np.isfinite(series.values)
     known = np.where(finite, series.values, 0.0)
+    # Noise: the curve turns at a quarter of its points or more.
     directions = np.sign(np.diff(known))
     if count < SMOOTHED_FROM or (directions[1:] * directions[:-1] < 0).sum() < count / 4:
         return None
@@ -200,12 +206,142 @@ def smoothed(series: Series) -> Series | None:
     return Series(series.steps, tuple(means.tolist()))
 
 
-def words(chart: Chart) -> str:
-    """What the lines do, for those who do not see them."""
-    return " ".join(f"{line.label}: {_course(line.series)}." for line in chart.lines)
+def any_smoothed(found: Iterable[Chart]) -> bool:
+    """Is there a line that is drawn as its running mean?"""
+    return any(smooth(line.series) for chart in found for line in chart.lines)
 
 
-def _course(series: Series) -> str:
+# ---- drawings
+
+
+def draw_svg(chart: Chart) -> str:
+    """What belongs into an <svg viewBox="0 0 WIDTH HEIGHT">: paths, circles and texts with classes of style.css."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE | {"font.size": 12}):
+        figure, file = Figure(figsize=(WIDTH / 72, HEIGHT / 72)), StringIO()  # matplotlib's SVG has 72 units per inch
+        axes = figure.add_subplot()
+        _draw(chart, axes)
+        left = max(48, 12 + 7 * max(len(label.get_text()) for label in axes.get_yticklabels()))
+        figure.subplots_adjust(left / WIDTH, 26 / HEIGHT, 1 - 12 / WIDTH, 1 - 10 / HEIGHT)
+        figure.savefig(file, format="svg")
+    return "\n".join(_take_shapes(file.getvalue(), chart))
+
+
+def _take_shapes(drawn: str, chart: Chart) -> Iterator[str]:
+    """Of a chart as matplotlib's SVG: the shapes of artists whose gid is a CSS class, without colours, fonts and ids.
+
+    The page's style sheet colours them, for light and for dark; what has no such gid is left out.
+    """
+    svg = "{http://www.w3.org/2000/svg}"
+    marks = iter([f"{line.label}, step {format_number(step)}: {format_number(value)}"
+                  for line in chart.lines if line.marked for step, value in line.series.finite()])  # fmt: skip
+    for group in ElementTree.fromstring(drawn).iter(f"{svg}g"):
+        if not (gid := group.get("id", "")).startswith("."):
+            continue
+        classes = gid[1:]
+        for path in group.findall(f"{svg}path"):  # M x y L x y L x y, in which the Ls may be left out
+            course = (part if part == "M" else _round(part) for part in path.get("d", "").split() if part != "L")
+            yield f'<path class="{classes}" d="{" ".join(course)}"/>'
+        for mark in group.iter(f"{svg}use"):
+            at = f'cx="{_round(mark.attrib["x"])}" cy="{_round(mark.attrib["y"])}"'
+            yield f'<circle class="{classes}" {at} r="2.5"><title>{escape(next(marks))}</title></circle>'
+        for text in group.findall(f"{svg}text"):
+            at = f'x="{_round(text.attrib["x"])}" y="{_round(text.attrib["y"])}"'
+            yield f'<text class="{classes}" {at}>{escape(text.text or "")}</text>'
+
+
+def _round(coordinate: str) -> str:
+    return f"{round(float(coordinate), 1):g}"
+
+
+def write_picture(run: Run) -> None:
+    """Write curves.png into the run's folder; nothing where nothing was logged."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    found = charts_of_run(run.history)
+    if not found:
+        return
+    columns = min(COLUMNS, len(found))
+    rows = math.ceil(len(found) / columns)
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.3), layout="constrained")
+        figure.suptitle(f"{run.method.upper()}  {run.name}".strip(), x=0.02, ha="left", fontsize=12, fontweight="bold")
+        for position, chart in enumerate(found, 1):
+            axes = figure.add_subplot(rows, columns, position)
+            _draw(chart, axes)
+            legend_rows = math.ceil(len(chart.lines) / 2) if len(chart.lines) > 1 else 0
+            axes.set_title(chart.title, pad=8 + 13 * legend_rows)
+            if legend_rows:
+                axes.legend(ncols=2, bbox_to_anchor=(-0.01, 1.0))  # above the lines, not on them
+        figure.savefig(run.folder / NAME, dpi=120)
+
+
+def _draw(chart: Chart, axes: Any) -> None:
+    """Lines, grid and labels; of a long and noisy line the running mean, over what was logged in a faint colour."""
+    for line in chart.lines:
+        mean, colour = smooth(line.series), COLOURS[line.colour % len(COLOURS)]
+        if mean:
+            faint: Any = {"linewidth": 0.8, "alpha": 0.35, "zorder": 1, "gid": f".faint {line.look}"}
+            axes.plot(*thin(line.series, POINTS), color=colour, **faint)
+        axes.plot(*thin(mean or line.series, POINTS), color=colour, linewidth=1.3, gid=f".line {line.look}",
+                  linestyle=(0, (4, 2)) if line.dash else "-", label=line.label)  # fmt: skip
+        if line.marked:
+            face = colour if line.dash == "dashed" else "white"
+            axes.plot(*line.series, "o", color=colour, markersize=3.5, markerfacecolor=face, clip_on=False,
+                      gid=f".mark {line.look}")  # fmt: skip
+    _set_ticks(chart, axes)
+    below: Any = {"xytext": (-22, -9), "textcoords": "offset points", "ha": "right", "va": "top", "color": QUIET}
+    axes.annotate("step", (0, 0), xycoords="axes fraction", gid=".y", **below)
+
+
+def _set_ticks(chart: Chart, axes: Any) -> None:
+    """About five round numbers on each axis: from 0 to the last step, and around the values."""
+    from matplotlib.ticker import MaxNLocator
+
+    points = [point for line in chart.lines for point in line.series.finite()] or [(0.0, 0.0)]
+    steps, values = zip(*points, strict=True)
+    last, low, high = max(1.0, *steps), min(values), max(values)
+    if high - low <= 1e-6 * max(abs(low), abs(high)):  # a constant gets space around it
+        low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
+    round_numbers = [1, 2, 2.5, 5, 10]
+    up = MaxNLocator(nbins=5, steps=round_numbers).tick_values(low, high)
+    across = MaxNLocator(nbins=5, steps=round_numbers, integer=True).tick_values(0, last)
+    across = across[across <= last]
+    axes.set(xlim=(0, last), ylim=(up[0], up[-1]))
+    axes.set_xticks(across, _label_ticks(across))
+    axes.set_yticks(up, _label_ticks(up))
+    # The gids by which _take_shapes finds them
+    shown = {".grid": axes.get_ygridlines(), ".x": axes.get_xticklabels(), ".y": axes.get_yticklabels()}
+    for gid, artists in shown.items():
+        for artist in artists:
+            artist.set(gid=gid, clip_on=False)
+
+
+def _label_ticks(ticks: Any) -> list[str]:
+    """The shortest texts that tell the ticks apart: 0.25, 40k, 5e-4."""
+    largest = max(map(abs, ticks))
+    if largest >= 10_000:
+        unit, name = (1e6, "M") if largest >= 2e6 else (1e3, "k")
+        return [f"{tick / unit:.9g}{name}" if tick else "0" for tick in ticks]
+    shortest = [f"{tick:.9g}".replace("e-0", "e-") if tick else "0" for tick in ticks]
+    if largest < 1e-2:
+        return shortest
+    decimals = max(len(label.partition(".")[2]) for label in shortest)
+    return [f"{tick:.{decimals}f}" for tick in ticks]
+
+
+# ---- words and numbers, for those who do not see a chart
+
+
+def describe(chart: Chart) -> str:
+    """What the lines do, in a sentence for each."""
+    return " ".join(f"{line.label}: {_describe_course(line.series)}." for line in chart.lines)
+
+
+def _describe_course(series: Series) -> str:
     finite = series.finite()
     if not finite:
         return "no finite value"
@@ -213,28 +349,26 @@ def _course(series: Series) -> str:
         "from": finite[0], "to": finite[-1],
         "lowest": min(finite, key=lambda point: point[1]), "highest": max(finite, key=lambda point: point[1]),
     }  # fmt: skip
-    said = [f"{name} {number(value)} at step {number(step)}" for name, (step, value) in points.items()]
+    said = [f"{name} {format_number(value)} at step {format_number(step)}" for name, (step, value) in points.items()]
     missing = len(series.steps) - len(finite)
     return ", ".join(said + ([f"{missing} values not finite"] if missing else []))
 
 
-def numbers(chart: Chart) -> tuple[list[list[str]], bool]:
+def tabulate(chart: Chart) -> tuple[list[list[str]], bool]:
     """(rows of a table: the step, then each line's value there or ""; are all logged values in it?)."""
-    few = [thinned(line.series, ROWS) for line in chart.lines]
+    few = [thin(line.series, TABLE_ROWS) for line in chart.lines]
     found = [dict(zip(*series, strict=True)) for series in few]
     rows = [
-        [number(step), *(number(values[step]) if step in values else "" for values in found)]
+        [format_number(step), *(format_number(values[step]) if step in values else "" for values in found)]
         for step in sorted({step for values in found for step in values})
     ]
     return rows, all(len(kept.steps) == len(line.series.steps) for kept, line in zip(few, chart.lines, strict=True))
 
 
-def number(value: Any) -> str:
-    """A value as the pages print it, with four significant digits: 0.4312, 1,234, 5e-07; text stays, None is "none"."""
+def format_number(value: float | None) -> str:
+    """A value as the pages print it, with four significant digits: 0.4312, 1,234, 5e-07; None is "none"."""
     if value is None:
         return "none"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
+    if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

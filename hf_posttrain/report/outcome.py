@@ -3,8 +3,7 @@
 import math
 from typing import Any
 
-from ..methods import METHODS
-from .charts import TITLES, metrics_of, number
+from .charts import TITLES, format_number, list_metrics
 from .run_folder import Run
 
 MACHINERY = (
@@ -16,90 +15,74 @@ MACHINERY = (
 """Arguments, or how they begin, on which neither the weights nor what a loss measures depend."""
 
 
-def title(method: str) -> str:
-    """A method in words; empty for one that this version does not know."""
-    return METHODS[method].title if method in METHODS else ""
-
-
-def key_metrics(method: str) -> tuple[str, ...]:
-    """What tells best whether the method works, besides loss and exact match."""
-    return tuple(METHODS[method].key_metrics) if method in METHODS else ()
-
-
-def facts(run: Run) -> list[tuple[str, str, str]]:
+def list_facts(run: Run) -> list[tuple[str, str, str]]:
     """(name, value, remark): loss, exact match and key metrics (of evaluation where there is one), steps and time."""
     found = []
-    for metric in ("loss", "exact_match", *key_metrics(run.method)):
+    for metric in ("loss", "exact_match", *(run.row.key_metrics if run.row else ())):
         split = "evaluation" if f"eval_{metric}" in run.history else "training"
         if series := run.history.get(f"eval_{metric}", run.history.get(metric)):
-            remark = f"{split}, from {number(series.values[0])}" if len(series.steps) > 1 else split
-            found.append((TITLES.get(metric, metric), number(series.values[-1]), remark))
-    taken, planned = run.steps
+            remark = f"{split}, from {format_number(series.values[0])}" if len(series.steps) > 1 else split
+            found.append((TITLES.get(metric, metric), format_number(series.values[-1]), remark))
+    taken, planned = map(format_number, run.steps)
     epochs = run.state.get("epoch")
-    remark = f"{number(epochs)} epochs" if epochs is not None else ""
-    found.append(("Steps", number(taken) if taken >= planned else f"{number(taken)} of {number(planned)}", remark))
+    remark = "" if epochs is None else f"{format_number(epochs)} epochs"
+    found.append(("Steps", f"{taken} of {planned}" if run.steps[0] < run.steps[1] else taken, remark))
     if seconds := run.results.get("train_runtime"):
         rate = run.results.get("train_samples_per_second")
-        found.append(("Time", duration(seconds), f"{number(rate)} rows a second" if rate else ""))
+        found.append(("Time", format_duration(seconds), f"{format_number(rate)} rows a second" if rate else ""))
     return found
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """12 s, 3 min 20 s, 2 h 5 min."""
-    whole = round(seconds)
-    if whole < 60:
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
         return f"{seconds:.3g} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def warnings(run: Run) -> list[str]:
+def list_warnings(run: Run) -> list[str]:
     """What the data check and the run itself warned of, and what the logs show."""
-    said = [str(text) for text in run.audit.get("warnings", [])]
-    said += [_dated(item) for item in run.record.get("warnings", [])]
+    found = [str(text) for text in run.audit.get("warnings", [])]
+    for warning in run.record.get("warnings", []):
+        # The step that it came at goes first, unless the warning names one itself.
+        message = str(warning["message"])
+        dated = message.lower().startswith("step ")
+        found.append(f"S{message[1:]}" if dated else f"Step {format_number(warning['step'])}: {message}")
     for key in ("loss", "eval_loss"):
-        series = run.history.get(key)
-        broken = [step for step, value in zip(*series, strict=True) if not math.isfinite(value)] if series else []
+        steps, values = run.history.get(key, ((), ()))
+        broken = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
         if broken:
-            said.append(f"{key} was not finite at {len(broken)} logs, first at step {number(broken[0])}.")
+            found.append(f"{key} was not finite at {len(broken)} logs, first at step {format_number(broken[0])}.")
     taken, planned = run.steps
     if taken < planned:
-        said.append(f"The run is not over or was stopped: {number(taken)} of {number(planned)} steps were taken.")
-    return said
+        text = "The run is not over or was stopped: {} of {} steps were taken."
+        found.append(text.format(format_number(taken), format_number(planned)))
+    return found
 
 
-def _dated(warning: dict[str, Any]) -> str:
-    """A warning of the run with its step, unless it names one itself."""
-    message = str(warning["message"])
-    names_step = message.lower().startswith("step ")
-    return message[0].upper() + message[1:] if names_step else f"Step {number(warning['step'])}: {message}"
-
-
-def setup(run: Run) -> list[tuple[str, str]]:
+def list_options(run: Run) -> list[tuple[str, str]]:
     """Hyper-parameters: the arguments that are known and shape the result, and the adapter's; empty ones left out."""
     known = {name: value for name, value in run.arguments.items() if not name.startswith((*MACHINERY, "dataset_"))}
-    if known.get("max_steps", -1) > 0:
-        known.pop("num_train_epochs", None)
-    else:
-        known.pop("max_steps", None)
+    # Of the two limits of a run's length, the other has no effect.
+    known.pop("num_train_epochs" if known.get("max_steps", -1) > 0 else "max_steps", None)
     rows = [("rows per optimizer step", run.record.get("rows_per_step")), *known.items()]
     rows += [(f"adapter: {name}", value) for name, value in run.lora.items()]
-    return [(name, shown(value)) for name, value in rows if value not in (None, "", [], {})]
+    return [(name, format_option(value)) for name, value in rows if value not in (None, "", [], {})]
 
 
-def shown(value: Any) -> str:
+def format_option(value: Any) -> str:
     """An option's value as a recipe would have it, lists with commas."""
     if isinstance(value, list | tuple):
-        return ", ".join(map(shown, value))
+        return ", ".join(map(format_option, value))
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {shown(part)}" for name, part in value.items())
+        return ", ".join(f"{name}: {format_option(part)}" for name, part in value.items())
     if isinstance(value, float):
         return f"{value:g}"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def finals(run: Run) -> list[tuple[str, str, str]]:
+def list_last_values(run: Run) -> list[tuple[str, str, str]]:
     """(metric, training, evaluation): the last logged value of every metric, "" where there is none."""
-    last = {key: number(series.values[-1]) for key, series in run.history.items()}
-    return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in metrics_of(run.history)]
+    last = {key: format_number(series.values[-1]) for key, series in run.history.items()}
+    return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in list_metrics(run.history)]
