@@ -1,6 +1,6 @@
 """Charts of what runs logged: which metrics share one, how matplotlib draws them, and the same in words and numbers.
 
-A metric that is not in KINDS (of compute_metrics, say) gets a chart of its own at the end. A page gets each chart as a
+templates/charts.yaml has them; any other metric (of compute_metrics, say) gets a chart of its own at the end. A page gets each chart as a
 small SVG, and a run's folder all of them in one picture, curves.png.
 """
 
@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from html import escape
 from io import StringIO
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
 import numpy as np
+import yaml
 
 from .run_folder import History, Run, Series
 
 NAME = "curves.png"
+TEMPLATES = Path(__file__).parent / "templates"
 SMOOTHED_FROM, STRETCHES = 150, 40
 """Points from which a series may get a running mean, and how many windows that do not overlap fit into it."""
 TABLE_ROWS = 60
@@ -28,26 +31,12 @@ COLUMNS = 3
 """Of the picture."""
 POINTS, MARKED = 400, 30
 """Points of a line, at most; a line of at most so many is drawn with a mark at each."""
-COLOURS = ("#1f5fbf", "#b8500b", "#1b7a52", "#8036b3")
-INK, QUIET, GRID = "#1c2430", "#55606e", "#e2e6eb"
-STYLE: Any = {
-    "font.size": 9, "text.color": INK, "xtick.color": QUIET, "ytick.color": QUIET, "xtick.major.size": 0,
-    "ytick.major.size": 0, "xtick.major.pad": 9, "ytick.major.pad": 8, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.spines.bottom": False, "axes.spines.left": False, "axes.axisbelow": True,
-    "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "axes.titlesize": 10, "axes.titleweight": "bold",
-    "axes.titlelocation": "left", "legend.frameon": False, "legend.fontsize": 8, "legend.loc": "lower left",
-    "legend.columnspacing": 1.2, "legend.handlelength": 2.2, "legend.labelspacing": 0.25, "legend.borderpad": 0.3,
-    "legend.borderaxespad": 0.1, "figure.constrained_layout.h_pad": 0.12, "figure.constrained_layout.w_pad": 0.12,
-    "svg.fonttype": "none", "text.parse_math": False,  # names may have dollars
-}  # fmt: skip
-
-
 class Kind(NamedTuple):
     """A sort of chart: the metrics that it shows, under a heading."""
 
     group: str
     title: str
-    metrics: tuple[str, ...]
+    metrics: list[str]
     note: str = ""
 
     def curves(self) -> Iterator[tuple[int, str, str, str, str]]:
@@ -58,39 +47,10 @@ class Kind(NamedTuple):
             yield colour, label, "evaluation", f"eval_{metric}", "dashed"
 
 
-QUALITY, METHOD, LENGTHS, OPTIMISER, MACHINE, OTHER = (
-    "Loss and quality", "What the method moves", "Answers", "Optimiser", "Machine", "Other metrics",
-)  # fmt: skip
-KINDS = (
-    Kind(QUALITY, "Loss", ("loss",), "Evaluation loss that rises while training loss falls: overfitting."),
-    Kind(QUALITY, "Exact match", ("exact_match",), "Share of greedy answers that end right."),
-    Kind(QUALITY, "Token accuracy", ("mean_token_accuracy",), "Share of trained tokens ranked first."),
-    Kind(QUALITY, "Reward accuracy", ("rewards/accuracies",),
-         "Share of pairs whose chosen answer has the higher reward. Near 1 from the first steps: look for a leak."),
-    Kind(METHOD, "Rewards", ("rewards/chosen", "rewards/rejected"),
-         "beta times the log-ratio to the reference. Both falling together: the policy forgets both answers."),
-    Kind(METHOD, "Reward margin", ("rewards/margins",), "Chosen less rejected reward; it should rise."),
-    Kind(METHOD, "Log-probabilities", ("logps/chosen", "logps/rejected"),
-         "Sum over an answer's tokens, under the policy."),
-    Kind(METHOD, "Chosen against the reference", ("logps/chosen_change",),
-         "Log-probability of chosen answers less the reference's. Well below 0: they become unlikely too."),
-    Kind(METHOD, "KL estimate", ("kl",), "Distance from the reference. Always 0: the policy stands still."),
-    Kind(METHOD, "KL clamped at 0", ("kl_clamped",), "Share of steps whose estimate was negative."),
-    Kind(METHOD, "Delta", ("delta",), "BCO's running mean of rewards."),
-    Kind(METHOD, "Divergence from teacher", ("distill/divergence",), "Per token; it should fall."),
-    Kind(METHOD, "Reverse KL to teacher", ("distill/reverse_kl",), "Per token; it should fall."),
-    Kind(METHOD, "Log-probability per token", ("logprob/student", "logprob/teacher"),
-         "Of the student's own answers. The teacher's rises as they become better."),
-    Kind(METHOD, "Perplexity", ("perplexity/student", "perplexity/teacher"), "Of the student's own answers."),
-    Kind(METHOD, "Entropy", ("entropy",), "Of the policy, per token. A collapse to 0: it no longer varies."),
-    Kind(LENGTHS, "Rollout length", ("generation/length",), "Mean tokens of a sampled answer."),
-    Kind(LENGTHS, "Rollouts that ended", ("generation/stopped",),
-         "Share that stopped by themselves before the limit. Low: raise max_completion_length, or look at EOS."),
-    Kind(OPTIMISER, "Learning rate", ("learning_rate",)),
-    Kind(OPTIMISER, "Gradient norm", ("grad_norm",), "Before clipping."),
-    Kind(MACHINE, "Tokens per second", ("tokens_per_second",), "Through the policy, all processes."),
-    Kind(MACHINE, "Peak memory", ("peak_memory_gib",), "GiB, of the process with the most."),
-)  # fmt: skip
+KINDS = [
+    Kind(group, **kind) for group, kinds in yaml.safe_load((TEMPLATES / "charts.yaml").read_text("utf-8")).items()
+    for kind in kinds
+]  # fmt: skip
 REPEATED = ("logprob/gap", "distill/advantage")
 """Metrics that are the difference of two others that are shown."""
 TITLES = {kind.metrics[0]: kind.title for kind in KINDS if len(kind.metrics) == 1}
@@ -166,7 +126,7 @@ def list_metrics(*histories: History) -> list[str]:
 def _find_kinds(*histories: History) -> list[Kind]:
     """The known kinds, and one for every other metric."""
     known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
-    return [*KINDS, *(Kind(OTHER, name, (name,)) for name in list_metrics(*histories) if name not in known)]
+    return [*KINDS, *(Kind("Other metrics", name, [name]) for name in list_metrics(*histories) if name not in known)]
 
 
 def group_charts(found: Iterable[Chart]) -> list[tuple[str, list[Chart]]]:
@@ -216,10 +176,10 @@ def any_smoothed(found: Iterable[Chart]) -> bool:
 
 def draw_svg(chart: Chart) -> str:
     """What belongs into an <svg viewBox="0 0 WIDTH HEIGHT">: paths, circles and texts with classes of style.css."""
-    import matplotlib
+    from matplotlib import style
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE | {"font.size": 12}):
+    with style.context([TEMPLATES / "charts.mplstyle", {"font.size": 12}]):
         figure, file = Figure(figsize=(WIDTH / 72, HEIGHT / 72)), StringIO()  # matplotlib's SVG has 72 units per inch
         axes = figure.add_subplot()
         _draw(chart, axes)
@@ -258,7 +218,7 @@ def _round(coordinate: str) -> str:
 
 def write_picture(run: Run) -> None:
     """Write curves.png into the run's folder; nothing where nothing was logged."""
-    import matplotlib
+    from matplotlib import style
     from matplotlib.figure import Figure
 
     found = charts_of_run(run.history)
@@ -266,7 +226,7 @@ def write_picture(run: Run) -> None:
         return
     columns = min(COLUMNS, len(found))
     rows = math.ceil(len(found) / columns)
-    with matplotlib.rc_context(STYLE):
+    with style.context(TEMPLATES / "charts.mplstyle"):
         figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.3), layout="constrained")
         figure.suptitle(f"{run.method.upper()}  {run.name}".strip(), x=0.02, ha="left", fontsize=12, fontweight="bold")
         for position, chart in enumerate(found, 1):
@@ -282,18 +242,17 @@ def write_picture(run: Run) -> None:
 def _draw(chart: Chart, axes: Any) -> None:
     """Lines, grid and labels; of a long and noisy line the running mean, over what was logged in a faint colour."""
     for line in chart.lines:
-        mean, colour = smooth(line.series), COLOURS[line.colour % len(COLOURS)]
+        mean, colour = smooth(line.series), f"C{line.colour}"
         if mean:
             faint: Any = {"linewidth": 0.8, "alpha": 0.35, "zorder": 1, "gid": f".faint {line.look}"}
             axes.plot(*thin(line.series, POINTS), color=colour, **faint)
-        axes.plot(*thin(mean or line.series, POINTS), color=colour, linewidth=1.3, gid=f".line {line.look}",
-                  linestyle=(0, (4, 2)) if line.dash else "-", label=line.label)  # fmt: skip
+        axes.plot(*thin(mean or line.series, POINTS), "--" if line.dash else "-", color=colour, label=line.label,
+                  gid=f".line {line.look}")  # fmt: skip
         if line.marked:
             face = colour if line.dash == "dashed" else "white"
-            axes.plot(*line.series, "o", color=colour, markersize=3.5, markerfacecolor=face, clip_on=False,
-                      gid=f".mark {line.look}")  # fmt: skip
+            axes.plot(*line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.look}")
     _set_ticks(chart, axes)
-    below: Any = {"xytext": (-22, -9), "textcoords": "offset points", "ha": "right", "va": "top", "color": QUIET}
+    below: Any = {"xytext": (-22, -9), "textcoords": "offset points", "ha": "right", "va": "top", "color": "#55606e"}
     axes.annotate("step", (0, 0), xycoords="axes fraction", gid=".y", **below)
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import InputError
-from . import outcome, page
+from . import page
 from .charts import charts_of_runs, format_number
 from .run_folder import Run, read
 
 HIGHER = ("exact_match", "mean_token_accuracy", "rewards/accuracies", "generation/stopped")
 """Metrics of which more is better, whatever the options; `loss` is better lower, of runs with the same loss."""
 NOT_OF_THE_LOSS = (
-    *outcome.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
+    *page.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
     "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "auto_find_batch_size", "gradient_", "optim",
     "adam_", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "disable_dropout", "activation_", "bf16", "fp16",
     "tf32", "torch_compile", "fsdp", "deepspeed", "parallelism_config", "accelerator_config",
@@ -64,8 +64,8 @@ def render_comparison(folders: Sequence[Path], output: Path) -> str:
         "compare.html",
         runs=runs,
         links={name: _link_report(run, output) for name, run in runs.items()},
-        facts={name: {fact: value for fact, value, _ in outcome.list_facts(run)} for name, run in runs.items()},
-        warnings=[(name, warning) for name, run in runs.items() for warning in outcome.list_warnings(run)],
+        facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},
+        warnings=[(name, warning) for name, run in runs.items() for warning in page.list_warnings(run)],
         drawn=charts_of_runs({name: run.history for name, run in runs.items()}),
         finals=rank_last_values([*runs.values()], reason),
         reason=reason,
@@ -123,7 +123,7 @@ def list_differences(trees: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """(dotted key, a value for each tree) where the values are not all the same; "not given" where a tree lacks it."""
     flat = [_flatten(tree) for tree in trees]
     keys = dict.fromkeys(key for tree in flat for key in tree if key != "train.output_dir")
-    rows = [(key, *(outcome.format_option(tree[key]) if key in tree else "not given" for tree in flat)) for key in keys]
+    rows = [(key, *(page.format_option(tree[key]) if key in tree else "not given" for tree in flat)) for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 

@@ -1,42 +1,42 @@
-"""Writes report.html: a run as one page that needs no other file. Fills the templates of `compare` and card.py too."""
+"""Writes report.html: a run as one page that needs no other file; and what each page and card says of how a run went.
 
-from collections.abc import Iterator
+Fills the templates of `compare` and card.py too.
+"""
+
+import math
 from typing import Any
 
-from . import charts, outcome
-from .charts import format_number
+from . import charts
+from .charts import TITLES, format_number, list_metrics
 from .run_folder import Run
 
 NAME = "report.html"
 SHORT = 60
 """Letters of an answer that fits next to others in half of the page."""
-SPLITS = {"train": "Training data", "eval": "Evaluation data"}
-QUANTILES = {"min": "least", "p50": "median", "p95": "95 %", "p99": "99 %", "max": "most", "mean": "mean"}
-FINDINGS = {
-    "stubs": "one trained token", "duplicates": "duplicates", "unknown": "with an unknown token",
-    "conflicts": "under both labels", "identical": "chosen equal to rejected", "overlap": "also in train",
-}  # fmt: skip
-SHOWN_ROWS = 5
-"""Row numbers of a finding of the data audit, at most."""
+MACHINERY = (
+    "output_dir", "use_cpu", "report_to", "run_name", "project", "trackio_", "logging_", "log_", "save_", "eval_",
+    "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
+    "layout", "precompute_ref_", "vllm_", "rollout", "generation_batch_size", "disable_tqdm", "dataloader_", "ddp_",
+    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
+)  # fmt: skip
+"""Arguments, or how they begin, on which neither the weights nor what a loss measures depend."""
 
 
 def write(run: Run) -> None:
     """Write the page into the run's folder."""
-    machine = {name: run.record[name] for name in ("engine", "device", "started") if run.record.get(name)}
-    environment = machine | run.record.get("versions", {})
-    text = render("report.html", run=run, audit=list(_tabulate_audit(run.audit)), environment=environment)
-    (run.folder / NAME).write_text(text, encoding="utf-8")
+    (run.folder / NAME).write_text(render("report.html", run=run), encoding="utf-8")
 
 
 def render(template: str, **content: Any) -> str:
-    """A file of templates/, filled; in HTML everything is escaped. They call charts.py and outcome.py."""
+    """A file of templates/, filled; in HTML everything is escaped. They call the functions of charts.py and of this."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
         loader=PackageLoader(__package__), undefined=StrictUndefined, autoescape=select_autoescape(),
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.globals |= {"charts": charts, "outcome": outcome, "has_long_answers": has_long_answers}
+    functions = (has_long_answers, list_facts, list_last_values, list_options, list_warnings, format_number)
+    environment.globals |= {"charts": charts} | {function.__name__: function for function in functions}
     return environment.get_template(template).render(**content)
 
 
@@ -45,29 +45,74 @@ def has_long_answers(samples: list[dict[str, Any]]) -> bool:
     return any(len(sample.get(part) or "") > SHORT for sample in samples for part in ("before", "after", "expected"))
 
 
-def _tabulate_audit(audit: dict[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """audit.json as tables, (title, columns, rows): what the data check found in each data set, and its lengths."""
-    for split, data in (audit.get("data") or {}).items():
-        title = SPLITS.get(split, split)
-        if data:
-            yield title, ["what", "count", "first rows"], list(_tabulate_counts(data))
-            lengths = {part: sizes for part, sizes in (data.get("lengths") or {}).items() if sizes}
-            rows = [[part, *(format_number(sizes.get(q)) for q in QUANTILES)] for part, sizes in lengths.items()]
-            if rows:
-                yield f"{title}: tokens", ["part", *QUANTILES.values()], rows
+def list_facts(run: Run) -> list[tuple[str, str, str]]:
+    """(name, value, remark): loss, exact match and key metrics (of evaluation where there is one), steps and time."""
+    found = []
+    for metric in ("loss", "exact_match", *(run.row.key_metrics if run.row else ())):
+        split = "evaluation" if f"eval_{metric}" in run.history else "training"
+        if series := run.history.get(f"eval_{metric}", run.history.get(metric)):
+            remark = f"{split}, from {format_number(series.values[0])}" if len(series.steps) > 1 else split
+            found.append((TITLES.get(metric, metric), format_number(series.values[-1]), remark))
+    taken, planned = map(format_number, run.steps)
+    epochs = run.state.get("epoch")
+    remark = "" if epochs is None else f"{format_number(epochs)} epochs"
+    found.append(("Steps", f"{taken} of {planned}" if run.steps[0] < run.steps[1] else taken, remark))
+    if seconds := run.results.get("train_runtime"):
+        rate = run.results.get("train_samples_per_second")
+        found.append(("Time", format_duration(seconds), f"{format_number(rate)} rows a second" if rate else ""))
+    return found
 
 
-def _tabulate_counts(data: dict[str, Any]) -> Iterator[list[str]]:
-    """Rows of the table of a data set; parts that the audit lacks are left out."""
-    counts = {"rows read": data.get("rows_read"), "examples": data.get("examples")}
-    found = [{"name": name, "count": count} for name, count in counts.items() if count is not None]
-    for kind in ("dropped", "truncated"):
-        items = data.get(kind)
-        found += [item | {"name": f"{kind}: {item['reason']}"} for item in items or []]
-        found += [{"name": kind, "count": 0}] if items == [] else []
-    found += [data[kind] | {"name": name} for kind, name in FINDINGS.items() if data.get(kind)]
-    found += [{"name": name, "count": count} for name, count in (data.get("classes") or {}).items()]
-    for item in found:
-        rows = [str(row) for row in item.get("first_rows") or []]
-        more = ", …" if len(rows) > SHOWN_ROWS else ""
-        yield [item["name"], format_number(item["count"]), ", ".join(rows[:SHOWN_ROWS]) + more]
+def format_duration(seconds: float) -> str:
+    """12 s, 3 min 20 s, 2 h 5 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{seconds:.3g} s"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def list_warnings(run: Run) -> list[str]:
+    """What the data check and the run itself warned of, and what the logs show."""
+    found = [str(text) for text in run.audit.get("warnings", [])]
+    for warning in run.record.get("warnings", []):
+        # The step that it came at goes first, unless the warning names one itself.
+        message = str(warning["message"])
+        dated = message.lower().startswith("step ")
+        found.append(f"S{message[1:]}" if dated else f"Step {format_number(warning['step'])}: {message}")
+    for key in ("loss", "eval_loss"):
+        steps, values = run.history.get(key, ((), ()))
+        broken = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+        if broken:
+            found.append(f"{key} was not finite at {len(broken)} logs, first at step {format_number(broken[0])}.")
+    taken, planned = run.steps
+    if taken < planned:
+        text = "The run is not over or was stopped: {} of {} steps were taken."
+        found.append(text.format(format_number(taken), format_number(planned)))
+    return found
+
+
+def list_options(run: Run) -> list[tuple[str, str]]:
+    """Hyper-parameters: the arguments that are known and shape the result, and the adapter's; empty ones left out."""
+    known = {name: value for name, value in run.arguments.items() if not name.startswith((*MACHINERY, "dataset_"))}
+    # Of the two limits of a run's length, the other has no effect.
+    known.pop("num_train_epochs" if known.get("max_steps", -1) > 0 else "max_steps", None)
+    rows = [("rows per optimizer step", run.record.get("rows_per_step")), *known.items()]
+    rows += [(f"adapter: {name}", value) for name, value in run.lora.items()]
+    return [(name, format_option(value)) for name, value in rows if value not in (None, "", [], {})]
+
+
+def format_option(value: Any) -> str:
+    """An option's value as a recipe would have it, lists with commas."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_option, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {format_option(part)}" for name, part in value.items())
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def list_last_values(run: Run) -> list[tuple[str, str, str]]:
+    """(metric, training, evaluation): the last logged value of every metric, "" where there is none."""
+    last = {key: format_number(series.values[-1]) for key, series in run.history.items()}
+    return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in list_metrics(run.history)]

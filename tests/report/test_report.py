@@ -19,10 +19,10 @@ from runs_for_tests import AUDIT, HOSTILE, RECIPE, SAMPLES, Page, leave_run, log
 from hf_posttrain import report
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS, papers
-from hf_posttrain.report import card, charts, outcome
+from hf_posttrain.report import card, charts, page
 from hf_posttrain.report.card import list_papers
 from hf_posttrain.report.charts import Chart, Line, format_number, smooth, thin
-from hf_posttrain.report.outcome import format_duration
+from hf_posttrain.report.page import format_duration
 from hf_posttrain.report.run_folder import Series, read, read_history
 
 
@@ -372,7 +372,7 @@ def test_reading_a_folder_takes_neither_torch_nor_matplotlib():
 def test_every_method_has_key_metrics_that_are_shown_first(tmp_path, method):
     keys = METHODS[method].key_metrics
     log = [{"step": 1, "loss": 0.5} | {f"eval_{key}": 0.25 for key in keys}]
-    facts = outcome.list_facts(read(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
+    facts = page.list_facts(read(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
     assert [name for name, _, _ in facts] == ["Loss", *(charts.TITLES[key] for key in keys), "Steps"]
 
 
