@@ -1,15 +1,13 @@
 """Charts of what runs logged: which metrics share one, how matplotlib draws them, and the same in words and numbers.
 
-templates/charts.yaml has them; any other metric (of compute_metrics, say) gets a chart of its own at the end. A page gets each chart as a
-small SVG, and a run's folder all of them in one picture, curves.png.
+templates/charts.yaml says which metrics share one; any other (of compute_metrics, say) gets its own at the end. A page
+gets each chart as a small SVG, and a run's folder all of them in one picture, curves.png.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from html import escape
 from io import StringIO
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
@@ -31,33 +29,25 @@ COLUMNS = 3
 """Of the picture."""
 POINTS, MARKED = 400, 30
 """Points of a line, at most; a line of at most so many is drawn with a mark at each."""
+REPEATED = ("logprob/gap", "distill/advantage")
+"""Metrics that are the difference of two others that are shown."""
+
+
 class Kind(NamedTuple):
-    """A sort of chart: the metrics that it shows, under a heading."""
+    """Metrics that share a chart, under the heading `group`; `note` says what to look for."""
 
     group: str
     title: str
     metrics: list[str]
     note: str = ""
 
-    def curves(self) -> Iterator[tuple[int, str, str, str, str]]:
-        """(colour, label, split, key of the log, dash); a lone metric needs no label: the title has its name."""
-        for colour, metric in enumerate(self.metrics):
-            label = metric.rpartition("/")[2] if len(self.metrics) > 1 else ""
-            yield colour, label, "training", metric, ""
-            yield colour, label, "evaluation", f"eval_{metric}", "dashed"
 
-
-KINDS = [
-    Kind(group, **kind) for group, kinds in yaml.safe_load((TEMPLATES / "charts.yaml").read_text("utf-8")).items()
-    for kind in kinds
-]  # fmt: skip
-REPEATED = ("logprob/gap", "distill/advantage")
-"""Metrics that are the difference of two others that are shown."""
+_GROUPS = yaml.safe_load((TEMPLATES / "charts.yaml").read_text(encoding="utf-8"))
+KINDS = [Kind(group, **kind) for group, kinds in _GROUPS.items() for kind in kinds]
 TITLES = {kind.metrics[0]: kind.title for kind in KINDS if len(kind.metrics) == 1}
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One curve of a chart."""
 
     label: str
@@ -72,66 +62,45 @@ class Line:
         """Its classes in style.css."""
         return f"c{self.colour % 8} {self.dash}".strip()
 
-    @property
-    def marked(self) -> bool:
-        """Does each of its points get a mark?"""
-        return len(self.series.steps) <= MARKED
 
-
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """Lines over optimizer steps, under the heading `group`; `note` says what to look for."""
 
     group: str
     title: str
     note: str
-    lines: tuple[Line, ...]
+    lines: list[Line]
 
 
 # ---- which charts there are
 
 
-def charts_of_run(history: History) -> list[Chart]:
-    """Charts of one run: training solid, evaluation dashed in the same colour."""
-    found = []
-    for kind in _find_kinds(history):
-        lines = tuple(
-            Line(f"{label}, {split}" if label else split, colour, history[key], dash)
-            for colour, label, split, key, dash in kind.curves() if key in history
-        )  # fmt: skip
-        found.append(Chart(kind.group, kind.title, kind.note, lines))
-    return [chart for chart in found if chart.lines]
-
-
-def charts_of_runs(histories: Mapping[str, History]) -> list[Chart]:
-    """One chart for each metric and split that at least one run has: {name of a run: its history}."""
-    found = []
-    for kind in _find_kinds(*histories.values()):
-        for _, label, split, key, _ in kind.curves():
-            lines = tuple(
-                Line(name, number, history[key], f"d{number % 4}")
-                for number, (name, history) in enumerate(histories.items()) if key in history
-            )  # fmt: skip
-            title = f"{kind.title}, {label}" if label else kind.title
-            found.append(Chart(kind.group, f"{title} ({split})", kind.note, lines))
-    return [chart for chart in found if chart.lines]
+def make_charts(histories: Mapping[str, History]) -> list[Chart]:
+    """Charts of one run: training solid, evaluation dashed in the same colour. Of several: one for each metric and
+    split, with a line for each run. histories: name of a run -> what it logged."""
+    known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
+    others = [name for name in list_metrics(*histories.values()) if name not in known]
+    found: dict[tuple[str, str, str], list[Line]] = {}
+    for kind in [*KINDS, *(Kind("Other metrics", name, [name]) for name in others)]:
+        for colour, metric in enumerate(kind.metrics):
+            # A lone metric needs no label, since the title has its name.
+            label = metric.rpartition("/")[2] if len(kind.metrics) > 1 else ""
+            for split, key, dash in (("training", metric, ""), ("evaluation", f"eval_{metric}", "dashed")):
+                for number, (name, history) in enumerate(histories.items()):
+                    if key not in history:
+                        continue
+                    title, line = kind.title, Line(", ".join(filter(None, (label, split))), colour, history[key], dash)
+                    if len(histories) > 1:
+                        title = ", ".join(filter(None, (title, label))) + f" ({split})"
+                        line = Line(name, number, history[key], f"d{number % 4}")
+                    found.setdefault((kind.group, title, kind.note), []).append(line)
+    return [Chart(*heading, lines) for heading, lines in found.items()]
 
 
 def list_metrics(*histories: History) -> list[str]:
     """Names of all metrics, without eval_, the loss first."""
     names = {key.removeprefix("eval_") for history in histories for key in history}
     return sorted(names, key=lambda name: (name != "loss", name))
-
-
-def _find_kinds(*histories: History) -> list[Kind]:
-    """The known kinds, and one for every other metric."""
-    known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
-    return [*KINDS, *(Kind("Other metrics", name, [name]) for name in list_metrics(*histories) if name not in known)]
-
-
-def group_charts(found: Iterable[Chart]) -> list[tuple[str, list[Chart]]]:
-    """Charts under their headings; both keep their order."""
-    return [(group, list(members)) for group, members in groupby(found, lambda chart: chart.group)]
 
 
 # ---- what a line shows of its series
@@ -195,8 +164,9 @@ def _take_shapes(drawn: str, chart: Chart) -> Iterator[str]:
     The page's style sheet colours them, for light and for dark; what has no such gid is left out.
     """
     svg = "{http://www.w3.org/2000/svg}"
-    marks = iter([f"{line.label}, step {format_number(step)}: {format_number(value)}"
-                  for line in chart.lines if line.marked for step, value in line.series.finite()])  # fmt: skip
+    marked = [line for line in chart.lines if len(line.series.steps) <= MARKED]
+    marks = (f"{line.label}, step {format_number(step)}: {format_number(value)}"
+             for line in marked for step, value in line.series.finite())  # fmt: skip
     for group in ElementTree.fromstring(drawn).iter(f"{svg}g"):
         if not (gid := group.get("id", "")).startswith("."):
             continue
@@ -221,7 +191,7 @@ def write_picture(run: Run) -> None:
     from matplotlib import style
     from matplotlib.figure import Figure
 
-    found = charts_of_run(run.history)
+    found = make_charts({run.name: run.history})
     if not found:
         return
     columns = min(COLUMNS, len(found))
@@ -248,7 +218,7 @@ def _draw(chart: Chart, axes: Any) -> None:
             axes.plot(*thin(line.series, POINTS), color=colour, **faint)
         axes.plot(*thin(mean or line.series, POINTS), "--" if line.dash else "-", color=colour, label=line.label,
                   gid=f".line {line.look}")  # fmt: skip
-        if line.marked:
+        if len(line.series.steps) <= MARKED:
             face = colour if line.dash == "dashed" else "white"
             axes.plot(*line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.look}")
     _set_ticks(chart, axes)
@@ -304,10 +274,8 @@ def _describe_course(series: Series) -> str:
     finite = series.finite()
     if not finite:
         return "no finite value"
-    points = {
-        "from": finite[0], "to": finite[-1],
-        "lowest": min(finite, key=lambda point: point[1]), "highest": max(finite, key=lambda point: point[1]),
-    }  # fmt: skip
+    lowest, highest = (extreme(finite, key=lambda point: point[1]) for extreme in (min, max))
+    points = {"from": finite[0], "to": finite[-1], "lowest": lowest, "highest": highest}
     said = [f"{name} {format_number(value)} at step {format_number(step)}" for name, (step, value) in points.items()]
     missing = len(series.steps) - len(finite)
     return ", ".join(said + ([f"{missing} values not finite"] if missing else []))

@@ -5,11 +5,11 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import InputError
 from . import page
-from .charts import charts_of_runs, format_number
+from .charts import format_number, make_charts
 from .run_folder import Run, read
 
 HIGHER = ("exact_match", "mean_token_accuracy", "rewards/accuracies", "generation/stopped")
@@ -21,13 +21,6 @@ NOT_OF_THE_LOSS = (
     "tf32", "torch_compile", "fsdp", "deepspeed", "parallelism_config", "accelerator_config",
 )  # fmt: skip
 """Arguments, or how they begin, that change how a loss is lowered and not what it measures."""
-
-
-class Cell(NamedTuple):
-    """A value in the table of metrics."""
-
-    text: str
-    best: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,7 +59,7 @@ def render_comparison(folders: Sequence[Path], output: Path) -> str:
         links={name: _link_report(run, output) for name, run in runs.items()},
         facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},
         warnings=[(name, warning) for name, run in runs.items() for warning in page.list_warnings(run)],
-        drawn=charts_of_runs({name: run.history for name, run in runs.items()}),
+        drawn=make_charts({name: run.history for name, run in runs.items()}),
         finals=rank_last_values([*runs.values()], reason),
         reason=reason,
         differences=list_differences([_settings(run) for run in runs.values()]),
@@ -76,13 +69,10 @@ def render_comparison(folders: Sequence[Path], output: Path) -> str:
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder: its last part, and as many parts before it as tell it from the others."""
-    paths = [folder.resolve().parts for folder in folders]
-    found = []
-    for path in paths:
-        shared = (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in paths) == 1)
-        found.append("/".join(path[-next(shared, len(path)) :]))
-    return found
+    """A short name for each folder: its path below the folder that all are in."""
+    paths = [folder.resolve() for folder in folders]
+    shared = os.path.commonpath([path.parent for path in paths])
+    return [path.relative_to(shared).as_posix() for path in paths]
 
 
 def explain_incomparable(runs: list[Run]) -> str:
@@ -99,8 +89,8 @@ def _same_evaluation_data(runs: list[Run]) -> bool:
     return all(run.sources["eval"] == runs[0].sources["eval"] for run in runs)
 
 
-def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[Cell]]]:
-    """(metric and split, a cell for each run); best is marked among evaluations on the same data.
+def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """(metric and split, for each run its value and: is it the best?), the latter among evaluations on the same data.
 
     reason: of `explain_incomparable`; with one, losses get no mark.
     """
@@ -114,7 +104,7 @@ def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[Cell]
         sign = 1 if metric in HIGHER else -1 if metric == "loss" and not reason else 0
         ranks = {sign * value for value in last if value is not None and math.isfinite(value)}
         best = max(ranks) if sign and held_out and same_data and len(ranks) > 1 else None
-        cells = [Cell("", False) if v is None else Cell(format_number(v), sign * v == best) for v in last]
+        cells = [("", False) if value is None else (format_number(value), sign * value == best) for value in last]
         rows.append((f"{metric} ({'evaluation' if held_out else 'training'})", cells))
     return rows
 

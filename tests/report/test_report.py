@@ -19,10 +19,10 @@ from runs_for_tests import AUDIT, HOSTILE, RECIPE, SAMPLES, Page, leave_run, log
 from hf_posttrain import report
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS, papers
-from hf_posttrain.report import card, charts, page
+from hf_posttrain.report import card, charts
 from hf_posttrain.report.card import list_papers
 from hf_posttrain.report.charts import Chart, Line, format_number, smooth, thin
-from hf_posttrain.report.page import format_duration
+from hf_posttrain.report.page import format_duration, list_facts
 from hf_posttrain.report.run_folder import Series, read, read_history
 
 
@@ -188,7 +188,7 @@ def test_labels_tell_ticks_apart(values, labels):
 def test_training_and_evaluation_share_a_chart_and_unknown_metrics_have_their_own():
     log = [{"step": 1, "loss": 1.0, "rewards/chosen": 0.1, "rewards/rejected": 0.2, "my_score": 3, "logprob/gap": 0.1},
            {"step": 1, "eval_loss": 2.0, "eval_my_score": 4}]  # fmt: skip
-    drawn = charts.charts_of_run(read_history(log))
+    drawn = charts.make_charts({"run": read_history(log)})
     found = {chart.title: [(line.label, line.dash) for line in chart.lines] for chart in drawn}
     assert found == {
         "Loss": [("training", ""), ("evaluation", "dashed")],
@@ -372,7 +372,7 @@ def test_reading_a_folder_takes_neither_torch_nor_matplotlib():
 def test_every_method_has_key_metrics_that_are_shown_first(tmp_path, method):
     keys = METHODS[method].key_metrics
     log = [{"step": 1, "loss": 0.5} | {f"eval_{key}": 0.25 for key in keys}]
-    facts = page.list_facts(read(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
+    facts = list_facts(read(leave_run(tmp_path / "run", log, recipe=RECIPE | {"method": method})))
     assert [name for name, _, _ in facts] == ["Loss", *(charts.TITLES[key] for key in keys), "Steps"]
 
 
