@@ -13,13 +13,12 @@ from .page import render
 from .run_folder import Run
 
 logger = logging.getLogger(__name__)
-NAME, SECOND = "README.md", "README.hf_posttrain.md"
-"""Where the card goes, and where if somebody wrote the first."""
+NAME, SECOND = "README.md", "README.hf_posttrain.md"  # the second where somebody wrote the first
+# What a README.md holds that may be replaced: ours, PEFT's empty template, the Trainer's draft.
 REPLACED = (
     CARD_MARKER, "[More Information Needed]",
     "generated automatically according to the information the Trainer had access to",
 )  # fmt: skip
-"""What a README.md holds that may be replaced: ours, PEFT's empty template, the Trainer's draft."""
 
 
 def write(run: Run) -> None:
@@ -42,14 +41,13 @@ def _read_text(file: Path) -> str:
 
 
 def _front_matter(run: Run) -> str:
-    """YAML for the hub: library, task, tags, and base model and data sets where they have hub names.
-
-    The licence is left out: it is that of the base model and the data, which the run does not know.
-    """
+    """YAML for the hub: library, task, tags, and base model and data sets where they have hub names."""
     from huggingface_hub import ModelCardData
 
+    # The licence is left out: it is that of the base model and the data, which the run does not know.
     tags = ["hf_posttrain", run.method, "lora" if run.adapter or run.lora else None, "generated_from_trainer"]
     paths = [source["path"] for split in run.sources.values() for source in split]
+    # A name on the hub may also be a folder of the machine that trained, which run.json knows.
     local = run.record.get("base_model_is_local") or not is_hub_name(run.base_model)
     return ModelCardData(
         base_model=None if local else run.base_model,

@@ -19,18 +19,12 @@ from .run_folder import History, Run, Series
 
 NAME = "curves.png"
 TEMPLATES = Path(__file__).parent / "templates"
-SMOOTHED_FROM, STRETCHES = 150, 40
-"""Points from which a series may get a running mean, and how many windows that do not overlap fit into it."""
-TABLE_ROWS = 60
-"""Rows that a line adds to the table of numbers, at most."""
-WIDTH, HEIGHT = 400, 230
-"""Of an SVG, in its own units, in which its letters are 12 high."""
-COLUMNS = 3
-"""Of the picture."""
-POINTS, MARKED = 400, 30
-"""Points of a line, at most; a line of at most so many is drawn with a mark at each."""
-REPEATED = ("logprob/gap", "distill/advantage")
-"""Metrics that are the difference of two others that are shown."""
+WIDTH, HEIGHT = 400, 230  # of an SVG, in its own units, in which its letters are 12 high
+COLUMNS = 3  # of the picture
+SMOOTHED_FROM, STRETCHES = 150, 40  # points from which a series may get a running mean, and how many windows it has
+POINTS, MARKED = 400, 30  # points of a line, at most; a line of at most so many is drawn with a mark at each
+TABLE_ROWS = 60  # rows that a line adds to the table of numbers, at most
+REPEATED = ("logprob/gap", "distill/advantage")  # differences of two other metrics, which are shown
 
 
 class Kind(NamedTuple):
@@ -50,8 +44,7 @@ TITLES = {kind.metrics[0]: kind.title for kind in KINDS if len(kind.metrics) == 
 class Line(NamedTuple):
     """One curve of a chart."""
 
-    label: str
-    """Its name in the legend."""
+    label: str  # its name in the legend
     colour: int
     series: Series
     dash: str = ""
@@ -114,6 +107,7 @@ def thin(series: Series, limit: int) -> Series:
     count = len(series.steps)
     if count <= limit:
         return series
+    # Two points a stretch, so that there are half as many stretches as points
     order = np.nan_to_num(np.array(series.values), nan=math.inf, neginf=math.inf)
     kept = {0, count - 1}
     for stretch in np.array_split(np.arange(1, count - 1), (limit - 2) // 2):
@@ -129,6 +123,7 @@ def smooth(series: Series) -> Series | None:
     directions = np.sign(np.diff(known))
     if count < SMOOTHED_FROM or (directions[1:] * directions[:-1] < 0).sum() < count / 4:
         return None
+    # Sums over the window, divided by the number of finite values in it
     window = np.ones(2 * (count // (2 * STRETCHES)) + 1)
     sums, counts = np.convolve(known, window, "same"), np.convolve(finite, window, "same")
     means = np.divide(sums, counts, out=np.full(count, math.nan), where=counts > 0)
@@ -152,6 +147,7 @@ def draw_svg(chart: Chart) -> str:
         figure, file = Figure(figsize=(WIDTH / 72, HEIGHT / 72)), StringIO()  # matplotlib's SVG has 72 units per inch
         axes = figure.add_subplot()
         _draw(chart, axes)
+        # Margins are fixed but on the left, which has the labels of the y axis.
         left = max(48, 12 + 7 * max(len(label.get_text()) for label in axes.get_yticklabels()))
         figure.subplots_adjust(left / WIDTH, 26 / HEIGHT, 1 - 12 / WIDTH, 1 - 10 / HEIGHT)
         figure.savefig(file, format="svg")
@@ -171,7 +167,8 @@ def _take_shapes(drawn: str, chart: Chart) -> Iterator[str]:
         if not (gid := group.get("id", "")).startswith("."):
             continue
         classes = gid[1:]
-        for path in group.findall(f"{svg}path"):  # M x y L x y L x y, in which the Ls may be left out
+        # A path is M x y L x y L x y, in which the Ls may be left out.
+        for path in group.findall(f"{svg}path"):
             course = (part if part == "M" else _round(part) for part in path.get("d", "").split() if part != "L")
             yield f'<path class="{classes}" d="{" ".join(course)}"/>'
         for mark in group.iter(f"{svg}use"):
@@ -214,8 +211,7 @@ def _draw(chart: Chart, axes: Any) -> None:
     for line in chart.lines:
         mean, colour = smooth(line.series), f"C{line.colour}"
         if mean:
-            faint: Any = {"linewidth": 0.8, "alpha": 0.35, "zorder": 1, "gid": f".faint {line.look}"}
-            axes.plot(*thin(line.series, POINTS), color=colour, **faint)
+            axes.plot(*thin(line.series, POINTS), color=colour, alpha=0.35, lw=0.8, zorder=1, gid=f".faint {line.look}")
         axes.plot(*thin(mean or line.series, POINTS), "--" if line.dash else "-", color=colour, label=line.label,
                   gid=f".line {line.look}")  # fmt: skip
         if len(line.series.steps) <= MARKED:
@@ -233,7 +229,8 @@ def _set_ticks(chart: Chart, axes: Any) -> None:
     points = [point for line in chart.lines for point in line.series.finite()] or [(0.0, 0.0)]
     steps, values = zip(*points, strict=True)
     last, low, high = max(1.0, *steps), min(values), max(values)
-    if high - low <= 1e-6 * max(abs(low), abs(high)):  # a constant gets space around it
+    # A constant gets space around it.
+    if high - low <= 1e-6 * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
     round_numbers = [1, 2, 2.5, 5, 10]
     up = MaxNLocator(nbins=5, steps=round_numbers).tick_values(low, high)
@@ -255,10 +252,9 @@ def _label_ticks(ticks: Any) -> list[str]:
     if largest >= 10_000:
         unit, name = (1e6, "M") if largest >= 2e6 else (1e3, "k")
         return [f"{tick / unit:.9g}{name}" if tick else "0" for tick in ticks]
-    shortest = [f"{tick:.9g}".replace("e-0", "e-") if tick else "0" for tick in ticks]
     if largest < 1e-2:
-        return shortest
-    decimals = max(len(label.partition(".")[2]) for label in shortest)
+        return [f"{tick:.9g}".replace("e-0", "e-") if tick else "0" for tick in ticks]
+    decimals = next((n for n in range(9) if all(math.isclose(round(t, n), t, abs_tol=1e-9) for t in ticks)), 9)
     return [f"{tick:.{decimals}f}" for tick in ticks]
 
 
@@ -283,13 +279,12 @@ def _describe_course(series: Series) -> str:
 
 def tabulate(chart: Chart) -> tuple[list[list[str]], bool]:
     """(rows of a table: the step, then each line's value there or ""; are all logged values in it?)."""
-    few = [thin(line.series, TABLE_ROWS) for line in chart.lines]
-    found = [dict(zip(*series, strict=True)) for series in few]
+    found = [dict(zip(*thin(line.series, TABLE_ROWS), strict=True)) for line in chart.lines]
     rows = [
         [format_number(step), *(format_number(values[step]) if step in values else "" for values in found)]
         for step in sorted({step for values in found for step in values})
     ]
-    return rows, all(len(kept.steps) == len(line.series.steps) for kept, line in zip(few, chart.lines, strict=True))
+    return rows, all(len(line.series.steps) <= TABLE_ROWS for line in chart.lines)
 
 
 def format_number(value: float | None) -> str:

@@ -51,6 +51,7 @@ def render_comparison(folders: Sequence[Path], output: Path) -> str:
     """
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError("compare needs at least two different runs: hf-posttrain compare outputs/a outputs/b")
+    # In the page a run is told by its name, in the order of the command.
     runs = dict(zip(name_runs(folders), map(read, folders), strict=True))
     reason = explain_incomparable([*runs.values()])
     return page.render(
@@ -58,13 +59,12 @@ def render_comparison(folders: Sequence[Path], output: Path) -> str:
         runs=runs,
         links={name: _link_report(run, output) for name, run in runs.items()},
         facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},
-        warnings=[(name, warning) for name, run in runs.items() for warning in page.list_warnings(run)],
+        warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in page.list_warnings(run)],
         drawn=make_charts({name: run.history for name, run in runs.items()}),
         finals=rank_last_values([*runs.values()], reason),
         reason=reason,
         differences=list_differences([_settings(run) for run in runs.values()]),
         prompts=_collect_samples(runs),
-        long=any(page.has_long_answers(run.samples) for run in runs.values()),
     )
 
 
@@ -81,6 +81,7 @@ def explain_incomparable(runs: list[Run]) -> str:
         return "their methods differ"
     if not _same_evaluation_data(runs):
         return "their evaluation data differ"
+    # Of the options that differ, the first on which the value of a loss depends
     differing = [name for name, *_ in list_differences([run.arguments for run in runs])]
     return next((f"{name} differs" for name in differing if not name.startswith(NOT_OF_THE_LOSS)), "")
 

@@ -1,7 +1,4 @@
-"""Writes report.html: a run as one page that needs no other file; and what each page and card says of how a run went.
-
-Fills the templates of `compare` and card.py too.
-"""
+"""Writes report.html: a run as one page that needs no other file; and what all pages and cards say of how it went."""
 
 import math
 from typing import Any
@@ -11,8 +8,6 @@ from .charts import TITLES, format_number, list_metrics
 from .run_folder import Run
 
 NAME = "report.html"
-SHORT = 60
-"""Letters of an answer that fits next to others in half of the page."""
 MACHINERY = (
     "output_dir", "use_cpu", "report_to", "run_name", "project", "trackio_", "logging_", "log_", "save_", "eval_",
     "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
@@ -28,35 +23,31 @@ def write(run: Run) -> None:
 
 
 def render(template: str, **content: Any) -> str:
-    """A file of templates/, filled; in HTML everything is escaped. They call the functions of charts.py and of this."""
+    """A file of templates/, filled; in HTML everything is escaped. They may call charts.py and the functions below."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
         loader=PackageLoader(__package__), undefined=StrictUndefined, autoescape=select_autoescape(),
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    functions = (has_long_answers, list_facts, list_last_values, list_options, list_warnings, format_number)
+    functions = (list_facts, list_last_values, list_options, list_warnings, format_number)
     environment.globals |= {"charts": charts} | {function.__name__: function for function in functions}
     return environment.get_template(template).render(**content)
-
-
-def has_long_answers(samples: list[dict[str, Any]]) -> bool:
-    """Do sample answers need the whole width?"""
-    return any(len(sample.get(part) or "") > SHORT for sample in samples for part in ("before", "after", "expected"))
 
 
 def list_facts(run: Run) -> list[tuple[str, str, str]]:
     """(name, value, remark): loss, exact match and key metrics (of evaluation where there is one), steps and time."""
     found = []
+    # Held-out values tell more than those of training, so they are shown where there are any.
     for metric in ("loss", "exact_match", *(run.row.key_metrics if run.row else ())):
         split = "evaluation" if f"eval_{metric}" in run.history else "training"
         if series := run.history.get(f"eval_{metric}", run.history.get(metric)):
             remark = f"{split}, from {format_number(series.values[0])}" if len(series.steps) > 1 else split
             found.append((TITLES.get(metric, metric), format_number(series.values[-1]), remark))
-    taken, planned = map(format_number, run.steps)
+    taken, planned = run.steps
     epochs = run.state.get("epoch")
     remark = "" if epochs is None else f"{format_number(epochs)} epochs"
-    found.append(("Steps", f"{taken} of {planned}" if run.steps[0] < run.steps[1] else taken, remark))
+    found.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
     if seconds := run.results.get("train_runtime"):
         rate = run.results.get("train_samples_per_second")
         found.append(("Time", format_duration(seconds), f"{format_number(rate)} rows a second" if rate else ""))
@@ -86,8 +77,7 @@ def list_warnings(run: Run) -> list[str]:
             found.append(f"{key} was not finite at {len(broken)} logs, first at step {format_number(broken[0])}.")
     taken, planned = run.steps
     if taken < planned:
-        text = "The run is not over or was stopped: {} of {} steps were taken."
-        found.append(text.format(format_number(taken), format_number(planned)))
+        found.append(f"The run is not over or was stopped: {taken:,} of {planned:,} steps were taken.")
     return found
 
 

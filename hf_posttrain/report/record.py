@@ -26,8 +26,7 @@ from ..scoring import forward as scoring
 logger = logging.getLogger(__name__)
 library = logging.getLogger("hf_posttrain")
 NAME = "run.json"
-STALE = ("samples.json", "all_results.json")
-"""Files of an earlier run that a fresh one would add to, or might never write."""
+STALE = ("samples.json", "all_results.json")  # of an earlier run: a fresh one might never write them
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
 SHARED = {
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2",

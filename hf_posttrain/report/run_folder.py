@@ -33,8 +33,7 @@ class Series(NamedTuple):
         return [(step, value) for step, value in zip(*self, strict=True) if math.isfinite(value)]
 
 
-History: TypeAlias = Mapping[str, Series]
-"""Key of the log, such as eval_loss -> its values."""
+History: TypeAlias = Mapping[str, Series]  # key of the log, such as eval_loss -> its values
 
 
 def read_history(log: Iterable[dict[str, Any]]) -> History:
@@ -52,38 +51,23 @@ class Run:
     """What is known of a run; what its folder lacks is empty."""
 
     folder: Path
-    name: str
-    """The folder's own name."""
-    state: dict[str, Any]
-    """HF's TrainerState: the run's own or its newest checkpoint's."""
-    steps: tuple[int, int]
-    """Steps taken, steps planned."""
+    name: str  # the folder's own
+    state: dict[str, Any]  # HF's TrainerState: the run's own or its newest checkpoint's
+    steps: tuple[int, int]  # taken, planned
     history: History
-    """What it logged."""
-    recipe: dict[str, Any]
-    recipe_text: str
-    """recipe.yaml as a tree and as text."""
-    record: dict[str, Any]
-    """run.json."""
-    results: dict[str, Any]
-    """all_results.json, which comes last."""
-    audit: dict[str, Any]
-    samples: list[dict[str, Any]]
-    """The JSON files of these names."""
-    method: str
-    """sft, dpo, ...; empty where nothing says it."""
-    row: Method | None
-    """The method's row in the table; None for one that this version does not know."""
-    base_model: str
-    """Hub name or folder of the model that was trained; empty where nothing says it."""
-    arguments: dict[str, Any]
-    """Training arguments: all that matter with run.json, otherwise those that the recipe gives."""
-    adapter: bool
-    """Does the folder hold an adapter, not a whole model?"""
-    lora: dict[str, Any]
-    """The adapter's options; empty without one."""
-    sources: dict[str, list[dict[str, Any]]]
-    """"train" and "eval" -> the recipe's sources, as it gives them."""
+    recipe: dict[str, Any]  # recipe.yaml as a tree
+    recipe_text: str  # and as text
+    record: dict[str, Any]  # run.json
+    results: dict[str, Any]  # all_results.json, which comes last
+    audit: dict[str, Any]  # audit.json
+    samples: list[dict[str, Any]]  # samples.json
+    method: str  # sft, dpo, ...
+    row: Method | None  # the method's in the table; None for one that this version does not know
+    base_model: str  # hub name or folder of the model that was trained
+    arguments: dict[str, Any]  # of training: all that matter with run.json, otherwise those that the recipe gives
+    adapter: bool  # does the folder hold an adapter, not a whole model?
+    lora: dict[str, Any]  # the adapter's options
+    sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
 
 
 def read(folder: str | Path) -> Run:
@@ -136,13 +120,14 @@ def _find_state(folder: Path) -> Path:
 
 
 def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:
-    """Is it missing, or of an earlier run: older than the start in run.json, or than the end of a run before `source`,
-    a checkpoint's state?"""
+    """Is it missing, or of an earlier run? source: the trainer_state.json that is read; record: run.json."""
     if not file.exists():
         return True
+    # Older than the start in run.json
     written, over = file.stat().st_mtime, file.parent / STATE
     if (started := record.get("started")) and written < datetime.fromisoformat(started).timestamp():
         return True
+    # Not younger than the end of a run, after which `source`, a checkpoint's state, was written
     return source != over and over.exists() and written <= over.stat().st_mtime
 
 

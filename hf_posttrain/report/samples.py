@@ -20,11 +20,9 @@ from .record import warn_on_error, write_json
 logger = logging.getLogger(__name__)
 NAME = "samples.json"
 COUNT = 4
-LONGEST = 96
-"""Tokens of an answer, at most."""
+LONGEST = 96  # tokens of an answer, at most
+OPENING = 16  # tokens that a text without a prompt is continued from, at most
 FAILED = "sample answers are missing"
-OPENING = 16
-"""Tokens that a text without a prompt is continued from, at most."""
 
 
 class Samples(TrainerCallback):
@@ -74,12 +72,12 @@ class Samples(TrainerCallback):
         prompts = [prompt for prompt, _ in asked] if trainer.is_world_process_zero() else []
         with rollout.seeded(trainer.accelerator.device, trainer.args.seed):
             found = trainer.generate(prompts, LONGEST, batch_size=COUNT)
-        ends = set(trainer.terminal_ids)
         texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True) if found else []
+        ends = trainer.terminal_ids
         return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]
 
     def _save(self) -> None:
-        with warn_on_error(FAILED):  # not a reason to stop, other ranks do not wait for it
+        with warn_on_error(FAILED):
             write_json(self.file, self.samples)
 
     def _read_answers_before(self) -> None:
@@ -100,6 +98,7 @@ def find_obstacle(trainer: Any) -> str | None:
         return "there are no rows"
     if args.parallelism_config is not None and args.parallelism_config.sp_size > 1:
         return "with sequence parallelism the model cannot generate"
+    # To generate, FSDP and ZeRO gather the whole model on each device; it fits for sure only where the run does that.
     generates = args.eval_exact_match or getattr(args, "rollout", None) == "transformers"
     if engine.shards(trainer.accelerator) and not generates:
         return "they would gather all weights on each device, for which eval_exact_match: true would ask as well"
