@@ -36,11 +36,11 @@ def write(folder: str | Path) -> None:
     Called by one process. A README.md that somebody wrote stays, and the model card goes into README.hf_posttrain.md.
     Raises InputError where the folder holds no run, or a file of it cannot be read.
     """
-    from . import card, drawing, page
+    from . import card, charts, page
     from .run_folder import read
 
     run = read(folder)
-    drawing.write_picture(run)
+    charts.write_picture(run)
     page.write(run)
     card.write(run)
     logger.info("report: %s", run.folder / page.NAME)

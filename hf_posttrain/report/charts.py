@@ -1,47 +1,50 @@
-"""Turns what a run logged into charts: which metrics share one, what a reader should see in it, its words and numbers.
+"""Charts of what runs logged: which metrics share one, how matplotlib draws them, and the same in words and numbers.
 
-drawing.py draws them. A metric that is not in KINDS (of compute_metrics, say) gets a chart of its own at the end.
+templates/charts.yaml says which metrics share one; any other (of compute_metrics, say) gets its own at the end. A page
+gets each chart as a small SVG, and a run's folder all of them in one picture, curves.png.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from itertools import groupby, product
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from io import StringIO
+from pathlib import Path
+from typing import Any, NamedTuple
+from xml.etree import ElementTree
 
 import numpy as np
+import yaml
 
-SPLITS = {"": "training", "eval_": "evaluation"}
-"""How keys of the log begin: where their values were measured."""
-_NOT_CURVES = ("step", "epoch", "total_flos", "train_loss", "num_input_tokens_seen")
-_TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
-SMOOTHED_FROM, STRETCHES = 150, 40
-"""Points from which a series may get a running mean, and how many windows that do not overlap fit into it."""
-ROWS = 60
-"""Rows that a line adds to the table of numbers, at most."""
+from .run_folder import History, Run, Series
 
-
-class Series(NamedTuple):
-    """The values of one key of the log: optimizer steps, rising, and a value for each, not always finite."""
-
-    steps: tuple[float, ...]
-    values: tuple[float, ...]
-
-    def finite(self) -> list[tuple[float, float]]:
-        """(step, value) where the value is finite."""
-        return [(step, value) for step, value in zip(*self, strict=True) if math.isfinite(value)]
+NAME = "curves.png"
+TEMPLATES = Path(__file__).parent / "templates"
+WIDTH, HEIGHT = 400, 230  # of an SVG, in its own units, in which its letters are 12 high
+COLUMNS = 3  # of the picture
+SMOOTHED_FROM, STRETCHES = 150, 40  # points from which a series may get a running mean, and how many windows it has
+POINTS, MARKED = 400, 30  # points of a line, at most; a line of at most so many is drawn with a mark at each
+TABLE_ROWS = 60  # rows that a line adds to the table of numbers, at most
+REPEATED = ("logprob/gap", "distill/advantage")  # differences of two other metrics, which are shown
 
 
-History: TypeAlias = Mapping[str, Series]
-"""Key of the log, such as eval_loss -> its values."""
+class Kind(NamedTuple):
+    """Metrics that share a chart, under the heading `group`; `note` says what to look for."""
+
+    group: str
+    title: str
+    metrics: list[str]
+    note: str = ""
 
 
-@dataclass(frozen=True)
-class Line:
+_GROUPS = yaml.safe_load((TEMPLATES / "charts.yaml").read_text(encoding="utf-8"))
+KINDS = [Kind(group, **kind) for group, kinds in _GROUPS.items() for kind in kinds]
+TITLES = {kind.metrics[0]: kind.title for kind in KINDS if len(kind.metrics) == 1}
+
+
+class Line(NamedTuple):
     """One curve of a chart."""
 
-    label: str
-    """Its name in the legend."""
+    label: str  # its name in the legend
     colour: int
     series: Series
     dash: str = ""
@@ -53,126 +56,50 @@ class Line:
         return f"c{self.colour % 8} {self.dash}".strip()
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """Lines over optimizer steps, under the heading `group`; `note` says what to look for."""
 
     group: str
     title: str
     note: str
-    lines: tuple[Line, ...]
+    lines: list[Line]
 
 
-class _Kind(NamedTuple):
-    group: str
-    title: str
-    metrics: Mapping[str, str]
-    """Metric: its name in the legend."""
-    note: str = ""
+# ---- which charts there are
 
 
-QUALITY, METHOD, LENGTHS, OPTIMISER, MACHINE, OTHER = (
-    "Loss and quality", "What the method moves", "Answers", "Optimiser", "Machine", "Other metrics",
-)  # fmt: skip
-KINDS = (
-    _Kind(QUALITY, "Loss", {"loss": "loss"}, "Evaluation loss that rises while training loss falls: overfitting."),
-    _Kind(QUALITY, "Exact match", {"exact_match": "exact match"}, "Share of greedy answers that end right."),
-    _Kind(QUALITY, "Token accuracy", {"mean_token_accuracy": "accuracy"}, "Share of trained tokens ranked first."),
-    _Kind(QUALITY, "Reward accuracy", {"rewards/accuracies": "accuracy"},
-          "Share of pairs whose chosen answer has the higher reward. Near 1 from the first steps: look for a leak."),
-    _Kind(METHOD, "Rewards", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"},
-          "beta times the log-ratio to the reference. Both falling together: the policy forgets both answers."),
-    _Kind(METHOD, "Reward margin", {"rewards/margins": "margin"}, "Chosen less rejected reward; it should rise."),
-    _Kind(METHOD, "Log-probabilities", {"logps/chosen": "chosen", "logps/rejected": "rejected"},
-          "Sum over an answer's tokens, under the policy."),
-    _Kind(METHOD, "Chosen against the reference", {"logps/chosen_change": "change"},
-          "Log-probability of chosen answers less the reference's. Well below 0: they become unlikely too."),
-    _Kind(METHOD, "KL estimate", {"kl": "KL"}, "Distance from the reference. Always 0: the policy stands still."),
-    _Kind(METHOD, "KL clamped at 0", {"kl_clamped": "share"}, "Share of steps whose estimate was negative."),
-    _Kind(METHOD, "Delta", {"delta": "delta"}, "BCO's running mean of rewards."),
-    _Kind(METHOD, "Divergence from teacher", {"distill/divergence": "divergence"}, "Per token; it should fall."),
-    _Kind(METHOD, "Reverse KL to teacher", {"distill/reverse_kl": "reverse KL"}, "Per token; it should fall."),
-    _Kind(METHOD, "Log-probability per token", {"logprob/student": "student", "logprob/teacher": "teacher"},
-          "Of the student's own answers. The teacher's rises as they become better."),
-    _Kind(METHOD, "Perplexity", {"perplexity/student": "student", "perplexity/teacher": "teacher"},
-          "Of the student's own answers."),
-    _Kind(METHOD, "Entropy", {"entropy": "entropy"}, "Of the policy, per token. A collapse to 0: it no longer varies."),
-    _Kind(LENGTHS, "Rollout length", {"generation/length": "tokens"}, "Mean tokens of a sampled answer."),
-    _Kind(LENGTHS, "Rollouts that ended", {"generation/stopped": "share"},
-          "Share that stopped by themselves before the limit. Low: raise max_completion_length, or look at EOS."),
-    _Kind(OPTIMISER, "Learning rate", {"learning_rate": "rate"}),
-    _Kind(OPTIMISER, "Gradient norm", {"grad_norm": "norm"}, "Before clipping."),
-    _Kind(MACHINE, "Tokens per second", {"tokens_per_second": "tokens/s"}, "Through the policy, all processes."),
-    _Kind(MACHINE, "Peak memory", {"peak_memory_gib": "GiB"}, "GiB, of the process with the most."),
-)  # fmt: skip
-REPEATED = ("logprob/gap", "distill/advantage")
-"""Metrics that are the difference of two others that are shown."""
-TITLES = {metric: kind.title for kind in KINDS for metric in kind.metrics if len(kind.metrics) == 1}
+def make_charts(histories: Mapping[str, History]) -> list[Chart]:
+    """Charts of one run: training solid, evaluation dashed in the same colour. Of several: one for each metric and
+    split, with a line for each run. histories: name of a run -> what it logged."""
+    known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
+    others = [name for name in list_metrics(*histories.values()) if name not in known]
+    found: dict[tuple[str, str, str], list[Line]] = {}
+    for kind in [*KINDS, *(Kind("Other metrics", name, [name]) for name in others)]:
+        for colour, metric in enumerate(kind.metrics):
+            # A lone metric needs no label, since the title has its name.
+            label = metric.rpartition("/")[2] if len(kind.metrics) > 1 else ""
+            for split, key, dash in (("training", metric, ""), ("evaluation", f"eval_{metric}", "dashed")):
+                for number, (name, history) in enumerate(histories.items()):
+                    if key not in history:
+                        continue
+                    title, line = kind.title, Line(", ".join(filter(None, (label, split))), colour, history[key], dash)
+                    if len(histories) > 1:
+                        title = ", ".join(filter(None, (title, label))) + f" ({split})"
+                        line = Line(name, number, history[key], f"d{number % 4}")
+                    found.setdefault((kind.group, title, kind.note), []).append(line)
+    return [Chart(*heading, lines) for heading, lines in found.items()]
 
 
-def history_of(log: Iterable[dict[str, Any]]) -> History:
-    """Every number of a log_history (trainer_state.json) but times and totals; of two at one step the later."""
-    found: dict[str, dict[float, float]] = {}
-    for entry in log:
-        for key, value in entry.items():
-            if isinstance(value, int | float) and key not in _NOT_CURVES and not key.endswith(_TIMES):
-                found.setdefault(key, {})[entry.get("step", 0)] = float(value)
-    return {key: Series(*zip(*sorted(values.items()), strict=True)) for key, values in found.items()}
-
-
-def metrics_of(*histories: History) -> list[str]:
+def list_metrics(*histories: History) -> list[str]:
     """Names of all metrics, without eval_, the loss first."""
     names = {key.removeprefix("eval_") for history in histories for key in history}
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
-def charts(history: History) -> list[Chart]:
-    """Charts of one run: training solid, evaluation dashed in the same colour."""
-    found = []
-    for kind in _kinds(history):
-        lines = tuple(
-            Line(f"{label}, {split}" if len(kind.metrics) > 1 else split, colour, history[begin + metric],
-                 "dashed" if begin else "")
-            for colour, (metric, label) in enumerate(kind.metrics.items())
-            for begin, split in SPLITS.items() if begin + metric in history
-        )  # fmt: skip
-        if lines:
-            found.append(Chart(kind.group, kind.title, kind.note, lines))
-    return found
+# ---- what a line shows of its series
 
 
-def shared_charts(histories: Mapping[str, History]) -> list[Chart]:
-    """One chart for each metric and split that at least one run has: {name of a run: its history}."""
-    found = []
-    for kind in _kinds(*histories.values()):
-        for (metric, label), (begin, split) in product(kind.metrics.items(), SPLITS.items()):
-            lines = tuple(
-                Line(name, number, history[begin + metric], f"d{number % 4}")
-                for number, (name, history) in enumerate(histories.items()) if begin + metric in history
-            )  # fmt: skip
-            title = f"{kind.title}, {label}" if len(kind.metrics) > 1 else kind.title
-            if lines:
-                found.append(Chart(kind.group, f"{title} ({split})", kind.note, lines))
-    return found
-
-
-def _kinds(*histories: History) -> list[_Kind]:
-    """The known kinds, and one for every other metric."""
-    known = {metric for kind in KINDS for metric in kind.metrics} | {*REPEATED}
-    return [*KINDS, *(_Kind(OTHER, name, {name: name}) for name in metrics_of(*histories) if name not in known)]
-
-
-def by_group(found: Iterable[Chart]) -> list[tuple[str, list[Chart]]]:
-    """Charts under their headings; both keep their order."""
-    return [(group, list(members)) for group, members in groupby(found, lambda chart: chart.group)]
-
-
-def averaged(found: Iterable[Chart]) -> bool:
-    """Is there a line that is drawn as its running mean?"""
-    return any(smoothed(line.series) for chart in found for line in chart.lines)
-
-
-def thinned(series: Series, limit: int) -> Series:
+def thin(series: Series, limit: int) -> Series:
     """At most `limit` points: the first, the last, and of each stretch between them its least and greatest.
 
     So a spike stays, and every point is one that was logged. What is not finite counts as the stretch's greatest.
@@ -180,6 +107,7 @@ def thinned(series: Series, limit: int) -> Series:
     count = len(series.steps)
     if count <= limit:
         return series
+    # Two points a stretch, so that there are half as many stretches as points
     order = np.nan_to_num(np.array(series.values), nan=math.inf, neginf=math.inf)
     kept = {0, count - 1}
     for stretch in np.array_split(np.arange(1, count - 1), (limit - 2) // 2):
@@ -187,54 +115,182 @@ def thinned(series: Series, limit: int) -> Series:
     return Series(*zip(*((series.steps[i], series.values[i]) for i in sorted(kept)), strict=True))
 
 
-def smoothed(series: Series) -> Series | None:
+def smooth(series: Series) -> Series | None:
     """The mean of the finite values around each point; None for a series that is short, or has no noise to take out."""
     count, finite = len(series.values), np.isfinite(series.values)
     known = np.where(finite, series.values, 0.0)
+    # Noise: the curve turns at a quarter of its points or more.
     directions = np.sign(np.diff(known))
     if count < SMOOTHED_FROM or (directions[1:] * directions[:-1] < 0).sum() < count / 4:
         return None
+    # Sums over the window, divided by the number of finite values in it
     window = np.ones(2 * (count // (2 * STRETCHES)) + 1)
     sums, counts = np.convolve(known, window, "same"), np.convolve(finite, window, "same")
     means = np.divide(sums, counts, out=np.full(count, math.nan), where=counts > 0)
     return Series(series.steps, tuple(means.tolist()))
 
 
-def words(chart: Chart) -> str:
-    """What the lines do, for those who do not see them."""
-    return " ".join(f"{line.label}: {_course(line.series)}." for line in chart.lines)
+def any_smoothed(found: Iterable[Chart]) -> bool:
+    """Is there a line that is drawn as its running mean?"""
+    return any(smooth(line.series) for chart in found for line in chart.lines)
 
 
-def _course(series: Series) -> str:
+# ---- drawings
+
+
+def draw_svg(chart: Chart) -> str:
+    """What belongs into an <svg viewBox="0 0 WIDTH HEIGHT">: paths, circles and texts with classes of style.css."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    with style.context([TEMPLATES / "charts.mplstyle", {"font.size": 12}]):
+        figure, file = Figure(figsize=(WIDTH / 72, HEIGHT / 72)), StringIO()  # matplotlib's SVG has 72 units per inch
+        axes = figure.add_subplot()
+        _draw(chart, axes)
+        # Margins are fixed but on the left, which has the labels of the y axis.
+        left = max(48, 12 + 7 * max(len(label.get_text()) for label in axes.get_yticklabels()))
+        figure.subplots_adjust(left / WIDTH, 26 / HEIGHT, 1 - 12 / WIDTH, 1 - 10 / HEIGHT)
+        figure.savefig(file, format="svg")
+    return "\n".join(_take_shapes(file.getvalue(), chart))
+
+
+def _take_shapes(drawn: str, chart: Chart) -> Iterator[str]:
+    """Of a chart as matplotlib's SVG: the shapes of artists whose gid is a CSS class, without colours, fonts and ids.
+
+    The page's style sheet colours them, for light and for dark; what has no such gid is left out.
+    """
+    svg = "{http://www.w3.org/2000/svg}"
+    marked = [line for line in chart.lines if len(line.series.steps) <= MARKED]
+    marks = (f"{line.label}, step {format_number(step)}: {format_number(value)}"
+             for line in marked for step, value in line.series.finite())  # fmt: skip
+    for group in ElementTree.fromstring(drawn).iter(f"{svg}g"):
+        if not (gid := group.get("id", "")).startswith("."):
+            continue
+        classes = gid[1:]
+        # A path is M x y L x y L x y, in which the Ls may be left out.
+        for path in group.findall(f"{svg}path"):
+            course = (part if part == "M" else _round(part) for part in path.get("d", "").split() if part != "L")
+            yield f'<path class="{classes}" d="{" ".join(course)}"/>'
+        for mark in group.iter(f"{svg}use"):
+            at = f'cx="{_round(mark.attrib["x"])}" cy="{_round(mark.attrib["y"])}"'
+            yield f'<circle class="{classes}" {at} r="2.5"><title>{escape(next(marks))}</title></circle>'
+        for text in group.findall(f"{svg}text"):
+            at = f'x="{_round(text.attrib["x"])}" y="{_round(text.attrib["y"])}"'
+            yield f'<text class="{classes}" {at}>{escape(text.text or "")}</text>'
+
+
+def _round(coordinate: str) -> str:
+    return f"{round(float(coordinate), 1):g}"
+
+
+def write_picture(run: Run) -> None:
+    """Write curves.png into the run's folder; nothing where nothing was logged."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
+
+    found = make_charts({run.name: run.history})
+    if not found:
+        return
+    columns = min(COLUMNS, len(found))
+    rows = math.ceil(len(found) / columns)
+    with style.context(TEMPLATES / "charts.mplstyle"):
+        figure = Figure(figsize=(4.2 * columns, 2.7 * rows + 0.3), layout="constrained")
+        figure.suptitle(f"{run.method.upper()}  {run.name}".strip(), x=0.02, ha="left", fontsize=12, fontweight="bold")
+        for position, chart in enumerate(found, 1):
+            axes = figure.add_subplot(rows, columns, position)
+            _draw(chart, axes)
+            legend_rows = math.ceil(len(chart.lines) / 2) if len(chart.lines) > 1 else 0
+            axes.set_title(chart.title, pad=8 + 13 * legend_rows)
+            if legend_rows:
+                axes.legend(ncols=2, bbox_to_anchor=(-0.01, 1.0))  # above the lines, not on them
+        figure.savefig(run.folder / NAME, dpi=120)
+
+
+def _draw(chart: Chart, axes: Any) -> None:
+    """Lines, grid and labels; of a long and noisy line the running mean, over what was logged in a faint colour."""
+    for line in chart.lines:
+        mean, colour = smooth(line.series), f"C{line.colour}"
+        if mean:
+            axes.plot(*thin(line.series, POINTS), color=colour, alpha=0.35, lw=0.8, zorder=1, gid=f".faint {line.look}")
+        axes.plot(*thin(mean or line.series, POINTS), "--" if line.dash else "-", color=colour, label=line.label,
+                  gid=f".line {line.look}")  # fmt: skip
+        if len(line.series.steps) <= MARKED:
+            face = colour if line.dash == "dashed" else "white"
+            axes.plot(*line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.look}")
+    _set_ticks(chart, axes)
+    below: Any = {"xytext": (-22, -9), "textcoords": "offset points", "ha": "right", "va": "top", "color": "#55606e"}
+    axes.annotate("step", (0, 0), xycoords="axes fraction", gid=".y", **below)
+
+
+def _set_ticks(chart: Chart, axes: Any) -> None:
+    """About five round numbers on each axis: from 0 to the last step, and around the values."""
+    from matplotlib.ticker import MaxNLocator
+
+    points = [point for line in chart.lines for point in line.series.finite()] or [(0.0, 0.0)]
+    steps, values = zip(*points, strict=True)
+    last, low, high = max(1.0, *steps), min(values), max(values)
+    # A constant gets space around it.
+    if high - low <= 1e-6 * max(abs(low), abs(high)):
+        low, high = low - (abs(low) / 2 or 1), high + (abs(high) / 2 or 1)
+    round_numbers = [1, 2, 2.5, 5, 10]
+    up = MaxNLocator(nbins=5, steps=round_numbers).tick_values(low, high)
+    across = MaxNLocator(nbins=5, steps=round_numbers, integer=True).tick_values(0, last)
+    across = across[across <= last]
+    axes.set(xlim=(0, last), ylim=(up[0], up[-1]))
+    axes.set_xticks(across, _label_ticks(across))
+    axes.set_yticks(up, _label_ticks(up))
+    # The gids by which _take_shapes finds them
+    shown = {".grid": axes.get_ygridlines(), ".x": axes.get_xticklabels(), ".y": axes.get_yticklabels()}
+    for gid, artists in shown.items():
+        for artist in artists:
+            artist.set(gid=gid, clip_on=False)
+
+
+def _label_ticks(ticks: Any) -> list[str]:
+    """The shortest texts that tell the ticks apart: 0.25, 40k, 5e-4."""
+    largest = max(map(abs, ticks))
+    if largest >= 10_000:
+        unit, name = (1e6, "M") if largest >= 2e6 else (1e3, "k")
+        return [f"{tick / unit:.9g}{name}" if tick else "0" for tick in ticks]
+    if largest < 1e-2:
+        return [f"{tick:.9g}".replace("e-0", "e-") if tick else "0" for tick in ticks]
+    decimals = next((n for n in range(9) if all(math.isclose(round(t, n), t, abs_tol=1e-9) for t in ticks)), 9)
+    return [f"{tick:.{decimals}f}" for tick in ticks]
+
+
+# ---- words and numbers, for those who do not see a chart
+
+
+def describe(chart: Chart) -> str:
+    """What the lines do, in a sentence for each."""
+    return " ".join(f"{line.label}: {_describe_course(line.series)}." for line in chart.lines)
+
+
+def _describe_course(series: Series) -> str:
     finite = series.finite()
     if not finite:
         return "no finite value"
-    points = {
-        "from": finite[0], "to": finite[-1],
-        "lowest": min(finite, key=lambda point: point[1]), "highest": max(finite, key=lambda point: point[1]),
-    }  # fmt: skip
-    said = [f"{name} {number(value)} at step {number(step)}" for name, (step, value) in points.items()]
+    lowest, highest = (extreme(finite, key=lambda point: point[1]) for extreme in (min, max))
+    points = {"from": finite[0], "to": finite[-1], "lowest": lowest, "highest": highest}
+    said = [f"{name} {format_number(value)} at step {format_number(step)}" for name, (step, value) in points.items()]
     missing = len(series.steps) - len(finite)
     return ", ".join(said + ([f"{missing} values not finite"] if missing else []))
 
 
-def numbers(chart: Chart) -> tuple[list[list[str]], bool]:
+def tabulate(chart: Chart) -> tuple[list[list[str]], bool]:
     """(rows of a table: the step, then each line's value there or ""; are all logged values in it?)."""
-    few = [thinned(line.series, ROWS) for line in chart.lines]
-    found = [dict(zip(*series, strict=True)) for series in few]
+    found = [dict(zip(*thin(line.series, TABLE_ROWS), strict=True)) for line in chart.lines]
     rows = [
-        [number(step), *(number(values[step]) if step in values else "" for values in found)]
+        [format_number(step), *(format_number(values[step]) if step in values else "" for values in found)]
         for step in sorted({step for values in found for step in values})
     ]
-    return rows, all(len(kept.steps) == len(line.series.steps) for kept, line in zip(few, chart.lines, strict=True))
+    return rows, all(len(line.series.steps) <= TABLE_ROWS for line in chart.lines)
 
 
-def number(value: Any) -> str:
-    """A value as the pages print it, with four significant digits: 0.4312, 1,234, 5e-07; text stays, None is "none"."""
+def format_number(value: float | None) -> str:
+    """A value as the pages print it, with four significant digits: 0.4312, 1,234, 5e-07; None is "none"."""
     if value is None:
         return "none"
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value).lower() if isinstance(value, bool) else str(value)
-    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
+    if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"

@@ -3,31 +3,24 @@
 import argparse
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import InputError
-from . import outcome, page
-from .charts import number, shared_charts
+from . import page
+from .charts import format_number, make_charts
 from .run_folder import Run, read
 
 HIGHER = ("exact_match", "mean_token_accuracy", "rewards/accuracies", "generation/stopped")
 """Metrics of which more is better, whatever the options; `loss` is better lower, of runs with the same loss."""
 NOT_OF_THE_LOSS = (
-    *outcome.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
+    *page.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
     "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "auto_find_batch_size", "gradient_", "optim",
     "adam_", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "disable_dropout", "activation_", "bf16", "fp16",
     "tf32", "torch_compile", "fsdp", "deepspeed", "parallelism_config", "accelerator_config",
 )  # fmt: skip
 """Arguments, or how they begin, that change how a loss is lowered and not what it measures."""
-
-
-class Cell(NamedTuple):
-    """A value in the table of metrics."""
-
-    text: str
-    best: bool
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -41,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE.html", type=Path, default=Path("compare.html"),
                         help="the page (default: compare.html)")  # fmt: skip
     arguments = parser.parse_args(argv)
-    text = compared(arguments.runs, arguments.output)
+    text = render_comparison(arguments.runs, arguments.output)
     try:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
         arguments.output.write_text(text, encoding="utf-8")
@@ -51,103 +44,100 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def compared(folders: Sequence[Path], output: Path) -> str:
+def render_comparison(folders: Sequence[Path], output: Path) -> str:
     """The page; its links to reports are relative to `output`.
 
     Raises InputError as `run_folder.read` does, and for fewer than two runs.
     """
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError("compare needs at least two different runs: hf-posttrain compare outputs/a outputs/b")
-    runs = dict(zip(names(folders), map(read, folders), strict=True))
-    reason = not_comparable(list(runs.values()))
-    return page.rendered(
+    # In the page a run is told by its name, in the order of the command.
+    runs = dict(zip(name_runs(folders), map(read, folders), strict=True))
+    reason = explain_incomparable([*runs.values()])
+    return page.render(
         "compare.html",
         runs=runs,
-        links={name: _link(run, output) for name, run in runs.items()},
-        facts={name: {fact: value for fact, value, _ in outcome.facts(run)} for name, run in runs.items()},
-        warnings={name: found for name, run in runs.items() if (found := outcome.warnings(run))},
-        drawn=shared_charts({name: run.history for name, run in runs.items()}),
-        finals=final_rows(list(runs.values()), reason),
+        links={name: _link_report(run, output) for name, run in runs.items()},
+        facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},
+        warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in page.list_warnings(run)],
+        drawn=make_charts({name: run.history for name, run in runs.items()}),
+        finals=rank_last_values([*runs.values()], reason),
         reason=reason,
-        differences=differing(list(runs.values())),
-        prompts=_samples(runs),
-        long=any(page.long_answers(run.samples) for run in runs.values()),
+        differences=list_differences([_settings(run) for run in runs.values()]),
+        prompts=_collect_samples(runs),
     )
 
 
-def names(folders: Sequence[Path]) -> list[str]:
-    """A short name for each folder: its last part, and as many parts before it as tell it from the others."""
-    paths = [folder.resolve().parts for folder in folders]
-    found = []
-    for path in paths:
-        shared = (n for n in range(1, len(path)) if sum(other[-n:] == path[-n:] for other in paths) == 1)
-        found.append("/".join(path[-next(shared, len(path)) :]))
-    return found
+def name_runs(folders: Sequence[Path]) -> list[str]:
+    """A short name for each folder: its path below the folder that all are in."""
+    paths = [folder.resolve() for folder in folders]
+    shared = os.path.commonpath([path.parent for path in paths])
+    return [path.relative_to(shared).as_posix() for path in paths]
 
 
-def not_comparable(runs: list[Run]) -> str:
+def explain_incomparable(runs: list[Run]) -> str:
     """Why the losses of these runs cannot be set against each other; empty where they can."""
     if len({run.method for run in runs}) > 1:
         return "their methods differ"
-    if len({str(run.sources("eval")) for run in runs}) > 1:
+    if not _same_evaluation_data(runs):
         return "their evaluation data differ"
-    for name, *_ in differing(runs, "arguments"):
-        if not name.startswith(NOT_OF_THE_LOSS):
-            return f"{name} differs"
-    return ""
+    # Of the options that differ, the first on which the value of a loss depends
+    differing = [name for name, *_ in list_differences([run.arguments for run in runs])]
+    return next((f"{name} differs" for name in differing if not name.startswith(NOT_OF_THE_LOSS)), "")
 
 
-def final_rows(runs: list[Run], reason: str) -> list[tuple[str, list[Cell]]]:
-    """(metric and split, a cell for each run); best is marked among evaluations on the same data.
+def _same_evaluation_data(runs: list[Run]) -> bool:
+    return all(run.sources["eval"] == runs[0].sources["eval"] for run in runs)
 
-    reason: of `not_comparable`; with one, losses get no mark.
+
+def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """(metric and split, for each run its value and: is it the best?), the latter among evaluations on the same data.
+
+    reason: of `explain_incomparable`; with one, losses get no mark.
     """
-    same_data = len({str(run.sources("eval")) for run in runs}) == 1
+    same_data = _same_evaluation_data(runs)
     keys = {key for run in runs for key in run.history}
     rows = []
     for key in sorted(keys, key=lambda k: (k.removeprefix("eval_") != "loss", not k.startswith("eval_"), k)):
         metric, held_out = key.removeprefix("eval_"), key.startswith("eval_")
         last = [run.history[key].values[-1] if key in run.history else None for run in runs]
+        # 1: more is better, -1: less is better, 0: neither. No run is the best of equal ones.
         sign = 1 if metric in HIGHER else -1 if metric == "loss" and not reason else 0
         ranks = {sign * value for value in last if value is not None and math.isfinite(value)}
         best = max(ranks) if sign and held_out and same_data and len(ranks) > 1 else None
-        cells = [Cell("", False) if value is None else Cell(number(value), sign * value == best) for value in last]
+        cells = [("", False) if value is None else (format_number(value), sign * value == best) for value in last]
         rows.append((f"{metric} ({'evaluation' if held_out else 'training'})", cells))
     return rows
 
 
-def differing(runs: list[Run], of: str = "recipe") -> list[tuple[str, ...]]:
-    """(dotted key, a value for each run) where the values are not all the same; "not given" where a run lacks it.
-
-    of: "recipe", which stands in for the arguments of runs that have none, or "arguments".
-    """
-    trees = [run.arguments if of == "arguments" else _settings(run) for run in runs]
-    flat = [{key: value for key, value in _flat(tree, "") if key != "train.output_dir"} for tree in trees]
-    keys = dict.fromkeys(key for tree in flat for key in tree)
-    rows = [(key, *(outcome.shown(tree[key]) if key in tree else "not given" for tree in flat)) for key in keys]
+def list_differences(trees: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """(dotted key, a value for each tree) where the values are not all the same; "not given" where a tree lacks it."""
+    flat = [_flatten(tree) for tree in trees]
+    keys = dict.fromkeys(key for tree in flat for key in tree if key != "train.output_dir")
+    rows = [(key, *(page.format_option(tree[key]) if key in tree else "not given" for tree in flat)) for key in keys]
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 def _settings(run: Run) -> dict[str, Any]:
+    """The recipe, or what stands in for it after a run from Python."""
     return run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
 
 
-def _flat(tree: dict[str, Any], above: str) -> Iterator[tuple[str, Any]]:
+def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Dotted key -> value."""
+    found: dict[str, Any] = {}
     for name, value in tree.items():
-        key = f"{above}.{name}" if above else name
-        if isinstance(value, dict) and value:
-            yield from _flat(value, key)
-        else:
-            yield key, value
+        found |= _flatten(value, f"{above}{name}.") if isinstance(value, dict) and value else {above + name: value}
+    return found
 
 
-def _link(run: Run, output: Path) -> str | None:
+def _link_report(run: Run, output: Path) -> str | None:
     """From the page to the run's report, where there is one."""
     file = run.folder.resolve() / page.NAME
     return Path(os.path.relpath(file, output.resolve().parent)).as_posix() if file.exists() else None
 
 
-def _samples(runs: dict[str, Run]) -> list[dict[str, Any]]:
+def _collect_samples(runs: dict[str, Run]) -> list[dict[str, Any]]:
     """Each prompt with what every run that was asked it answered."""
     found: dict[str, dict[str, Any]] = {}
     for name, run in runs.items():
@@ -155,4 +145,4 @@ def _samples(runs: dict[str, Run]) -> list[dict[str, Any]]:
             entry = found.setdefault(sample["prompt"], {"prompt": sample["prompt"], "answers": {}})
             entry["answers"][name] = sample["after"]
             entry["expected"] = entry.get("expected") or sample.get("expected")
-    return list(found.values())
+    return [*found.values()]

@@ -1,83 +1,108 @@
-"""Writes report.html: a run as one page that needs no other file. Fills the templates of `compare` and card.py too."""
+"""Writes report.html: a run as one page that needs no other file; and what all pages and cards say of how it went."""
 
-from collections.abc import Iterator
+import math
 from typing import Any
 
-from . import charts, drawing, outcome
+from . import charts
+from .charts import TITLES, format_number, list_metrics
 from .run_folder import Run
 
 NAME = "report.html"
-SHORT = 60
-"""Letters of an answer that fits next to others in half of the page."""
-SPLITS = {"train": "Training data", "eval": "Evaluation data"}
-QUANTILES = {"min": "least", "p50": "median", "p95": "95 %", "p99": "99 %", "max": "most", "mean": "mean"}
-FINDINGS = {
-    "stubs": "one trained token", "duplicates": "duplicates", "unknown": "with an unknown token",
-    "conflicts": "under both labels", "identical": "chosen equal to rejected", "overlap": "also in train",
-}  # fmt: skip
-SHOWN_ROWS = 5
-"""Row numbers of a finding of the data audit, at most."""
+MACHINERY = (
+    "output_dir", "use_cpu", "report_to", "run_name", "project", "trackio_", "logging_", "log_", "save_", "eval_",
+    "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
+    "layout", "precompute_ref_", "vllm_", "rollout", "generation_batch_size", "disable_tqdm", "dataloader_", "ddp_",
+    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
+)  # fmt: skip
+"""Arguments, or how they begin, on which neither the weights nor what a loss measures depend."""
 
 
 def write(run: Run) -> None:
     """Write the page into the run's folder."""
-    machine = {name: run.record[name] for name in ("engine", "device", "started") if run.record.get(name)}
-    text = rendered(
-        "report.html",
-        run=run,
-        method=outcome.title(run.method),
-        drawn=charts.charts(run.history),
-        audit=audit_tables(run.audit),
-        environment=[*machine.items(), *run.record.get("versions", {}).items()],
-        long=long_answers(run.samples),
-    )
-    (run.folder / NAME).write_text(text, encoding="utf-8")
+    (run.folder / NAME).write_text(render("report.html", run=run), encoding="utf-8")
 
 
-def rendered(template: str, **content: Any) -> str:
-    """A file of templates/, filled; in HTML everything is escaped. They call charts.py, drawing.py and outcome.py."""
+def render(template: str, **content: Any) -> str:
+    """A file of templates/, filled; in HTML everything is escaped. They may call charts.py and the functions below."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
     environment = Environment(
         loader=PackageLoader(__package__), undefined=StrictUndefined, autoescape=select_autoescape(),
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    environment.globals |= {"charts": charts, "drawing": drawing, "outcome": outcome}
+    functions = (list_facts, list_last_values, list_options, list_warnings, format_number)
+    environment.globals |= {"charts": charts} | {function.__name__: function for function in functions}
     return environment.get_template(template).render(**content)
 
 
-def long_answers(samples: list[dict[str, Any]]) -> bool:
-    """Do sample answers need the whole width?"""
-    return any(len(sample.get(part) or "") > SHORT for sample in samples for part in ("before", "after", "expected"))
-
-
-def audit_tables(audit: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """audit.json as tables, (title, columns, rows): what the data check found in each data set, and its lengths."""
+def list_facts(run: Run) -> list[tuple[str, str, str]]:
+    """(name, value, remark): loss, exact match and key metrics (of evaluation where there is one), steps and time."""
     found = []
-    for split, data in (audit.get("data") or {}).items():
-        title = SPLITS.get(split, split)
-        if data:
-            found.append((title, ["what", "count", "first rows"], list(_counts(data))))
-        lengths = {part: sizes for part, sizes in ((data or {}).get("lengths") or {}).items() if sizes}
-        if lengths:
-            rows = [[part, *(charts.number(sizes.get(q)) for q in QUANTILES)] for part, sizes in lengths.items()]
-            found.append((f"{title}: tokens", ["part", *QUANTILES.values()], rows))
+    # Held-out values tell more than those of training, so they are shown where there are any.
+    for metric in ("loss", "exact_match", *(run.row.key_metrics if run.row else ())):
+        split = "evaluation" if f"eval_{metric}" in run.history else "training"
+        if series := run.history.get(f"eval_{metric}", run.history.get(metric)):
+            remark = f"{split}, from {format_number(series.values[0])}" if len(series.steps) > 1 else split
+            found.append((TITLES.get(metric, metric), format_number(series.values[-1]), remark))
+    taken, planned = run.steps
+    epochs = run.state.get("epoch")
+    remark = "" if epochs is None else f"{format_number(epochs)} epochs"
+    found.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
+    if seconds := run.results.get("train_runtime"):
+        rate = run.results.get("train_samples_per_second")
+        found.append(("Time", format_duration(seconds), f"{format_number(rate)} rows a second" if rate else ""))
     return found
 
 
-def _counts(data: dict[str, Any]) -> Iterator[list[str]]:
-    """Rows of the table of a data set; parts that the audit lacks are left out."""
-    for name, key in {"rows read": "rows_read", "examples": "examples"}.items():
-        if data.get(key) is not None:
-            yield [name, charts.number(data[key]), ""]
-    for kind in ("dropped", "truncated"):
-        yield from ([f"{kind}: {item['reason']}", *_count(item)] for item in data.get(kind) or [])
-        if data.get(kind) == []:
-            yield [kind, "0", ""]
-    yield from ([name, *_count(data[kind])] for kind, name in FINDINGS.items() if data.get(kind))
-    yield from ([name, charts.number(count), ""] for name, count in (data.get("classes") or {}).items())
+def format_duration(seconds: float) -> str:
+    """12 s, 3 min 20 s, 2 h 5 min."""
+    minutes, rest = divmod(round(seconds), 60)
+    if not minutes:
+        return f"{seconds:.3g} s"
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _count(item: dict[str, Any]) -> tuple[str, str]:
-    rows = [str(row) for row in item.get("first_rows") or []]
-    return charts.number(item["count"]), ", ".join(rows[:SHOWN_ROWS]) + (", …" if len(rows) > SHOWN_ROWS else "")
+def list_warnings(run: Run) -> list[str]:
+    """What the data check and the run itself warned of, and what the logs show."""
+    found = [str(text) for text in run.audit.get("warnings", [])]
+    for warning in run.record.get("warnings", []):
+        # The step that it came at goes first, unless the warning names one itself.
+        message = str(warning["message"])
+        dated = message.lower().startswith("step ")
+        found.append(f"S{message[1:]}" if dated else f"Step {format_number(warning['step'])}: {message}")
+    for key in ("loss", "eval_loss"):
+        steps, values = run.history.get(key, ((), ()))
+        broken = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
+        if broken:
+            found.append(f"{key} was not finite at {len(broken)} logs, first at step {format_number(broken[0])}.")
+    taken, planned = run.steps
+    if taken < planned:
+        found.append(f"The run is not over or was stopped: {taken:,} of {planned:,} steps were taken.")
+    return found
+
+
+def list_options(run: Run) -> list[tuple[str, str]]:
+    """Hyper-parameters: the arguments that are known and shape the result, and the adapter's; empty ones left out."""
+    known = {name: value for name, value in run.arguments.items() if not name.startswith((*MACHINERY, "dataset_"))}
+    # Of the two limits of a run's length, the other has no effect.
+    known.pop("num_train_epochs" if known.get("max_steps", -1) > 0 else "max_steps", None)
+    rows = [("rows per optimizer step", run.record.get("rows_per_step")), *known.items()]
+    rows += [(f"adapter: {name}", value) for name, value in run.lora.items()]
+    return [(name, format_option(value)) for name, value in rows if value not in (None, "", [], {})]
+
+
+def format_option(value: Any) -> str:
+    """An option's value as a recipe would have it, lists with commas."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(format_option, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {format_option(part)}" for name, part in value.items())
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def list_last_values(run: Run) -> list[tuple[str, str, str]]:
+    """(metric, training, evaluation): the last logged value of every metric, "" where there is none."""
+    last = {key: format_number(series.values[-1]) for key, series in run.history.items()}
+    return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in list_metrics(run.history)]

@@ -1,81 +1,73 @@
-"""Reads a run's folder: whatever the run has left so far, and nothing for what it has not.
+"""Reads a run's folder: everything that the run has left so far; what is missing is empty.
 
-Nothing is unpickled, and values of access tokens are not read along.
+Nothing is unpickled, and the values of access tokens are not kept.
 """
 
 import json
-import re
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import InputError
+from ..methods import METHODS
 from ..recipe.yaml_tree import read_tree, write_tree
-from .charts import History, history_of
+from ..trainer.method import Method
 
 STATE = "trainer_state.json"
 HIDDEN = "<hidden>"
+_NOT_CURVES = ("step", "epoch", "total_flos", "train_loss", "num_input_tokens_seen")
+_TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
+
+
+class Series(NamedTuple):
+    """The values of one key of the log: optimizer steps, rising, and a value for each, not always finite."""
+
+    steps: tuple[float, ...]
+    values: tuple[float, ...]
+
+    def finite(self) -> list[tuple[float, float]]:
+        """(step, value) where the value is finite."""
+        return [(step, value) for step, value in zip(*self, strict=True) if math.isfinite(value)]
+
+
+History: TypeAlias = Mapping[str, Series]  # key of the log, such as eval_loss -> its values
+
+
+def read_history(log: Iterable[dict[str, Any]]) -> History:
+    """Every number of a log_history (trainer_state.json) but times and totals; of two at one step the later."""
+    found: dict[str, dict[float, float]] = {}
+    for entry in log:
+        for key, value in entry.items():
+            if isinstance(value, int | float) and key not in _NOT_CURVES and not key.endswith(_TIMES):
+                found.setdefault(key, {})[entry.get("step", 0)] = float(value)
+    return {key: Series(*zip(*sorted(values.items()), strict=True)) for key, values in found.items()}
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is known of a run; what its folder lacks is empty.
-
-    state: HF's TrainerState, the run's own or its newest checkpoint's; history: what it logged, by metric; recipe and
-    recipe_text: recipe.yaml as a tree and as text; record: run.json; results: all_results.json, which comes last;
-    audit and samples: the JSON files of these names.
-    """
+    """What is known of a run; what its folder lacks is empty."""
 
     folder: Path
-    state: dict[str, Any]
+    name: str  # the folder's own
+    state: dict[str, Any]  # HF's TrainerState: the run's own or its newest checkpoint's
+    steps: tuple[int, int]  # taken, planned
     history: History
-    recipe: dict[str, Any]
-    recipe_text: str
-    record: dict[str, Any]
-    results: dict[str, Any]
-    audit: dict[str, Any]
-    samples: list[dict[str, Any]]
-
-    @property
-    def name(self) -> str:
-        """The folder's own name."""
-        return self.folder.resolve().name
-
-    @property
-    def method(self) -> str:
-        """sft, dpo, ...; empty where nothing says it."""
-        return str(self.recipe.get("method") or self.record.get("method") or "")
-
-    @property
-    def base_model(self) -> str:
-        """Hub name or folder of the model that was trained; empty where nothing says it."""
-        return str(self.recipe.get("model", {}).get("name_or_path") or self.record.get("base_model") or "")
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Training arguments: all that matter with run.json, otherwise those that the recipe gives."""
-        return self.recipe.get("train", {}) | self.record.get("arguments", {})
-
-    @property
-    def adapter(self) -> bool:
-        """Does the folder hold an adapter, not a whole model?"""
-        return (self.folder / "adapter_config.json").exists()
-
-    @property
-    def lora(self) -> dict[str, Any]:
-        """The adapter's options; empty without one."""
-        return self.record.get("lora") or self.recipe.get("model", {}).get("lora") or {}
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """(steps taken, steps planned)."""
-        return int(self.state.get("global_step", 0)), int(self.state.get("max_steps", 0))
-
-    def sources(self, split: str) -> list[dict[str, Any]]:
-        """The recipe's sources of "train" or "eval", as it gives them."""
-        given = self.recipe.get("data", {}).get(split)
-        return given if isinstance(given, list) else [given] if given else []
+    recipe: dict[str, Any]  # recipe.yaml as a tree
+    recipe_text: str  # and as text
+    record: dict[str, Any]  # run.json
+    results: dict[str, Any]  # all_results.json, which comes last
+    audit: dict[str, Any]  # audit.json
+    samples: list[dict[str, Any]]  # samples.json
+    method: str  # sft, dpo, ...
+    row: Method | None  # the method's in the table; None for one that this version does not know
+    base_model: str  # hub name or folder of the model that was trained
+    arguments: dict[str, Any]  # of training: all that matter with run.json, otherwise those that the recipe gives
+    adapter: bool  # does the folder hold an adapter, not a whole model?
+    lora: dict[str, Any]  # the adapter's options
+    sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
 
 
 def read(folder: str | Path) -> Run:
@@ -86,61 +78,75 @@ def read(folder: str | Path) -> Run:
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}: give a run's output_dir")
-    source = _state_file(folder)
-    state, record = _json(source), _json(folder / "run.json", {})
+    state_file = _find_state(folder)
+    state, record = _read_json(state_file), _hide_tokens(_read_json(folder / "run.json", {}))
+    # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
     results, recipe = folder / "all_results.json", folder / "recipe.yaml"
-    known = recipe.exists() and not _of_earlier_run(recipe, source, record)
-    tree, text = _recipe(recipe) if known else ({}, "")
+    tree, text = ({}, "") if _is_outdated(recipe, state_file, record) else _read_recipe(recipe)
+    # The recipe says what was wanted, run.json what was done; a run from Python has no recipe.
+    model, data = tree.get("model", {}), tree.get("data", {})
+    method = str(tree.get("method") or record.get("method") or "")
+    given = {split: data.get(split) or [] for split in ("train", "eval")}
     return Run(
         folder=folder,
+        name=folder.resolve().name,
         state=state,
-        history=history_of(state.get("log_history", [])),
+        steps=(int(state.get("global_step", 0)), int(state.get("max_steps", 0))),
+        history=read_history(state.get("log_history", [])),
         recipe=tree,
         recipe_text=text,
-        record=hidden(record),
-        results={} if _of_earlier_run(results, source, record) else _json(results, {}),
-        audit=_json(folder / "audit.json", {}),
-        samples=_json(folder / "samples.json", []),
+        record=record,
+        results={} if _is_outdated(results, state_file, record) else _read_json(results),
+        audit=_read_json(folder / "audit.json", {}),
+        samples=_read_json(folder / "samples.json", []),
+        method=method,
+        row=METHODS.get(method),
+        base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
+        arguments=tree.get("train", {}) | record.get("arguments", {}),
+        adapter=(folder / "adapter_config.json").exists(),
+        lora=record.get("lora") or model.get("lora") or {},
+        sources={split: found if isinstance(found, list) else [found] for split, found in given.items()},
     )
 
 
-def hidden(tree: Any) -> Any:
-    """The same tree with HIDDEN for the value of every key that ends in _token, such as hub_token, where it has one."""
-    if isinstance(tree, dict):
-        secret = {key for key, value in tree.items() if str(key).endswith("_token") and value not in (None, "")}
-        return {key: HIDDEN if key in secret else hidden(value) for key, value in tree.items()}
-    return [hidden(part) for part in tree] if isinstance(tree, list) else tree
-
-
-def _recipe(file: Path) -> tuple[dict[str, Any], str]:
-    """The file as a tree and as text, without secrets: written anew where one is hidden."""
-    tree, _ = read_tree(file)
-    shown = hidden(tree)
-    return shown, file.read_text(encoding="utf-8") if shown == tree else write_tree(shown)
-
-
-def _state_file(folder: Path) -> Path:
+def _find_state(folder: Path) -> Path:
     """The run's own, written when it ends, unless a checkpoint is newer: a run that is resumed, or not over."""
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.parent.name), path) for path in folder.glob(f"*/{STATE}")]
-    newest = sorted((int(match[1]), path) for match, path in numbered if match)[-1:]
+    numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
+    newest = sorted((int(number), path) for number, path in numbered if number.isdecimal())[-1:]
     candidates = [path for path in (folder / STATE, *(path for _, path in newest)) if path.exists()]
     if not candidates:
         raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
     return max(candidates, key=lambda path: path.stat().st_mtime)
 
 
-def _of_earlier_run(file: Path, source: Path, record: dict[str, Any]) -> bool:
-    """Is it older than the start in run.json, or of a run that was over before `source`, a checkpoint's state, was
-    written?"""
+def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:
+    """Is it missing, or of an earlier run? source: the trainer_state.json that is read; record: run.json."""
     if not file.exists():
-        return False
+        return True
+    # Older than the start in run.json
     written, over = file.stat().st_mtime, file.parent / STATE
     if (started := record.get("started")) and written < datetime.fromisoformat(started).timestamp():
         return True
+    # Not younger than the end of a run, after which `source`, a checkpoint's state, was written
     return source != over and over.exists() and written <= over.stat().st_mtime
 
 
-def _json(file: Path, default: Any = None) -> Any:
+def _read_recipe(file: Path) -> tuple[dict[str, Any], str]:
+    """The file as a tree and as text, without secrets: written anew where one is hidden."""
+    tree, _ = read_tree(file)
+    shown = _hide_tokens(tree)
+    return shown, file.read_text(encoding="utf-8") if shown == tree else write_tree(shown)
+
+
+def _hide_tokens(tree: Any) -> Any:
+    """The same tree with HIDDEN for the value of every key that ends in _token, such as hub_token, where it has one."""
+    if isinstance(tree, dict):
+        secret = {key for key, value in tree.items() if str(key).endswith("_token") and value not in (None, "")}
+        return {key: HIDDEN if key in secret else _hide_tokens(value) for key, value in tree.items()}
+    return [_hide_tokens(part) for part in tree] if isinstance(tree, list) else tree
+
+
+def _read_json(file: Path, default: Any = None) -> Any:
     """The file's content, or `default` where it is missing and there is one; of the same type."""
     if default is not None and not file.exists():
         return default

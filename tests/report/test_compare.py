@@ -58,7 +58,7 @@ def test_it_links_to_reports_that_are_there(two, tmp_path):
 
 def test_names_tell_runs_apart(tmp_path):
     paths = [tmp_path / "x" / "run", tmp_path / "y" / "run", tmp_path / "other"]
-    assert compare.names(paths) == ["x/run", "y/run", "other"]
+    assert compare.name_runs(paths) == ["x/run", "y/run", "other"]
 
 
 @pytest.mark.parametrize(
@@ -79,21 +79,21 @@ def test_names_tell_runs_apart(tmp_path):
 )
 def test_losses_are_ranked_only_where_they_measure_the_same(tmp_path, recipe, reason):
     runs = [read(leave_run(tmp_path / "a")), read(leave_run(tmp_path / "b", log_of(loss=lambda s: 1.0), recipe=recipe))]
-    assert compare.not_comparable(runs) == reason
-    rows = dict(compare.final_rows(runs, reason))
-    assert [cell.best for cell in rows["loss (evaluation)"]] == [not reason, False]
-    assert not any(cell.best for cell in rows["loss (training)"])
+    assert compare.explain_incomparable(runs) == reason
+    rows = dict(compare.rank_last_values(runs, reason))
+    assert [best for _, best in rows["loss (evaluation)"]] == [not reason, False]
+    assert not any(best for _, best in rows["loss (training)"])
 
 
 def test_best_is_the_highest_accuracy_whatever_the_options_and_nobody_in_a_tie(tmp_path):
     scores = (0.25, 0.75, math.nan)
     logs = [[{"step": 1, "eval_exact_match": score, "eval_rewards/accuracies": 0.5}] for score in scores]
     runs = [read(leave_run(tmp_path / str(n), log, recipe=with_train(beta=n))) for n, log in enumerate(logs, 1)]
-    rows = dict(compare.final_rows(runs, "beta differs"))
-    assert [(cell.text, cell.best) for cell in rows["exact_match (evaluation)"]] == [
+    rows = dict(compare.rank_last_values(runs, "beta differs"))
+    assert rows["exact_match (evaluation)"] == [
         ("0.25", False), ("0.75", True), ("nan", False),
     ]  # fmt: skip
-    assert not any(cell.best for cell in rows["rewards/accuracies (evaluation)"])
+    assert not any(best for _, best in rows["rewards/accuracies (evaluation)"])
 
 
 def test_runs_without_recipes_and_with_other_metrics(tmp_path):

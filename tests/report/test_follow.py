@@ -34,7 +34,7 @@ from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.report import samples
 from hf_posttrain.report.run_folder import read
-from hf_posttrain.report.samples import questions, refusal
+from hf_posttrain.report.samples import find_obstacle, pick_questions
 
 
 class Warn(TrainerCallback):
@@ -241,7 +241,7 @@ def test_a_run_in_the_folder_of_an_earlier_one_is_not_told_as_that(tmp_path, mon
     first.save_metrics("eval", {"eval_loss": 7.0})
     (tmp_path / "recipe.yaml").write_text("method: dpo\n")
     os.utime(tmp_path / "recipe.yaml", (1000, 1000))
-    monkeypatch.setattr(samples, "refusal", lambda trainer: "it may not")
+    monkeypatch.setattr(samples, "find_obstacle", lambda trainer: "it may not")
     second = sft(tmp_path)
     second.save_metrics("train", second.train().metrics)
     second.save_state()
@@ -322,15 +322,15 @@ def test_the_code_on_the_model_card_runs(lora, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_questions_of_every_kind_of_row(row, prompt, expected):
-    assert questions(datasets.Dataset.from_list([row])) == [(prompt, expected)]
+    assert pick_questions(datasets.Dataset.from_list([row])) == [(prompt, expected)]
 
 
 def test_questions_are_spread_over_a_data_set_and_taken_from_the_start_of_a_stream():
     rows = datasets.Dataset.from_list([{"prompt_ids": [n, n], "completion_ids": [n]} for n in range(10)])
-    assert [expected for _, expected in questions(rows)] == [[0], [2], [5], [7]]
-    assert [expected for _, expected in questions({"first": rows.select(range(2)), "second": rows})] == [[0], [1]]
-    assert [expected for _, expected in questions(rows.to_iterable_dataset())] == [[0], [1], [2], [3]]
-    assert questions(rows.select([])) == []
+    assert [expected for _, expected in pick_questions(rows)] == [[0], [2], [5], [7]]
+    assert [expected for _, expected in pick_questions({"first": rows.select(range(2)), "second": rows})] == [[0], [1]]
+    assert [expected for _, expected in pick_questions(rows.to_iterable_dataset())] == [[0], [1], [2], [3]]
+    assert pick_questions(rows.select([])) == []
 
 
 def test_sharded_models_are_asked_only_where_they_generate_anyway(monkeypatch):
@@ -339,14 +339,14 @@ def test_sharded_models_are_asked_only_where_they_generate_anyway(monkeypatch):
         return types.SimpleNamespace(args=args, accelerator=None, train_dataset=rows, eval_dataset=None)
 
     monkeypatch.setattr(engine, "shards", lambda accelerator: True)
-    assert "would gather all weights on each device" in refusal(trainer())
-    assert refusal(trainer(eval_exact_match=True)) is None
-    assert refusal(trainer(rollout="transformers")) is None
-    assert refusal(trainer(rollout="vllm")) is not None
+    assert "would gather all weights on each device" in find_obstacle(trainer())
+    assert find_obstacle(trainer(eval_exact_match=True)) is None
+    assert find_obstacle(trainer(rollout="transformers")) is None
+    assert find_obstacle(trainer(rollout="vllm")) is not None
     monkeypatch.setattr(engine, "shards", lambda accelerator: False)
-    assert refusal(trainer()) is None
-    assert refusal(trainer(rows=None)) == "there are no rows"
-    assert "sequence parallelism" in refusal(trainer(types.SimpleNamespace(sp_size=2)))
+    assert find_obstacle(trainer()) is None
+    assert find_obstacle(trainer(rows=None)) == "there are no rows"
+    assert "sequence parallelism" in find_obstacle(trainer(types.SimpleNamespace(sp_size=2)))
 
 
 def _followed(rank, engine_name, folder):
