@@ -19,7 +19,6 @@ from hf_posttrain import DPOTrainer, SFTTrainer, run
 from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
-from hf_posttrain.check.show import sample_lines, text
 from hf_posttrain.models import load as models
 from hf_posttrain.recipe.read import load_recipe
 
@@ -158,11 +157,11 @@ def test_pain_34_import_budget(folder):
 def test_samples_show_what_is_trained(folder):
     write_rows(folder / "pairs.jsonl", [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}])
     [sample] = checked("method=dpo", "data={train: {path: pairs.jsonl}}").tokens.samples
-    assert sample_lines(sample, colour=False) == [
+    assert sample.lines(colour=False) == [
         "2 + 2 =", "chosen: [[ 4<|im_end|>]]", "rejected: [[ 5<|im_end|>]]"
     ]  # fmt: skip
     assert sample.boundary == "'2 + 2 =' | ' 4<|im_end|>'"
-    assert "\033[1;32m 4<|im_end|>\033[0m" in sample_lines(sample, colour=True)[1]
+    assert "\033[1;32m 4<|im_end|>\033[0m" in sample.lines(colour=True)[1]
 
 
 def test_each_source_has_samples_of_its_own(folder):
@@ -280,7 +279,7 @@ def test_a_probe_takes_rows_of_one_label_and_sends_nothing(folder, monkeypatch):
 
 def test_blank_lines_of_a_sample_are_kept(folder):
     write_rows(folder / "rows.jsonl", [{"prompt": "a\n\nb", "completion": "c"}])
-    assert "\n  a\n\n  b[[c<|im_end|>]]\n" in text(checked("data.eval=null"), colour=False)
+    assert "\n  a\n\n  b[[c<|im_end|>]]\n" in checked("data.eval=null").text(colour=False)
 
 
 def test_what_training_would_refuse_is_refused_unless_it_is_planned_for_elsewhere(folder, capsys):
