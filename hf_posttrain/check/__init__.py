@@ -11,12 +11,13 @@ import logging
 import os
 import textwrap
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+from ..methods import METHODS
 from ..recipe import build
 from ..recipe.sections import Recipe
 
@@ -107,6 +108,7 @@ def check(
     What its train section asks of engines and GPUs is checked where it is launched for them, and otherwise for names
     and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
     """
+    build.imported(METHODS[recipe.method].module)  # torch with it, the quick way
     trainer_class, config = build.configure(recipe if _is_at_home() else build.of_any_machine(recipe))
     from ..data.lengths import warn_if_too_long
     from ..recipe.datasets import audit_data, prepare_data
@@ -116,8 +118,13 @@ def check(
     from .probe import probe
     from .trained import audit_tokens
 
+    # on all ranks: what a run does first, and the warnings that are logged meanwhile
     tokenizer, peft_config = build.check_models(recipe)
-    with _logged_warnings() as notes:
+    logger, logged = logging.getLogger("hf_posttrain"), BufferingHandler(capacity=10_000)
+    logged.setLevel(logging.WARNING)
+    with ExitStack() as stack:
+        logger.addHandler(logged)
+        stack.callback(logger.removeHandler, logged)
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
         models = build.load_skeletons(recipe)
         warn_if_too_long(rows["train"], models[0].config, config)
@@ -127,7 +134,7 @@ def check(
     if config.process_index != 0:
         return None
 
-    # from here on nothing waits for other ranks
+    # on the first rank alone: what needs no other
     return Check(
         path=str(recipe.path),
         method=recipe.method,
@@ -139,17 +146,16 @@ def check(
         plan=plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=memory,
         probe=probed,
-        notes=[record.getMessage() for record in notes],
+        notes=[record.getMessage() for record in logged.buffer],
     )
 
 
 def _is_at_home() -> bool:
     """Is this the machine that the recipe is meant for: was it launched, or is there a GPU?"""
-    if "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ):
-        return True
     import torch
 
-    return torch.cuda.is_available()
+    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
+    return launched or torch.cuda.is_available()
 
 
 def _defaulted(recipe: Recipe, trainer_class: Any, config: Any) -> dict[str, Any]:
@@ -158,15 +164,3 @@ def _defaulted(recipe: Recipe, trainer_class: Any, config: Any) -> dict[str, Any
     own = vars(trainer_class.config_class)["__annotations__"]
     values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
     return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
-
-
-@contextmanager
-def _logged_warnings() -> Iterator[list[logging.LogRecord]]:
-    """The warnings of this package that are logged inside."""
-    handler, package = BufferingHandler(capacity=10_000), logging.getLogger(__name__.partition(".")[0])
-    handler.setLevel(logging.WARNING)
-    package.addHandler(handler)
-    try:
-        yield handler.buffer
-    finally:
-        package.removeHandler(handler)

@@ -23,8 +23,7 @@ from ..methods import METHODS
 from ..models.section import ModelSection
 from ..recipe.sections import Source
 
-ROWS = 100
-"""Rows that are looked at."""
+ROWS = 100  # that are looked at
 _EXAMPLES = """examples:
   hf-posttrain data mine.jsonl
   hf-posttrain data mine.jsonl prompt=question completion=answer --model Qwen/Qwen3-0.6B
@@ -160,7 +159,7 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
     else:  # a row as the file has it, in the columns of a prepared one: a value is a text, a message or an id
         sample = read(row, _plan(method, form))[0]
         found = zip(("prompt_ids", *method.rows.answers), (sample.prompt, *sample.branches), strict=False)
-        made = {column: [part] if isinstance(part, str) else part or [] for column, part in found}
+        made = {column: [part] if part and isinstance(part, str) else part or [] for column, part in found}
         made, write = made | {"completion_mask": sample.mask}, _as_text
     shown = pieces(parts(made, method.rows), write)
     if method.rows.sampled:

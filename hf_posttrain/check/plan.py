@@ -16,8 +16,7 @@ from ..scoring import layouts
 from ..scoring.choose_layout import able
 from ..scoring.layouts import Branch, Example
 
-MICRO_BATCHES = 50
-"""How many are laid out to measure padding and tokens."""
+MICRO_BATCHES = 50  # how many are laid out to measure padding and tokens
 
 
 @dataclass
@@ -37,7 +36,6 @@ class Plan:
     saved: float | None = None  # share of tokens that is not computed, since answers share their prompt
 
     def lines(self) -> Iterator[str]:
-        """The text for people."""
         of = f"{self.epochs:.3g} epochs of {self.rows} rows" if self.rows is not None else "a stream"
         processes = f" on {self.processes} processes" if self.processes > 1 else ""
         yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {of}"
@@ -49,7 +47,6 @@ class Plan:
             )
 
     def warnings(self) -> Iterator[str]:
-        """What would ruin training."""
         if self.steps < 1:
             yield "there is no optimizer step: raise train.num_train_epochs or train.max_steps"
 

@@ -21,10 +21,8 @@ from ..scoring.teacher_tiles import dense
 from ..watch.pace import peak_memory
 from .rehearsal import longest
 
-PROMPTS = 4
-"""How many are answered for the statistics of rollouts."""
-SPAN = 32
-"""Tokens of a rollout that are averaged to one KL."""
+PROMPTS = 4  # how many are answered for the statistics of rollouts
+SPAN = 32  # tokens of a rollout that are averaged to one KL
 _ONCE = {
     "max_steps": 1, "train_sampling_strategy": "sequential", "eval_strategy": "no", "save_strategy": "no",
     "load_best_model_at_end": False, "eval_on_start": False, "resume_from_checkpoint": None, "report_to": "none",
@@ -55,7 +53,6 @@ class Probe:
     rollouts: Rollouts | None = None  # where the student samples
 
     def lines(self) -> Iterator[str]:
-        """The text for people."""
         yield (
             f"a step of {self.rows} rows of up to {self.longest} tokens: {self.seconds:.1f} s, "
             f"{self.peak_bytes / 2**30:.2f} GiB at most, loss {self.loss:.4g}"
@@ -70,7 +67,6 @@ class Probe:
             yield f"KL to the teacher from token {', '.join(spans)}"
 
     def warnings(self) -> Iterator[str]:
-        """What would ruin training."""
         if not np.isfinite(self.loss):
             yield f"the loss of the longest batch is {self.loss}"
         if self.rollouts and self.rollouts.stopped == 0:

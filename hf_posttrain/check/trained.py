@@ -22,16 +22,11 @@ from ..errors import InputError, error_context
 from ..methods import METHODS
 from ..recipe.sections import Recipe
 
-SHOWN = 3
-"""Samples of each source."""
-LOOKED_AT = 1000
-"""Rows of each source whose beginnings and ends are counted."""
-PADDED_SHARE = 0.1
-"""From this share of examples on, padding tokens inside them are a warning."""
-EDGE = 24
-"""Characters that are shown on each side of the boundary between prompt and trained text."""
-LONGEST = 1500
-"""Characters of a piece that are shown."""
+SHOWN = 3  # samples of each source
+LOOKED_AT = 1000  # rows of each source whose beginnings and ends are counted
+PADDED_SHARE = 0.1  # from this share of examples on, padding tokens inside them are a warning
+EDGE = 24  # characters that are shown on each side of the boundary between prompt and trained text
+LONGEST = 1500  # characters of a piece that are shown
 PLAIN, BOLD, GREEN, YELLOW, RED = "\033[0m", "\033[1m", "\033[1;32m", "\033[33m", "\033[1;31m"
 Part = tuple[str, Sequence[Any], Sequence[int]]
 """Role, values (ids, or parts of a raw row), and for each value whether it is trained."""
@@ -96,13 +91,10 @@ class TokenAudit:
     pad: str | None = None  # the padding token
     pad_is_eos: bool = False  # harmless: what is trained comes from lengths, never from the pad id
     padded: int = 0  # examples with the padding token, where it is not the eos: some tokenizers use it for unknown text
-    differing_prompts: int | None = None
-    """With a teacher: how many of the first SHOWN prompts its own template and tokenizer would write differently."""
-    teacher_stops: dict[int, str] | None = None
-    """With a teacher: the ids that end its answers. Rollouts stop at any of both."""
+    differing_prompts: int | None = None  # of the first SHOWN prompts: the teacher's template writes them otherwise
+    teacher_stops: dict[int, str] | None = None  # ids that end the teacher's answers; rollouts stop at any of both
 
     def warnings(self) -> Iterator[str]:
-        """What would ruin training."""
         doubled = sum(count for number, count in self.bos_counts.items() if number > 1)
         if doubled:
             yield f"{doubled} of {self.examples} examples hold {self.bos} more than once: take it out of the texts"
@@ -121,7 +113,6 @@ class TokenAudit:
             )
 
     def lines(self) -> Iterator[str]:
-        """The text for people, without the samples."""
         counts = ", ".join(f"{number} x in {count}" for number, count in sorted(self.bos_counts.items()))
         yield f"BOS: {self.bos}, {counts} of {self.examples} examples" if self.bos else "BOS: the tokenizer has none"
         if self.answers:
@@ -187,6 +178,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
             rows = _first_examples(load(source, key), method, tokenizer, config, key, LOOKED_AT)
+        rows = [row for row in rows if not row["state"] & NO_TARGET]
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
             shown = pieces(parts(rows[n], kind), tokenizer.decode)
             found.samples.append(Sample(f"{key} ({source.path})", n, rows[n].get("label"), shown))
@@ -218,6 +210,6 @@ def _differing_prompts(recipe: Recipe, tokenizers: Sequence[Any], config: Any) -
 
 
 def _first_examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str, count: int) -> list[dict]:
-    """What the first `count` raw rows become, without examples that train nothing."""
+    """What the first `count` raw rows become, examples that train nothing included."""
     first = raw.select(range(min(count, len(raw)))) if isinstance(raw, datasets.Dataset) else raw.take(count)
-    return [row for row in tokenised(first, method, tokenizer, config, name) if not row["state"] & NO_TARGET]
+    return list(tokenised(first, method, tokenizer, config, name))
