@@ -12,7 +12,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from tokenizers_for_tests import LLAMA, bos_tokenizer, byte_tokenizer
-from training_for_tests import token_rows, trainer_for
+from training_for_tests import METHODS, TABLE, token_rows, trainer_for, usual
 from transformers import Qwen3Config
 
 from hf_posttrain import DPOTrainer, SFTTrainer, run
@@ -149,6 +149,26 @@ def test_pain_34_import_budget(folder):
     imported = {line.split()[-1].partition(".")[0] for line in done.stderr.splitlines() if "import time:" in line}
     assert {"torch", "transformers", "datasets"} <= imported
     assert not {"matplotlib", "wandb", "tensorboard", "trl", "sklearn", "vllm", "playwright"} & imported
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_checked_and_probed(folder, method):
+    row = TABLE[method]
+    write_rows(folder / "rows.jsonl", token_rows(method))
+    options = [f"train.{name}={value}" for name, value in usual(method).items()]
+    options += ["teacher={name_or_path: tiny, from_scratch: true}"] if row.second == "teacher" else []
+    found = checked(f"method={method}", "data.eval=null", *options, with_probe=True)
+    assert found.method == method
+    assert 0 < found.probe.loss < 20
+    assert (found.probe.rollouts is not None) == row.rows.sampled
+    assert found.plan.steps == 3
+    assert found.tokens.answers == (0 if row.rows.sampled else len(row.rows.answers) * found.tokens.examples)
+    for sample in found.tokens.samples:
+        roles = list(dict.fromkeys(piece.role for piece in sample.pieces))
+        assert roles == [column.removesuffix("_ids") for column in ("prompt_ids", *row.rows.answers)]
+        assert ("[[" in "".join(sample.lines(colour=False))) != row.rows.sampled
+        assert (sample.label is not None) == row.rows.labelled
+    assert "\nProbe\n  a step of 2 rows" in found.text(colour=False)
 
 
 # ---- tokens
