@@ -108,15 +108,16 @@ def check(
     What its train section asks of engines and GPUs is checked where it is launched for them, and otherwise for names
     and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
     """
-    build.imported(METHODS[recipe.method].module)  # torch with it, the quick way
-    trainer_class, config = build.configure(recipe if _is_at_home() else build.of_any_machine(recipe))
+    # what torch needs seconds for comes first, and in the quick way
+    build.imported(METHODS[recipe.method].module)
+    import torch
+
+    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
+    at_home = launched or torch.cuda.is_available()
+    trainer_class, config = build.configure(recipe if at_home else build.of_any_machine(recipe))
     from ..data.lengths import warn_if_too_long
     from ..recipe.datasets import audit_data, prepare_data
-    from .memory import estimate
-    from .placement import engine_asked, engine_of
-    from .plan import plan
-    from .probe import probe
-    from .trained import audit_tokens
+    from . import memory, placement, plan, probe, trained
 
     # on all ranks: what a run does first, and the warnings that are logged meanwhile
     tokenizer, peft_config = build.check_models(recipe)
@@ -128,9 +129,9 @@ def check(
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
         models = build.load_skeletons(recipe)
         warn_if_too_long(rows["train"], models[0].config, config)
-        engine = engine_of(config_file) if config_file else engine_asked(config)
-        memory = estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
-        probed = probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
+        engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
+        estimate = memory.estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
+        probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
     if config.process_index != 0:
         return None
 
@@ -142,20 +143,12 @@ def check(
         given=recipe.to_dict()["train"],
         defaulted=_defaulted(recipe, trainer_class, config),
         data=audit_data(recipe, tokenizer, config),
-        tokens=audit_tokens(recipe, tokenizer, config, models),
-        plan=plan(rows["train"], trainer_class, config, models, engine.processes),
-        memory=memory,
+        tokens=trained.audit_tokens(recipe, tokenizer, config, models),
+        plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
+        memory=estimate,
         probe=probed,
         notes=[record.getMessage() for record in logged.buffer],
     )
-
-
-def _is_at_home() -> bool:
-    """Is this the machine that the recipe is meant for: was it launched, or is there a GPU?"""
-    import torch
-
-    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
-    return launched or torch.cuda.is_available()
 
 
 def _defaulted(recipe: Recipe, trainer_class: Any, config: Any) -> dict[str, Any]:

@@ -163,7 +163,8 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
         made, write = made | {"completion_mask": sample.mask}, _as_text
     shown = pieces(parts(made, method.rows), write)
     if method.rows.sampled:
-        shown = [*shown[:1], Piece("completion", False, "(sampled by the student)", 0)]
+        prompt = [piece for piece in shown if piece.role == "prompt"]
+        shown = [*prompt, Piece("completion", False, "(sampled by the student)", 0)]
     how = f"{'trained tokens' if tokenizer else 'what is trained'} {'green' if colour else 'in [[brackets]]'}"
     lines = [f"first example ({name}), {how}:"]
     for role, runs in itertools.groupby(shown, lambda piece: piece.role):

@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 import torch
 
+from ..data.packing import lengths_of
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
 from ..recipe import build
@@ -80,6 +81,7 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
     """
     method = METHODS[recipe.method]
     known = {option.name for option in fields(config_class(method))}
+    # the recipe's own trainer and weights, on as many of the longest rows as a step takes
     with tempfile.TemporaryDirectory() as folder:
         once = {name: value for name, value in _ONCE.items() if name in known} | {"output_dir": folder}
         trainer_class, config = build.configure(replace(recipe, train=recipe.train | once))
@@ -93,14 +95,11 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
         rollouts = sampled(trainer, chosen) if method.rows.sampled else None
-    return Probe(
-        rows=min(config.per_device_train_batch_size, len(chosen)),
-        longest=sum(len(ids) for name, ids in chosen[0].items() if name.endswith("_ids")),
-        seconds=metrics["train_runtime"],
-        peak_bytes=peak_memory(config.device),
-        loss=metrics["train_loss"],
-        rollouts=rollouts,
-    )
+    size = min(config.per_device_train_batch_size, len(chosen))
+    first, ids = chosen.select([0]), [name for name in chosen.column_names if name.endswith("_ids")]
+    tokens = sum(int(lengths_of(first, name).sum()) for name in ids)
+    peak, seconds = peak_memory(config.device), metrics["train_runtime"]
+    return Probe(size, tokens, seconds, peak, metrics["train_loss"], rollouts)
 
 
 def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
