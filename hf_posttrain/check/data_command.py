@@ -150,6 +150,7 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
     from ..data.prepare import plan_for, tokenise
     from .trained import Piece, marked, parts, pieces
 
+    # the method whose format has most columns shows most of the row
     name = max(forms, key=lambda name: len(forms[name].split(" + ")))
     method, form, colour = METHODS[name], forms[name], sys.stdout.isatty()
     if tokenizer:
