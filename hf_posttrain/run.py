@@ -178,7 +178,6 @@ def preflight(arguments: Any) -> int:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         parts.check_inputs(recipe, training=arguments.config_file is None)  # else it may be for another machine
         from .check import check
-        from .check.show import text
 
         with contextlib.redirect_stdout(sys.stderr):  # packages print there while they are imported
             found = check(recipe, arguments.probe, arguments.config_file, arguments.device_memory)
@@ -188,7 +187,7 @@ def preflight(arguments: Any) -> int:
         raise
     if found is None:
         return 0
-    print(found.to_json() if arguments.json else text(found, sys.stdout.isatty()))
+    print(found.to_json() if arguments.json else found.text(sys.stdout.isatty()))
     return found.status
 
 

@@ -29,7 +29,6 @@ data:
   train: {path: rows.jsonl, columns: {prompt: question, completion: answer}}
 train: {output_dir: out, max_steps: 2, save_steps: 1, per_device_train_batch_size: 2, use_cpu: true}
 """
-TEACHER = ["teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"]
 
 
 @pytest.fixture
@@ -46,6 +45,12 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "sft.yaml").write_text(SFT)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+def needs(method):
+    """What a method's recipe says beyond that of SFT."""
+    teacher = ["teacher={name_or_path: tiny, from_scratch: true}"] if METHODS[method].second == "teacher" else []
+    return [*teacher, *(["train.max_completion_length=8"] if METHODS[method].rows.sampled else [])]
 
 
 @pytest.fixture
@@ -377,12 +382,12 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
         ("sft", [{"messages": [{"role": "user"}]}] * 3, "row 0: column 'messages': message 0"),
         ("sft", [{"messages": "user: hello"}] * 3, "expected a list of messages"),
         ("opd", [{"prompt": 5}] * 3, "expected a string or a list of messages"),
+        *((method, [{"question": "a"}] * 3, f"are none that {method} reads") for method in METHODS),
     ],
 )
 def test_bad_rows_end_before_a_model_is_loaded(folder, no_weights, capsys, method, rows, expected):
     (folder / "bad.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    teacher = TEACHER if method == "opd" else []
-    line = error_line(capsys, "sft.yaml", f"method={method}", "data.train={path: bad.jsonl}", *teacher)
+    line = error_line(capsys, "sft.yaml", f"method={method}", "data.train={path: bad.jsonl}", *needs(method))
     assert "bad.jsonl" in line
     assert expected in line
 
@@ -454,9 +459,8 @@ def test_contradictions_end_before_the_tokenizer_loads(folder, monkeypatch, caps
 @pytest.mark.parametrize("streaming", ["false", "true"])
 def test_rows_without_prompt_or_answer_are_refused_for_exact_match(folder, no_weights, capsys, method, row, streaming):
     (folder / "eval.jsonl").write_text(json.dumps(row))
-    teacher = TEACHER if method == "opd" else []
     overrides = [f"data.eval={{path: eval.jsonl, streaming: {streaming}}}", "train.eval_exact_match=true"]
-    line = error_line(capsys, "sft.yaml", f"method={method}", *overrides, *teacher)
+    line = error_line(capsys, "sft.yaml", f"method={method}", *overrides, *needs(method))
     assert line == "error: command line: eval_exact_match needs eval rows with a prompt and an answer"
 
 

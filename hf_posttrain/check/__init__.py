@@ -1,22 +1,24 @@
 """Preflight: what would this recipe train on, and does it fit? Seconds on CPU, no training, nothing is written.
 
     check        a recipe -> Check, on the first rank
-    Check        its parts, each with lines() for people and warnings(): audit.py (rows), tokens.py, plan.py, memory.py,
-                 probe.py
-    show.py      a Check as text
+    Check        its parts, each with lines() for people and warnings(): data/audit.py (rows), trained.py (tokens),
+                 plan.py, memory.py, probe.py
 """
 
 import dataclasses
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
-from ..recipe import build as parts
+from ..methods import METHODS
+from ..recipe import build
 from ..recipe.sections import Recipe
 
 _USUAL = (
@@ -25,35 +27,27 @@ _USUAL = (
     "bf16", "activation_checkpointing", "max_length", "layout", "logging_steps", "eval_strategy", "save_strategy",
     "save_steps", "seed", "report_to",
 )  # fmt: skip
-"""Fields that all methods have whose defaults are said."""
+"""Options of all methods whose defaults are shown."""
+_WRAPPER = textwrap.TextWrapper(
+    110, initial_indent="  ", subsequent_indent="    ", replace_whitespace=False, break_on_hyphens=False
+)
 
 
 @dataclass
 class Check:
     """What was found."""
 
-    path: str
-    """The recipe's file."""
+    path: str  # the recipe's file
     method: str
-    """sft, dpo, kto, kd or opd."""
-    recipe: dict[str, Any]
-    """The recipe as resolved."""
-    given: dict[str, Any]
-    """Keys of the train section that the recipe gives."""
-    defaulted: dict[str, Any]
-    """Keys of the method's own and the usual ones that it does not give, with the values that are used."""
-    data: dict[str, Any]
-    """DataAudit of train, and of eval where there is one; streams are not audited."""
-    tokens: Any
-    """TokenAudit."""
-    plan: Any
-    """Plan."""
-    memory: Any
-    """MemoryEstimate."""
-    probe: Any = None
-    """Probe, where --probe asks for it."""
-    notes: list[str] = field(default_factory=list)
-    """What was logged as a warning on the way, and does no harm to training."""
+    recipe: dict[str, Any]  # as resolved
+    given: dict[str, Any]  # keys of the train section that the recipe gives
+    defaulted: dict[str, Any]  # the usual keys and the method's own that it does not give, with the values used
+    data: dict[str, Any]  # DataAudit of train, and of eval where there is one
+    tokens: Any  # TokenAudit
+    plan: Any  # Plan
+    memory: Any  # MemoryEstimate
+    probe: Any = None  # Probe, with --probe
+    notes: list[str] = field(default_factory=list)  # warnings that were logged on the way and do no harm to training
 
     @property
     def warnings(self) -> list[str]:
@@ -71,6 +65,37 @@ class Check:
         found = {"status": self.status, "warnings": self.warnings} | dataclasses.asdict(self)
         return json.dumps(json.loads(json.dumps(found, default=str), parse_constant=lambda _: None), indent=2)
 
+    def text(self, colour: bool) -> str:
+        """The page that --check prints. colour: for a terminal; else trained tokens are in [[double brackets]]."""
+        from .trained import BOLD, PLAIN, RED, YELLOW
+
+        def paint(words: str, code: str) -> str:
+            return f"{code}{words}{PLAIN}" if colour else words
+
+        page = []
+        for title, lines in self._sections(colour):
+            page += ["", paint(title, BOLD)]
+            page += [part for line in lines for part in _WRAPPER.wrap(line) or [""]]
+        page += ["", *(f"{paint('note', YELLOW)}: {note}" for note in self.notes)]
+        page += [f"{paint('warning', RED)}: {warning}" for warning in self.warnings]
+        verdict = "It can run, but would not train well." if self.status else "It can run."
+        return "\n".join([*page, paint(verdict, BOLD)])
+
+    def _sections(self, colour: bool) -> Iterator[tuple[str, Iterable[str]]]:
+        """(title, lines) in the order of the page."""
+        yield "Recipe", [
+            f"method {self.method}, model {self.recipe['model']['name_or_path']}, read from {self.path}",
+            "given: " + ", ".join(f"{name}={value}" for name, value in self.given.items()),
+            "defaulted: " + ", ".join(f"{name}={value}" for name, value in self.defaulted.items()),
+        ]
+        yield from ((f"Data: {audit.name}", audit.lines()) for audit in self.data.values())
+        yield "Tokens", self.tokens.lines()
+        for sample in self.tokens.samples:
+            yield sample.title(), [*sample.lines(colour), f"boundary: {sample.boundary}"]
+        for title, part in (("Plan", self.plan), ("Memory", self.memory), ("Probe", self.probe)):
+            if part is not None:
+                yield title, part.lines()
+
 
 def check(
     recipe: Recipe, with_probe: bool = False, config_file: Path | None = None, device_memory: float | None = None
@@ -83,26 +108,34 @@ def check(
     What its train section asks of engines and GPUs is checked where it is launched for them, and otherwise for names
     and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
     """
-    trainer_class, config = parts.configure(recipe if _is_at_home() else parts.of_any_machine(recipe))
+    # what torch needs seconds for comes first, and in the quick way
+    build.imported(METHODS[recipe.method].module)
+    import torch
+
+    launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
+    at_home = launched or torch.cuda.is_available()
+    trainer_class, config = build.configure(recipe if at_home else build.of_any_machine(recipe))
     from ..data.lengths import warn_if_too_long
     from ..recipe.datasets import audit_data, prepare_data
-    from .memory import estimate
-    from .placement import engine_asked, engine_of
-    from .plan import plan
-    from .probe import probe
-    from .tokens import audit_tokens
+    from . import memory, placement, plan, probe, trained
 
-    tokenizer, peft_config = parts.check_models(recipe)
-    with _remembered_warnings() as notes:
+    # on all ranks: what a run does first, and the warnings that are logged meanwhile
+    tokenizer, peft_config = build.check_models(recipe)
+    logger, logged = logging.getLogger("hf_posttrain"), BufferingHandler(capacity=10_000)
+    logged.setLevel(logging.WARNING)
+    with ExitStack() as stack:
+        logger.addHandler(logged)
+        stack.callback(logger.removeHandler, logged)
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
-        models = parts.load_skeletons(recipe)
+        models = build.load_skeletons(recipe)
         warn_if_too_long(rows["train"], models[0].config, config)
-    engine = engine_of(config_file) if config_file else engine_asked(config)
-    memory = estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
-    with _remembered_warnings() as more:
-        probed = probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
+        engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
+        estimate = memory.estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
+        probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
     if config.process_index != 0:
         return None
+
+    # on the first rank alone: what needs no other
     return Check(
         path=str(recipe.path),
         method=recipe.method,
@@ -110,41 +143,17 @@ def check(
         given=recipe.to_dict()["train"],
         defaulted=_defaulted(recipe, trainer_class, config),
         data=audit_data(recipe, tokenizer, config),
-        tokens=audit_tokens(recipe, tokenizer, config, models),
-        plan=plan(rows["train"], trainer_class, config, models, engine.processes),
-        memory=memory,
+        tokens=trained.audit_tokens(recipe, tokenizer, config, models),
+        plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
+        memory=estimate,
         probe=probed,
-        notes=[*notes, *more],
+        notes=[record.getMessage() for record in logged.buffer],
     )
-
-
-def _is_at_home() -> bool:
-    """Is this the machine that the recipe is meant for: was it launched, or is there a GPU?"""
-    if "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ):
-        return True
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _defaulted(recipe: Recipe, trainer_class: Any, config: Any) -> dict[str, Any]:
     """The values of what the recipe leaves open, as they are used."""
-    known = {f.name for f in dataclasses.fields(config)}
+    known = {option.name for option in dataclasses.fields(config)} - recipe.train.keys()
     own = vars(trainer_class.config_class)["__annotations__"]
-    names = [name for name in (*_USUAL, *own) if name not in recipe.train and name in known]
-    values = {name: getattr(config, name) for name in dict.fromkeys(names)}
+    values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
     return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
-
-
-@contextmanager
-def _remembered_warnings() -> Iterator[list[str]]:
-    """The messages of warnings that are logged meanwhile."""
-    notes: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: notes.append(record.getMessage())  # type: ignore[method-assign]
-    package = logging.getLogger(__name__.partition(".")[0])
-    package.addHandler(handler)
-    try:
-        yield notes
-    finally:
-        package.removeHandler(handler)

@@ -12,14 +12,13 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from tokenizers_for_tests import LLAMA, bos_tokenizer, byte_tokenizer
-from training_for_tests import token_rows, trainer_for
+from training_for_tests import METHODS, TABLE, token_rows, trainer_for, usual
 from transformers import Qwen3Config
 
 from hf_posttrain import DPOTrainer, SFTTrainer, run
 from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
-from hf_posttrain.check.show import sample_lines, text
 from hf_posttrain.models import load as models
 from hf_posttrain.recipe.read import load_recipe
 
@@ -152,17 +151,37 @@ def test_pain_34_import_budget(folder):
     assert not {"matplotlib", "wandb", "tensorboard", "trl", "sklearn", "vllm", "playwright"} & imported
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_is_checked_and_probed(folder, method):
+    row = TABLE[method]
+    write_rows(folder / "rows.jsonl", token_rows(method))
+    options = [f"train.{name}={value}" for name, value in usual(method).items()]
+    options += ["teacher={name_or_path: tiny, from_scratch: true}"] if row.second == "teacher" else []
+    found = checked(f"method={method}", "data.eval=null", *options, with_probe=True)
+    assert found.method == method
+    assert 0 < found.probe.loss < 20
+    assert (found.probe.rollouts is not None) == row.rows.sampled
+    assert found.plan.steps == 3
+    assert found.tokens.answers == (0 if row.rows.sampled else len(row.rows.answers) * found.tokens.examples)
+    for sample in found.tokens.samples:
+        roles = list(dict.fromkeys(piece.role for piece in sample.pieces))
+        assert roles == [column.removesuffix("_ids") for column in ("prompt_ids", *row.rows.answers)]
+        assert ("[[" in "".join(sample.lines(colour=False))) != row.rows.sampled
+        assert (sample.label is not None) == row.rows.labelled
+    assert "\nProbe\n  a step of 2 rows" in found.text(colour=False)
+
+
 # ---- tokens
 
 
 def test_samples_show_what_is_trained(folder):
     write_rows(folder / "pairs.jsonl", [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}])
     [sample] = checked("method=dpo", "data={train: {path: pairs.jsonl}}").tokens.samples
-    assert sample_lines(sample, colour=False) == [
+    assert sample.lines(colour=False) == [
         "2 + 2 =", "chosen: [[ 4<|im_end|>]]", "rejected: [[ 5<|im_end|>]]"
     ]  # fmt: skip
     assert sample.boundary == "'2 + 2 =' | ' 4<|im_end|>'"
-    assert "\033[1;32m 4<|im_end|>\033[0m" in sample_lines(sample, colour=True)[1]
+    assert "\033[1;32m 4<|im_end|>\033[0m" in sample.lines(colour=True)[1]
 
 
 def test_each_source_has_samples_of_its_own(folder):
@@ -280,7 +299,7 @@ def test_a_probe_takes_rows_of_one_label_and_sends_nothing(folder, monkeypatch):
 
 def test_blank_lines_of_a_sample_are_kept(folder):
     write_rows(folder / "rows.jsonl", [{"prompt": "a\n\nb", "completion": "c"}])
-    assert "\n  a\n\n  b[[c<|im_end|>]]\n" in text(checked("data.eval=null"), colour=False)
+    assert "\n  a\n\n  b[[c<|im_end|>]]\n" in checked("data.eval=null").text(colour=False)
 
 
 def test_what_training_would_refuse_is_refused_unless_it_is_planned_for_elsewhere(folder, capsys):

@@ -12,12 +12,12 @@ from hf_posttrain.check import data_command as describe
 from hf_posttrain.data import sources
 from hf_posttrain.data.encode import Plan, read
 from hf_posttrain.data.formats import detect
+from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.data.sources import load
 from hf_posttrain.data.suggest import kind
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
-from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.recipe.read import load_recipe
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
@@ -39,19 +39,25 @@ def described(tmp_path, monkeypatch, capsys):
     return run
 
 
-READ = [  # row, formats that are named, the first example
-    ({"prompt": "2+2?", "completion": "4"}, ["prompt + completion (sft, kd, opd)"], ["2+2?", "[[4]]"]),
-    ({"text": "four"}, ["text (sft, kd)"], ["[[four]]"]),
-    ({"messages": [USER, REPLY]}, ["messages (sft, kd, opd)"], ["[[user: 2+2?", "assistant: 4]]"]),
-    ({"conversations": SHARED}, ["conversations (sft, kd, opd)"], ["[[user: 2+2?", "assistant: 4]]"]),
-    ({"prompt": "2+2?", **ANSWERS}, ["prompt + chosen + rejected (dpo, kto)", "prompt (opd)"],
+def readers(*kinds):
+    """The methods that train on rows of these kinds, as a page lists them."""
+    return ", ".join(name for name, method in METHODS.items() if method.rows in kinds)
+
+
+READ = [  # row, {format: the kinds of rows that are made from it}, the first example
+    ({"prompt": "2+2?", "completion": "4"}, {"prompt + completion": (SUPERVISED, PROMPTS)}, ["2+2?", "[[4]]"]),
+    ({"text": "four"}, {"text": (SUPERVISED,)}, ["[[four]]"]),
+    ({"messages": [USER, REPLY]}, {"messages": (SUPERVISED, PROMPTS)}, ["[[user: 2+2?", "assistant: 4]]"]),
+    ({"conversations": SHARED}, {"conversations": (SUPERVISED, PROMPTS)}, ["[[user: 2+2?", "assistant: 4]]"]),
+    ({"prompt": "2+2?", **ANSWERS}, {"prompt + chosen + rejected": (PREFERENCE, UNPAIRED), "prompt": (PROMPTS,)},
      ["2+2?", "[[4]]", "[[5]]"]),
-    ({"chosen": [USER, REPLY], "rejected": [USER, {**REPLY, "content": "5"}]}, ["chosen + rejected (dpo, kto)"],
-     ["user: 2+2?", "[[assistant: 4]]", "[[assistant: 5]]"]),
+    ({"chosen": [USER, REPLY], "rejected": [USER, {**REPLY, "content": "5"}]},
+     {"chosen + rejected": (PREFERENCE, UNPAIRED)}, ["user: 2+2?", "[[assistant: 4]]", "[[assistant: 5]]"]),
     ({"prompt": "2+2?", "completion": "4", "label": True},
-     ["prompt + completion (sft, kd, opd)", "prompt + completion + label (kto)"], ["2+2?", "[[4]]"]),
-    ({"prompt": "2+2?"}, ["prompt (opd)"], ["2+2?", "(sampled by the student)"]),
-    ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, ["input_ids (sft, kd)"], ["1[[2 3]]"]),
+     {"prompt + completion": (SUPERVISED, PROMPTS), "prompt + completion + label": (UNPAIRED,)}, ["2+2?", "[[4]]"]),
+    ({"prompt": "2+2?"}, {"prompt": (PROMPTS,)}, ["2+2?", "(sampled by the student)"]),
+    ({"prompt": "", "completion": "4"}, {"prompt + completion": (SUPERVISED, PROMPTS)}, ["[[4]]"]),
+    ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": (SUPERVISED,)}, ["1[[2 3]]"]),
 ]  # fmt: skip
 
 
@@ -59,9 +65,32 @@ READ = [  # row, formats that are named, the first example
 def test_layouts_that_are_read(described, row, formats, example):
     code, text = described(row)
     assert code == 0
-    assert re.findall("^format: (.*)$", text, re.MULTILINE) == formats
+    expected = [f"{form} ({readers(*kinds)})" for form, kinds in formats.items()]
+    assert re.findall("^format: (.*)$", text, re.MULTILINE) == expected
     shown = [line.strip() for line in text.partition("first example")[2].splitlines()[1:]]
     assert [line for line in shown if not re.fullmatch(r"\w+:|\(with .*\)", line)] == example
+
+
+VALUES = {
+    "prompt": "2+2?", "completion": "4", "chosen": "so 4", "rejected": "so 5", "label": True, "text": "four",
+    "messages": [USER, REPLY], "conversations": SHARED, "prompt_ids": [65, 66], "completion_ids": [67],
+    "chosen_ids": [67], "rejected_ids": [68], "input_ids": [65, 66, 67],
+}  # fmt: skip
+"""Of the columns of all formats."""
+
+
+@pytest.mark.parametrize(
+    ("method", "form"), [(name, form) for name, method in METHODS.items() for form in method.rows.formats]
+)
+@pytest.mark.parametrize("tokens", [False, True])
+def test_every_format_of_every_method(described, tmp_path, method, form, tokens):
+    byte_tokenizer().save_pretrained(tmp_path / "tiny")
+    row = {column: VALUES[column] for column in form.split(" + ")}
+    code, text = described(row, "--method", method, *(["--model", "tiny"] if tokens else []))
+    assert code == 0
+    assert f"\nformat: {form} ({method})\n" in text
+    sampled = METHODS[method].rows.sampled
+    assert ("(sampled by the student)" in text, "]]\n" in text) == (sampled, not sampled)
 
 
 MAPPED = [  # row, the method whose recipe it goes into, the mapping
@@ -91,7 +120,7 @@ def test_columns_to_write_are_those_that_load(described, tmp_path, row, method, 
     assert code == 1
     lines = text.partition("write into the recipe:\n")[2].splitlines()[:4]
     assert [line.strip() for line in lines] == ["data:", "train:", "path: mine.jsonl", f"columns: {mapping}"]
-    teacher = "teacher: {name_or_path: tiny}\n" if TABLE[method].second == "teacher" else ""
+    teacher = "teacher: {name_or_path: tiny}\n" if METHODS[method].second == "teacher" else ""
     section = "\n".join(line.removeprefix("  ") for line in lines)
     (tmp_path / "recipe.yaml").write_text(f"method: {method}\nmodel: {{name_or_path: tiny}}\n{teacher}{section}\n")
     recipe = load_recipe("recipe.yaml")
@@ -131,8 +160,9 @@ def test_layouts_that_need_more_than_names(described, row, arguments, message):
 def test_what_one_method_cannot_read_is_said_beside_the_others(described):
     code, text = described({"prompt": "2+2?", "completion": "4", "label": "yes"})
     assert code == 0
-    assert "format: prompt + completion (sft, kd, opd)\n" in text
-    assert "not kto: row 0: column 'label': expected true or false" in text
+    assert f"format: prompt + completion ({readers(SUPERVISED, PROMPTS)})\n" in text
+    for method in readers(UNPAIRED).split(", "):
+        assert f"not {method}: row 0: column 'label': expected true or false" in text
 
 
 def test_in_tokens_of_a_model(described, tmp_path):

@@ -1,0 +1,215 @@
+"""What is trained: examples as text with their trained tokens marked, and how examples begin and end.
+
+    parts           a prepared row -> role, ids and mask of its prompt and of each answer
+    pieces          parts -> runs of tokens that are all trained or all not, as text
+    marked          runs -> one text: what is trained is green, or in [[brackets]] where there is no colour
+    audit_tokens    the first rows of every source of a recipe -> TokenAudit, with samples
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import datasets
+
+from ..data.encode import NO_TARGET
+from ..data.kinds import Reader, RowKind
+from ..data.prepare import tokenised
+from ..data.sources import load
+from ..errors import InputError, error_context
+from ..methods import METHODS
+from ..recipe.sections import Recipe
+
+SHOWN = 3  # samples of each source
+LOOKED_AT = 1000  # rows of each source whose beginnings and ends are counted
+PADDED_SHARE = 0.1  # from this share of examples on, padding tokens inside them are a warning
+EDGE = 24  # characters that are shown on each side of the boundary between prompt and trained text
+LONGEST = 1500  # characters of a piece that are shown
+PLAIN, BOLD, GREEN, YELLOW, RED = "\033[0m", "\033[1m", "\033[1;32m", "\033[33m", "\033[1;31m"
+Part = tuple[str, Sequence[Any], Sequence[int]]
+"""Role, values (ids, or parts of a raw row), and for each value whether it is trained."""
+
+
+@dataclass
+class Piece:
+    """A run of tokens that are all trained or all not."""
+
+    role: str  # prompt, completion, chosen or rejected
+    trained: bool  # does the loss count these tokens?
+    text: str  # what they say, special tokens included, as `printable` has it
+    tokens: int  # how many they are
+
+
+@dataclass
+class Sample:
+    """An example as it is trained."""
+
+    source: str  # the key of the recipe and its file
+    row: int  # number among the examples of the source that were looked at, from 0
+    label: bool | None  # where answers are labelled: is this one desirable?
+    pieces: list[Piece]  # the prompt, then every answer
+
+    @property
+    def boundary(self) -> str:
+        """The text on both sides of the first trained token, with line breaks and spaces visible."""
+        first = next((n for n, piece in enumerate(self.pieces) if piece.trained), None)
+        if first is None:
+            return "no token is trained: the student samples its own answers"
+        before = self.pieces[first - 1].text if first else ""
+        return f"{before[-EDGE:]!r} | {self.pieces[first].text[:EDGE]!r}"
+
+    def title(self) -> str:
+        """Where it comes from, and how much of it is trained."""
+        label = "" if self.label is None else ", desirable" if self.label else ", undesirable"
+        trained = sum(piece.tokens for piece in self.pieces if piece.trained)
+        whole = sum(piece.tokens for piece in self.pieces)
+        return f"Sample: {self.source}, example {self.row}{label} ({trained} of {whole} tokens trained)"
+
+    def lines(self, colour: bool) -> list[str]:
+        """Prompt and completion in one piece, as the model reads them; several answers on lines of their own."""
+        answers = dict.fromkeys(piece.role for piece in self.pieces if piece.role != "prompt")
+        paired = answers if len(answers) > 1 else {}
+        whole = marked([piece for piece in self.pieces if piece.role not in paired], colour)
+        for role in paired:
+            whole += f"\n{role}: {marked([piece for piece in self.pieces if piece.role == role], colour)}"
+        return whole.split("\n")
+
+
+@dataclass
+class TokenAudit:
+    """How examples begin and end, and samples of them."""
+
+    samples: list[Sample] = field(default_factory=list)  # SHOWN of each source
+    examples: int = 0  # how many were looked at
+    bos: str | None = None  # the token that texts begin with, if the tokenizer has one of its own
+    bos_counts: dict[int, int] = field(default_factory=dict)  # how often it is in an example -> examples
+    stops: dict[int, str] = field(default_factory=dict)  # ids that end an answer, here and in generation -> tokens
+    answers: int = 0  # trained answers that were looked at: completions, or chosen and rejected
+    ended: int = 0  # of them: the last token is one of `stops` and is trained
+    pad: str | None = None  # the padding token
+    pad_is_eos: bool = False  # harmless: what is trained comes from lengths, never from the pad id
+    padded: int = 0  # examples with the padding token, where it is not the eos: some tokenizers use it for unknown text
+    differing_prompts: int | None = None  # of the first SHOWN prompts: the teacher's template writes them otherwise
+    teacher_stops: dict[int, str] | None = None  # ids that end the teacher's answers; rollouts stop at any of both
+
+    def warnings(self) -> Iterator[str]:
+        doubled = sum(count for number, count in self.bos_counts.items() if number > 1)
+        if doubled:
+            yield f"{doubled} of {self.examples} examples hold {self.bos} more than once: take it out of the texts"
+        if self.answers and not self.ended:
+            ends = ", ".join(self.stops.values())
+            yield f"no answer ends with a trained {ends}: the model would never learn to stop; raise train.max_length"
+        if self.padded > PADDED_SHARE * self.examples:
+            yield (
+                f"{self.padded} of {self.examples} examples hold the padding token {self.pad}: it was in the texts, or"
+                " stands for what this tokenizer does not know: clean them, or use another tokenizer"
+            )
+        if self.differing_prompts:
+            yield (
+                f"the teacher's own template writes {self.differing_prompts} of the first {SHOWN} prompts otherwise"
+                " than the student's: it would score text unlike what it was trained on (model.chat_template names one)"
+            )
+
+    def lines(self) -> Iterator[str]:
+        counts = ", ".join(f"{number} x in {count}" for number, count in sorted(self.bos_counts.items()))
+        yield f"BOS: {self.bos}, {counts} of {self.examples} examples" if self.bos else "BOS: the tokenizer has none"
+        if self.answers:
+            yield f"end: {self.ended} of {self.answers} answers end with a trained {' or '.join(self.stops.values())}"
+        for who, stops in (("generation", self.stops), ("the teacher", self.teacher_stops)):
+            if stops is not None:
+                yield f"{who} stops at " + ", ".join(f"{token} ({i})" for i, token in stops.items())
+        also = " (also the eos, which is trained all the same where it ends an answer)" if self.pad_is_eos else ""
+        yield f"padding: {self.pad}{also}"
+
+
+def parts(row: dict[str, Any], kind: RowKind) -> Iterator[Part]:
+    """The prompt of a prepared row, then its answers. Answers that are yet to be sampled train nothing."""
+    yield "prompt", row["prompt_ids"], [0] * len(row["prompt_ids"])
+    for column in kind.answers:
+        ids = row.get(column) or []
+        yield column.removesuffix("_ids"), ids, row.get("completion_mask") or [int(not kind.sampled)] * len(ids)
+
+
+def pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
+    """The runs of each part; `write` makes text of some of its values, such as a tokenizer's `decode` of ids."""
+    runs = (
+        (role, trained, [value for value, _ in run]) for role, values, mask in made
+        for trained, run in groupby(zip(values, mask, strict=True), key=lambda pair: bool(pair[1]))
+    )  # fmt: skip
+    return [Piece(role, trained, printable(write(values)), len(values)) for role, trained, values in runs]
+
+
+def marked(runs: Iterable[Piece], colour: bool) -> str:
+    """The text of all runs."""
+    before, after = (GREEN, PLAIN) if colour else ("[[", "]]")
+    return "".join(f"{before}{piece.text}{after}" if piece.trained else piece.text for piece in runs)
+
+
+def printable(text: str) -> str:
+    """The text with its control characters written out; of one longer than LONGEST, the beginning and the end."""
+    half = LONGEST // 2
+    text = text if len(text) <= LONGEST else f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any]) -> TokenAudit:
+    """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked).
+
+    models: the policy, and the teacher where there is one; they need no weights. Raises InputError for a row that
+    cannot be read.
+    """
+    from ..models.load import load_tokenizer
+    from ..models.prepare import find_terminal_ids
+
+    # special tokens: what ends an answer, what begins a text, what pads
+    method, kind = METHODS[recipe.method], METHODS[recipe.method].rows
+    ends = [find_terminal_ids(model, tokenizer, config.chat_template_kwargs) for model in models]
+    stops = [dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)) for ids in ends]
+    bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token, pad_is_eos=pad == eos)
+    if recipe.teacher:
+        found.teacher_stops = stops[1]
+        found.differing_prompts = _differing_prompts(recipe, [tokenizer, load_tokenizer(recipe.teacher)], config)
+
+    # the examples of all sources, and samples of each: the first, the middle and the last
+    examples: list[list[Part]] = []
+    for key, source in recipe.sources():
+        with error_context(recipe.where(f"{key}.path")):
+            rows = _first_examples(load(source, key), method, tokenizer, config, key, LOOKED_AT)
+        rows = [row for row in rows if not row["state"] & NO_TARGET]
+        for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
+            shown = pieces(parts(rows[n], kind), tokenizer.decode)
+            found.samples.append(Sample(f"{key} ({source.path})", n, rows[n].get("label"), shown))
+        examples += [list(parts(row, kind)) for row in rows]
+
+    # what is at their edges; a prompt is read once with each answer
+    found.examples = len(examples)
+    if bos not in (None, eos):
+        found.bos = tokenizer.bos_token
+        numbers = [[ids.count(bos) for _, ids, _ in example] for example in examples]
+        found.bos_counts = dict(Counter(prompt + max(answers) for prompt, *answers in numbers))
+    if not found.pad_is_eos:
+        found.padded = sum(any(pad in ids for _, ids, _ in example) for example in examples)
+    trained = [(ids, mask) for example in examples for _, ids, mask in example if any(mask)]
+    found.answers = len(trained)
+    found.ended = sum(ids[-1] in found.stops and bool(mask[-1]) for ids, mask in trained)
+    return found
+
+
+def _differing_prompts(recipe: Recipe, tokenizers: Sequence[Any], config: Any) -> int:
+    """Of the first rows of data.train: how many have other prompt ids with the second tokenizer than with the first."""
+    key, source = next(recipe.sources())
+    method, raw = METHODS[recipe.method], load(source, key)
+    try:
+        rows = [_first_examples(raw, method, tokenizer, config, key, SHOWN) for tokenizer in tokenizers]
+    except InputError:  # the teacher has no chat template: nothing to compare with
+        return 0
+    return sum(student["prompt_ids"] != teacher["prompt_ids"] for student, teacher in zip(*rows, strict=True))
+
+
+def _first_examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str, count: int) -> list[dict]:
+    """What the first `count` raw rows become, examples that train nothing included."""
+    first = raw.select(range(min(count, len(raw)))) if isinstance(raw, datasets.Dataset) else raw.take(count)
+    return list(tokenised(first, method, tokenizer, config, name))
