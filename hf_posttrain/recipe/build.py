@@ -1,11 +1,14 @@
-"""A recipe's sections -> the objects that a run is made of.
+"""A recipe's sections -> the objects that a run is made of. In the order of a run:
 
     check_inputs          what YAML and the file system show, before torch
     configure             the method's Trainer class and Config
-    of_any_machine        the recipe without what wants a launcher or a GPU
-    check_models, check_vllm    tokenizer and LoRA config, after all that can be said without weights
-    load_models           policy and teacher
+    check_models          tokenizer and LoRA config, after all that can be said of the models without weights
+    check_vllm            is OPD's server there?
     checkpoint_to_resume, make_output_dir    train.output_dir
+    load_models           policy and teacher
+
+    of_any_machine        the recipe without what wants a launcher or a GPU
+    load_skeletons        the models without weights
 
 Heavy imports come with the first use, so that errors of the recipe are quick. Mistakes are InputErrors with a place.
 """
@@ -32,35 +35,31 @@ OF_THE_MACHINE = (
 """Keys of the train section, or how they begin, that want a launcher or a GPU and do not change the data."""
 
 
-def configure(recipe: Recipe) -> tuple[Any, Any]:
-    """(trainer class, the method's Config). Raises InputError for what is wrong in the recipe alone, and as far as
-    possible before torch is imported."""
-    check_inputs(recipe)
+def check_inputs(recipe: Recipe, training: bool = False) -> None:
+    """The train section, the files that are read and, for a training, what it writes. Raises InputError at once."""
+    check_train(recipe)
+    refuse(recipe, files.inputs(recipe))
+    if training:
+        refuse(recipe, files.training(recipe))
+    # peft imports bitsandbytes, which warns of a kernel that only quantised weights on CPU would use
+    if all(section.quantization == "none" for _, section in recipe.models()):
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+
+
+def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
+    """(trainer class, the method's Config), after `check_inputs`. Raises InputError for what is wrong in the recipe
+    alone, and as far as possible before torch is imported."""
+    check_inputs(recipe, training)
     method = METHODS[recipe.method]
     imported(method.module)
     from ..engines.launch import quantisation_problem
 
     config = train_config(recipe, config_class(method))
-    for name, section in (("model", recipe.model), ("teacher", recipe.teacher)):
-        bits = section.quantization if section else "none"
+    for name, section in recipe.models():
+        bits = section.quantization
         if bits != "none" and (problem := quantisation_problem(bits, config)):
             raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
     return trainer_class(method), config
-
-
-def check_inputs(recipe: Recipe, training: bool = False) -> None:
-    """The train section, the files that are read and, for a training, what it writes. Raises InputError at once."""
-    check_train(recipe)
-    refuse(recipe, files.inputs(recipe))
-    _hush_bitsandbytes(recipe)
-    if training:
-        refuse(recipe, files.training(recipe))
-
-
-def _hush_bitsandbytes(recipe: Recipe) -> None:
-    """peft imports it, and it warns of a kernel that only quantised weights on CPU would use."""
-    if all(section is None or section.quantization == "none" for section in (recipe.model, recipe.teacher)):
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def of_any_machine(recipe: Recipe) -> Recipe:
@@ -88,6 +87,7 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
     from ..models import load as models
     from ..models.skeleton import load_skeleton
 
+    # tokenizers and vocabularies
     with error_context(recipe.where("model.name_or_path")):
         tokenizer, size = models.load_tokenizer(recipe.model), models.vocabulary_size(recipe.model)
         models.check_tokenizer_fits(tokenizer, size, recipe.model.name_or_path)
@@ -95,27 +95,21 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
         with error_context(recipe.where("teacher.name_or_path")):
             teacher_size = models.vocabulary_size(recipe.teacher)
             models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher), size, teacher_size)
-    for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
-        if section and section.attn_implementation not in ("auto", "eager", "sdpa"):  # those are always there
+    # an attention that the model or the machine may not have: eager and sdpa are always there
+    for key, section in recipe.models():
+        if section.attn_implementation not in ("auto", "eager", "sdpa"):
             with error_context(recipe.where(f"{key}.attn_implementation")):
                 load_skeleton(section)
+    # the adapter, and its layers where they are named one by one
     peft_config = models.lora_config(recipe.model, recipe.where("model.lora"))
-    _check_target_modules(recipe, peft_config)
-    return tokenizer, peft_config
-
-
-def _check_target_modules(recipe: Recipe, peft_config: Any) -> None:
-    """Raises InputError for a name in model.lora.target_modules that no layer has."""
-    from ..models.skeleton import load_skeleton
-
     key, wanted = "model.lora.target_modules", getattr(peft_config, "target_modules", None)
-    if not isinstance(wanted, list | set):
-        return
-    layers = [f".{name}" for name, _ in load_skeleton(recipe.model).named_modules()]
-    for name in wanted:
-        if not any(layer.endswith(f".{name}") for layer in layers):
-            hint = nearest(name, {layer.rpartition(".")[2] for layer in layers}, listed=False)
-            raise InputError(f"{recipe.where(key)}: {key}: no layer is called {name!r}{hint}")
+    if isinstance(wanted, list | set):
+        layers = [f".{name}" for name, _ in load_skeleton(recipe.model).named_modules()]
+        for name in wanted:
+            if not any(layer.endswith(f".{name}") for layer in layers):
+                hint = nearest(name, {layer.rpartition(".")[2] for layer in layers}, listed=False)
+                raise InputError(f"{recipe.where(key)}: {key}: no layer is called {name!r}{hint}")
+    return tokenizer, peft_config
 
 
 def load_skeletons(recipe: Recipe) -> list[Any]:
@@ -123,10 +117,9 @@ def load_skeletons(recipe: Recipe) -> list[Any]:
     from ..models.skeleton import load_skeleton
 
     found = []
-    for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
-        if section:
-            with error_context(recipe.where(key)):
-                found.append(load_skeleton(section))
+    for key, section in recipe.models():
+        with error_context(recipe.where(key)):
+            found.append(load_skeleton(section))
     return found
 
 
@@ -140,8 +133,32 @@ def check_vllm(recipe: Recipe, config: Any, peft_config: Any) -> None:
             vllm_options.check(config, peft_config)
 
 
+def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
+    """The folder that `train.resume_from_checkpoint` means, which `check_inputs` has seen. Raises InputError where it
+    is incomplete."""
+    from ..trainer.checkpoint import lacking
+
+    wanted, folder = config.resume_from_checkpoint, config.output_dir
+    if wanted is None and (Path(folder) / "trainer_state.json").exists():
+        logger.info("%s holds an earlier run: its files will be overwritten", folder)
+    # auto: the first rank chooses in trainer.train
+    if wanted not in (None, "auto") and (absent := lacking(Path(wanted), config.save_only_model)):
+        place = recipe.where("train.resume_from_checkpoint")
+        raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
+    return wanted
+
+
+def make_output_dir(recipe: Recipe, config: Any) -> None:
+    """Now that nothing else is wrong. Raises InputError where the system refuses it."""
+    try:
+        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        place = recipe.where("train.output_dir")
+        raise InputError(f"{place}: train.output_dir: {config.output_dir} cannot be made ({error.strerror})") from error
+
+
 def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
-    """The trainer's model and, for kd and opd, its teacher; random weights are drawn from train.seed."""
+    """The trainer's model and, for methods with one, its teacher; random weights are drawn from train.seed."""
     from transformers import set_seed
 
     from ..engines import launch
@@ -156,30 +173,3 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
             loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, **place)
         loaded["teacher_offload"] = recipe.teacher.offload
     return loaded
-
-
-def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
-    """The folder that `train.resume_from_checkpoint` means, which `check_inputs` has seen. Raises InputError where it
-    is incomplete."""
-    from ..trainer.checkpoint import lacking
-
-    wanted, folder = config.resume_from_checkpoint, config.output_dir
-    if wanted is None:
-        if (Path(folder) / "trainer_state.json").exists():
-            logger.info("%s holds an earlier run: its files will be overwritten", folder)
-        return None
-    if wanted == "auto":
-        return wanted
-    place = recipe.where("train.resume_from_checkpoint")
-    if absent := lacking(Path(wanted), config.save_only_model):
-        raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
-    return wanted
-
-
-def make_output_dir(recipe: Recipe, config: Any) -> None:
-    """Now that nothing else is wrong. Raises InputError where the system refuses it."""
-    try:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        place = recipe.where("train.output_dir")
-        raise InputError(f"{place}: train.output_dir: {config.output_dir} cannot be made ({error.strerror})") from error
