@@ -7,7 +7,7 @@
     run           the steps in order; everything that can be wrong is found before weights are loaded
     preflight     --check: what it would train on, and does it fit
     preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
-    save          what is left in train.output_dir
+    finish        what is left in train.output_dir
 
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
@@ -78,8 +78,8 @@ def run(recipe: Recipe) -> dict[str, float]:
 
     Raises RunStopped where a warning of `train.stop_on` ended it: the model is then not saved.
     """
-    parts.check_inputs(recipe, training=True)
-    trainer_class, config = parts.configure(recipe)
+    # what is wrong is said in the order of what it takes to know it: files, torch, tokenizers, rows, weights
+    trainer_class, config = parts.configure(recipe, training=True)
     from . import report
     from .recipe.datasets import prepare_data
 
@@ -97,8 +97,9 @@ def run(recipe: Recipe) -> dict[str, float]:
         eval_dataset=rows.get("eval"),
         **parts.load_models(recipe, config),
     )
-    if trainer.is_world_process_zero():
-        (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
+    folder, first = Path(config.output_dir), trainer.is_world_process_zero()
+    if first:
+        (folder / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
     report.follow(trainer)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
     if trainer.preemption.happened and not trainer.stopped:
@@ -107,7 +108,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     if not trainer.stopped:
         metrics = finish(trainer, recipe, metrics)
     trainer.save_state()
-    if trainer.is_world_process_zero():
+    if first:
         write_report(config.output_dir)
     if trainer.stopped:
         trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others
@@ -143,15 +144,19 @@ def write_report(folder: str) -> None:
 
 
 def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
-    """Save the trained model, then evaluate it; returns the metrics of both."""
-    save(trainer, recipe)
+    """Save the trained model and the recipe as resolved, then evaluate; returns the metrics of both."""
+    trainer.save_model()  # and adapter, tokenizer, generation config
+    if trainer.is_world_process_zero():
+        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+
+    def keep(split: str, found: dict[str, float]) -> dict[str, float]:
+        trainer.log_metrics(split, found)
+        trainer.save_metrics(split, found)
+        return found
+
     if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
-        _keep_metrics(trainer, "train", metrics)
-    if recipe.data.eval is None:
-        return metrics
-    evaluated = trainer.evaluate()
-    _keep_metrics(trainer, "eval", evaluated)
-    return metrics | evaluated
+        keep("train", metrics)
+    return metrics if recipe.data.eval is None else metrics | keep("eval", trainer.evaluate())
 
 
 def preprocess(recipe: Recipe) -> None:
@@ -190,19 +195,6 @@ def preflight(arguments: Any) -> int:
         return 0
     print(found.to_json() if arguments.json else text(found, sys.stdout.isatty()))
     return found.status
-
-
-def save(trainer: Any, recipe: Recipe) -> None:
-    """Model or adapter, tokenizer and generation config (by the trainer), and the recipe as resolved."""
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-
-
-def _keep_metrics(trainer: Any, split: str, metrics: dict[str, float]) -> None:
-    """Print them, and add them to all_results.json."""
-    trainer.log_metrics(split, metrics)
-    trainer.save_metrics(split, metrics)
 
 
 if __name__ == "__main__":

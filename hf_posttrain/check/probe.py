@@ -5,7 +5,7 @@
 
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import datasets
@@ -15,7 +15,7 @@ import torch
 from ..data.packing import lengths_of
 from ..methods import METHODS
 from ..recipe import build as parts
-from ..recipe.keys import train_fields
+from ..recipe.fields import train_fields
 from ..recipe.sections import Recipe
 from ..scoring import teacher_tiles
 from ..scoring.forward import targets as targets_of
@@ -92,7 +92,7 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
 
     Raises what training would: OutOfMemoryError too.
     """
-    names = {field.name for field in fields(train_fields(recipe.method))}
+    names = train_fields(recipe.method)
     with tempfile.TemporaryDirectory() as folder:
         once = {name: value for name, value in _ONCE.items() if name in names} | {"output_dir": folder}
         trainer_class, config = parts.configure(replace(recipe, train=recipe.train | once))

@@ -3,7 +3,7 @@
     fields_of(cls)                      name -> Field of a dataclass
     train_fields(method), lora_fields() the same of a method's Config and of `model.lora`, from fields.json: no torch
     build(fields, values, key, where)   a mapping -> keyword arguments: every name known, every value of its type
-    write()                             fields.json anew, from the installed packages: `make fields`
+    text()                              what fields.json should hold: `make fields` writes it
 
 A key is dotted (`data.train.0.path`); `where(key)` says its place ("recipes/kto.yaml:12" or "command line").
 """
@@ -129,14 +129,11 @@ def text() -> str:
         own = _written(train_fields(method, imported=True))
         tables[f"train.{method}"] = {name: field for name, field in own.items() if shared.get(name) != field}
     tables["model.lora"] = _written(lora_fields(imported=True))
-    # one line a field, which json's own indent does not give
-    lines = {key: ",\n".join(f"  {json.dumps({n: f})[1:-1]}" for n, f in table.items()) for key, table in tables.items()}
-    return "{\n" + ",\n".join(f'"{key}": {{\n{inner}\n}}' for key, inner in lines.items()) + "\n}\n"
-
-
-def write() -> None:
-    """Write fields.json anew."""
-    FILE.write_text(text(), encoding="utf-8")
+    sections = []
+    for section, fields in tables.items():
+        lines = [f"  {json.dumps(name)}: {json.dumps(field)}" for name, field in fields.items()]
+        sections.append(f"{json.dumps(section)}: {{\n" + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(sections) + "\n}\n"
 
 
 def join(key: str, name: object) -> str:

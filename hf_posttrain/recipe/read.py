@@ -27,24 +27,15 @@ from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
 Config = TypeVar("Config")
-_ELSEWHERE = {  # names of other libraries and habits, and the key that they mean
-    "model_name_or_path": "model.name_or_path",
-    "model.path": "model.name_or_path",
-    "model.name": "model.name_or_path",
-    "teacher.path": "teacher.name_or_path",
-    "teacher.name": "teacher.name_or_path",
-    "torch_dtype": "model.dtype",
-    "load_in_4bit": "model.quantization: 4bit",
-    "load_in_8bit": "model.quantization: 8bit",
-    "use_peft": "model.lora: {r: 16}",
-    "lora_r": "model.lora.r",
-    "dataset": "data.train",
-    "dataset_name": "data.train.path",
-    "dataset_config": "data.train.name",
-    "train_file": "data.train.path",
-    "train_dataset": "data.train",
-    "eval_dataset": "data.eval",
-}
+_ELSEWHERE = {
+    "model_name_or_path": "model.name_or_path", "model.path": "model.name_or_path", "model.name": "model.name_or_path",
+    "teacher.path": "teacher.name_or_path", "teacher.name": "teacher.name_or_path", "torch_dtype": "model.dtype",
+    "load_in_4bit": "model.quantization: 4bit", "load_in_8bit": "model.quantization: 8bit",
+    "use_peft": "model.lora: {r: 16}", "lora_r": "model.lora.r", "dataset": "data.train",
+    "dataset_name": "data.train.path", "dataset_config": "data.train.name", "train_file": "data.train.path",
+    "train_dataset": "data.train", "eval_dataset": "data.eval",
+}  # fmt: skip
+"""Names of other libraries and habits -> the key that they mean."""
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
