@@ -64,7 +64,7 @@ docs: $(STAMP) ## the tables of options in docs/, written from the source
 	$(BIN)/python docs/options.py
 
 fields: $(STAMP) ## recipe/fields.json: keys, types and defaults of the train section and of model.lora
-	$(BIN)/python -c 'from hf_posttrain.recipe.fields import FILE, text; FILE.write_text(text())'
+	$(BIN)/python docs/fields.py
 
 bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")
 	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/python $(PIP) -c constraints.txt -e '.[bench]'

@@ -5,9 +5,9 @@
     main          arguments, exit codes: 0; 1 where train.stop_on ended the run; 2 for a mistake in the input, in one
                   line on stderr; 130 for Ctrl-C
     run           the steps in order; everything that can be wrong is found before weights are loaded
-    preflight     --check: what it would train on, and does it fit
-    preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
     finish        what is left in train.output_dir
+    preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
+    preflight     --check: what it would train on, and does it fit
 
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
@@ -39,15 +39,17 @@ PATIENCE = 10
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe; returns the exit code. InputError becomes one line on stderr and 2, anything else a traceback."""
+    # only the first process talks; the variable is read when datasets is imported
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_posttrain").setLevel(logging.INFO if first else logging.ERROR)
     if not first:
-        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when datasets is imported
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     try:
         return _command(sys.argv[1:] if argv is None else list(argv))
     except InputError as error:
-        if not first:  # the first rank says it, unless the mistake is not one of its own: a launcher ends all at once
+        # a launcher ends all ranks when the first one leaves: one that is still there has a mistake of its own
+        if not first:
             time.sleep(PATIENCE)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -78,7 +80,7 @@ def run(recipe: Recipe) -> dict[str, float]:
 
     Raises RunStopped where a warning of `train.stop_on` ended it: the model is then not saved.
     """
-    # what is wrong is said in the order of what it takes to know it: files, torch, tokenizers, rows, weights
+    # what is wrong is said in the order of what it takes to know it: the recipe and its files, torch, tokenizers, rows
     trainer_class, config = parts.configure(recipe, training=True)
     from . import report
     from .recipe.datasets import prepare_data
@@ -88,27 +90,24 @@ def run(recipe: Recipe) -> dict[str, float]:
     parts.check_vllm(recipe, config, peft_config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
     audit = audited(recipe, tokenizer, config)
+    # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
     trainer = trainer_class(
-        args=config,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-        train_dataset=rows["train"],
-        eval_dataset=rows.get("eval"),
-        **parts.load_models(recipe, config),
-    )
-    folder, first = Path(config.output_dir), trainer.is_world_process_zero()
-    if first:
-        (folder / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
+        args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=rows["train"],
+        eval_dataset=rows.get("eval"), **parts.load_models(recipe, config),
+    )  # fmt: skip
+    if trainer.is_world_process_zero():
+        (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
     report.follow(trainer)
     metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
     if trainer.preemption.happened and not trainer.stopped:
         logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
         return metrics
     if not trainer.stopped:
         metrics = finish(trainer, recipe, metrics)
     trainer.save_state()
-    if first:
+    if trainer.is_world_process_zero():
         write_report(config.output_dir)
     if trainer.stopped:
         trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others

@@ -3,7 +3,7 @@
     fields_of(cls)                      name -> Field of a dataclass
     train_fields(method), lora_fields() the same of a method's Config and of `model.lora`, from fields.json: no torch
     build(fields, values, key, where)   a mapping -> keyword arguments: every name known, every value of its type
-    text()                              what fields.json should hold: `make fields` writes it
+    members(annotation), choices(kind)  what an annotation allows
 
 A key is dotted (`data.train.0.path`); `where(key)` says its place ("recipes/kto.yaml:12" or "command line").
 """
@@ -30,9 +30,9 @@ Where = Callable[[str], str]
 Advice = Callable[[str], str | None]
 
 FILE = Path(__file__).with_name("fields.json")
-"""{"versions": of the packages it was made with, "train": fields of every method, "train.sft": SFT's own, ...,
-"model.lora": ...}. A field is [types, default]; a type is a name of `_TYPES`, or the list of allowed values."""
-_TYPES: dict[str, Any] = {
+"""By `make fields`: {"versions": of the packages it was made with, "train": fields of every method, "train.sft": SFT's own, ...,
+"model.lora": ...}. A field is [types, default]; a type is a name of `TYPES`, or the list of allowed values."""
+TYPES: dict[str, Any] = {
     "null": type(None), "bool": bool, "int": int, "float": float, "str": str, "list[str]": list[str],
     "list[int]": list[int], "list[float]": list[float], "list[tuple[int, int]]": list[tuple[int, int]], "dict": dict,
     "dict[str, Any]": dict[str, Any], "dict[str, bool]": dict[str, bool], "any": Any,
@@ -101,39 +101,9 @@ def _read(stored: Mapping[str, Any]) -> dict[str, Field]:
     """Fields from their form in fields.json."""
     fields = {}
     for name, (kinds, default) in stored.items():
-        members = tuple(_TYPES[kind] if isinstance(kind, str) else Literal[tuple(kind)] for kind in kinds)
-        fields[name] = Field(Union[members], default)  # noqa: UP007
+        union = tuple(TYPES[kind] if isinstance(kind, str) else Literal[tuple(kind)] for kind in kinds)
+        fields[name] = Field(Union[union], default)  # noqa: UP007
     return fields
-
-
-def _written(fields: Fields) -> dict[str, Any]:
-    """Fields in their form in fields.json: a type without a name there is "any", a default that is no JSON is null."""
-    names = {kind: name for name, kind in _TYPES.items()}
-    stored = {}
-    for name, (annotation, default) in fields.items():
-        default = getattr(default, "value", default)  # of an enum
-        plain = isinstance(default, str | int | float | list | dict)
-        stored[name] = (
-            [_choices(kind) or names.get(kind, "any") for kind in _members(annotation)], default if plain else None
-        )  # fmt: skip
-    return stored
-
-
-def text() -> str:
-    """What fields.json should hold, by the installed packages: one line a field."""
-    from ..trainer.config import PostTrainConfig
-
-    shared = _written(fields_of(PostTrainConfig))
-    tables = {"versions": {name: version(name) for name in ("transformers", "peft")}, "train": shared}
-    for method in METHODS:
-        own = _written(train_fields(method, imported=True))
-        tables[f"train.{method}"] = {name: field for name, field in own.items() if shared.get(name) != field}
-    tables["model.lora"] = _written(lora_fields(imported=True))
-    sections = []
-    for section, fields in tables.items():
-        lines = [f"  {json.dumps(name)}: {json.dumps(field)}" for name, field in fields.items()]
-        sections.append(f"{json.dumps(section)}: {{\n" + ",\n".join(lines) + "\n}")
-    return "{\n" + ",\n".join(sections) + "\n}\n"
 
 
 def join(key: str, name: object) -> str:
@@ -169,7 +139,7 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
 
     Numbers and switches may be written as text. Raises InputError with place, key, what was expected and was given.
     """
-    kinds = _members(annotation)
+    kinds = members(annotation)
     # sections, and lists of them, have keys of their own
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
@@ -181,7 +151,7 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
     try:
         return _coerced(value, kinds)
     except ValidationError:
-        options = [str(option) for kind in kinds for option in _choices(kind)]
+        options = [str(option) for kind in kinds for option in choices(kind)]
         hint = (nearest(value, options, listed=False) or _as_mapping(value, kinds)) if isinstance(value, str) else ""
         problem = f"{key} must be {_expected(kinds)}, not {_in_yaml(value)}{hint}"
         raise InputError(f"{where(key)}: {problem}") from None
@@ -189,7 +159,7 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
 
 def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
     """Pydantic's lax conversion, but true is never 1, and a text that reads as a number is one where one may stand."""
-    switch = any(k in (bool, Any, object) or True in _choices(k) or False in _choices(k) for k in kinds)
+    switch = any(k in (bool, Any, object) or True in choices(k) or False in choices(k) for k in kinds)
     if isinstance(value, bool) and not switch:
         kinds = tuple(k for k in kinds if k not in (int, float))
     elif isinstance(value, str):
@@ -207,7 +177,7 @@ def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
     return adapter.validate_python([value])[0]
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union. `SomeEnum | str`, as in TrainingArguments, means the values of the enum alone."""
     union = typing.get_origin(annotation) in (Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
@@ -218,7 +188,7 @@ def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
-def _choices(kind: Any) -> list[Any]:
+def choices(kind: Any) -> list[Any]:
     """The values that an enum or a Literal allows; none for another type."""
     if _is_enum(kind):
         return [member.value for member in kind]
@@ -227,19 +197,19 @@ def _choices(kind: Any) -> list[Any]:
 
 def _expected(kinds: Iterable[Any]) -> str:
     """What may stand there, in words."""
-    words = [str(option) for kind in kinds for option in _choices(kind)]
+    words = [str(option) for kind in kinds for option in choices(kind)]
     if len(words) > 12:
         words = [f"one of {len(words)} names"]
-    words += [_word(kind) for kind in kinds if not _choices(kind)]
+    words += [_word(kind) for kind in kinds if not choices(kind)]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
 def _word(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is list and arguments:
-        return f"a list, each item {_expected(_members(arguments[0]))}"
+        return f"a list, each item {_expected(members(arguments[0]))}"
     if origin is dict and arguments and arguments[1] is not Any:
-        return f"a mapping, each value {_expected(_members(arguments[1]))}"
+        return f"a mapping, each value {_expected(members(arguments[1]))}"
     if dataclasses.is_dataclass(origin):
         return "a mapping"
     return _WORDS.get(origin, getattr(origin, "__name__", str(origin)))
