@@ -1,8 +1,8 @@
 """hf_posttrain/recipe/fields.json, written from the classes of the installed packages: python docs/fields.py (or make
 fields).
 
-It holds names, types and defaults of the fields of every method's Config and of peft.LoraConfig, so that a recipe's keys
-are checked without importing torch. A test fails where the file is not what this script would write.
+It holds names, types and defaults of the fields of every method's Config and of peft.LoraConfig, so that the keys of a
+recipe are checked without importing torch. A test fails where the file is not what this script would write.
 """
 
 import json

@@ -30,8 +30,8 @@ Where = Callable[[str], str]
 Advice = Callable[[str], str | None]
 
 FILE = Path(__file__).with_name("fields.json")
-"""By `make fields`: {"versions": of the packages it was made with, "train": fields of every method, "train.sft": SFT's own, ...,
-"model.lora": ...}. A field is [types, default]; a type is a name of `TYPES`, or the list of allowed values."""
+"""By `make fields`: {"versions": of the packages it was made with, "train": fields of every method, "train.sft": SFT's
+own, ..., "model.lora": ...}. A field is [types, default]; a type is a name of `TYPES`, or the list of allowed values."""
 TYPES: dict[str, Any] = {
     "null": type(None), "bool": bool, "int": int, "float": float, "str": str, "list[str]": list[str],
     "list[int]": list[int], "list[float]": list[float], "list[tuple[int, int]]": list[tuple[int, int]], "dict": dict,

@@ -1,7 +1,7 @@
 """A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly.
 
-    load_recipe(path, overrides)        -> Recipe; everything that YAML alone shows is checked here, without torch
-    check_train(recipe)                 the same for its `train` section, which depends on the method
+    load_recipe(path, overrides)        -> Recipe; everything that YAML alone shows is checked, without torch
+    read_recipe(path, overrides)        the first half of it: without the rules, and with `train` as it stands
     train_config(recipe, config_class)  -> the method's Config from the `train` section
     refuse(recipe, problems)            the first problem as an InputError
 
@@ -11,6 +11,7 @@ Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12:
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -19,7 +20,6 @@ from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.section import ModelSection
 from ..trainer import renamed
-from ..trainer import rules as of_config
 from ..trainer.method import Problem
 from . import rules
 from .fields import Fields, build, fields_of, lora_fields, outdated, owners, train_fields
@@ -45,6 +45,18 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     Raises InputError for a missing or malformed file, an unknown or missing key (with the nearest valid one), a wrong
     type, and for options that contradict each other.
     """
+    recipe = read_recipe(path, overrides)
+    refuse(recipe, rules.between_sections(recipe))
+    # the train section stays as it is given; its rules are asked of an object with all fields of the Config
+    fields = partial(train_fields, recipe.method)
+    given = _checked(recipe, fields, recipe.train, "train", _advice(recipe.method))
+    values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
+    refuse(recipe, rules.with_train(recipe, values))
+    return recipe
+
+
+def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+    """The same with names and types alone, and not those of `train`. Raises InputError."""
     path = Path(path)
     tree, places = read_tree(path, overrides)
     method = None
@@ -58,24 +70,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     for key, section in recipe.models():
         if section.lora is not None:
             section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", {f"{key}.lora.rank": "use r"}.get)
-    refuse(recipe, rules.between_sections(recipe))
     return recipe
-
-
-def check_train(recipe: Recipe) -> None:
-    """Names, types and values of the train section, and what in it contradicts others, without importing transformers.
-
-    Raises InputError as `train_config` does.
-    """
-
-    def fields(imported: bool = False) -> Fields:
-        return train_fields(recipe.method, imported)
-
-    given = _checked(recipe, fields, recipe.train, "train", _advice(recipe.method))
-    defaults = {name: field.default for name, field in fields().items()}
-    values = SimpleNamespace(**defaults | given)
-    refuse(recipe, rules.with_train(recipe, values))
-    refuse(recipe, rules.below("train", of_config.problems(values, METHODS[recipe.method])))
 
 
 def train_config(recipe: Recipe, config_class: type[Config]) -> Config:

@@ -1,10 +1,9 @@
 """What the names and types of a recipe's keys allow and that still makes no sense, as far as YAML alone shows it.
 
     between_sections    in the model, teacher and data sections
-    with_train          between the train section and the others
-    below               problems of an object's fields as problems of a recipe's keys
+    with_train          in the train section, and between it and the others
 
-All yield (dotted keys, sentence), without importing torch. What the train section alone shows is in `trainer.rules`.
+Both yield (dotted keys, sentence), without importing torch.
 """
 
 import re
@@ -15,7 +14,7 @@ from typing import Any
 from ..methods import METHODS
 from ..models.section import ModelSection
 from ..trainer.method import BELOW_ONE, COUNT, POSITIVE, Problem
-from ..trainer.rules import beyond, one_of
+from ..trainer.rules import beyond, one_of, problems
 from .files import template_problem
 from .sections import Recipe
 
@@ -63,7 +62,7 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
     for key, source in recipe.sources():
         if not source.path.strip():
             yield (f"{key}.path",), f"{key}.path is empty"
-        yield from below(key, beyond(_SOURCE_LIMITS, source))
+        yield from _below(key, beyond(_SOURCE_LIMITS, source))
 
 
 def _of_model(section: ModelSection, key: str) -> Iterator[Problem]:
@@ -84,14 +83,14 @@ def _of_model(section: ModelSection, key: str) -> Iterator[Problem]:
     if section.chat_template and (wrong := template_problem(section.chat_template)):
         yield (f"{key}.chat_template",), f"{key}.chat_template: {wrong}"
     if section.lora is not None:
-        yield from below(f"{key}.lora", beyond(_LORA_LIMITS, SimpleNamespace(**section.lora)))
+        yield from _below(f"{key}.lora", beyond(_LORA_LIMITS, SimpleNamespace(**section.lora)))
         if section.lora.get("target_modules") in ("", []):
             yield (f"{key}.lora.target_modules",), f"{key}.lora.target_modules must not be empty"
 
 
 def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
-    """Where the train section, read into `values`, contradicts the others; HF's Trainer finds it with the model loaded,
-    and some of it only in the first evaluation."""
+    """What makes no sense in the train section, read into `values`, by itself or with the others; HF's Trainer finds
+    some of it with the model loaded, or only in the first evaluation."""
     for name, wanting in _WANTS_EVAL.items():
         if (value := getattr(values, name)) in wanting and recipe.data.eval is None:
             shown = "true" if value is True else getattr(value, "value", value)
@@ -109,9 +108,10 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
         if name.startswith("data.train") and source.streaming and values.max_steps <= 0:
             key = f"{name}.streaming"
             yield (key,), f"{key}: true needs train.max_steps, since the length of a stream is not known"
+    yield from _below("train", problems(values, METHODS[recipe.method]))
 
 
-def below(section: str, problems: Iterable[Problem]) -> Iterator[Problem]:
+def _below(section: str, problems: Iterable[Problem]) -> Iterator[Problem]:
     """Problems of the fields of an object, which is the `section` of a recipe, as problems of the recipe's keys."""
     for names, said in problems:
         yield tuple(f"{section}.{name}" for name in names), f"{section}.{said}" if said.startswith(names) else said

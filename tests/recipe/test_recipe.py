@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -12,7 +13,7 @@ import pytest
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.models import load
-from hf_posttrain.recipe.read import load_recipe, train_config
+from hf_posttrain.recipe.read import load_recipe, read_recipe, train_config
 from hf_posttrain.recipe.sections import Recipe
 
 REPOSITORY = Path(__file__).parents[2]
@@ -52,11 +53,17 @@ def recipe(tmp_path, monkeypatch):
     """recipe(text, *overrides) writes dpo.yaml in the current directory and loads it."""
     monkeypatch.chdir(tmp_path)
 
-    def load(text=DPO, *overrides):
+    def load(text=DPO, *overrides, read=load_recipe):
         (tmp_path / "dpo.yaml").write_text(text)
-        return load_recipe("dpo.yaml", overrides)
+        return read("dpo.yaml", overrides)
 
     return load
+
+
+@pytest.fixture
+def unchecked(recipe):
+    """The same for a train section of other fields than the method's, such as those of Config."""
+    return partial(recipe, read=read_recipe)
 
 
 def refusal(function, *args):
@@ -90,13 +97,13 @@ def test_list_of_sources(recipe):
 
 
 @pytest.mark.parametrize("spelling", ["5e-7", "5E-7", "5.0e-7", "'5e-7'", "0.0000005", "+5e-7"])
-def test_pain_33_5e_7_is_a_float_wherever_the_field_is(recipe, spelling):
-    loaded = recipe(DPO.split("train:\n  learning")[0] + f"train: {{learning_rate: {spelling}, weight: {spelling}, "
+def test_pain_33_5e_7_is_a_float_wherever_the_field_is(unchecked, spelling):
+    loaded = unchecked(DPO.split("train:\n  learning")[0] + f"train: {{learning_rate: {spelling}, weight: {spelling}, "
                     f"maybe: {spelling}, rates: [{spelling}], kwargs: {{min_lr: 5e-7}}}}\n")  # fmt: skip
     config = train_config(loaded, Config)
     assert (config.learning_rate, config.weight, config.maybe, config.rates) == (5e-7, 5e-7, 5e-7, [5e-7])
     assert config.kwargs == {"min_lr": 5e-7}
-    assert train_config(recipe(DPO, "train={}", f"train.learning_rate={spelling}"), Config).learning_rate == 5e-7
+    assert train_config(unchecked(DPO, "train={}", f"train.learning_rate={spelling}"), Config).learning_rate == 5e-7
 
 
 @pytest.mark.parametrize(
@@ -113,8 +120,8 @@ def test_pain_33_5e_7_is_a_float_wherever_the_field_is(recipe, spelling):
         ("kind: ipo", "kind", "ipo"),
     ],
 )
-def test_values_take_the_type_of_the_field(recipe, given, field, value):
-    config = train_config(recipe(DPO.split("train:\n  learning")[0] + f"train:\n  {given}\n"), Config)
+def test_values_take_the_type_of_the_field(unchecked, given, field, value):
+    config = train_config(unchecked(DPO.split("train:\n  learning")[0] + f"train:\n  {given}\n"), Config)
     assert getattr(config, field) == value
     assert type(getattr(config, field)) is type(value)
 
@@ -135,8 +142,8 @@ def test_values_take_the_type_of_the_field(recipe, given, field, value):
         ("steps: -1", "dpo.yaml:8: steps must not be negative"),
     ],
 )
-def test_pain_33_train_section_is_checked_against_the_config(recipe, given, message):
-    loaded = recipe(DPO.split("train:\n  learning")[0] + f"train:\n  {given}\n")
+def test_pain_33_train_section_is_checked_against_the_config(unchecked, given, message):
+    loaded = unchecked(DPO.split("train:\n  learning")[0] + f"train:\n  {given}\n")
     assert refusal(train_config, loaded, Config) == message
 
 
@@ -221,8 +228,8 @@ def test_overrides_and_contradictions_are_refused(recipe, overrides, message):
     assert message in refusal(recipe, DPO, *overrides)
 
 
-def test_overrides_are_yaml_and_make_missing_mappings(recipe):
-    loaded = recipe(
+def test_overrides_are_yaml_and_make_missing_mappings(unchecked):
+    loaded = unchecked(
         DPO, "model.lora=null", "model.lora.r=4", "data.eval.path=e.jsonl", "data.eval.limit=10", "train.flag=true",
         "data.train.columns={prompt: q, completion: a}", "method=kd", "teacher.name_or_path=big",
     )  # fmt: skip
@@ -248,11 +255,11 @@ def test_missing_recipe_names_the_nearest(recipe, tmp_path):
     assert "cannot be read as text" in refusal(load_recipe, "binary.yaml")
 
 
-def test_to_yaml_reads_back_as_the_same_recipe(recipe, tmp_path):
-    loaded = recipe(DPO, "data.eval=[{path: e.jsonl}, {path: f.jsonl, weight: 0.5}]", "train.run_name='5e-7'",
+def test_to_yaml_reads_back_as_the_same_recipe(unchecked, tmp_path):
+    loaded = unchecked(DPO, "data.eval=[{path: e.jsonl}, {path: f.jsonl, weight: 0.5}]", "train.run_name='5e-7'",
                     "train.eval_strategy=no", "train.note='yes: #1'")  # fmt: skip
     (tmp_path / "again.yaml").write_text(loaded.to_yaml())
-    again = load_recipe("again.yaml")
+    again = read_recipe("again.yaml")
     assert dataclasses.replace(again, path=loaded.path) == loaded
     assert again.train["run_name"] == "5e-7"
     assert again.train["eval_strategy"] == "no"
@@ -269,7 +276,7 @@ def test_relative_paths_are_also_looked_for_beside_the_recipe(recipe, tmp_path, 
     assert load_recipe("recipes/dpo.yaml").data.train.path == "pairs.jsonl"
 
 
-def test_training_arguments_fields(recipe, tmp_path):
+def test_training_arguments_fields(unchecked, tmp_path):
     from transformers import TrainingArguments
     from transformers.trainer_utils import IntervalStrategy
 
@@ -279,7 +286,7 @@ def test_training_arguments_fields(recipe, tmp_path):
         "  warmup_steps: 0.1\n  lr_scheduler_type: cosine\n  report_to: [none]\n  dataloader_drop_last: true\n"
         "  lr_scheduler_kwargs: {num_cycles: 1}\n  use_cpu: yes\n"
     )
-    config = train_config(recipe(text), TrainingArguments)
+    config = train_config(unchecked(text), TrainingArguments)
     assert (config.learning_rate, config.warmup_steps, config.use_cpu, config.bf16) == (5e-7, 0.1, True, False)
     assert config.eval_strategy == IntervalStrategy.NO
     for override, message in {
@@ -290,7 +297,7 @@ def test_training_arguments_fields(recipe, tmp_path):
         "train.group_by_length=true": "use train_sampling_strategy: group_by_length",
         "train.parallelism_config={sp_siz: 2}": "unknown key train.parallelism_config.sp_siz; did you mean 'sp_size'?",
     }.items():
-        refused = refusal(train_config, recipe(text, override), TrainingArguments)
+        refused = refusal(train_config, unchecked(text, override), TrainingArguments)
         assert refused.startswith("command line: ")
         assert message in refused
 
