@@ -85,9 +85,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     from . import report
     from .recipe.datasets import prepare_data
 
-    checkpoint = parts.checkpoint_to_resume(recipe, config)
-    tokenizer, peft_config = parts.check_models(recipe)
-    parts.check_vllm(recipe, config, peft_config)
+    tokenizer, peft_config = parts.check_models(recipe, config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
     audit = audited(recipe, tokenizer, config)
     # from here on files are written and weights loaded
@@ -99,7 +97,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     if trainer.is_world_process_zero():
         (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
     report.follow(trainer)
-    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    metrics = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint).metrics
     # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
     if trainer.preemption.happened and not trainer.stopped:
         logger.info("to go on: the same command with train.resume_from_checkpoint=auto")

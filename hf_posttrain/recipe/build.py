@@ -1,14 +1,10 @@
 """A recipe's sections -> the objects that a run is made of. In the order of a run:
 
-    check_inputs          what the file system shows, before torch
-    configure             the method's Trainer class and Config
-    check_models          tokenizer and LoRA config, after all that can be said of the models without weights
-    check_vllm            is OPD's server there?
-    checkpoint_to_resume, make_output_dir    train.output_dir
-    load_models           policy and teacher
-
-    of_any_machine        the recipe without what wants a launcher or a GPU
-    load_skeletons        the models without weights
+    check_inputs        what the file system shows, before torch
+    configure           the method's Trainer class and Config; of_any_machine: without what wants a launcher or a GPU
+    check_models        tokenizer and LoRA config, after all that can be said of the models without weights
+    make_output_dir     train.output_dir
+    load_models         policy and teacher; load_skeletons: without weights
 
 Heavy imports come with the first use, so that errors of the recipe are quick. Mistakes are InputErrors with a place.
 """
@@ -46,17 +42,23 @@ def check_inputs(recipe: Recipe, training: bool = False) -> None:
 
 def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
     """(trainer class, the method's Config), after `check_inputs`. Raises InputError for what is wrong in the recipe
-    alone, and as far as possible before torch is imported."""
+    alone, and for a training whose checkpoint is not whole."""
     check_inputs(recipe, training)
     method = METHODS[recipe.method]
     imported(method.module)
     from ..engines.launch import quantisation_problem
+    from ..trainer.checkpoint import lacking
 
     config = train_config(recipe, config_class(method))
     for name, section in recipe.models():
         bits, key = section.quantization, f"{name}.quantization"
         if bits != "none" and (problem := quantisation_problem(bits, config)):
             raise InputError(f"{recipe.where(key)}: {key}: {problem}")
+    # "auto" passes over what is not whole
+    wanted = config.resume_from_checkpoint if training else None
+    if wanted not in (None, "auto") and (absent := lacking(Path(wanted), config.save_only_model)):
+        place = recipe.where("train.resume_from_checkpoint")
+        raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
     return trainer_class(method), config
 
 
@@ -75,8 +77,12 @@ def imported(module: str) -> Any:
         gc.enable()
 
 
-def check_models(recipe: Recipe) -> tuple[Any, Any]:
-    """(tokenizer, LoRA config or None), after everything about both models that shows without weights."""
+def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
+    """(tokenizer, LoRA config or None), after everything about both models that shows without weights.
+
+    config: of a run, whose vLLM server must be there and serve such adapters. Raises InputError.
+    """
+    from ..generation import vllm_options
     from ..models import load as models
     from ..models.skeleton import load_skeleton
 
@@ -102,6 +108,10 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
             if not any(layer.endswith(f".{name}") for layer in layers):
                 hint = nearest(name, {layer.rpartition(".")[2] for layer in layers}, listed=False)
                 raise InputError(f"{recipe.where(key)}: {key}: no layer is called {name!r}{hint}")
+    if getattr(config, "rollout", None) == "vllm":
+        key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
+        with error_context(recipe.where(key)):
+            vllm_options.check(config, peft_config)
     return tokenizer, peft_config
 
 
@@ -116,38 +126,16 @@ def load_skeletons(recipe: Recipe) -> list[Any]:
     return found
 
 
-def check_vllm(recipe: Recipe, config: Any, peft_config: Any) -> None:
-    """OPD's `rollout: vllm`: is its server there, and does it serve such adapters? Raises InputError."""
-    if getattr(config, "rollout", None) == "vllm":
-        from ..generation import vllm_options
-
-        key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
-        with error_context(recipe.where(key)):
-            vllm_options.check(config, peft_config)
-
-
-def checkpoint_to_resume(recipe: Recipe, config: Any) -> str | None:
-    """The folder that `train.resume_from_checkpoint` means, which `check_inputs` has seen. Raises InputError where it
-    is incomplete."""
-    from ..trainer.checkpoint import lacking
-
-    wanted, folder = config.resume_from_checkpoint, config.output_dir
-    if wanted is None and (Path(folder) / "trainer_state.json").exists():
-        logger.info("%s holds an earlier run: its files will be overwritten", folder)
-    # auto: the first rank chooses in trainer.train
-    if wanted not in (None, "auto") and (absent := lacking(Path(wanted), config.save_only_model)):
-        place = recipe.where("train.resume_from_checkpoint")
-        raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
-    return wanted
-
-
 def make_output_dir(recipe: Recipe, config: Any) -> None:
     """Now that nothing else is wrong. Raises InputError where the system refuses it."""
+    folder = Path(config.output_dir)
+    if config.resume_from_checkpoint is None and (folder / "trainer_state.json").exists():
+        logger.info("%s holds an earlier run: its files will be overwritten", folder)
     try:
-        Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         place = recipe.where("train.output_dir")
-        raise InputError(f"{place}: train.output_dir: {config.output_dir} cannot be made ({error.strerror})") from error
+        raise InputError(f"{place}: train.output_dir: {folder} cannot be made ({error.strerror})") from error
 
 
 def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:

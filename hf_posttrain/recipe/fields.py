@@ -13,7 +13,7 @@ import json
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
+from enum import EnumMeta
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -30,8 +30,9 @@ Where = Callable[[str], str]
 Advice = Callable[[str], str | None]
 
 FILE = Path(__file__).with_name("fields.json")
-"""By `make fields`: {"versions": of the packages it was made with, "train": fields of every method, "train.sft": SFT's
-own, ..., "model.lora": ...}. A field is [types, default]; a type is a name of `TYPES`, or the list of allowed values."""
+"""{"versions": of the packages that it was made with, "train": fields of every method, "train.sft": SFT's own, ...,
+"model.lora": ...}. A field is [types, default]; a type is a name of `TYPES`, or a list of the values that are allowed.
+`make fields` writes it."""
 TYPES: dict[str, Any] = {
     "null": type(None), "bool": bool, "int": int, "float": float, "str": str, "list[str]": list[str],
     "list[int]": list[int], "list[float]": list[float], "list[tuple[int, int]]": list[tuple[int, int]], "dict": dict,
@@ -181,17 +182,13 @@ def members(annotation: Any) -> tuple[Any, ...]:
     """The members of a union. `SomeEnum | str`, as in TrainingArguments, means the values of the enum alone."""
     union = typing.get_origin(annotation) in (Union, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
-    return tuple(k for k in kinds if k is not str) if any(map(_is_enum, kinds)) else kinds
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
+    return tuple(k for k in kinds if k is not str) if any(isinstance(k, EnumMeta) for k in kinds) else kinds
 
 
 def choices(kind: Any) -> list[Any]:
     """The values that an enum or a Literal allows; none for another type."""
-    if _is_enum(kind):
-        return [member.value for member in kind]
+    if isinstance(kind, EnumMeta):
+        return [member.value for member in typing.cast(Any, kind)]
     return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
 
 
@@ -205,6 +202,7 @@ def _expected(kinds: Iterable[Any]) -> str:
 
 
 def _word(kind: Any) -> str:
+    """What messages call a type."""
     origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
     if origin is list and arguments:
         return f"a list, each item {_expected(members(arguments[0]))}"

@@ -40,20 +40,20 @@ _WANTS_EVAL = {
 
 def between_sections(recipe: Recipe) -> Iterator[Problem]:
     """What makes no sense in the model, teacher and data sections."""
-    # the teacher: there for methods with one, and never trained
-    method, teacher = recipe.method, recipe.teacher
-    with_teacher = [name for name, row in METHODS.items() if row.second == "teacher"]
-    if method in with_teacher and teacher is None:
+    # the teacher: methods either need one or cannot use it
+    method, with_teacher = recipe.method, [name for name, row in METHODS.items() if row.second == "teacher"]
+    if method in with_teacher and recipe.teacher is None:
         yield ("method",), f"method {method} needs a teacher section (teacher.name_or_path: ...)"
-    if teacher and method not in with_teacher:
+    if method not in with_teacher and recipe.teacher:
         problem = f"method {method} uses no teacher; that section belongs to {' and '.join(with_teacher)}"
         yield ("teacher", "method"), problem
+    # both models, and what only one of them can have
+    for key, section in recipe.models():
+        yield from _of_model(section, key)
     if recipe.model.offload:
         problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
         yield ("model.offload",), problem
-    for key, section in recipe.models():
-        yield from _of_model(section, key)
-    if teacher and teacher.lora is not None:
+    if recipe.teacher and recipe.teacher.lora is not None:
         problem = "teacher.lora makes no sense: the teacher is not trained (teacher.adapter loads one)"
         yield ("teacher.lora",), problem
     for name, given in recipe.data.given():
