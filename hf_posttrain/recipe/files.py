@@ -1,4 +1,4 @@
-"""What the file system shows of a recipe's models, data and folders: told before anything slow is imported.
+"""What the file system shows of a recipe's models, data and folders, before anything slow is imported.
 
     inputs          models, tokenizers, adapters and data files, as problems (dotted keys, sentence)
     training        what only a run needs: weights, packages, output_dir, the checkpoint to resume
@@ -28,6 +28,7 @@ from .sections import Recipe
 
 def inputs(recipe: Recipe) -> Iterator[Problem]:
     """What is missing or broken of that which the recipe reads, as far as it shows without reading all of it."""
+    # a name that is no path here may be one of the hub
     for key, section in recipe.models():
         for field, problem_of in (("name_or_path", _model_problem), ("adapter", _adapter_problem)):
             name = getattr(section, field)
