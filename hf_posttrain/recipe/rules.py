@@ -13,13 +13,13 @@ from typing import Any
 
 from ..methods import METHODS
 from ..models.section import ModelSection
-from ..trainer.method import BELOW_ONE, COUNT, POSITIVE, Problem
+from ..trainer.method import BELOW_ONE, COUNT, POSITIVE, Limit, Problem
 from ..trainer.rules import beyond, one_of, problems
 from .files import template_problem
 from .sections import Recipe
 
 _LORA_LIMITS = {"r": COUNT, "alpha": COUNT, "dropout": BELOW_ONE}
-_SOURCE_LIMITS = {"limit": COUNT, "weight": POSITIVE}
+_SOURCE_LIMITS = {"limit": Limit(COUNT.holds, "must be at least 1 (or null for all rows)"), "weight": POSITIVE}
 _EXCLUDE_EACH_OTHER = (  # keys of a model section, and why
     ("quantization", "from_scratch", "no weights to load"),
     ("adapter", "from_scratch", "it belongs to saved weights"),
