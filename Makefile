@@ -22,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all test-floor lint types docs bench clean
+.PHONY: help venv quickstart test test-all test-floor lint types docs fields bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -62,6 +62,9 @@ types: $(STAMP) ## mypy
 
 docs: $(STAMP) ## the tables of options in docs/, written from the source
 	$(BIN)/python docs/options.py
+
+fields: $(STAMP) ## recipe/fields.json: keys, types and defaults of the train section and of model.lora
+	$(BIN)/python docs/fields.py
 
 bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")
 	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/python $(PIP) -c constraints.txt -e '.[bench]'

@@ -5,9 +5,9 @@
     main          arguments, exit codes: 0; 1 where train.stop_on ended the run; 2 for a mistake in the input, in one
                   line on stderr; 130 for Ctrl-C
     run           the steps in order; everything that can be wrong is found before weights are loaded
-    preflight     --check: what it would train on, and does it fit
+    finish        what is left in train.output_dir
     preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
-    save          what is left in train.output_dir
+    preflight     --check: what it would train on, and does it fit
 
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
@@ -39,15 +39,17 @@ PATIENCE = 10
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a recipe; returns the exit code. InputError becomes one line on stderr and 2, anything else a traceback."""
+    # only the first process talks; the variable is read when datasets is imported
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     logging.basicConfig(format="%(message)s")
     logging.getLogger("hf_posttrain").setLevel(logging.INFO if first else logging.ERROR)
     if not first:
-        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when datasets is imported
+        os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     try:
         return _command(sys.argv[1:] if argv is None else list(argv))
     except InputError as error:
-        if not first:  # the first rank says it, unless the mistake is not one of its own: a launcher ends all at once
+        # a launcher ends all ranks when the first one leaves: one that is still there has a mistake of its own
+        if not first:
             time.sleep(PATIENCE)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -78,29 +80,25 @@ def run(recipe: Recipe) -> dict[str, float]:
 
     Raises RunStopped where a warning of `train.stop_on` ended it: the model is then not saved.
     """
-    parts.check_inputs(recipe, training=True)
-    trainer_class, config = parts.configure(recipe)
+    # what is wrong is said in the order of what it takes to know it: the recipe and its files, torch, tokenizers, rows
+    trainer_class, config = parts.configure(recipe, training=True)
     from . import report
     from .recipe.datasets import prepare_data
 
-    checkpoint = parts.checkpoint_to_resume(recipe, config)
-    tokenizer, peft_config = parts.check_models(recipe)
-    parts.check_vllm(recipe, config, peft_config)
+    tokenizer, peft_config = parts.check_models(recipe, config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
     audit = audited(recipe, tokenizer, config)
+    # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
     trainer = trainer_class(
-        args=config,
-        processing_class=tokenizer,
-        peft_config=peft_config,
-        train_dataset=rows["train"],
-        eval_dataset=rows.get("eval"),
-        **parts.load_models(recipe, config),
-    )
+        args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=rows["train"],
+        eval_dataset=rows.get("eval"), **parts.load_models(recipe, config),
+    )  # fmt: skip
     if trainer.is_world_process_zero():
         (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
     report.follow(trainer)
-    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    metrics = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint).metrics
+    # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
     if trainer.preemption.happened and not trainer.stopped:
         logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
         return metrics
@@ -143,15 +141,19 @@ def write_report(folder: str) -> None:
 
 
 def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
-    """Save the trained model, then evaluate it; returns the metrics of both."""
-    save(trainer, recipe)
+    """Save the trained model and the recipe as resolved, then evaluate; returns the metrics of both."""
+    trainer.save_model()  # and adapter, tokenizer, generation config
+    if trainer.is_world_process_zero():
+        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+
+    def keep(split: str, found: dict[str, float]) -> dict[str, float]:
+        trainer.log_metrics(split, found)
+        trainer.save_metrics(split, found)
+        return found
+
     if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
-        _keep_metrics(trainer, "train", metrics)
-    if recipe.data.eval is None:
-        return metrics
-    evaluated = trainer.evaluate()
-    _keep_metrics(trainer, "eval", evaluated)
-    return metrics | evaluated
+        keep("train", metrics)
+    return metrics if recipe.data.eval is None else metrics | keep("eval", trainer.evaluate())
 
 
 def preprocess(recipe: Recipe) -> None:
@@ -189,19 +191,6 @@ def preflight(arguments: Any) -> int:
         return 0
     print(found.to_json() if arguments.json else found.text(sys.stdout.isatty()))
     return found.status
-
-
-def save(trainer: Any, recipe: Recipe) -> None:
-    """Model or adapter, tokenizer and generation config (by the trainer), and the recipe as resolved."""
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-
-
-def _keep_metrics(trainer: Any, split: str, metrics: dict[str, float]) -> None:
-    """Print them, and add them to all_results.json."""
-    trainer.log_metrics(split, metrics)
-    trainer.save_metrics(split, metrics)
 
 
 if __name__ == "__main__":

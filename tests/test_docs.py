@@ -41,7 +41,7 @@ from hf_posttrain.methods import config_class
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe import cli as arguments
-from hf_posttrain.recipe.read import check_train, load_recipe, train_config
+from hf_posttrain.recipe.read import load_recipe, train_config
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report import charts, samples
 from hf_posttrain.trainer.config import PostTrainConfig
@@ -124,7 +124,6 @@ def _of_hf_posttrain(words: list[str], runs: bool) -> None:
     if not runs and not Path(asked.recipe).exists():
         return
     recipe = load_recipe(asked.recipe, asked.overrides)
-    check_train(recipe)
     if not runs or NEEDS_A_SERVER in words:
         parts.configure(load_recipe(asked.recipe, [*asked.overrides, "train.use_cpu=true"]))
         return
@@ -216,7 +215,6 @@ def recipe_of(block: Block, page: Path, folder: Path) -> None:
     file = folder / f"block-{block.line}.yaml"
     file.write_text(yaml.safe_dump(tree))
     recipe = load_recipe(file, ["train.use_cpu=true", "train.bf16=null"])
-    check_train(recipe)
     train_config(recipe, CONFIGS[recipe.method])
 
 

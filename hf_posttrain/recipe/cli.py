@@ -10,7 +10,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -73,42 +73,35 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, (reading, meaning) in _OPTIONS.items():
         parser.add_argument(name, help=meaning, **reading)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
-    if unknown:
-        raise InputError(f"command line: {_unknown(unknown[0])}")
     words = vars(arguments).pop("words")
-    _refuse_contradictions(arguments)
-    arguments.recipe, arguments.overrides = _recipe_and_overrides(words)
+    for problem in _problems(arguments, unknown):
+        parser.error(problem)
+    # the first word that is no override is the recipe, wherever it stands; its name may hold an `=`
+    at = next((n for n, word in enumerate(words) if not _OVERRIDE.match(word) or os.path.isfile(word)), None)
+    if at is None:
+        given = f" beside {words[0]}" if words else ""
+        parser.error(f"there is no recipe{given}: hf-posttrain RECIPE.yaml [section.key=value ...]")
+    arguments.recipe, arguments.overrides = words[at], words[:at] + words[at + 1 :]
     return arguments
 
 
-def _recipe_and_overrides(words: list[str]) -> tuple[str, list[str]]:
-    """The first word that is no override is the recipe, wherever it stands; a file with `=` in its name may be."""
-    for number, word in enumerate(words):
-        if not _OVERRIDE.match(word) or os.path.isfile(word):
-            return word, words[:number] + words[number + 1 :]
-    given = f" beside {words[0]}" if words else ""
-    raise InputError(f"command line: there is no recipe{given}: hf-posttrain RECIPE.yaml [section.key=value ...]")
-
-
-def _unknown(option: str) -> str:
-    """What is wrong with a word that begins with a dash."""
-    key = option.lstrip("-")
-    if _OVERRIDE.match(key):
-        written = key if "." in key.partition("=")[0] else f"train.{key}"
-        return f"{option!r} is not section.key=value: write {written}, without dashes"
-    close = difflib.get_close_matches(option, _OPTIONS, n=1)
-    hint = f"did you mean {close[0]}?" if close else "a key of the recipe is written section.key=value, without dashes"
-    return f"unknown option {option}; {hint}"
-
-
-def _refuse_contradictions(arguments: argparse.Namespace) -> None:
+def _problems(arguments: argparse.Namespace, unknown: Sequence[str]) -> Iterator[str]:
+    """What is wrong with options, and with words that begin with a dash and are none."""
+    for option in unknown:
+        key = option.lstrip("-")
+        if _OVERRIDE.match(key):
+            written = key if "." in key.partition("=")[0] else f"train.{key}"
+            yield f"{option!r} is not section.key=value: write {written}, without dashes"
+        close = difflib.get_close_matches(option, _OPTIONS, n=1)
+        otherwise = "a key of the recipe is written section.key=value, without dashes"
+        yield f"unknown option {option}; {f'did you mean {close[0]}?' if close else otherwise}"
     for name in ("probe", "json", "config_file", "device_memory"):
         if getattr(arguments, name) and not arguments.check:
-            raise InputError(f"command line: --{name} is an option of --check: add that, or drop --{name}")
+            yield f"--{name} is an option of --check: add that, or drop --{name}"
     file, memory = arguments.config_file, arguments.device_memory
     if file and not file.is_file():
-        raise InputError(f"command line: --config_file: there is no file {file}{nearest_path(file)}")
+        yield f"--config_file: there is no file {file}{nearest_path(file)}"
     if memory is not None and not 0 < memory < float("inf"):
-        raise InputError(f"command line: --device_memory must be a number of GiB above 0, not {memory}")
+        yield f"--device_memory must be a number of GiB above 0, not {memory}"
     if arguments.check and arguments.preprocess_only:
-        raise InputError("command line: --check and --preprocess-only exclude each other: drop one")
+        yield "--check and --preprocess-only exclude each other: drop one"

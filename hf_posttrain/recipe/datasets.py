@@ -5,7 +5,6 @@
     summary         what a prepared data set holds, and where it is cached
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from .sections import Recipe
 def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
     """{"train": rows, "eval": rows} as the trainer takes them. Raises InputError for the first bad file or row."""
     rows = {}
-    for name, sources in _given(recipe):
+    # every rank looks at the files; then one a machine tokenises, and the others find its cache
+    for name, sources in recipe.data.given():
         with error_context(recipe.where(f"data.{name}.path")):
             check_sources(sources, name)
     with launch.main_process_first(config):
-        for name, sources in _given(recipe):
+        for name, sources in recipe.data.given():
             with error_context(recipe.where(f"data.{name}.path")), decoded(sources, name):
                 raw = load(sources, name)
                 rows[name] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
@@ -39,8 +39,8 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
 
 def audit_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
-    raw = {name: load(sources, name) for name, sources in _given(recipe)}
-    names = {name: _with_file(name, sources) for name, sources in _given(recipe)}
+    raw = {name: load(sources, name) for name, sources in recipe.data.given()}
+    names = {name: _with_file(name, sources) for name, sources in recipe.data.given()}
     return audits(raw, METHODS[recipe.method], tokenizer, config, names)
 
 
@@ -52,13 +52,6 @@ def summary(rows: Any) -> str:
     tokens = sum(int(lengths_of(rows, column).sum()) for column in ids)
     folders = sorted({str(Path(file["filename"]).parent) for file in rows.cache_files})
     return f"{len(rows)} rows, {tokens} tokens, cached in {', '.join(folders)}"
-
-
-def _given(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """(name, sources) of each data set that the recipe has."""
-    for name in ("train", "eval"):
-        if (sources := getattr(recipe.data, name)) is not None:
-            yield name, sources
 
 
 def _with_file(name: str, sources: Any) -> str:

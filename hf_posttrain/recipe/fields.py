@@ -1,27 +1,110 @@
-"""Strict fields: a mapping checked against a dataclass, name by name and type by type. It knows no section and no key.
+"""Which keys a recipe's sections have, of which types, and a mapping checked against them.
 
-    build(cls, values, key, where)  a mapping -> arguments of a dataclass: every name known, every value of its type
-    typed(value, kind, key, where)  one value as its type annotation wants it
+    fields_of(cls)                      name -> Field of a dataclass
+    train_fields(method), lora_fields() the same of a method's Config and of `model.lora`, from fields.json: no torch
+    build(fields, values, key, where)   a mapping -> keyword arguments: every name known, every value of its type
+    members(annotation), choices(kind)  what an annotation allows
 
 A key is dotted (`data.train.0.path`); `where(key)` says its place ("recipes/kto.yaml:12" or "command line").
 """
 
 import dataclasses
+import json
 import types
 import typing
-from collections.abc import Callable, Iterable
-from enum import Enum
-from typing import Any, Literal, Union
+from collections.abc import Callable, Iterable, Mapping
+from enum import EnumMeta
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Union
 
+from packaging.version import Version
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
+from ..methods import METHODS, config_class
 
 Where = Callable[[str], str]
 Advice = Callable[[str], str | None]
 
-_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a mapping"}
+FILE = Path(__file__).with_name("fields.json")
+"""{"versions": of the packages that it was made with, "train": fields of every method, "train.sft": SFT's own, ...,
+"model.lora": ...}. A field is [types, default]; a type is a name of `TYPES`, or a list of the values that are allowed.
+`make fields` writes it."""
+TYPES: dict[str, Any] = {
+    "null": type(None), "bool": bool, "int": int, "float": float, "str": str, "list[str]": list[str],
+    "list[int]": list[int], "list[float]": list[float], "list[tuple[int, int]]": list[tuple[int, int]], "dict": dict,
+    "dict[str, Any]": dict[str, Any], "dict[str, bool]": dict[str, bool], "any": Any,
+}  # fmt: skip
+_WORDS = {
+    bool: "true or false", int: "a whole number", float: "a number", str: "a string", dict: "a mapping",
+    list: "a list", type(None): "null",
+}  # fmt: skip
+
+
+class Field(NamedTuple):
+    """A key's type and default."""
+
+    kind: Any
+    """An annotation."""
+    default: Any = dataclasses.MISSING
+    """MISSING where the key must be given."""
+
+
+Fields = Mapping[str, Field]
+
+
+def fields_of(cls: Any) -> dict[str, Field]:
+    """The fields that a dataclass is made with, without those whose metadata has `hidden`: they are not keys."""
+    hints = typing.get_type_hints(cls)
+    return {
+        f.name: Field(hints[f.name], f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
+        for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")
+    }  # fmt: skip
+
+
+def train_fields(method: str, imported: bool = False) -> dict[str, Field]:
+    """The fields of the method's Config. imported: from the class itself, as for a method that fields.json lacks."""
+    own = None if imported else _stored().get(f"train.{method}")
+    if own is None:
+        return fields_of(config_class(METHODS[method]))
+    return _read(_stored()["train"] | own)
+
+
+def lora_fields(imported: bool = False) -> dict[str, Field]:
+    """The fields of `model.lora`: those of peft.LoraConfig, some under friendlier names, which `models.load` reads."""
+    if not imported:
+        return _read(_stored()["model.lora"])
+    from peft import LoraConfig
+
+    friendly = {"alpha": Field(int, 8), "dropout": Field(float, 0.0), "init_lora_weights": Field(bool | str, True)}
+    return fields_of(LoraConfig) | friendly
+
+
+def owners(name: str) -> list[str]:
+    """The methods that have a field `name` of their own, or with another default than others."""
+    return [method for method in METHODS if name in _stored().get(f"train.{method}", {})]
+
+
+def outdated() -> bool:
+    """Is an installed package newer than fields.json, so that it may have fields that are not there?"""
+    return any(Version(version(name)) > Version(known) for name, known in _stored()["versions"].items())
+
+
+@cache
+def _stored() -> dict[str, Any]:
+    return json.loads(FILE.read_text(encoding="utf-8"))
+
+
+def _read(stored: Mapping[str, Any]) -> dict[str, Field]:
+    """Fields from their form in fields.json."""
+    fields = {}
+    for name, (kinds, default) in stored.items():
+        union = tuple(TYPES[kind] if isinstance(kind, str) else Literal[tuple(kind)] for kind in kinds)
+        fields[name] = Field(Union[union], default)  # noqa: UP007
+    return fields
 
 
 def join(key: str, name: object) -> str:
@@ -29,68 +112,55 @@ def join(key: str, name: object) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def build(cls: type, values: Any, key: str, where: Where, advice: Advice = lambda key: None) -> dict[str, Any]:
-    """The keyword arguments that `values` gives to the dataclass `cls`, checked and of the fields' types.
+def build(fields: Fields, values: Any, key: str, where: Where, advice: Advice = lambda key: None) -> dict[str, Any]:
+    """The keyword arguments that `values` gives for `fields`, checked and of their types.
 
-    `advice(key)` says what to write instead of a dotted key that does not exist. Fields whose metadata has `hidden` are
-    not keys. Raises InputError with place and key for an unknown name, a wrong type and a missing name.
+    `advice(key)` says what to write instead of a dotted key that does not exist. Raises InputError with place and key
+    for an unknown name, a wrong type and a missing name.
     """
     if not isinstance(values, dict):
-        raise InputError(
-            f"{where(key)}: {key or 'the recipe'} must be a mapping of keys to values, not {_shown(values)}"
-        )
-    hints = typing.get_type_hints(cls)
-    known = {f.name: f for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")}
+        problem = f"{key or 'the recipe'} must be a mapping of keys to values, not {_in_yaml(values)}"
+        raise InputError(f"{where(key)}: {problem}")
+    # unknown names first: a wrong type often follows from one
     for name in values:
-        if name in known:
-            continue
-        place, full = where(join(key, name)), join(key, name)
-        if instead := advice(full):
-            raise InputError(f"{place}: {full} does not exist: {instead}")
-        raise InputError(f"{place}: unknown {'key' if key else 'section'} {full}{nearest(str(name), known)}")
-    built = {name: typed(value, hints[name], join(key, name), where, advice) for name, value in values.items()}
-    for name, f in known.items():
-        if name not in values and f.default is f.default_factory is dataclasses.MISSING:
+        if name not in fields:
+            place, full = where(join(key, name)), join(key, name)
+            if instead := advice(full):
+                raise InputError(f"{place}: {full} does not exist: {instead}")
+            raise InputError(f"{place}: unknown {'key' if key else 'section'} {full}{nearest(str(name), fields)}")
+    built = {name: _typed(value, fields[name].kind, join(key, name), where, advice) for name, value in values.items()}
+    for name, field in fields.items():
+        if name not in values and field.default is dataclasses.MISSING:
             raise InputError(f"{where(key)}: {join(key, name)} is missing")
     return built
 
 
-def typed(value: Any, kind: Any, key: str, where: Where, advice: Advice = lambda key: None) -> Any:
-    """`value` as the annotation `kind` wants it; a dataclass is built from a mapping.
+def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) -> Any:
+    """`value` as the annotation wants it; a dataclass is built from a mapping.
 
     Numbers and switches may be written as text. Raises InputError with place, key, what was expected and was given.
     """
-    kinds = _kinds(kind)
-    for member in kinds:
-        if dataclasses.is_dataclass(member) and isinstance(member, type) and isinstance(value, dict):
-            return member(**build(member, value, key, where, advice))
-        if typing.get_origin(member) is list and isinstance(value, list):
-            (item,) = typing.get_args(member)
+    kinds = members(annotation)
+    # sections, and lists of them, have keys of their own
+    for kind in kinds:
+        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+            return kind(**build(fields_of(kind), value, key, where, advice))
+        if typing.get_origin(kind) is list and isinstance(value, list):
+            (item,) = typing.get_args(kind)
             if dataclasses.is_dataclass(item):
-                return [typed(each, item, join(key, i), where, advice) for i, each in enumerate(value)]
+                return [_typed(each, item, join(key, i), where, advice) for i, each in enumerate(value)]
     try:
         return _coerced(value, kinds)
     except ValidationError:
-        options = _options(kinds)
+        options = [str(option) for kind in kinds for option in choices(kind)]
         hint = (nearest(value, options, listed=False) or _as_mapping(value, kinds)) if isinstance(value, str) else ""
-        place = where(key)
-        raise InputError(f"{place}: {key} must be {_expected(kinds)}, not {_shown(value)}{hint}") from None
-
-
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union. `SomeEnum | str`, as in TrainingArguments, means the values of the enum alone."""
-    union = typing.get_origin(annotation) in (Union, types.UnionType)
-    kinds = typing.get_args(annotation) if union else (annotation,)
-    return tuple(k for k in kinds if k is not str) if any(map(_is_enum, kinds)) else kinds
-
-
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
+        problem = f"{key} must be {_expected(kinds)}, not {_in_yaml(value)}{hint}"
+        raise InputError(f"{where(key)}: {problem}") from None
 
 
 def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
     """Pydantic's lax conversion, but true is never 1, and a text that reads as a number is one where one may stand."""
-    switch = any(k in (bool, Any, object) or True in typing.get_args(k) or False in typing.get_args(k) for k in kinds)
+    switch = any(k in (bool, Any, object) or True in choices(k) or False in choices(k) for k in kinds)
     if isinstance(value, bool) and not switch:
         kinds = tuple(k for k in kinds if k not in (int, float))
     elif isinstance(value, str):
@@ -99,18 +169,48 @@ def _coerced(value: Any, kinds: tuple[Any, ...]) -> Any:
                 return TypeAdapter(simple).validate_python(value)
             except ValidationError:
                 continue
+    # in a list, since pydantic takes no config for a lone dataclass
     kind: Any = types.GenericAlias(list, (Union[kinds or (Literal["nothing"],)],))  # noqa: UP007
-    try:  # in a list, since pydantic takes no config for a lone dataclass
+    try:
         adapter: TypeAdapter[Any] = TypeAdapter(kind, config=ConfigDict(arbitrary_types_allowed=True))
     except PydanticUserError:  # an annotation that pydantic has no schema for is not checked
         return value
     return adapter.validate_python([value])[0]
 
 
-def _options(kinds: Iterable[Any]) -> list[str]:
-    """The texts that may stand where only certain values may."""
-    literals = [v for k in kinds if typing.get_origin(k) is Literal for v in typing.get_args(k)]
-    return [str(v) for v in [*literals, *(m.value for k in kinds if _is_enum(k) for m in k)]]
+def members(annotation: Any) -> tuple[Any, ...]:
+    """The members of a union. `SomeEnum | str`, as in TrainingArguments, means the values of the enum alone."""
+    union = typing.get_origin(annotation) in (Union, types.UnionType)
+    kinds = typing.get_args(annotation) if union else (annotation,)
+    return tuple(k for k in kinds if k is not str) if any(isinstance(k, EnumMeta) for k in kinds) else kinds
+
+
+def choices(kind: Any) -> list[Any]:
+    """The values that an enum or a Literal allows; none for another type."""
+    if isinstance(kind, EnumMeta):
+        return [member.value for member in typing.cast(Any, kind)]
+    return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
+
+
+def _expected(kinds: Iterable[Any]) -> str:
+    """What may stand there, in words."""
+    words = [str(option) for kind in kinds for option in choices(kind)]
+    if len(words) > 12:
+        words = [f"one of {len(words)} names"]
+    words += [_word(kind) for kind in kinds if not choices(kind)]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _word(kind: Any) -> str:
+    """What messages call a type."""
+    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if origin is list and arguments:
+        return f"a list, each item {_expected(members(arguments[0]))}"
+    if origin is dict and arguments and arguments[1] is not Any:
+        return f"a mapping, each value {_expected(members(arguments[1]))}"
+    if dataclasses.is_dataclass(origin):
+        return "a mapping"
+    return _WORDS.get(origin, getattr(origin, "__name__", str(origin)))
 
 
 def _as_mapping(value: str, kinds: tuple[Any, ...]) -> str:
@@ -119,26 +219,7 @@ def _as_mapping(value: str, kinds: tuple[Any, ...]) -> str:
     return f"; write {{{dataclasses.fields(sections[0])[0].name}: {value}}}" if sections else ""
 
 
-def _expected(kinds: tuple[Any, ...]) -> str:
-    options = _options(kinds)
-    words = options if len(options) <= 12 else [f"one of {len(options)} names"]
-    for kind in kinds:
-        if typing.get_origin(kind) is Literal or _is_enum(kind):
-            continue
-        origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
-        if origin is list:
-            words.append(f"a list, each item {_expected(_kinds(arguments[0]))}" if arguments else "a list")
-        elif origin is dict and arguments and arguments[1] is not Any:
-            words.append(f"a mapping, each value {_expected(_kinds(arguments[1]))}")
-        elif dataclasses.is_dataclass(origin):
-            words.append("a mapping")
-        else:
-            words.append(
-                "null" if origin is type(None) else _WORDS.get(origin, getattr(origin, "__name__", str(origin)))
-            )
-    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _shown(value: Any) -> str:
-    text = {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _in_yaml(value: Any) -> str:
+    """A value as a message shows it, as YAML has it where that differs from Python."""
+    said = shown(value)
+    return {"None": "null", "True": "true", "False": "false"}.get(said, said)

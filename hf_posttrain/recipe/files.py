@@ -1,4 +1,4 @@
-"""What the file system shows of a recipe's models, data and folders: told before anything slow is imported.
+"""What the file system shows of a recipe's models, data and folders, before anything slow is imported.
 
     inputs          models, tokenizers, adapters and data files, as problems (dotted keys, sentence)
     training        what only a run needs: weights, packages, output_dir, the checkpoint to resume
@@ -7,19 +7,16 @@
 A name that the hub may have is left to the hub, unless HF_HUB_OFFLINE is set and its cache has none of that name.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 from huggingface_hub import constants as hub
-from jinja2 import Environment, TemplateSyntaxError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
+from jinja2 import Environment, TemplateSyntaxError
 
 from ..data.files import or_unreadable, source_problem
 from ..errors import nearest_path
@@ -31,9 +28,12 @@ from .sections import Recipe
 
 def inputs(recipe: Recipe) -> Iterator[Problem]:
     """What is missing or broken of that which the recipe reads, as far as it shows without reading all of it."""
-    for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
-        if section:
-            yield from _model(recipe, key, section)
+    # a name that is no path here may be one of the hub
+    for key, section in recipe.models():
+        for field, problem_of in (("name_or_path", _model_problem), ("adapter", _adapter_problem)):
+            name = getattr(section, field)
+            if name is not None and (problem := problem_of(Path(name)) or _missing(name, recipe)):
+                yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
     for key, source in recipe.sources():
         if problem := source_problem(source.path):
             yield (f"{key}.path",), f"{key}.path: {problem}"
@@ -43,42 +43,21 @@ def inputs(recipe: Recipe) -> Iterator[Problem]:
 
 def training(recipe: Recipe) -> Iterator[Problem]:
     """What keeps a run from loading weights, reporting, writing its output_dir and resuming."""
-    for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):
-        if section and not section.from_scratch and (problem := _lacks_weights(section)):
+    for key, section in recipe.models():
+        if not section.from_scratch and (problem := _lacks_weights(section)):
             yield (f"{key}.name_or_path",), f"{key}.name_or_path: {section.name_or_path} {problem}"
     for name in reporters(recipe.train.get("report_to")):
         packages = REPORTERS.get(name, ())
         if packages and not any(map(importlib.util.find_spec, packages)):
             yield ("train.report_to",), f"train.report_to: {name} needs a package: pip install {packages[0]}"
-    yield from _folders(recipe)
-
-
-def _folders(recipe: Recipe) -> Iterator[Problem]:
-    if not recipe.train.get("output_dir"):
+    # the folder to write, and the one to go on from
+    output, wanted = recipe.train.get("output_dir"), recipe.train.get("resume_from_checkpoint")
+    if not output:
         yield ("train",), "train.output_dir is missing: the folder in which the run leaves everything"
-    elif problem := _unwritable(Path(recipe.train["output_dir"])):
+    elif problem := _unwritable(Path(output)):
         yield ("train.output_dir",), f"train.output_dir: {problem}"
-    wanted, key = recipe.train.get("resume_from_checkpoint"), "train.resume_from_checkpoint"
     if wanted and wanted != "auto" and (problem := _no_checkpoint(Path(wanted))):
-        yield (key,), f"{key}: {problem}"
-
-
-@or_unreadable
-def _no_checkpoint(folder: Path) -> str | None:
-    """Why this is no checkpoint to resume."""
-    if not folder.is_dir():
-        return f"there is no folder {folder}{nearest_path(folder)}"
-    return f"{folder} holds checkpoints: name one, or auto" if any(folder.glob("checkpoint-*")) else None
-
-
-@or_unreadable
-def _unwritable(folder: Path) -> str | None:
-    """Why a folder that may not be there yet cannot be written to."""
-    folder = folder.expanduser().absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        return f"{existing} is a file, not a folder"
-    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written to"
+        yield ("train.resume_from_checkpoint",), f"train.resume_from_checkpoint: {problem}"
 
 
 @or_unreadable
@@ -88,7 +67,9 @@ def template_problem(name: str) -> str | None:
     if not path.is_file():
         return f"no file {name}{nearest_path(path)}"
     try:
-        Environment(extensions=[_Generation, "jinja2.ext.loopcontrols"]).parse(path.read_text(encoding="utf-8"))
+        # {% generation %}, around what assistants wrote, is a tag that only transformers knows
+        text = re.sub(r"{%-? *(end)?generation *-?%}", "", path.read_text(encoding="utf-8"))
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
     except UnicodeDecodeError:
         return f"{name} is not text in UTF-8"
     except TemplateSyntaxError as error:
@@ -96,41 +77,11 @@ def template_problem(name: str) -> str | None:
     return None
 
 
-class _Generation(Extension):
-    """Lets `{% generation %}` ... `{% endgeneration %}` stand, the tag of transformers around what assistants wrote."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _model(recipe: Recipe, key: str, section: ModelSection) -> Iterator[Problem]:
-    named = [("name_or_path", section.name_or_path, _model_problem), ("adapter", section.adapter, _adapter_problem)]
-    for field, name, problem_of in named:
-        if name is not None and (problem := _named_problem(recipe, name, problem_of)):
-            yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
-
-
-def _named_problem(recipe: Recipe, name: str, problem_of: Callable[[Path], str | None]) -> str | None:
-    """Why there is nothing of this name, or what `problem_of` says of the folder."""
-
-    @or_unreadable
-    def problem(name: str) -> str | None:
-        return problem_of(Path(name)) if Path(name).exists() else _missing(recipe, name)
-
-    return problem(name)
-
-
-def _adapter_problem(folder: Path) -> str | None:
-    if (folder / "adapter_config.json").is_file():
-        return None
-    return f"{folder} has no adapter_config.json, so it is no PEFT adapter"
-
-
+@or_unreadable
 def _model_problem(folder: Path) -> str | None:
     """Why a path that exists holds no model and tokenizer."""
+    if not folder.exists():
+        return None
     if not folder.is_dir():
         return f"{folder} is a file: give the folder of a model, or a hub name"
     if not (folder / "config.json").is_file():
@@ -146,30 +97,36 @@ def _model_problem(folder: Path) -> str | None:
     return None
 
 
-def _missing(recipe: Recipe, name: str) -> str | None:
-    """Why there is no model of this name; None where the hub may have it."""
-    cached = Path(hub.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
-    if not is_local(name) and (not hub.HF_HUB_OFFLINE or cached.is_dir()):
+@or_unreadable
+def _adapter_problem(folder: Path) -> str | None:
+    if not folder.exists() or (folder / "adapter_config.json").is_file():
         return None
-    hint = _trained_by(recipe, name) or nearest_path(Path(name))
+    return f"{folder} has no adapter_config.json, so it is no PEFT adapter"
+
+
+def _missing(name: str, recipe: Recipe) -> str | None:
+    """Why there is no model of this name; None where it is there, or the hub may have it."""
+    path, cached = Path(name), Path(hub.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}"
+    if path.exists() or (not is_local(name) and (not hub.HF_HUB_OFFLINE or cached.is_dir())):
+        return None
     offline = "" if is_local(name) else ", and with HF_HUB_OFFLINE the hub is not asked"
-    return f"{name}: no such folder{offline}{hint}"
+    return f"{name}: no such folder{offline}{_trained_by(path, recipe) or nearest_path(path)}"
 
 
-def _trained_by(recipe: Recipe, name: str) -> str:
-    """The end of a message about a missing path: the recipe beside this one that would write it."""
+def _trained_by(path: Path, recipe: Recipe) -> str:
+    """The end of a message about a missing path: the recipe in the same folder that would write it."""
     for sibling in sorted(recipe.path.parent.glob("*.yaml")):
         try:
-            tree = yaml.safe_load(sibling.read_text(encoding="utf-8"))
-            written = Path(tree["train"]["output_dir"])
+            written = yaml.safe_load(sibling.read_text(encoding="utf-8"))["train"]["output_dir"]
+            if path.is_relative_to(written) and not sibling.samefile(recipe.path):
+                return f"; {sibling} trains it: run that first"
         except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):  # another kind of file, or none
             continue
-        if Path(name).is_relative_to(written) and not sibling.samefile(recipe.path):
-            return f"; {sibling} trains it: run that first"
     return ""
 
 
 def _lacks_weights(section: ModelSection) -> str | None:
+    """Why a folder's weights cannot be loaded."""
     folder = Path(section.name_or_path)
     if not folder.is_dir() or any(folder.glob("*.safetensors")):
         return None
@@ -178,3 +135,21 @@ def _lacks_weights(section: ModelSection) -> str | None:
     if section.trust_remote_code:
         return None
     return "has pickled weights alone (*.bin), which can run code: trust_remote_code: true reads them all the same"
+
+
+@or_unreadable
+def _unwritable(folder: Path) -> str | None:
+    """Why a folder that may not be there yet cannot be written to."""
+    folder = folder.expanduser().absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} may not be written to"
+
+
+@or_unreadable
+def _no_checkpoint(folder: Path) -> str | None:
+    """Why this is no checkpoint to resume."""
+    if not folder.is_dir():
+        return f"there is no folder {folder}{nearest_path(folder)}"
+    return f"{folder} holds checkpoints: name one, or auto" if any(folder.glob("checkpoint-*")) else None

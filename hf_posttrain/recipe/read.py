@@ -1,31 +1,41 @@
 """A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly.
 
-    load_recipe(path, overrides)        -> Recipe; everything that YAML alone shows is checked here, without torch
+    load_recipe(path, overrides)        -> Recipe; everything that YAML alone shows is checked, without torch
+    read_recipe(path, overrides)        the first half of it: without the rules, and with `train` as it stands
     train_config(recipe, config_class)  -> the method's Config from the `train` section
+    refuse(recipe, problems)            the first problem as an InputError
 
 Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12: " or "command line: ".
 """
 
-import dataclasses
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.section import ModelSection
-from ..trainer import rules
+from ..trainer import renamed
 from ..trainer.method import Problem
-from . import hints
-from .contradictions import between_sections, with_train
-from .fields import build
-from .keys import lora_fields, train_fields
+from . import rules
+from .fields import Fields, build, fields_of, lora_fields, outdated, owners, train_fields
 from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
 Config = TypeVar("Config")
+_ELSEWHERE = {
+    "model_name_or_path": "model.name_or_path", "model.path": "model.name_or_path", "model.name": "model.name_or_path",
+    "teacher.path": "teacher.name_or_path", "teacher.name": "teacher.name_or_path", "torch_dtype": "model.dtype",
+    "load_in_4bit": "model.quantization: 4bit", "load_in_8bit": "model.quantization: 8bit",
+    "use_peft": "model.lora: {r: 16}", "lora_r": "model.lora.r", "dataset": "data.train",
+    "dataset_name": "data.train.path", "dataset_config": "data.train.name", "train_file": "data.train.path",
+    "train_dataset": "data.train", "eval_dataset": "data.eval",
+}  # fmt: skip
+"""Names of other libraries and habits -> the key that they mean."""
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
@@ -35,28 +45,32 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     Raises InputError for a missing or malformed file, an unknown or missing key (with the nearest valid one), a wrong
     type, and for options that contradict each other.
     """
-    path = Path(path)
-    tree, places = read_tree(path, overrides)
-    if isinstance(tree, dict):
-        tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
-    method = tree.get("method") if isinstance(tree, dict) else None
-    sections = build(Recipe, tree, "", lambda key: place_of(places, key), _advice(method))
-    recipe = Recipe(**sections, path=path, places=places)
-    _resolve_paths(recipe)
-    _read_lora(recipe)
-    refuse(recipe, between_sections(recipe))
+    recipe = read_recipe(path, overrides)
+    refuse(recipe, rules.between_sections(recipe))
+    # the train section stays as it is given; its rules are asked of an object with all fields of the Config
+    fields = partial(train_fields, recipe.method)
+    given = _checked(recipe, fields, recipe.train, "train", _advice(recipe.method))
+    values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
+    refuse(recipe, rules.with_train(recipe, values))
     return recipe
 
 
-def check_train(recipe: Recipe) -> None:
-    """Names, types and values of the train section, and what in it contradicts others, without importing transformers.
-
-    Raises InputError as `train_config` does.
-    """
-    config_class = train_fields(recipe.method)
-    values = config_class(**build(config_class, recipe.train, "train", recipe.where, _advice(recipe.method)))
-    refuse(recipe, with_train(recipe, values))
-    refuse(recipe, map(_in_train, rules.problems(values, METHODS[recipe.method])))
+def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
+    """The same with names and types alone, and not those of `train`. Raises InputError."""
+    path = Path(path)
+    tree, places = read_tree(path, overrides)
+    method = None
+    if isinstance(tree, dict):
+        tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
+        method = tree.get("method")
+    given = build(fields_of(Recipe), tree, "", lambda key: place_of(places, key), _advice(method))
+    recipe = Recipe(**given, path=path, places=places)
+    _resolve_paths(recipe)
+    # `lora` is a plain mapping of peft's names and our friendly ones
+    for key, section in recipe.models():
+        if section.lora is not None:
+            section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", {f"{key}.lora.rank": "use r"}.get)
+    return recipe
 
 
 def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
@@ -65,12 +79,13 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
     Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a
     package that an option needs and that is not installed.
     """
-    values = build(config_class, recipe.train, "train", recipe.where, _advice(recipe.method))
+    values = build(fields_of(config_class), recipe.train, "train", recipe.where, _advice(recipe.method))
     try:
         return config_class(**values)
     except LaunchError:
         raise
-    except (ValueError, TypeError, ImportError) as error:  # a contradiction, or a package that an option needs
+    except (ValueError, TypeError, ImportError) as error:
+        # the first key of the recipe that the message names is to blame
         problem = " ".join(str(error).split())
         key = next((f"train.{name}" for name in re.findall(r"\w+", problem) if name in recipe.train), "train")
         raise InputError(f"{recipe.where(key)}: {problem}") from error
@@ -84,49 +99,59 @@ def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:
     for keys, problem in problems:
         if not keys:
             raise InputError(problem)
+        # a default has no place of its own: name those keys that the recipe gives, if any
         given = [key for key in keys if key in recipe.places] or [keys[0]]
         first, *others = ((key, recipe.where(key)) for key in given)
-        beside = "".join(f"; {key} is at {place}" for key, place in others if place != first[1])
-        raise InputError(f"{first[1]}: {problem}{beside}")
+        also = "".join(f"; {key} is at {place}" for key, place in others if place != first[1])
+        raise InputError(f"{first[1]}: {problem}{also}")
 
 
-def _in_train(problem: Problem) -> Problem:
-    """A problem of a Config's fields as one of a recipe's keys."""
-    names, said = problem
-    return tuple(f"train.{name}" for name in names), f"train.{said}" if said.startswith(names) else said
+def _checked(recipe: Recipe, fields: Callable[..., Fields], values: Any, key: str, advice: Any) -> dict[str, Any]:
+    """`values` checked against fields.json; what that refuses, against the classes themselves if they are newer."""
+    try:
+        return build(fields(), values, key, recipe.where, advice)
+    except InputError:
+        if not outdated():
+            raise
+    return build(fields(imported=True), values, key, recipe.where, advice)
 
 
 def _advice(method: Any) -> Callable[[str], str | None]:
-    """What to write instead of a key that does not exist, in a recipe of this method, which may be unknown itself."""
+    """What to write instead of a key that does not exist, in a recipe of this method, which may be unknown itself.
+
+    The function gives the end of a message, such as "write model.lora", or None for a name that is known nowhere.
+    """
     method = method if method in METHODS else None
 
     def instead(key: str) -> str | None:
-        classes = {"model": ModelSection, "data.train": Source, "data": DataSection, "model.lora": lora_fields()}
-        if not key.startswith("train."):
-            classes["train"] = train_fields(method or "sft")
-        names = {section: [f.name for f in dataclasses.fields(cls)] for section, cls in classes.items()}
-        return hints.belongs(key, names, method)
+        section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
+        if section == "train" and (newer := renamed.advice(name)):
+            return newer
+        if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
+            return f"write {meant}"
+        sections = {"model": fields_of(ModelSection), "data.train": fields_of(Source), "data": fields_of(DataSection),
+                    "model.lora": lora_fields(), "train": train_fields(method or next(iter(METHODS)))}  # fmt: skip
+        for other, names in sections.items():
+            if name in names and other != section:
+                return f"write {other}.{name}"
+        if section in ("", "train") and (methods := owners(name)):
+            return f"it is of method {' or '.join(methods)}, not of {method}"
+        return None
 
     return instead
 
 
-def _read_lora(recipe: Recipe) -> None:
-    """Check and convert the keys of each `lora`, which is a plain mapping of peft's names and our friendly ones."""
-    for key, section in (("model.lora", recipe.model), ("teacher.lora", recipe.teacher)):
-        if section is not None and section.lora is not None:
-            section.lora = build(lora_fields(), section.lora, key, recipe.where, {f"{key}.rank": "use r"}.get)
-
-
 def _resolve_paths(recipe: Recipe) -> None:
+    """Home folders and paths relative to the recipe, in place."""
+
     def found(name: str | None) -> str | None:
         name = os.path.expanduser(name) if name else name
-        beside = recipe.path.parent / name if name else None
-        here, there = (os.path.exists(path or "") for path in (name, beside))  # False where not to be entered
-        return str(beside) if there and not here else name
+        near = recipe.path.parent / name if name else None
+        here, there = (os.path.exists(path or "") for path in (name, near))  # False where not to be entered
+        return str(near) if there and not here else name
 
-    for section in (recipe.model, recipe.teacher):
-        if section:
-            section.name_or_path = found(section.name_or_path) or ""
-            section.adapter, section.chat_template = found(section.adapter), found(section.chat_template)
+    for _, section in recipe.models():
+        section.name_or_path = found(section.name_or_path) or ""
+        section.adapter, section.chat_template = found(section.adapter), found(section.chat_template)
     for _, source in recipe.sources():
         source.path = found(source.path) or ""

@@ -49,6 +49,12 @@ class DataSection:
     eval: Source | list[Source] | None = None
     """Evaluation rows."""
 
+    def given(self) -> Iterator[tuple[str, Source | list[Source]]]:
+        """("train", sources) and, if there are any, ("eval", sources)."""
+        yield "train", self.train
+        if self.eval is not None:
+            yield "eval", self.eval
+
 
 @dataclass
 class Recipe:
@@ -73,13 +79,19 @@ class Recipe:
         """The place of a dotted key, or of the nearest key above it."""
         return place_of(self.places, key)
 
+    def models(self) -> Iterator[tuple[str, ModelSection]]:
+        """("model", section) and, if there is one, ("teacher", section)."""
+        yield "model", self.model
+        if self.teacher:
+            yield "teacher", self.teacher
+
     def sources(self) -> Iterator[tuple[str, Source]]:
         """(dotted key, source) of everything that is read."""
-        for key, given in (("data.train", self.data.train), ("data.eval", self.data.eval)):
+        for name, given in self.data.given():
             if isinstance(given, list):
-                yield from ((f"{key}.{i}", source) for i, source in enumerate(given))
-            elif given is not None:
-                yield key, given
+                yield from ((f"data.{name}.{i}", source) for i, source in enumerate(given))
+            else:
+                yield f"data.{name}", given
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""

@@ -17,17 +17,16 @@ import yaml
 from ..errors import InputError, nearest_path
 from .fields import join
 
-_PLAIN_SCALARS = (  # YAML 1.2 core schema; PyYAML's own is 1.1, where 5e-7 is a text and `no` is false
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?(0|[1-9][0-9]*)", list("-+0123456789")),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan",
-        list("-+.0123456789"),
-    ),
-    ("merge", r"<<", ["<"]),
-)
+_PLAIN_SCALARS = {  # YAML 1.2 core schema; PyYAML's own is 1.1, where 5e-7 is a text and `no` is false
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    "int": (r"[-+]?(0|[1-9][0-9]*)", [*"-+0123456789"]),
+    "float": (r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.inf|\.nan",
+              [*"-+.0123456789"]),
+    "merge": (r"<<", ["<"]),
+}  # fmt: skip
+"""Kind of scalar -> the texts that are one, and their first letters."""
+_OVERRIDE = re.compile(r"\w+(\.[\w-]+)*")
 
 
 class _Loader(yaml.SafeLoader):
@@ -43,9 +42,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-for _tag, _pattern, _first in _PLAIN_SCALARS:
+for _kind, (_pattern, _first) in _PLAIN_SCALARS.items():
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(rf"(?:{_pattern})\Z"), _first)
 
 
 def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str, str]]:
@@ -54,7 +53,17 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
     Raises InputError, with place and problem in one line, for a missing or unreadable file, a syntax error, a duplicate
     key, and an override that has another form or leads nowhere.
     """
-    tree, places = _parse(_text(path), lambda line: f"{path}:{line}")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; a recipe is a YAML file")
+    if not path.exists():
+        folder = path.parent
+        hint = nearest_path(path) if folder.is_dir() else f": there is no folder {folder}"
+        raise InputError(f"no recipe {path}{hint}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read as text: {error}") from None
+    tree, places = _parse(text, lambda line: f"{path}:{line}")
     places[""] = str(path)
     for override in overrides:
         tree = _override(tree, override, places)
@@ -75,17 +84,17 @@ def place_of(places: dict[str, str], key: str) -> str:
 
 def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]:
     """The value of one YAML document and {dotted key: place(line)}."""
-    places: dict[str, str] = {}
+    lines: dict[str, int] = {}
     try:
         loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None, places
-        _note_places(node, "", place, places, ())
-        return loader.construct_document(node), places
+        if (node := loader.get_single_node()) is None:
+            return None, {}
+        _note_lines(node, "", place, lines, ())
+        return loader.construct_document(node), {key: place(line) for key, line in lines.items()}
     except InputError:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # PyYAML's errors differ in where they have line and problem; int() and recursion have none
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
         context = getattr(error, "context", None)
@@ -93,22 +102,38 @@ def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]
         raise InputError(f"{place(mark.line + 1 if mark else 1)}: YAML syntax error{while_doing}: {problem}") from None
 
 
-def _note_places(node: yaml.Node, key: str, place: Callable[[int], str], places: dict[str, str], above: tuple) -> None:
+def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: dict[str, int], above: tuple) -> None:
+    """Add the line of every key below `node`, which is that of `key`; `above` are the nodes around it."""
     if any(node is parent for parent in above):
         raise InputError(f"{place(node.start_mark.line + 1)}: {key} contains itself")
-    children: list[tuple[str, yaml.Node, yaml.Node]] = []
+    children: list[tuple[object, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        children = [(str(name.value), name, child) for name, child in node.value]
+        children = [(name.value, name, child) for name, child in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        children = [(str(index), child, child) for index, child in enumerate(node.value)]
-    seen: dict[str, int] = {}
+        children = [(index, child, child) for index, child in enumerate(node.value)]
     for name, start, child in children:
         full, line = join(key, name), start.start_mark.line + 1
-        if name in seen:
-            raise InputError(f"{place(line)}: duplicate key {full} (first in line {seen[name]})")
-        seen[name] = line
-        places[full] = place(line)
-        _note_places(child, full, place, places, (*above, node))
+        if full in lines:
+            raise InputError(f"{place(line)}: duplicate key {full} (first in line {lines[full]})")
+        lines[full] = line
+        _note_lines(child, full, place, lines, (*above, node))
+
+
+def _override(tree: Any, text: str, places: dict[str, str]) -> Any:
+    """`tree` with one `section.key=value` applied; `places` then says "command line" for that key."""
+    key, equals, value = text.partition("=")
+    if not equals or not _OVERRIDE.fullmatch(key):
+        raise InputError(f"command line: {text!r} is not section.key=value, such as train.learning_rate=5e-7")
+    parsed, _ = _parse(value, lambda _: f"command line: {text}")
+    tree = _assign(tree, key.split("."), parsed)
+    # what stood below the key is gone; sections that the override has made are of the command line too
+    for below in [k for k in places if k.startswith(f"{key}.")]:
+        del places[below]
+    places[key] = "command line"
+    while "." in key:
+        key = key.rpartition(".")[0]
+        places.setdefault(key, "command line")
+    return tree
 
 
 def _assign(tree: Any, names: Sequence[str], value: Any, key: str = "") -> Any:
@@ -126,33 +151,3 @@ def _assign(tree: Any, names: Sequence[str], value: Any, key: str = "") -> Any:
         raise InputError(f"command line: {join(key, name)} cannot be set, {key} is {tree!r} and no mapping")
     tree = tree or {}
     return {**tree, name: _assign(tree.get(name), rest, value, join(key, name))}
-
-
-def _override(tree: Any, text: str, places: dict[str, str]) -> Any:
-    """`tree` with one `section.key=value` applied; `places` then says "command line" for that key."""
-    key, equals, value = text.partition("=")
-    if not equals or not re.fullmatch(r"\w+(\.[\w-]+)*", key):
-        raise InputError(f"command line: {text!r} is not section.key=value, such as train.learning_rate=5e-7")
-    parsed, _ = _parse(value, lambda _: f"command line: {text}")
-    tree = _assign(tree, key.split("."), parsed)
-    for below in [k for k in places if k.startswith(f"{key}.")]:
-        del places[below]
-    places[key] = "command line"
-    while "." in key:
-        key = key.rpartition(".")[0]
-        places.setdefault(key, "command line")
-    return tree
-
-
-def _text(path: Path) -> str:
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; a recipe is a YAML file")
-    if not path.exists():
-        folder = path.parent
-        if not folder.is_dir():
-            raise InputError(f"no recipe {path}: there is no folder {folder}")
-        raise InputError(f"no recipe {path}{nearest_path(path)}")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read as text: {error}") from None

@@ -1,7 +1,12 @@
-"""Rules of the Configs: the same from Python and from a recipe, whose stand-in of the Config is read from source."""
+"""Rules of the Configs: the same from Python and from a recipe, whose fields are those of fields.json."""
 
 import dataclasses
+import importlib.util
+import json
 from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -15,14 +20,21 @@ from hf_posttrain.losses.preference import PAIRED
 from hf_posttrain.losses.unpaired import UNPAIRED
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods import rules as names
-from hf_posttrain.recipe import contradictions
-from hf_posttrain.recipe.keys import lora_fields, owners, train_fields
+from hf_posttrain.recipe import fields
+from hf_posttrain.recipe import rules as of_recipe
+from hf_posttrain.recipe.fields import lora_fields, owners, train_fields
+from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.scoring.cpu import BY_DOCUMENT
 from hf_posttrain.trainer import rules
 
 
 def config_class(method):
     return methods.config_class(METHODS[method])
+
+
+def stand_in(method, **values):
+    """What a recipe is checked on: the fields of the method's Config, as fields.json has them."""
+    return SimpleNamespace(**{name: field.default for name, field in train_fields(method).items()} | values)
 
 
 def config(method, **values):
@@ -35,38 +47,101 @@ def test_names_without_torch_are_those_of_the_functions():
     assert tuple(DIVERGENCES) == names.DIVERGENCES
     assert set(INTEGRATION_TO_CALLBACK) <= set(rules.REPORTERS)
     kernels = {name for name in ALL_ATTENTION_FUNCTIONS.valid_keys() if "|" not in name} - {BY_DOCUMENT}
-    assert kernels <= set(contradictions.ATTENTION)
+    assert kernels <= set(of_recipe.ATTENTION)
+
+
+STORED = json.loads(fields.FILE.read_text(encoding="utf-8"))
+PINNED = pytest.mark.skipif(
+    any(version(name) != known for name, known in STORED["versions"].items()),
+    reason="fields.json is that of the versions in constraints.txt",
+)
+
+
+@PINNED
+def test_the_data_file_is_what_the_installed_packages_give():
+    spec = importlib.util.spec_from_file_location("docs_fields", Path(__file__).parents[2] / "docs/fields.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert fields.FILE.read_text(encoding="utf-8") == script.text(), "run `make fields`"
+
+
+@PINNED
+@pytest.mark.parametrize("method", METHODS)
+def test_the_data_file_has_the_fields_and_defaults_of_the_config(method):
+    known, differing = train_fields(method), []
+    config_fields = [field for field in dataclasses.fields(config_class(method)) if field.init]
+    assert known.keys() == {field.name for field in config_fields}
+    for field in config_fields:
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = default.value if isinstance(default, Enum) else default
+        if known[field.name].default != default:
+            differing.append(field.name)
+    assert differing == []
+
+
+@PINNED
+def test_the_data_file_has_the_fields_of_peft_and_the_friendly_names():
+    known = {field.name for field in dataclasses.fields(peft.LoraConfig) if field.init}
+    assert lora_fields().keys() == known | {"alpha", "dropout"}
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_stand_in_has_the_defaults_of_the_config(method):
-    """Where it has None, the default is no literal, of which there is one: the optimizer."""
-    stand_in, differing = train_fields(method)(), []
-    for field in dataclasses.fields(config_class(method)):
-        if not field.init or field.default is field.default_factory:
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        default = default.value if isinstance(default, Enum) else default
-        if getattr(stand_in, field.name) != default:
-            differing.append(field.name)
-    assert differing == ["optim"]
+def test_the_data_file_stands_for_every_method(method):
+    """One that it lacks is imported, which a recipe's mistakes would have to wait for."""
+    assert f"train.{method}" in STORED, "run `make fields`"
 
 
-def test_the_stand_in_of_lora_has_the_fields_of_peft_and_the_friendly_names():
-    fields = {field.name for field in dataclasses.fields(peft.LoraConfig) if field.init}
-    assert {field.name for field in dataclasses.fields(lora_fields())} == fields | {"alpha", "dropout"}
+@pytest.fixture
+def recipe(tmp_path):
+    """recipe(train, lora) reads a recipe with these sections and checks them."""
+
+    def read(train="{}", lora="{}"):
+        path = tmp_path / "sft.yaml"
+        path.write_text(f"method: sft\nmodel: {{name_or_path: m, lora: {lora}}}\ndata: {{train: {{path: d}}}}\n"
+                        f"train: {train}\n")  # fmt: skip
+        return load_recipe(path)
+
+    return read
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_a_field_that_only_a_newer_package_has_is_accepted(recipe, monkeypatch, older):
+    """By fields.json of an older version, without three of the fields; by that of this version they are unknown."""
+    stored = json.loads(json.dumps(STORED))
+    stored["versions"] = dict.fromkeys(STORED["versions"], "0.1" if older else "999")
+    del stored["train"]["optim_target_modules"], stored["model.lora"]["use_dora"]
+    stored["train"]["save_strategy"][0] = [["no"]]
+    monkeypatch.setattr(fields, "_stored", lambda: stored)
+    given = ("{optim_target_modules: a}", "{}"), ("{save_strategy: steps}", "{}"), ("{}", "{use_dora: true}")
+    for train, lora in given:
+        if older:
+            recipe(train, lora)
+        else:
+            with pytest.raises(InputError, match=r"sft\.yaml:\d: (unknown key|train\.save_strategy must be no)"):
+                recipe(train, lora)
+    with pytest.raises(InputError, match=r"sft\.yaml:4: unknown key train\.max_stps; did you mean 'max_steps'\?"):
+        recipe("{max_stps: 1}")
+    with pytest.raises(InputError, match=r"sft\.yaml:4: train\.layout='flat' is not one of"):
+        recipe("{optim_target_modules: a, layout: flat}" if older else "{layout: flat}")
+
+
+def test_a_method_that_the_data_file_lacks_is_imported(monkeypatch):
+    without = {name: table for name, table in STORED.items() if name != "train.dpo"}
+    known = train_fields("dpo")
+    monkeypatch.setattr(fields, "_stored", lambda: without)
+    assert train_fields("dpo").keys() >= known.keys() - train_fields("sft").keys()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_defaults_break_no_rule(method):
-    for values in (train_fields(method)(), config(method)):
+    for values in (stand_in(method), config(method)):
         assert [*rules.problems(values, METHODS[method])] == []
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_limits_are_of_fields_that_exist(method):
-    fields = {field.name for field in dataclasses.fields(config_class(method))}
-    assert set(rules.LIMITS) | set(METHODS[method].limits) <= fields
+    known = {field.name for field in dataclasses.fields(config_class(method))}
+    assert set(rules.LIMITS) | set(METHODS[method].limits) <= known
 
 
 @pytest.mark.parametrize(
@@ -103,8 +178,7 @@ def test_limits_are_of_fields_that_exist(method):
     ],
 )  # fmt: skip
 def test_a_config_refuses_what_a_recipe_does(method, values, names):
-    stand_in = train_fields(method)(**values)
-    told = list(rules.problems(stand_in, METHODS[method]))
+    told = list(rules.problems(stand_in(method, **values), METHODS[method]))
     assert told[0][0] == names
     with pytest.raises(InputError) as refused:
         config(method, **values)
@@ -125,7 +199,7 @@ def test_a_config_refuses_what_a_recipe_does(method, values, names):
     ],
 )
 def test_what_makes_sense_is_let_through(values):
-    assert list(rules.problems(train_fields("sft")(**values), METHODS["sft"])) == []
+    assert list(rules.problems(stand_in("sft", **values), METHODS["sft"])) == []
 
 
 def test_owners_of_a_field():

@@ -1,0 +1,52 @@
+"""hf_posttrain/recipe/fields.json, written from the classes of the installed packages: python docs/fields.py (or make
+fields).
+
+It holds names, types and defaults of the fields of every method's Config and of peft.LoraConfig, so that the keys of a
+recipe are checked without importing torch. A test fails where the file is not what this script would write.
+"""
+
+import json
+import sys
+from importlib.metadata import version
+from typing import Any
+
+from hf_posttrain.methods import METHODS
+from hf_posttrain.recipe.fields import FILE, TYPES, Fields, choices, fields_of, lora_fields, members, train_fields
+from hf_posttrain.trainer.config import PostTrainConfig
+
+
+def table(fields: Fields) -> dict[str, Any]:
+    """{name: (types, default)}: a type that has no name in TYPES is "any", a default that is no JSON is null."""
+    names = {kind: name for name, kind in TYPES.items()}
+    found = {}
+    for name, (annotation, default) in fields.items():
+        default = getattr(default, "value", default)  # of an enum
+        plain = isinstance(default, str | int | float | list | dict)
+        kinds = [choices(kind) or names.get(kind, "any") for kind in members(annotation)]
+        found[name] = (kinds, default if plain else None)
+    return found
+
+
+def text() -> str:
+    """What the file should hold, one line a field; of a method, what is its own or differs from PostTrainConfig."""
+    shared = table(fields_of(PostTrainConfig))
+    tables = {"versions": {name: version(name) for name in ("transformers", "peft")}, "train": shared}
+    for method in METHODS:
+        own = table(train_fields(method, imported=True))
+        tables[f"train.{method}"] = {name: field for name, field in own.items() if shared.get(name) != field}
+    tables["model.lora"] = table(lora_fields(imported=True))
+    sections = []
+    for section, fields in tables.items():
+        lines = [f"  {json.dumps(name)}: {json.dumps(field)}" for name, field in fields.items()]
+        sections.append(f"{json.dumps(section)}: {{\n" + ",\n".join(lines) + "\n}")
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
+def main() -> int:
+    """Write the file anew."""
+    FILE.write_text(text(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
