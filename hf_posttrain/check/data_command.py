@@ -170,7 +170,7 @@ def example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:
 def _plan(method: str, form: str) -> Any:
     from ..data.encode import Plan
 
-    return Plan(method, METHODS[method].rows, form, "data", None, None, None, False, None)
+    return Plan(method, METHODS[method].rows, form, "data")
 
 
 def _renamed(row: dict, columns: dict[str, str]) -> dict:

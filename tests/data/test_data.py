@@ -16,7 +16,7 @@ from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from hf_posttrain import OPDConfig
 from hf_posttrain.data import prepare as prepare_module
-from hf_posttrain.data.formats import FORMATS, detect
+from hf_posttrain.data.formats import detect, read_format
 from hf_posttrain.data.lengths import warn_if_too_long
 from hf_posttrain.data.packing import pack
 from hf_posttrain.data.sources import load
@@ -746,5 +746,5 @@ def test_plain_prompts_as_chat_beside_messages():
 def test_columns_of_another_format_change_nothing():
     row = {"prompt_ids": [1, 2], "completion_ids": [3], "chosen_ids": [4], "rejected_ids": [5], "input_ids": [6, 7]}
     for method, branches in (("sft", [[3]]), ("dpo", [[4], [5]]), ("opd", [[3]])):
-        sample = FORMATS[detect(list(row), METHODS[method])](row)
+        sample = read_format(row, detect(list(row), METHODS[method]))
         assert (sample.prompt, sample.branches) == ([1, 2], branches)
