@@ -12,8 +12,8 @@ from .kinds import RowKind
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
 """Bits of `fit`: what was cut; nothing is left to train; both branches are the same."""
 VERSION = 1
-"""Of the ids that rows become. It is part of what `datasets` caches rows by: raise it with a change that makes other ids
-of the same rows (a test sees such changes), or users train on those that an older version has cached."""
+"""Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
+rows (a test sees such a change), or users train on what an older version has cached."""
 
 
 class Plan(NamedTuple):

@@ -65,13 +65,14 @@ def read_format(row: dict, form: str) -> Sample:
     if form in ("messages", "conversations"):
         with error_context(f"column {form!r}"):
             return Sample(None, [clean_messages(row[form])], tools=_tools(row))
-    branches = [_completion(row, column) for column in columns if column in ("completion", "chosen", "rejected")]
-    # pairs without a prompt share their beginning; so do pairs of conversations that include it, next to a text of it
-    if "chosen" in columns and ("prompt" not in row or (isinstance(row["prompt"], str) and isinstance(branches[0], list))):
-        prompt, branches = _split_shared(*branches)
+    answers = [_completion(row, column) for column in columns if column in ("completion", "chosen", "rejected")]
+    # pairs without a prompt share their beginning; so do whole conversations next to a prompt that is text
+    text_prompt = isinstance(row.get("prompt"), str)
+    if "chosen" in columns and ("prompt" not in row or (text_prompt and isinstance(answers[0], list))):
+        prompt, answers = _split_shared(*answers)
     else:
         prompt = _value(row, "prompt")
-    return Sample(prompt, branches, label, tools=_tools(row))
+    return Sample(prompt, answers, label, tools=_tools(row))
 
 
 def _value(row: dict, column: str) -> str | Messages:

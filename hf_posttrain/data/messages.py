@@ -11,14 +11,13 @@ from ..errors import InputError, shown
 
 Messages = list[dict[str, Any]]
 
-_SHAREGPT = {  # ours: theirs
-    "system": ("system",),
-    "user": ("human", "user"),
-    "assistant": ("gpt", "chatgpt", "assistant", "model", "function_call"),
-    "tool": ("tool", "observation", "function_response"),
-}
-_ROLES = {theirs: ours for ours, names in _SHAREGPT.items() for theirs in names}
-_NO_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+_ROLES = ("system", "user", "assistant", "tool")
+_SHAREGPT = {  # what `from` may be: our role
+    **{role: role for role in _ROLES}, "human": "user", "gpt": "assistant", "chatgpt": "assistant",
+    "model": "assistant", "function_call": "assistant", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+_MISTAKEN = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+"""Names that are given to roles, and that templates do not know: what they have instead."""
 
 
 def clean_messages(value: Any) -> Messages:

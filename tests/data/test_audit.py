@@ -16,8 +16,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 import hf_posttrain
 from hf_posttrain.data import audit as audit_module
-from hf_posttrain.data.audit import audit, audits, overlap
-from hf_posttrain.data.findings import Cut, Found
+from hf_posttrain.data.audit import Cut, Found, audit, audits, overlap
 from hf_posttrain.data.prepare import prepare, tokenised
 from hf_posttrain.data.sources import _times
 from hf_posttrain.methods import METHODS as TABLE
@@ -250,14 +249,14 @@ GOOD = {"prompt": "q", "completion": "answer"}
          "train: 1 of 2 examples are dropped, with no trained token: raise max_length from 1024 (the longest has 2"
          " tokens) or shorten the rows"),
         ("sft", [{"text": "ab"}, {"text": "a"}], {"max_length": 2},
-         "train: 2 of 2 examples train a single token: are the columns the right ones?"),
+         "train: 2 of 2 examples train a single token: are the columns the right ones? (first rows 0, 1)"),
         ("sft", [GOOD, GOOD], {}, "train: 1 of 2 examples repeat an earlier one: remove them (first rows 1)"),
         ("dpo", [{"prompt": "q", "chosen": "a", "rejected": "a"}], {},
          "train: 1 of 1 pairs have the same chosen and rejected answer: remove them (first rows 0)"),
         ("kto", [{**GOOD, "label": True}, {**GOOD, "label": False}], {},
          "train: 2 of 2 answers are labelled desirable and undesirable: keep one label (first rows 0, 1)"),
         ("kto", [{**GOOD, "prompt": p, "label": True} for p in "pq"], {},
-         "train: 2 desirable and 0 undesirable examples: one label alone does not say what to prefer, KTO needs both"),
+         "train: 2 desirable and 0 undesirable examples: one label alone does not say what to prefer, both are needed"),
         ("kto", [{**GOOD, "prompt": p, "label": p == "p"} for p in "pqrstu"], {},
          "train: 1 desirable and 5 undesirable examples, which weigh 0.2 to 1: set train.desirable_weight=auto"),
     ],
