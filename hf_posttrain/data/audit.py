@@ -1,10 +1,5 @@
 """The data audit: what preparing a data set makes of its rows, counted.
 
-    audits       a recipe's raw data sets -> a DataAudit of each, that of the evaluation rows with their overlap
-    audit        one raw data set -> its DataAudit
-    overlap      which evaluation examples are training examples too
-    DataAudit    what was counted: `short` for a log line, `lines` for people, `warnings`, asdict for machines
-
 It reads the examples of `prepare.tokenised`, which are in the cache of `datasets` once training has prepared them, as
 columns: no loop over rows. Duplicates and overlap compare prompts and answers as they were before they were cut.
 """
@@ -167,11 +162,14 @@ def audits(
 
     names: what `prepare` calls them, where that is not the key; so that the tokenised rows come from the cache.
     """
-    named = {key: (names or {}).get(key, key) for key in raw}
-    made = {key: audit(rows, method, tokenizer, config, named[key]) for key, rows in raw.items()}
+    names = {key: key for key in raw} | dict(names or {})
+    made = {key: audit(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
-        pair = named["train"], named["eval"]
-        made["eval"].overlap = overlap(raw["train"], raw["eval"], method, tokenizer, config, pair)
+        (seen, keys), (rows, _) = (
+            _examples(raw[key], method, tokenizer, config, names[key]) for key in ("train", "eval")
+        )
+        known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)
+        made["eval"].overlap = _found(rows[known & (rows.state & NO_TARGET == 0)])
     return made
 
 
@@ -210,17 +208,6 @@ def audit(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str = "tr
             made.balance = weights[0] * good / (weights[1] * bad)
         made.conflicts = _found(kept[kept.groupby(keys[0]).label.transform("nunique") == 2])
     return made
-
-
-def overlap(
-    train: datasets.Dataset, evaluation: datasets.Dataset, method: Reader, tokenizer: Any, config: Any,
-    names: tuple[str, str] = ("train", "eval"),
-) -> Found:  # fmt: skip
-    """Evaluation examples whose prompt and an answer are those of a training example; of OPD, whose prompt is."""
-    seen, keys = _examples(train, method, tokenizer, config, names[0])
-    rows, _ = _examples(evaluation, method, tokenizer, config, names[1])
-    known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)
-    return _found(rows[known & (rows.state & NO_TARGET == 0)])
 
 
 def _examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str) -> tuple[pd.DataFrame, list[str]]:

@@ -1,8 +1,4 @@
-"""What the file system shows of a data source, found without `datasets`, whose import is slow.
-
-    source_problem   a path that is missing, of an unknown extension, empty or quite another kind of file
-    broken           the first broken line of a file that `datasets` could not read
-"""
+"""What the file system shows of a data source, found without `datasets`, whose import is slow."""
 
 import csv
 import json

@@ -1,9 +1,4 @@
-"""Sources -> raw rows: files, folders, saved and hub data sets, their columns renamed, mixed by weight.
-
-    check_sources   path, extension and emptiness of each source, before anything slow
-    load            sources -> one datasets.Dataset (or IterableDataset)
-    decoded         context for code that reads its rows: a text that is not UTF-8 becomes an InputError
-"""
+"""Sources -> raw rows: files, folders, saved and hub data sets, their columns renamed, mixed by weight."""
 
 import logging
 import re
@@ -84,8 +79,7 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
         raise InputError(f"{source.path} has no rows")
     if path.suffix == ".csv" and len(rows.column_names) == 1 and (other := re.search("[;\t|]", rows.column_names[0])):
         raise InputError(f"{source.path} is separated by {other[0]!r}: a .csv has commas between its fields")
-    with error_context(source.path):
-        rows = _rename(rows, source.columns or {})
+    rows = _rename(rows, source.columns or {}, source.path)
     if source.limit is None:
         return rows
     return rows.take(source.limit) if source.streaming else rows.select(range(min(source.limit, len(rows))))
@@ -149,12 +143,12 @@ def _saved(path: Path, split: str) -> datasets.Dataset:
     return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
 
 
-def _rename(rows: Any, columns: dict[str, str]) -> Any:
+def _rename(rows: Any, columns: dict[str, str], where: str) -> Any:
     """`columns` is {our name: theirs}; another column that has our name is removed."""
     for ours, theirs in columns.items():
         if theirs not in rows.column_names:
             near = nearest(theirs, {*rows.column_names} - {*columns.values()}, listed=False, aside=True)
-            raise InputError(f"no column {theirs!r} for {ours!r}{near}; there are {named(rows.column_names)}")
+            raise InputError(f"{where}: no column {theirs!r} for {ours!r}{near}; there are {named(rows.column_names)}")
     taken = [ours for ours in columns if ours in rows.column_names and ours not in columns.values()]
     return rows.remove_columns(taken).rename_columns({theirs: ours for ours, theirs in columns.items()})
 

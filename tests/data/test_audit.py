@@ -16,7 +16,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 import hf_posttrain
 from hf_posttrain.data import audit as audit_module
-from hf_posttrain.data.audit import Cut, Found, audit, audits, overlap
+from hf_posttrain.data.audit import Cut, Found, audit, audits
 from hf_posttrain.data.prepare import prepare, tokenised
 from hf_posttrain.data.sources import _times
 from hf_posttrain.methods import METHODS as TABLE
@@ -192,8 +192,8 @@ def test_overlap_of_evaluation_with_training(tmp_path, method):
     assert found["eval"].overlap == Found(len(expected), expected[:5])
     assert found["train"].overlap is None
     assert f"eval: {len(expected)} of 30 examples are in the training set too" in " ".join(found["eval"].warnings())
-    other = datasets.Dataset.from_list([{**row, "prompt": "new"} for row in evaluation])
-    assert overlap(raw["train"], other, TABLE[method], byte_tokenizer(), config) == Found(0, [])
+    raw["eval"] = datasets.Dataset.from_list([{**row, "prompt": "new"} for row in evaluation])
+    assert audits(raw, TABLE[method], byte_tokenizer(), config)["eval"].overlap == Found(0, [])
 
 
 def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
