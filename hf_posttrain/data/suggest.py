@@ -26,9 +26,8 @@ _NAMES = {  # ours: usual names for it, the likelier first
     "completion_ids": "completion_ids completion_input_ids response_ids completion_tokens output_ids",
     "input_ids": "input_ids tokens token_ids ids",
 }  # fmt: skip
-_KINDS = {"label": ["flag"], "messages": ["messages"], "text": ["text"]} | dict.fromkeys(
-    ("prompt_ids", "completion_ids", "input_ids"), ["ids"]
-)
+_KINDS = {"label": "flag", "messages": "messages", "text": "text", "prompt_ids": "ids", "completion_ids": "ids",
+          "input_ids": "ids"}  # fmt: skip
 _FORMS = (  # the ones that say more come first
     "prompt + chosen + rejected", "chosen + rejected", "prompt + completion + label", "prompt + completion", "messages",
     "prompt_ids + completion_ids", "input_ids", "text", "prompt",
@@ -83,7 +82,8 @@ def _standing_for(ours: str, rows: list[dict], taken: dict[str, str]) -> str | N
     names = {column.lower().replace("-", "_").replace(" ", "_"): column for column in rows[0]}
     for column in filter(None, map(names.get, _NAMES[ours].split())):
         kinds = {kind(row[column]) for row in rows if row.get(column) is not None}
-        if column not in taken.values() and kinds and kinds <= {*_KINDS.get(ours, ["text", "messages"])}:
+        wanted = {_KINDS[ours]} if ours in _KINDS else {"text", "messages"}
+        if column not in taken.values() and kinds and kinds <= wanted:
             return column
     return None
 
