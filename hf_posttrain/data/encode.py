@@ -54,8 +54,14 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if plan.as_chat and isinstance(sample.prompt, str):
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
-    if "_ids" not in plan.form:
-        _check_parts(sample, plan.form)
+    # prompt and answers are one kind, and answers of messages begin with an assistant's
+    if isinstance(sample.prompt, list) and "_ids" not in plan.form:
+        for role in (answer[0]["role"] for answer in sample.branches if isinstance(answer, list)):
+            if role != "assistant":
+                begin = f"a completion begins with the turn of {shown(role)}"
+                raise InputError(f"columns {plan.form}: {begin}, expected 'assistant'")
+    if len({type(part) for part in (sample.prompt, *sample.branches) if part is not None}) > 1:
+        raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")
     # a pair is two labelled examples
     if plan.rows.labelled and len(sample.branches) == 2:
         chosen, rejected = sample.branches
@@ -67,16 +73,6 @@ def read(row: dict, plan: Plan) -> list[Sample]:
         prompt, answers = (turns[:-1], [turns[-1:]]) if answered else (turns, [])
         return [sample._replace(prompt=prompt, branches=answers)]
     return [sample]
-
-
-def _check_parts(sample: Sample, form: str) -> None:
-    """Prompt and answers are all text, or all messages of which an assistant's begins each answer."""
-    for answer in sample.branches if isinstance(sample.prompt, list) else []:
-        if isinstance(answer, list) and answer[0]["role"] != "assistant":
-            role = shown(answer[0]["role"])
-            raise InputError(f"columns {form}: a completion begins with the turn of {role}, expected 'assistant'")
-    if len({type(part) for part in (sample.prompt, *sample.branches) if part is not None}) > 1:
-        raise InputError(f"columns {form}: some are strings and some are lists of messages, expected one kind")
 
 
 def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:

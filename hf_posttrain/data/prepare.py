@@ -1,12 +1,6 @@
-"""Raw rows -> rows of ids, as the method's kind of rows has them, mapped and cached by `datasets`.
-
-    prepare     what trainers train on: columns of ids and `index`; examples that train nothing are dropped and counted
-    tokenised   all examples, with what is known of each (FACTS)
-    tokenise    the same of one batch of raw rows
-"""
+"""Raw rows -> rows of ids, as the method's kind of rows has them, mapped and cached by `datasets`."""
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import datasets
@@ -50,7 +44,8 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         return dataset
     mapped = tokenised(dataset, method, tokenizer, config, name)
     if isinstance(dataset, datasets.Dataset):
-        return _count(mapped, len(dataset), method.rows, getattr(config, "max_length", None), name)
+        mapped = _count(mapped, len(dataset), getattr(config, "max_length", None), name)
+        return mapped.select_columns(list(method.rows.columns)).add_column("index", np.arange(len(mapped)))
     kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
     return kept.select_columns(list(method.rows.columns))
 
@@ -89,34 +84,33 @@ def tokenised(
         if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
             raise InputError("the data set has no rows")
         plan = plan_for(detect(columns, method), method, tokenizer, config, name)
-    kwargs = {"batched": True, "with_indices": True, "remove_columns": columns}
-    kwargs |= {"fn_kwargs": {"tokenizer": tokenizer, "plan": plan}, "features": _features(method.rows)}
+    kwargs = {
+        "batched": True, "with_indices": True, "remove_columns": columns, "features": _features(method.rows),
+        "fn_kwargs": {"tokenizer": tokenizer, "plan": plan},
+    }  # fmt: skip
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
-    workers, mixed = getattr(config, "dataset_num_proc", None), list(_of_two_kinds(dataset, plan.form))
+    mixed = [column for column in plan.form.split(" + ") if _is_mixed(dataset, column)]
     try:
+        workers = getattr(config, "dataset_num_proc", None)
         mapped = dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
     except InputError as error:
         raise InputError(f"{error}; {_MIXED}" if mixed else str(error)) from error
-    # columns of two kinds are fine as long as none of their values is text
-    for column, inside in mixed:
-        values = (message for row in dataset[column] for message in (row or [] if inside else [row]))
-        if inside or any(isinstance(value, str) for value in values):
-            raise InputError(f"{name}: column {column!r}: {_MIXED}, so write text in all rows, or in none")
+    if mixed:
+        raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
     return mapped
 
 
-def _of_two_kinds(dataset: datasets.Dataset, form: str) -> Iterator[tuple[str, str | None]]:
-    """(column, None) or (column, key of its messages) whose text is text in some rows and something else in others.
+def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
+    """Is its text text in some rows and something else in others?
 
     There `datasets` keeps text that looks like JSON as JSON: "4" comes back as 4, a quoted word without its quotes.
     """
-    for column in form.split(" + "):
-        kind = dataset.features[column]
-        fields = kind.feature if isinstance(kind, datasets.List) and isinstance(kind.feature, dict) else {}
-        yield from ((column, key) for key in ("content", "value") if isinstance(fields.get(key), datasets.Json))
-        if isinstance(kind, datasets.Json) and column != "label" and not column.endswith("_ids"):
-            yield column, None
+    kind = dataset.features[column]
+    if isinstance(kind, datasets.Json) and column != "label" and not column.endswith("_ids"):
+        return any(isinstance(value, str) for value in dataset[column])
+    fields = kind.feature if isinstance(kind, datasets.List) and isinstance(kind.feature, dict) else {}
+    return any(isinstance(fields.get(key), datasets.Json) for key in ("content", "value"))
 
 
 def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str) -> Plan:
@@ -129,8 +123,6 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     completion_only, assistant_only = option("completion_only_loss"), bool(option("assistant_only_loss"))
     if method.rows.masked and form in ("messages", "conversations", "text") and completion_only:
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
-    if assistant_only and form == "text":
-        raise InputError("assistant_only_loss needs messages, the data has text")
     if as_chat and (form == "text" or is_ids):
         raise InputError(f"apply_chat_template needs a column 'prompt', the data has {form}")
     if assistant_only and not tokenizer.is_fast:
@@ -156,7 +148,9 @@ def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedToken
         origin += [row] * len(found)
     if "_ids" not in plan.form:
         samples = encode(samples, origin, tokenizer, plan)
-    unknown, examples = _unknown_id(tokenizer), []
+    examples, unknown = [], tokenizer.unk_token_id
+    if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text
+        unknown = None
     for row, sample in zip(origin, samples, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
@@ -176,19 +170,13 @@ def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedToken
     return {column: [example[column] for example in examples] for column in (*plan.rows.columns, *FACTS)}
 
 
-def _unknown_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The id for text without a token; None where there is none, or it also is the eos or bos (as GPT-2's)."""
-    unknown = tokenizer.unk_token_id
-    return None if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id) else unknown
-
-
 def _key(ids: list[int]) -> int:
     """A hash of ids that is the same in every process, as a signed 64-bit number."""
     return xxhash.xxh64_intdigest(np.array(ids, dtype="<i4").tobytes()) - 2**63
 
 
-def _count(mapped: datasets.Dataset, read: int, rows: RowKind, max_length: int | None, name: str) -> datasets.Dataset:
-    """Drops what has to go, numbers the rest in `index`, and logs one line of counts, and one of unknown tokens."""
+def _count(mapped: datasets.Dataset, read: int, max_length: int | None, name: str) -> datasets.Dataset:
+    """The examples that train something. Logs one line of counts, and one of unknown tokens."""
     columns = mapped.with_format("numpy")
     state, row = columns["state"][:], columns["row"][:]
     lost = state & NO_TARGET > 0
@@ -206,8 +194,7 @@ def _count(mapped: datasets.Dataset, read: int, rows: RowKind, max_length: int |
             "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
             "them, or use another tokenizer", name, len(unknown), ", ".join(map(str, unknown[:5])),
         )  # fmt: skip
-    kept = mapped.select(np.flatnonzero(~lost)) if len(dropped) else mapped
-    return kept.select_columns(list(rows.columns)).add_column("index", np.arange(len(kept)))
+    return mapped.select(np.flatnonzero(~lost)) if len(dropped) else mapped
 
 
 def _keep_streamed(state: int, row: int, name: str) -> bool:
