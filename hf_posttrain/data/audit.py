@@ -39,7 +39,6 @@ _FINDINGS = {  # field of DataAudit: what `lines` call it, share of the kept exa
         "also in train", 0, "examples are in the training set too, so they measure memory: remove them from one",
     ),
 }  # fmt: skip
-
 _DROPPED = {NO_TARGET: "no trained token", NO_TARGET | COMPLETION_CUT: "no trained token left by max_length"}
 _TRUNCATED = {
     PROMPT_CUT: "prompt trimmed", COMPLETION_CUT: "completion cut",
@@ -224,6 +223,7 @@ def _examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str) 
     for column in ("prompt_ids", *method.rows.answers):
         frame[column] = lengths_of(rows, column)
     hashes = np.asarray(pc.list_flatten(rows.with_format("arrow")["keys"][:])).reshape(len(rows), -1)
+    # a hash of the prompt with each answer: a pair has two of them
     keys = [f"key {n}" for n in range(hashes.shape[1])]
     frame[keys] = hashes
     frame["is_copy"] = False

@@ -124,6 +124,7 @@ def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Ids of each text, plain or rendered: BOS once if the tokenizer writes one, and no EOS that it would append."""
+    # templates often write the BOS themselves, so the tokenizer's own is added only where it is missing
     prefix = _prefix_ids(tokenizer)
     return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in _plain_ids(tokenizer, texts)]
 
@@ -149,9 +150,10 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
     fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
     pairs = []
     for head, full, completion in zip(heads, fulls, completions, strict=True):
-        hidden = head and head[-1] == tokenizer.unk_token_id  # a merge across the boundary may be as unknown
-        whole = full[: len(head)] == head and not hidden
-        tail = full[len(head) :] if whole else _plain_ids(tokenizer, [completion])[0]
+        # a prompt that ends in the unknown token may hide a merge across the boundary, which is as unknown
+        hidden = head and head[-1] == tokenizer.unk_token_id
+        split = full[: len(head)] == head and not hidden
+        tail = full[len(head) :] if split else _plain_ids(tokenizer, [completion])[0]
         pairs.append((head, end_once(tokenizer, tail, end_id)))
     return pairs
 

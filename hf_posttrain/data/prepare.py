@@ -140,17 +140,20 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
 
 def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> dict:
     """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers."""
+    # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
     samples, origin = [], []
     for row, *values in zip(rows, *batch.values(), strict=True):
         with error_context(f"{plan.name}, row {row}"):
             found = read(dict(zip(batch, values, strict=True)), plan)
         samples += found
         origin += [row] * len(found)
+    # 2. samples -> ids, of the whole batch together
     if "_ids" not in plan.form:
         samples = encode(samples, origin, tokenizer, plan)
     examples, unknown = [], tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text
         unknown = None
+    # 3. cut each to size, and note what the audit will count
     for row, sample in zip(origin, samples, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
