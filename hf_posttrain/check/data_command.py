@@ -141,7 +141,7 @@ def _plan(method: Reader, form: str) -> Any:
     """To read rows without a tokenizer and a Config."""
     from ..data.encode import Plan
 
-    return Plan(method.name, method.rows, form, "data", None, None, None, False, None)
+    return Plan(method.name, method.rows, form, "data")
 
 
 def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:

@@ -1,43 +1,157 @@
 """The data audit: what preparing a data set makes of its rows, counted.
 
-    audits       a recipe's raw data sets -> a DataAudit of each, that of the evaluation rows with their overlap
-    audit        one raw data set -> its DataAudit
-    overlap      which evaluation examples are training examples too
-
 It reads the examples of `prepare.tokenised`, which are in the cache of `datasets` once training has prepared them, as
 columns: no loop over rows. Duplicates and overlap compare prompts and answers as they were before they were cut.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import datasets
 import numpy as np
+import pandas as pd
 import pyarrow.compute as pc
 
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
-from .findings import Cut, DataAudit, Found
-from .kinds import Reader
+from .kinds import Reader, RowKind
 from .labels import class_weights
 from .packing import lengths_of
 from .prepare import tokenised
 
-__all__ = ["DataAudit", "audit", "audits", "overlap"]
-
 STREAMED = 1000
 """Examples of a stream that are audited: its first."""
-NAMED = 5
-"""Rows that a finding names."""
-_DROPPED = {
-    NO_TARGET: "no trained token",
-    NO_TARGET | COMPLETION_CUT: "no trained token left by max_length",
-}
+DROPPED_SHARE, TRUNCATED_SHARE, ENDLESS_SHARE = 0.1, 0.5, 0.2
+"""Shares above which it is warned of examples that are dropped, that are cut at all, and of completions that lose their
+end: a model that is shown too few ends does not learn to stop."""
+BALANCE = 4.0
+"""Weight of one class of labels over that of the other above which it is warned."""
+_FINDINGS = {  # field of DataAudit: what `lines` call it, share of the kept examples above which it is warned, warning
+    "duplicates": ("duplicates", 0.25, "examples repeat an earlier one: remove them"),
+    "unknown": (
+        "with the unknown token", 0.1, "examples hold the unknown token: clean them, or use another tokenizer",
+    ),
+    "stubs": ("with a single trained token", 0.5, "examples train a single token: are the columns the right ones?"),
+    "conflicts": ("under both labels", 0.01, "answers are labelled desirable and undesirable: keep one label"),
+    "identical": ("with chosen = rejected", 0.01, "pairs have the same chosen and rejected answer: remove them"),
+    "overlap": (
+        "also in train", 0, "examples are in the training set too, so they measure memory: remove them from one",
+    ),
+}  # fmt: skip
+_DROPPED = {NO_TARGET: "no trained token", NO_TARGET | COMPLETION_CUT: "no trained token left by max_length"}
 _TRUNCATED = {
-    PROMPT_CUT: "prompt trimmed",
-    COMPLETION_CUT: "completion cut",
+    PROMPT_CUT: "prompt trimmed", COMPLETION_CUT: "completion cut",
     PROMPT_CUT | COMPLETION_CUT: "prompt trimmed and completion cut",
-}
+}  # fmt: skip
+
+
+@dataclass
+class Found:
+    """How many examples something is true of."""
+
+    count: int
+    first_rows: list[int]  # numbers of the first raw rows they came from, counted from 0
+
+    def __str__(self) -> str:
+        return f"{self.count} (first rows {', '.join(map(str, self.first_rows))})" if self.count else "0"
+
+
+@dataclass
+class Cut(Found):
+    """Examples that were dropped or truncated."""
+
+    reason: str  # what was lost
+
+
+@dataclass
+class DataAudit:
+    """What is in a data set as it is trained. Counts are of examples: a pair is one for DPO and two for KTO."""
+
+    name: str
+    max_length: int | None
+    rows_read: int  # raw rows; of a stream, those that were looked at
+    streamed: bool  # is it a stream, of which only the beginning was looked at?
+    examples: int  # what the rows became, dropped ones included
+    dropped: list[Cut]  # by reason
+    truncated: list[Cut]  # examples that were cut and are trained, by what was cut
+    lengths: dict[str, dict[str, float] | None]
+    """Tokens of the kept examples, as min, p50, p95, p99, max and mean: `prompt`; `completion`, each of a pair counted,
+    then each side; `total`, prompt and longest completion; `trained`, tokens with a loss where a mask says which; and
+    of all examples `uncut`, the total before they were cut. None where there are none."""
+    stubs: Found  # kept examples that train a single token
+    duplicates: Found  # kept examples with the prompt, answers and label of an earlier one, copies by weight aside
+    unknown: Found  # kept examples with the tokenizer's unknown token
+    classes: dict[str, int] | None = None  # kept examples of each label, `desirable` and `undesirable`
+    balance: float | None = None  # weight of all desirable examples over that of all undesirable ones, if both exist
+    conflicts: Found | None = None  # kept examples whose prompt and answer have the other label elsewhere
+    identical: Found | None = None  # kept pairs whose answers are the same, after both were cut
+    overlap: Found | None = None  # of evaluation rows: kept examples with the prompt and an answer of a training one
+
+    @property
+    def kept(self) -> int:
+        """Examples that are trained."""
+        return self.examples - sum(cut.count for cut in self.dropped)
+
+    def findings(self) -> dict[str, Found]:
+        """Those of _FINDINGS that were looked for."""
+        return {key: found for key in _FINDINGS if (found := getattr(self, key)) is not None}
+
+    def short(self) -> str:
+        """One line for the log, next to that of `data.prepare`, which counts what was read, cut and dropped."""
+        total = self.lengths["total"]
+        parts = [f"tokens p50 {total['p50']} p95 {total['p95']} max {total['max']}"] if total else []
+        parts += [f"{found.count} {_FINDINGS[key][0]}" for key, found in self.findings().items() if found.count]
+        if self.classes:
+            parts.append(" and ".join(f"{count} {label}" for label, count in self.classes.items()))
+        aside = f", of the first {self.examples} examples of the stream" if self.streamed else ""
+        return f"{self.name}: {', '.join(parts)}{aside}"
+
+    def lines(self) -> list[str]:
+        """The audit for people: a title and indented lines."""
+        aside = " (the first of a stream; the rest is not audited)" if self.streamed else ""
+        out = [f"{self.name}: {self.rows_read} rows read as {self.examples} examples{aside}"]
+        for what, cuts in (("dropped", self.dropped), ("truncated", self.truncated)):
+            out += [f"  {what}: {cut}, {cut.reason}" for cut in cuts] or [f"  {what}: 0"]
+        out += [f"  {_FINDINGS[key][0]}: {found}" for key, found in self.findings().items()]
+        if self.classes:
+            out.append("  labels: " + ", ".join(f"{count} {label}" for label, count in self.classes.items()))
+        table = {what: spread for what, spread in self.lengths.items() if spread}
+        for spread in itertools.islice(table.values(), 1):
+            out.append(f"  {'tokens':<14}" + "".join(f"{name:>9}" for name in spread))
+        return out + [f"    {what:<12}" + "".join(f"{n:>9}" for n in spread.values()) for what, spread in table.items()]
+
+    def warnings(self) -> list[str]:
+        """What would ruin training or make evaluation worthless, a sentence each that says what to do."""
+        return [f"{self.name}: {problem}" for problem in self._problems()]
+
+    def _problems(self) -> Iterator[str]:
+        if not self.kept:
+            yield f"all {self.examples} examples are dropped, with no trained token: raise max_length"
+            return
+        dropped, truncated = self.examples - self.kept, sum(cut.count for cut in self.truncated)
+        endless = sum(cut.count for cut in self.truncated if "completion" in cut.reason)
+        longest = (self.lengths["uncut"] or {}).get("max")
+        remedy = f"raise max_length from {self.max_length} (the longest has {longest} tokens) or shorten the rows"
+        if dropped > DROPPED_SHARE * self.examples:
+            yield f"{dropped} of {self.examples} examples are dropped, with no trained token: {remedy}"
+        if endless > ENDLESS_SHARE * self.kept:
+            yield f"{endless} of {self.kept} examples lose the end of a completion, which says where to stop: {remedy}"
+        elif truncated > TRUNCATED_SHARE * self.kept:
+            yield f"{truncated} of {self.kept} examples are truncated: {remedy}"
+        for key, found in self.findings().items():
+            _, share, problem = _FINDINGS[key]
+            if found.count > share * self.kept:
+                rows = ", ".join(map(str, found.first_rows))
+                yield f"{found.count} of {self.kept} {problem} (first rows {rows})"
+        # the balance of labels is a matter of training alone
+        if self.classes and not self.name.startswith("eval"):
+            counts = " and ".join(f"{count} {label}" for label, count in self.classes.items())
+            if self.balance is None:
+                yield f"{counts} examples: one label alone does not say what to prefer, both are needed"
+            elif not 1 / BALANCE <= self.balance <= BALANCE:
+                rarer = "undesirable_weight" if self.balance > 1 else "desirable_weight"
+                yield f"{counts} examples, which weigh {self.balance:.3g} to 1: set train.{rarer}=auto"
 
 
 def audits(
@@ -47,11 +161,14 @@ def audits(
 
     names: what `prepare` calls them, where that is not the key; so that the tokenised rows come from the cache.
     """
-    named = {key: (names or {}).get(key, key) for key in raw}
-    made = {key: audit(rows, method, tokenizer, config, named[key]) for key, rows in raw.items()}
+    names = {key: key for key in raw} | dict(names or {})
+    made = {key: audit(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
-        pair = named["train"], named["eval"]
-        made["eval"].overlap = overlap(raw["train"], raw["eval"], method, tokenizer, config, pair)
+        (seen, keys), (rows, _) = (
+            _examples(raw[key], method, tokenizer, config, names[key]) for key in ("train", "eval")
+        )
+        known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)
+        made["eval"].overlap = _found(rows[known & (rows.state & NO_TARGET == 0)])
     return made
 
 
@@ -60,92 +177,84 @@ def audit(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str = "tr
 
     Of a stream, the first STREAMED examples. Raises InputError for the first bad row, as `prepare` does.
     """
-    streamed = not isinstance(raw, datasets.Dataset)
-    rows = _examples(raw, method, tokenizer, config, name)
-    columns = rows.with_format("numpy")
-    row, state = columns["row"][:], columns["state"][:]
-    lost = state & NO_TARGET > 0
+    streamed, kind = not isinstance(raw, datasets.Dataset), method.rows
+    every, keys = _examples(raw, method, tokenizer, config, name)
+    lost = every.state & NO_TARGET > 0
+    kept = every[~lost]
+    # an example repeats an earlier one of the same keys and label; copies that a source's weight makes do not count
+    new = kept[~kept.is_copy]
+    repeats = new[new.duplicated([*keys, "label"] if kind.labelled else keys)]
     made = DataAudit(
         name=name,
         max_length=getattr(config, "max_length", None),
-        rows_read=len(np.unique(row)) if streamed else len(raw),
+        rows_read=every.row.nunique() if streamed else len(raw),
         streamed=streamed,
-        examples=len(rows),
-        dropped=_cuts(row, state & (NO_TARGET | COMPLETION_CUT), lost, _DROPPED),
-        truncated=_cuts(row, state & (PROMPT_CUT | COMPLETION_CUT), ~lost, _TRUNCATED),
-        lengths=_lengths(rows, ~lost),
-        stubs=_found(row, ~lost & (columns["trained"][:] == 1)),
-        duplicates=_found(row, _repeated(rows, ~lost & ~_weighted_copies(raw, row))),
-        unknown=_found(row, ~lost & columns["unknown"][:]),
+        examples=len(every),
+        dropped=_cuts(every[lost], _DROPPED),
+        truncated=_cuts(kept, _TRUNCATED),
+        lengths=_lengths(every, kept, kind),
+        stubs=_found(kept[kept.trained == 1]),
+        duplicates=_found(repeats),
+        unknown=_found(kept[kept.unknown]),
     )
-    if method.rows.paired:
-        made.identical = _found(row, ~lost & (state & ALIKE > 0))
-    if method.rows.labelled:
-        _add_classes(made, rows, ~lost, config)
+    if kind.paired:
+        made.identical = _found(kept[kept.state & ALIKE > 0])
+    if kind.labelled:
+        good, bad = int(kept.label.sum()), int((~kept.label).sum())
+        made.classes = {"desirable": good, "undesirable": bad}
+        if good and bad:
+            weights = class_weights(config.desirable_weight, config.undesirable_weight, kept.label.tolist())
+            made.balance = weights[0] * good / (weights[1] * bad)
+        made.conflicts = _found(kept[kept.groupby(keys[0]).label.transform("nunique") == 2])
     return made
 
 
-def overlap(
-    train: datasets.Dataset, evaluation: datasets.Dataset, method: Reader, tokenizer: Any, config: Any,
-    names: tuple[str, str] = ("train", "eval"),
-) -> Found:  # fmt: skip
-    """Evaluation examples whose prompt and an answer are those of a training example; of OPD, whose prompt is."""
-    pair = zip((train, evaluation), names, strict=True)
-    seen, rows = (_examples(raw, method, tokenizer, config, name) for raw, name in pair)
-    kept = rows.with_format("numpy")["state"][:] & NO_TARGET == 0
-    return _found(rows.with_format("numpy")["row"][:], kept & np.isin(_keys(rows), _keys(seen)).any(axis=1))
+def _examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str) -> tuple[pd.DataFrame, list[str]]:
+    """(one line an example, names of the columns that have its keys).
 
-
-def _examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str) -> datasets.Dataset:
+    Its other columns: FACTS and the label, tokens of the prompt and of each answer under the names of their ids, and
+    `is_copy`: is it of a row that stands in the data set before, since its source weighs more than 1?
+    """
     rows = tokenised(raw, method, tokenizer, config, name)
-    if isinstance(rows, datasets.Dataset):
-        return rows
-    return datasets.Dataset.from_list(list(itertools.islice(rows, STREAMED)), features=rows.features)
+    if not isinstance(rows, datasets.Dataset):
+        rows = datasets.Dataset.from_list(list(itertools.islice(rows, STREAMED)), features=rows.features)
+    scalars = [column for column, kind in rows.features.items() if isinstance(kind, datasets.Value)]
+    frame = rows.select_columns(scalars).to_pandas()
+    for column in ("prompt_ids", *method.rows.answers):
+        frame[column] = lengths_of(rows, column)
+    hashes = np.asarray(pc.list_flatten(rows.with_format("arrow")["keys"][:])).reshape(len(rows), -1)
+    # a hash of the prompt with each answer: a pair has two of them
+    keys = [f"key {n}" for n in range(hashes.shape[1])]
+    frame[keys] = hashes
+    frame["is_copy"] = False
+    if getattr(raw, "_indices", None) is not None:
+        stored = raw._indices.column(0).to_numpy()[frame.row]
+        frame["is_copy"] = frame.row != frame.groupby(stored).row.transform("first")
+    return frame, keys
 
 
-def _found(row: np.ndarray, chosen: np.ndarray) -> Found:
-    """Those of the examples [examples] that are `chosen`; `row` has the raw row of each."""
-    return Found(int(chosen.sum()), np.unique(row[chosen])[:NAMED].tolist())
+def _found(examples: pd.DataFrame) -> Found:
+    return Found(len(examples), examples.row.unique()[:5].tolist())
 
 
-def _cuts(row: np.ndarray, bits: np.ndarray, among: np.ndarray, reasons: dict[int, str]) -> list[Cut]:
+def _cuts(examples: pd.DataFrame, reasons: dict[int, str]) -> list[Cut]:
     """The examples of each reason, which is known by its bits; reasons without examples are left out."""
-    found = ((_found(row, among & (bits == value)), reason) for value, reason in reasons.items())
-    return [Cut(cut.count, cut.first_rows, reason) for cut, reason in found if cut.count]
+    bits = examples.state & max(reasons)  # the last reason has the bits of all
+    found = [(_found(examples[bits == value]), reason) for value, reason in reasons.items()]
+    return [Cut(each.count, each.first_rows, reason) for each, reason in found if each.count]
 
 
-def _keys(rows: datasets.Dataset) -> np.ndarray:
-    """[examples, branches] hashes of the prompt with each branch."""
-    return np.asarray(pc.list_flatten(rows.with_format("arrow")["keys"][:])).reshape(len(rows), -1)
-
-
-def _branches(rows: datasets.Dataset) -> np.ndarray:
-    """[examples, branches] tokens of each completion."""
-    columns = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
-    return np.stack([lengths_of(rows, name) for name in columns], axis=1)
-
-
-def _lengths(rows: datasets.Dataset, kept: np.ndarray) -> dict[str, dict[str, float] | None]:
-    prompt, branches, columns = lengths_of(rows, "prompt_ids"), _branches(rows), rows.with_format("numpy")
-    return {
-        "prompt": _spread(prompt[kept]),
-        "completion": _spread(branches[kept].ravel()) if branches.any() else None,
-        **_sides(rows, branches, kept),
-        "total": _spread((prompt + branches.max(axis=1))[kept]),
-        "trained": _spread(columns["trained"][:][kept]) if "completion_mask" in rows.column_names else None,
-        "uncut": _spread(columns["uncut"][:]),
-    }
-
-
-def _sides(rows: datasets.Dataset, branches: np.ndarray, kept: np.ndarray) -> dict[str, dict[str, float] | None]:
-    """Completions of each side, which should not be told apart by their lengths."""
-    if "chosen_ids" in rows.column_names:
-        return {name: _spread(branches[kept, side]) for side, name in enumerate(("chosen", "rejected"))}
-    if "label" in rows.column_names:
-        label = rows.with_format("numpy")["label"][:]
-        sides = (("desirable", kept & label), ("undesirable", kept & ~label))
-        return {name: _spread(branches[chosen, 0]) for name, chosen in sides}
-    return {}
+def _lengths(every: pd.DataFrame, kept: pd.DataFrame, kind: RowKind) -> dict[str, dict[str, float] | None]:
+    answers = kept[[*kind.answers]].to_numpy()
+    lengths = {"prompt": kept.prompt_ids, "completion": answers.ravel() if answers.any() else []}
+    # the two sides, which should not be told apart by their lengths
+    if kind.paired:
+        lengths |= {column.removesuffix("_ids"): kept[column] for column in kind.answers}
+    if kind.labelled:
+        lengths |= {"desirable": kept.completion_ids[kept.label], "undesirable": kept.completion_ids[~kept.label]}
+    lengths["total"] = kept.prompt_ids + answers.max(axis=1)
+    lengths |= {"trained": kept.trained if kind.masked else [], "uncut": every.uncut}
+    return {what: _spread(np.asarray(values)) for what, values in lengths.items()}
 
 
 def _spread(lengths: np.ndarray) -> dict[str, float] | None:
@@ -155,36 +264,3 @@ def _spread(lengths: np.ndarray) -> dict[str, float] | None:
     p50, p95, p99 = np.percentile(lengths, (50, 95, 99), method="inverted_cdf").tolist()
     spread = {"min": int(lengths.min()), "p50": p50, "p95": p95, "p99": p99, "max": int(lengths.max())}
     return {**spread, "mean": round(float(lengths.mean()), 1)}
-
-
-def _weighted_copies(raw: Any, row: np.ndarray) -> np.ndarray:
-    """[examples] Is this one of a row that stands in the data set before, since its source weighs more than 1?"""
-    if getattr(raw, "_indices", None) is None:
-        return np.zeros(len(row), dtype=bool)
-    stored = raw._indices.column(0).to_numpy()[row]
-    _, first, group = np.unique(stored, return_index=True, return_inverse=True)
-    return row != row[first][group]
-
-
-def _repeated(rows: datasets.Dataset, among: np.ndarray) -> np.ndarray:
-    """[examples] Has an earlier one the same prompt, answers and label? Of those that are `among` them."""
-    columns = _keys(rows)
-    if "label" in rows.column_names:
-        columns = np.column_stack([columns, rows.with_format("numpy")["label"][:]])
-    chosen = np.flatnonzero(among)
-    repeated = among.copy()
-    repeated[chosen[np.unique(columns[chosen], axis=0, return_index=True)[1]]] = False
-    return repeated
-
-
-def _add_classes(made: DataAudit, rows: datasets.Dataset, kept: np.ndarray, config: Any) -> None:
-    """The labels of KTO: their numbers, weights and contradictions."""
-    label, row = rows.with_format("numpy")["label"][:], rows.with_format("numpy")["row"][:]
-    good, bad = int((kept & label).sum()), int((kept & ~label).sum())
-    made.classes = {"desirable": good, "undesirable": bad}
-    if good and bad:
-        weights = class_weights(config.desirable_weight, config.undesirable_weight, label[kept].tolist())
-        made.balance = weights[0] * good / (weights[1] * bad)
-    group = np.unique(_keys(rows)[:, 0], return_inverse=True)[1]
-    both = np.logical_and(*(np.isin(group, group[kept & (label == value)]) for value in (True, False)))
-    made.conflicts = _found(row, kept & both)

@@ -1,10 +1,7 @@
 """Chat templates and token boundaries: messages -> text -> ids, and which ids the assistant wrote.
 
     render           messages -> text
-    turn_end_id      the id that ends an assistant turn;  eos_id: the id that ends plain text;  special_ids
-    prompt_text      prompt messages -> the text that generation would start from
     split_chat       prompt and completion messages -> (prompt text, completion text)
-    encode           texts -> ids, with BOS exactly once
     encode_pairs     (prompt text, completion text) -> (prompt ids, completion ids), with the end token exactly once
     assistant_mask   a conversation -> its ids and a 0/1 mask of what assistants wrote
 
@@ -15,21 +12,13 @@ The boundary comes from rendered text: what generation would see must be how the
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
-import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, shown
 from .messages import Messages, check_unicode
-
-_ADVICE = (
-    "the template rewrites earlier turns or thinking. Set chat_template_kwargs (for instance {enable_thinking: false}) "
-    "or a template made for training, with {% generation %} tags around what assistants write"
-)
-_REFUSALS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
@@ -43,7 +32,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
     options = {**(template_kwargs or {}), **options}
     try:
         text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
-    except _REFUSALS as error:
+    except Exception as error:  # a template is a program, and raises what it likes
         roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
         problem = " ".join(str(error).split())[:300]
         raise InputError(f"the chat template refuses messages with roles [{roles}]: {problem}") from error
@@ -115,8 +104,12 @@ def _after(start: str, full: str) -> str:
         return full[len(start) :]
     n = shared_length(start, full)
     here, there = (text[max(0, n - 20) : n + 30] for text in (start, full))
-    parting = f"the prompt has {here!r} where the conversation has {there!r}; {_ADVICE}"
-    raise InputError(f"the rendered conversation does not begin with its rendered prompt: {parting}")
+    raise InputError(
+        f"the rendered conversation does not begin with its rendered prompt: the prompt has {here!r} where the"
+        f" conversation has {there!r}; the template rewrites earlier turns or thinking. Set chat_template_kwargs (for"
+        " instance {enable_thinking: false}) or a template made for training, with {% generation %} tags around what"
+        " assistants write"
+    )
 
 
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
@@ -131,6 +124,7 @@ def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Ids of each text, plain or rendered: BOS once if the tokenizer writes one, and no EOS that it would append."""
+    # templates often write the BOS themselves, so the tokenizer's own is added only where it is missing
     prefix = _prefix_ids(tokenizer)
     return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in _plain_ids(tokenizer, texts)]
 
@@ -156,55 +150,62 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
     fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
     pairs = []
     for head, full, completion in zip(heads, fulls, completions, strict=True):
-        hidden = head and head[-1] == tokenizer.unk_token_id  # a merge across the boundary may be as unknown
-        whole = full[: len(head)] == head and not hidden
-        tail = full[len(head) :] if whole else _plain_ids(tokenizer, [completion])[0]
+        # a prompt that ends in the unknown token may hide a merge across the boundary, which is as unknown
+        hidden = head and head[-1] == tokenizer.unk_token_id
+        split = full[: len(head)] == head and not hidden
+        tail = full[len(head) :] if split else _plain_ids(tokenizer, [completion])[0]
         pairs.append((head, end_once(tokenizer, tail, end_id)))
     return pairs
 
 
 def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
                    template_kwargs: dict | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Ids of the conversation and a 0/1 mask of equal length: each assistant's content and its turn end, but of turns
-    without content.
+    """Ids of the conversation and a 0/1 mask of equal length: 1 for each assistant's content and its turn end.
 
-    From the template's `{% generation %}` tags, otherwise from the rendered text. Nothing follows the last 1.
+    Turns without content are not trained. Nothing follows the last 1.
 
     Raises:
         InputError: no assistant turn, or the text before a turn differs from what generation would see.
     """
     end_id = turn_end_id(tokenizer, template_kwargs)
+    # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
     tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
     ids, mask = (_tagged_mask if tagged else _rendered_mask)(tokenizer, messages, tools, template_kwargs, end_id)
+    # 2. an end alone says nothing: a model trained on it would learn to answer with silence
     mask = _without_empty_turns(tokenizer, ids, mask, end_id)
     if not any(mask):
         raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
-    size, prefix = len(mask) - mask[::-1].index(1), _prefix_ids(tokenizer)
-    prefix = [] if ids[: len(prefix)] == prefix else prefix
+    # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
+    size = len(mask) - mask[::-1].index(1)
     end = [end_id] if messages[-1]["role"] == "assistant" and ids[size - 1] != end_id else []
+    # 4. BOS once: some templates write it, for others the tokenizer does
+    prefix = _prefix_ids(tokenizer)
+    prefix = [] if ids[: len(prefix)] == prefix else prefix
     return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
 
 
 def _without_empty_turns(tokenizer, ids: list[int], mask: list[int], end_id: int) -> list[int]:
-    """The mask without turns that hold nothing but their end, and without ends right behind an end."""
-    kept = [int(m and not (n and ids[n] == ids[n - 1] == end_id)) for n, m in enumerate(mask)]
-    edges = [n for n in range(len(kept) + 1) if (kept[n - 1] if n else 0) != (kept[n] if n < len(kept) else 0)]
-    for start, stop in zip(edges[::2], edges[1::2], strict=True):
-        if not str(tokenizer.decode(ids[start:stop], skip_special_tokens=True)).strip():
-            kept[start:stop] = [0] * (stop - start)
+    """The mask without turns that hold nothing but their end, and without ends right after an end."""
+    once = [m and not (n and ids[n] == ids[n - 1] == end_id) for n, m in enumerate(mask)]
+    kept: list[int] = []
+    for is_turn, pairs in groupby(zip(once, ids, strict=True), key=lambda pair: bool(pair[0])):
+        turn = [i for _, i in pairs]
+        wrote = is_turn and str(tokenizer.decode(turn, skip_special_tokens=True)).strip()
+        kept += [int(bool(wrote))] * len(turn)
     return kept
 
 
 def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
-    """From the template's generation tags; a turn end that stands right behind a span is trained as well, and every
-    token of a span's last character, of which transformers marks the first."""
+    """Ids and mask from the template's generation tags."""
     render(tokenizer, messages, tools, template_kwargs)  # its errors are the clear ones
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
     encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
     ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
     for n in range(1, len(ids)):
+        # the turn end right after a tagged span is trained too; so is every token of a span's last character,
+        # of which transformers marks the first alone
         ends_turn = ids[n] == end_id and ids[n - 1] != end_id
         if mask[n - 1] and (ends_turn or offsets[n][0] < offsets[n - 1][1]):
             mask[n] = 1
@@ -212,15 +213,19 @@ def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[l
 
 
 def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
-    """From the text: a turn starts where generation would have started it and ends with its turn end."""
+    """Ids and mask from the text: a turn begins where generation would have begun it, and ends with its turn end."""
     full = render(tokenizer, messages, tools, template_kwargs)
     encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
-    mask, limit = [0] * len(ids), len(full)  # limit: the character where the next assistant turn begins
+    # from the last turn to the first, since each must end before `limit`, the character where the next one begins
+    mask, limit = [0] * len(ids), len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
         begin = _turn_begin(tokenizer, messages[:n], full, tools, template_kwargs)
-        found = full.find(messages[n]["content"].strip(), begin, limit)
-        after = bisect_left(starts, found + len(messages[n]["content"].strip()) if found >= 0 else begin)
+        # the content may hold the text of the turn end, so the end is looked for after the content, where that is
+        # rendered as it is; of a last turn without an end, everything is trained
+        content = messages[n]["content"].strip()
+        found = full.find(content, begin, limit)
+        after = bisect_left(starts, found + len(content) if found >= 0 else begin)
         ends = (k + 1 for k in range(after, bisect_left(starts, limit)) if ids[k] == end_id)
         first, stop = bisect_left(starts, begin), next(ends, after if messages[n + 1 :] else len(ids))
         mask[first:stop], limit = [1] * (stop - first), begin
@@ -228,11 +233,11 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple
 
 
 def _turn_begin(tokenizer, before: Messages, full: str, tools, template_kwargs) -> int:
-    """The character of `full` where generation behind the messages `before` starts. Templates do not render none of
-    them: an assistant that speaks first does so behind the first header that generation starts from."""
+    """The character of `full` where generation after the messages `before` would begin."""
     if before:
         start = render(tokenizer, before, tools, template_kwargs, add_generation_prompt=True)
         return len(full) - len(_after(start, full))
+    # templates do not render an empty conversation: take the header that opens an answer to some other message
     probe = [{"role": "user", "content": "hello"}]
     asked = render(tokenizer, probe, None, template_kwargs)
     header = _after(asked, render(tokenizer, probe, None, template_kwargs, add_generation_prompt=True))

@@ -1,7 +1,9 @@
-"""What the file system shows of a data source, told before anything slow is imported."""
+"""What the file system shows of a data source, found without `datasets`, whose import is slow."""
 
+import csv
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import TypeVar
@@ -9,22 +11,18 @@ from typing import TypeVar
 from ..errors import nearest
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Extension of a data file: what reads it in `datasets`."""
+"""Extension of a data file -> its reader in `datasets`."""
 _INSTEAD = {
     ".gz": "unpack it first (gunzip)", ".zst": "unpack it first (unzstd)", ".zip": "unpack it first (unzip)",
     ".xz": "unpack it first (unxz)", ".bz2": "unpack it first (bunzip2)", ".tsv": "save it as .csv, with commas",
     ".xlsx": "save it as .csv", ".txt": 'write one JSON object a line, such as {"text": ...}, into a .jsonl',
     ".ndjson": "name it .jsonl",
 }  # fmt: skip
-_HEAD = 4096
-"""Bytes that are looked at in the beginning of a data file."""
-
-
 Named = TypeVar("Named", str, Path)
 
 
 def or_unreadable(problem_of: Callable[[Named], str | None]) -> Callable[[Named], str | None]:
-    """For what looks for a problem of a path: that the system refuses to say is one as well."""
+    """Wraps a search for a path's problem: that the system does not let us look is a problem too."""
 
     @wraps(problem_of)
     def looked(path: Named) -> str | None:
@@ -38,25 +36,20 @@ def or_unreadable(problem_of: Callable[[Named], str | None]) -> Callable[[Named]
 
 @or_unreadable
 def source_problem(source: str) -> str | None:
-    """What is wrong with a data source: a missing path, an unknown extension, an empty or quite different file."""
+    """What is wrong with the path of a data source; None for a good one and for a name on the hub."""
     path = Path(source).expanduser()
     if path.is_file():
         return _file_problem(path)
     if path.is_dir():
         return None if any(path.iterdir()) else f"the folder {path} is empty"
+    # what cannot be a name on the hub must be a path, and this one is missing
     if path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
-        beside = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        hint = _made_by(path) or nearest(path.name, beside, listed=False, aside=True)
-        return f"there is no file or folder {path}{hint}"
+        script = path.parent / "make_data.py"
+        if script.is_file() and re.search(rf"\b{re.escape(path.name)}\b", script.read_text(encoding="utf-8")):
+            return f"there is no file or folder {path} (python {script} makes it)"
+        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+        return f"there is no file or folder {path}{nearest(path.name, siblings, listed=False, aside=True)}"
     return None
-
-
-def _made_by(path: Path) -> str:
-    """The end of a message about a missing data file: the make_data.py of its folder, if that names the file."""
-    script = path.parent / "make_data.py"
-    if script.is_file() and re.search(rf"\b{re.escape(path.name)}\b", script.read_text(encoding="utf-8")):
-        return f" (python {script} makes it)"
-    return ""
 
 
 def _file_problem(path: Path) -> str | None:
@@ -64,9 +57,10 @@ def _file_problem(path: Path) -> str | None:
         instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""
         return f"{path} has an unknown extension; known are {', '.join(BUILDERS)}{instead}"
     with path.open("rb") as file:
-        head = file.read(_HEAD)
+        head = file.read(4096)
         if not head.strip() and not any(line.strip() for line in file):
             return f"{path} is empty"
+    # the first bytes tell files apart that have a name of another kind
     if head.startswith(b"version https://git-lfs"):
         return f"{path} is a pointer of Git LFS, not the data: git lfs pull"
     if path.suffix == ".parquet" and not head.startswith(b"PAR1"):
@@ -74,3 +68,52 @@ def _file_problem(path: Path) -> str | None:
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         return f"{path} is text in UTF-16: save it in UTF-8"
     return None
+
+
+def broken(path: Path) -> str | None:
+    """The first line that is not UTF-8, not a JSON object or (CSV) wider than the first line; None if all are fine.
+
+    Reads the whole file, or each file of a folder.
+    """
+    if path.is_dir():
+        found = ((file, broken(file)) for file in sorted(path.rglob("*")) if file.is_file())
+        return next((f"{file.relative_to(path)}, {problem}" for file, problem in found if problem), None)
+    if not path.is_file() or path.suffix not in (".jsonl", ".json", ".csv"):
+        return None
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            place = f"byte {line[error.start]:#x}, column {error.start + 1}"
+            return f"line {number} is not UTF-8 ({place}): save the file in UTF-8"
+    texts = [line.decode("utf-8-sig") for line in lines]
+    return next(_csv_problems(texts) if path.suffix == ".csv" else _json_problems(texts, path.suffix), None)
+
+
+def _json_problems(lines: list[str], suffix: str) -> Iterator[str]:
+    # a .json file is one object or one array of objects; a .jsonl file may be one too, over several lines
+    whole = suffix == ".json" or next((line.strip() for line in lines if line.strip()), "") in ("[", "{")
+    for number, text in [(1, "\n".join(lines))] if whole else enumerate(lines, 1):
+        try:
+            value = json.loads(text) if text.strip() else {}
+        except json.JSONDecodeError as error:
+            yield f"line {number + error.lineno - 1} is not valid JSON ({error.msg}, column {error.colno})"
+            continue
+        for row in value if whole and isinstance(value, list) else [value]:
+            if not isinstance(row, dict):
+                yield f'line {number}: a row is an object such as {{"text": ...}}, not {json.dumps(row)[:40]}'
+
+
+def _csv_problems(lines: list[str]) -> Iterator[str]:
+    reader = csv.reader((f"{line}\n" for line in lines), strict=True)
+    width, line = len(next(reader)), 2
+    try:
+        for row in reader:
+            if len(row) > width:
+                hint = "a text that holds commas stands in double quotes"
+                yield f"line {line} has {len(row)} fields, the first line {width}: {hint}"
+            line = reader.line_num + 1
+    except csv.Error as error:
+        if "limit" not in str(error):  # a long field is fine
+            yield f"the row that begins in line {line} has double quotes that are not closed, or not doubled in a text"

@@ -1,14 +1,11 @@
-"""One raw row -> a `Sample`: a small reader for each format.
+"""One raw row -> a `Sample`, and which format a data set has.
 
-    Sample     a prompt and its branches, on their way from raw values to text to ids
-    FORMATS    columns -> reader; which of them a method reads is in `kinds`
-    detect     column names -> which of FORMATS this is
-
-A value that is not what its column must hold raises `InputError` with the column and what was expected.
+A format is the columns that it needs, joined by " + ", such as "prompt + completion"; `kinds` says which formats each
+kind of rows is made from. A value that is not what its column must hold raises `InputError` with the column and what
+was expected.
 """
 
 import json
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +24,55 @@ class Sample(NamedTuple):
     label: bool | None = None
     mask: list[int] | None = None  # of the one branch, once it is ids
     tools: list | None = None
+
+    @property
+    def is_chat(self) -> bool:
+        """Is it messages (or ids)? Otherwise text."""
+        return isinstance(self.branches[0] if self.prompt is None else self.prompt, list)
+
+
+def detect(columns: list[str], method: Reader) -> str:
+    """The first format that `method` can read from these columns. Raises InputError listing what it could read."""
+    for form in method.rows.formats:
+        if {*form.split(" + ")} <= {*columns}:
+            return form
+    known = {c for form in method.rows.formats for c in form.split(" + ")}
+    missing, others = sorted(known - {*columns}), {*columns} - known
+    near = next((hint for c in missing if (hint := nearest(c, others, listed=False, aside=True))), "")
+    raise InputError(
+        f"columns {named(columns)} are none that {method.name} reads{near}: {' | '.join(method.rows.formats)}; "
+        "rename yours with data.train.columns, for instance {prompt: question}"
+    )
+
+
+def read_format(row: dict, form: str) -> Sample:
+    """The raw sample of a row that has the columns of `form`. Raises InputError for a value of the wrong kind."""
+    columns = form.split(" + ")
+    label = _label(row) if "label" in columns else None
+    if form == "input_ids":
+        return _read_input_ids(row)
+    if "prompt_ids" in columns:
+        # a prompt alone may have an answer next to it, which on-policy methods keep for evaluation
+        columns += ["completion_ids"] if form == "prompt_ids" and "completion_ids" in row else []
+        branches = [_ids(row, column) for column in columns if column.endswith("_ids") and column != "prompt_ids"]
+        mask = _mask(row.get("completion_mask"), branches[0]) if "completion_ids" in columns else None
+        return Sample(_ids(row, "prompt_ids"), branches, label, mask)
+    if form == "text":
+        if not isinstance(row["text"], str) or not row["text"].strip():
+            raise InputError(f"column 'text': expected a text that is not empty, found {shown(row['text'])}")
+        check_unicode(row["text"], "column 'text'")
+        return Sample(None, [row["text"]])
+    if form in ("messages", "conversations"):
+        with error_context(f"column {form!r}"):
+            return Sample(None, [clean_messages(row[form])], tools=_tools(row))
+    answers = [_completion(row, column) for column in columns if column in ("completion", "chosen", "rejected")]
+    # pairs without a prompt share their beginning; so do whole conversations next to a prompt that is text
+    text_prompt = isinstance(row.get("prompt"), str)
+    if "chosen" in columns and ("prompt" not in row or (text_prompt and isinstance(answers[0], list))):
+        prompt, answers = _split_shared(*answers)
+    else:
+        prompt = _value(row, "prompt")
+    return Sample(prompt, answers, label, tools=_tools(row))
 
 
 def _value(row: dict, column: str) -> str | Messages:
@@ -48,6 +94,18 @@ def _completion(row: dict, column: str) -> str | Messages:
     if not text.strip() and (isinstance(value, str) or not value[-1].get("tool_calls")):
         raise InputError(f"column {column!r}: empty completion")
     return value
+
+
+def _split_shared(chosen: str | Messages, rejected: str | Messages) -> tuple[Any, list]:
+    """(prompt, [chosen, rejected]): the longest common beginning is the prompt, in whole messages, or in text up to a
+    word or line boundary (a space belongs to the completions, a line break to the prompt). No branch is left empty."""
+    n = min(chat.shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        while n and chosen[n - 1] != "\n" and (chosen[n], rejected[n]) != (" ", " "):
+            n -= 1
+    elif n == 0:
+        raise InputError("columns 'chosen' and 'rejected': the conversations share no first message to be the prompt")
+    return chosen[:n], [chosen[n:], rejected[n:]]
 
 
 def _label(row: dict) -> bool:
@@ -76,106 +134,19 @@ def _ids(row: dict, column: str) -> list[int]:
     return value
 
 
-def _read_text(row: dict) -> Sample:
-    if not isinstance(row["text"], str) or not row["text"].strip():
-        raise InputError(f"column 'text': expected a text that is not empty, found {shown(row['text'])}")
-    check_unicode(row["text"], "column 'text'")
-    return Sample(None, [row["text"]])
-
-
-def _read_messages(row: dict) -> Sample:
-    column = "messages" if "messages" in row else "conversations"
-    with error_context(f"column {column!r}"):
-        return Sample(None, [clean_messages(row[column])], tools=_tools(row))
-
-
-def _read_completion(row: dict) -> Sample:
-    return Sample(_value(row, "prompt"), [_completion(row, "completion")], tools=_tools(row))
-
-
-def _read_label(row: dict) -> Sample:
-    return _read_completion(row)._replace(label=_label(row))
-
-
-def _read_preference(row: dict) -> Sample:
-    chosen, rejected = _completion(row, "chosen"), _completion(row, "rejected")
-    if "prompt" not in row or (isinstance(row["prompt"], str) and isinstance(chosen, list)):
-        return _shared_prompt(chosen, rejected)._replace(tools=_tools(row))  # a string beside whole conversations
-    return Sample(_value(row, "prompt"), [chosen, rejected], tools=_tools(row))
-
-
-def _shared_prompt(chosen: str | Messages, rejected: str | Messages) -> Sample:
-    """The longest common beginning is the prompt: whole messages, or text up to a word or line boundary (a space
-    belongs to the completions, a line break to the prompt). No branch is left empty."""
-    n = min(chat.shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        while n and chosen[n - 1] != "\n" and (chosen[n], rejected[n]) != (" ", " "):
-            n -= 1
-    elif n == 0:
-        raise InputError("columns 'chosen' and 'rejected': the conversations share no first message to be the prompt")
-    return Sample(chosen[:n], [chosen[n:], rejected[n:]])
-
-
-def _read_prompt(row: dict) -> Sample:
-    return Sample(_value(row, "prompt"), [], tools=_tools(row))
-
-
-def _read_ids(row: dict) -> Sample:
-    branches, mask = [_ids(row, "completion_ids")] if "completion_ids" in row else [], row.get("completion_mask")
-    mask = _mask(mask, branches[0]) if mask is not None and branches else None
-    return Sample(_ids(row, "prompt_ids"), branches, mask=mask)
-
-
-def _read_label_ids(row: dict) -> Sample:
-    return _read_ids(row)._replace(label=_label(row))
-
-
-def _read_preference_ids(row: dict) -> Sample:
-    return Sample(_ids(row, "prompt_ids"), [_ids(row, "chosen_ids"), _ids(row, "rejected_ids")])
-
-
 def _read_input_ids(row: dict) -> Sample:
-    ids, labels, mask = _ids(row, "input_ids"), row.get("labels"), row.get("completion_mask")
-    if labels is not None:
-        fitting = isinstance(labels, list) and len(labels) == len(ids)
-        if not fitting or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
-            raise InputError("column 'labels': expected -100 or the token of 'input_ids' at the same position")
-        mask = [int(label != -100) for label in labels]
-    return Sample([], [ids], mask=_mask([1] * len(ids) if mask is None else mask, ids))
+    ids, labels = _ids(row, "input_ids"), row.get("labels")
+    if labels is None:
+        return Sample([], [ids], mask=_mask(row.get("completion_mask"), ids))
+    fitting = isinstance(labels, list) and len(labels) == len(ids)
+    if not fitting or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
+        raise InputError("column 'labels': expected -100 or the token of 'input_ids' at the same position")
+    return Sample([], [ids], mask=[int(label != -100) for label in labels])
 
 
-def _mask(mask: Any, ids: list[int]) -> list[int]:
+def _mask(mask: Any, ids: list[int]) -> list[int] | None:
+    if mask is None:
+        return None
     if not isinstance(mask, list) or len(mask) != len(ids) or not all(m in (0, 1) for m in mask):
         raise InputError(f"column 'completion_mask': expected {len(ids)} values 0 or 1, one for each token")
     return [int(m) for m in mask]
-
-
-FORMATS: dict[str, Callable[[dict], Sample]] = {  # the name is the columns it needs
-    "prompt_ids + completion_ids + label": _read_label_ids,
-    "prompt_ids + chosen_ids + rejected_ids": _read_preference_ids,
-    "prompt_ids + completion_ids": _read_ids,
-    "prompt_ids": _read_ids,
-    "input_ids": _read_input_ids,
-    "prompt + completion + label": _read_label,
-    "prompt + chosen + rejected": _read_preference,
-    "chosen + rejected": _read_preference,
-    "prompt + completion": _read_completion,
-    "messages": _read_messages,
-    "conversations": _read_messages,
-    "text": _read_text,
-    "prompt": _read_prompt,
-}
-
-
-def detect(columns: list[str], method: Reader) -> str:
-    """Which of FORMATS `method` reads from these columns. Raises InputError listing what it could read."""
-    for form in method.rows.formats:
-        if {*form.split(" + ")} <= {*columns}:
-            return form
-    known = {c for form in method.rows.formats for c in form.split(" + ")}
-    missing, others = sorted(known - {*columns}), {*columns} - known
-    near = next((hint for c in missing if (hint := nearest(c, others, listed=False, aside=True))), "")
-    raise InputError(
-        f"columns {named(columns)} are none that {method.name} reads{near}: {' | '.join(method.rows.formats)}; "
-        "rename yours with data.train.columns, for instance {prompt: question}"
-    )

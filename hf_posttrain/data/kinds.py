@@ -11,7 +11,7 @@ class RowKind:
     columns: tuple[str, ...]
     """Of prepared rows: ids of the prompt, ids of each answer, then what else there is."""
     formats: tuple[str, ...]
-    """Names of `formats.FORMATS` that such rows are made from, in order of preference."""
+    """The formats that such rows are made from, in order of preference: raw columns, joined by " + "."""
     needs_prompt: bool = True
     """Has each row a prompt? Otherwise the first token of a lone text takes its place."""
     sampled: bool = False
@@ -39,15 +39,13 @@ class RowKind:
 
 
 class Reader(Protocol):
-    """Who reads rows: a row of the table of methods."""
+    """What reads rows: a row of the table of methods."""
 
     @property
-    def name(self) -> str:
-        """As messages call it, such as "dpo"."""
+    def name(self) -> str: ...
 
     @property
-    def rows(self) -> RowKind:
-        """The kind of its rows."""
+    def rows(self) -> RowKind: ...
 
 
 _PAIRS = ("prompt + chosen + rejected", "chosen + rejected")
@@ -56,9 +54,7 @@ SUPERVISED = RowKind(
     ("prompt_ids + completion_ids", "input_ids", "prompt + completion", "messages", "conversations", "text"),
     needs_prompt=False,
 )
-PREFERENCE = RowKind(
-    ("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids + chosen_ids + rejected_ids", *_PAIRS)
-)
+PREFERENCE = RowKind(("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids + chosen_ids + rejected_ids", *_PAIRS))
 UNPAIRED = RowKind(
     ("prompt_ids", "completion_ids", "label", "prompt_key"),
     ("prompt_ids + completion_ids + label", "prompt + completion + label", *_PAIRS),

@@ -13,19 +13,17 @@ def class_weights(
 ) -> tuple[float, float]:
     """(desirable, undesirable) with `auto` resolved: the rarer class is raised until both weigh the same in total.
 
-    Raises InputError for auto on labels of one class.
+    Without labels, auto is 1. Raises InputError for auto on labels of one class.
     """
-    weights = {True: desirable, False: undesirable}
-    if "auto" not in weights.values() or labels is None:
-        resolved = [1.0 if weights[label] == "auto" else float(weights[label]) for label in (True, False)]
-        return resolved[0], resolved[1]
+    known = [1.0 if weight == "auto" else float(weight) for weight in (desirable, undesirable)]
+    if labels is None or "auto" not in (desirable, undesirable):
+        return known[0], known[1]
     good = sum(labels)
-    count = {True: good, False: len(labels) - good}
-    if not all(count.values()):
+    counts = good, len(labels) - good
+    if not all(counts):
         raise InputError(f"class weight auto needs both labels, the data has {good} desirable of {len(labels)} rows")
-    for label in (True, False):
-        other = 1.0 if weights[not label] == "auto" else float(weights[not label])
-        if weights[label] == "auto":
-            weights[label] = max(1.0, other * count[not label] / count[label])
-    logger.info("class weights: desirable %.3g, undesirable %.3g", weights[True], weights[False])
-    return float(weights[True]), float(weights[False])
+    for one, other, weight in ((0, 1, desirable), (1, 0, undesirable)):
+        if weight == "auto":
+            known[one] = max(1.0, known[other] * counts[other] / counts[one])
+    logger.info("class weights: desirable %.3g, undesirable %.3g", *known)
+    return known[0], known[1]

@@ -1,8 +1,4 @@
-"""Prepared rows by their lengths.
-
-with_lengths, seeded_sampler    lengths for HF's sampler by length, and that sampler with an order of its own
-warn_if_too_long        rows that are longer than the model's positions
-"""
+"""Prepared rows by their lengths: batches of like lengths, and rows that are too long for the model."""
 
 import logging
 from collections.abc import Iterator
@@ -20,7 +16,7 @@ logger = logging.getLogger(__package__)
 
 
 class _ByLength(LengthGroupedSampler):
-    """HF's sampler draws from the global generator: another order on each rank and after a resume."""
+    """HF's sampler draws from the global generator, which gives another order on each rank and after a resume."""
 
     def __init__(self, sampler: LengthGroupedSampler, seed: int):
         self.__dict__ |= vars(sampler)
@@ -43,7 +39,7 @@ def seeded_sampler(sampler: Any, args: Any) -> Any:
 
 
 def with_lengths(rows: Any, args: Any) -> Any:
-    """Prepared rows with the column that HF's sampler by length reads, where one is asked for: tokens of each row."""
+    """Prepared rows with the tokens of each, where the sampler by length is asked for."""
     wanted = args.train_sampling_strategy == "group_by_length"
     if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
         return rows
@@ -51,24 +47,26 @@ def with_lengths(rows: Any, args: Any) -> Any:
     return rows.add_column(args.length_column_name, lengths)
 
 
+def _tokens(ids: list) -> int:
+    """Of an example, or of the examples of a packed row."""
+    return sum(map(len, ids)) if ids and isinstance(ids[0], list) else len(ids)
+
+
 def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str = "train") -> None:
     """Warn of prepared rows, not of a stream, that are longer than the positions that the model's config names."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or not isinstance(rows, datasets.Dataset):
         return
-    branches = [column for column in ("completion_ids", "chosen_ids", "rejected_ids") if column in rows.column_names]
-    rollout = getattr(args, "max_completion_length", None)  # OPD's completions are yet to be sampled
-    lengths = lengths_of(rows, "prompt_ids") + (rollout or np.max([lengths_of(rows, c) for c in branches], axis=0))
+    # answers that are sampled while training may become as long as max_completion_length
+    longest, what, remedy = getattr(args, "max_completion_length", None), "are", f"set train.max_length={positions}"
+    if longest:
+        what, remedy = "may become", f"{remedy}, and train.max_completion_length below it"
+    else:
+        branches = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
+        longest = np.max([lengths_of(rows, column) for column in branches], axis=0)
+    lengths = lengths_of(rows, "prompt_ids") + longest
     if count := int((lengths > positions).sum()):
-        what, remedy = "are", f"set train.max_length={positions}"
-        if rollout:
-            what, remedy = "may become", f"{remedy}, and train.max_completion_length below it"
         logger.warning(
             "%s: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",
             name, count, what, positions, lengths.max(), remedy,
         )  # fmt: skip
-
-
-def _tokens(ids: list) -> int:
-    """Of an example, or of the examples of a packed row."""
-    return sum(map(len, ids)) if ids and isinstance(ids[0], list) else len(ids)

@@ -1,9 +1,4 @@
-"""What a data file holds -> messages for a chat template.
-
-    clean_messages   roles checked, ShareGPT's from/value renamed, parts of text joined, absent keys removed
-    without_none     the same of any nested value
-    check_unicode    refuses text that no tokenizer can read
-"""
+"""What a data file holds -> messages for a chat template."""
 
 from typing import Any
 
@@ -11,23 +6,21 @@ from ..errors import InputError, shown
 
 Messages = list[dict[str, Any]]
 
-_SHAREGPT = {  # ours: theirs
-    "system": ("system",),
-    "user": ("human", "user"),
-    "assistant": ("gpt", "chatgpt", "assistant", "model", "function_call"),
-    "tool": ("tool", "observation", "function_response"),
-}
-_ROLES = {theirs: ours for ours, names in _SHAREGPT.items() for theirs in names}
-_NO_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
+_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
+_OTHER_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
+_MISTAKEN = _ROLES | _OTHER_NAMES | {"bot": "assistant"}
+"""What a role may have been meant to be, in small letters: the role that templates know."""
+_SHAREGPT = _ROLES | _OTHER_NAMES | {
+    "function_call": "assistant", "observation": "tool", "function_response": "tool",
+}  # fmt: skip
+"""What `from` may be: the role."""
 
 
 def clean_messages(value: Any) -> Messages:
-    """Messages as templates expect them: roles checked, from/value renamed, absent (None) keys removed, text
-    parts joined.
+    """Messages as templates expect them: from/value renamed, parts of text joined, absent (None) keys removed.
 
-    Raises:
-        InputError: not a list of `{role, content}` (or `{from, value}`), an unknown `from`, a role by another name than
-            templates have for it, content that is missing, or parts of it that are no text.
+    Raises InputError for what is not a list of `{role, content}` or `{from, value}`, for roles by names that templates
+    do not know, and for content that is no text.
     """
     if not isinstance(value, list) or not value:
         raise InputError(f"expected a list of messages {{role, content}}, found {shown(value)}")
@@ -39,25 +32,22 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
         raise InputError(f"message {n} is {shown(message)}, expected {{role, content}}")
     message = without_none(message)
     if "from" in message and "role" not in message:
-        message = {"role": _role_from(message.pop("from"), n), "content": message.pop("value", None), **message}
+        name = message.pop("from")
+        if not isinstance(name, str) or name not in _SHAREGPT:
+            raise InputError(f"message {n} is from {shown(name)}, expected one of {', '.join(_SHAREGPT)}")
+        message = {"role": _SHAREGPT[name], "content": message.pop("value", None), **message}
     role, calls = message.get("role"), message.get("tool_calls")
     if not isinstance(role, str) or not role.strip():
         raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {shown([*message])}")
-    plain, where = role.strip().lower(), f"message {n} ({shown(role)[1:-1]})"
-    if role not in _SHAREGPT and (known := plain if plain in _SHAREGPT else _NO_ROLES.get(plain)):
+    # a role that a template does not know may be rendered as it is, or dropped: better refused here
+    if role not in _ROLES and (known := _MISTAKEN.get(role.strip().lower())):
         raise InputError(f"message {n} has the role {shown(role)}, expected {known!r}")
     check_unicode(role, f"message {n}: role")
+    where = f"message {n} ({shown(role)[1:-1]})"
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise InputError(f"{where}: tool_calls is {shown(calls)}, expected a list of calls")
-    if calls:
-        message.setdefault("content", "")
-    return {**message, "content": _text_of(message.get("content"), where)}
-
-
-def _role_from(name: Any, n: int) -> str:
-    if not isinstance(name, str) or name not in _ROLES:
-        raise InputError(f"message {n} is from {shown(name)}, expected one of {', '.join(_ROLES)}")
-    return _ROLES[name]
+    # a turn of calls alone needs no content
+    return {**message, "content": _text_of(message.get("content", "" if calls else None), where)}
 
 
 def _text_of(content: Any, where: str) -> str:

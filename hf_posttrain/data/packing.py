@@ -1,9 +1,4 @@
-"""Short examples -> full rows, best-fit decreasing; each example stays its own attention document.
-
-pack          prepared rows -> rows that are lists of examples
-best_fit      lengths -> the bins they fall into
-lengths_of    tokens of each example, packed or not
-"""
+"""Short examples -> full rows, best-fit decreasing; each example stays its own attention document."""
 
 import logging
 from bisect import bisect_left, insort
@@ -43,28 +38,29 @@ def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datase
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of the items in each bin: the longest first, each into the fullest bin that has room for it.
+    """Numbers of the items in each bin: the longest first, each into the fullest bin that it fits into.
 
-    Bins wait under the room that they have left, so an item costs one search among the distinct rooms.
+    An item costs one binary search, among the distinct numbers of tokens that bins have left.
     """
     bins: list[list[int]] = []
-    rooms: list[int] = []  # distinct, sorted
-    waiting: dict[int, list[int]] = defaultdict(list)  # room -> bins
+    sizes: list[int] = []  # what bins have left: distinct numbers, sorted
+    bins_with: dict[int, list[int]] = defaultdict(list)  # what is left -> bins
     for item in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        place = bisect_left(rooms, lengths[item])
-        if place == len(rooms):
-            room, chosen = capacity, len(bins)
+        place = bisect_left(sizes, lengths[item])
+        if place == len(sizes):  # it fits nowhere: a new bin
+            left, chosen = capacity, len(bins)
             bins.append([])
         else:
-            room = rooms[place]
-            chosen = waiting[room].pop()
-            if not waiting[room]:
-                del rooms[place]
+            left = sizes[place]
+            chosen = bins_with[left].pop()
+            if not bins_with[left]:
+                del sizes[place]
         bins[chosen].append(item)
-        room -= lengths[item]
-        if not waiting[room]:
-            insort(rooms, room)
-        waiting[room].append(chosen)
+        # the bin moves on to what it has left now
+        left -= lengths[item]
+        if not bins_with[left]:
+            insort(sizes, left)
+        bins_with[left].append(chosen)
     return sorted(sorted(items) for items in bins)
 
 

@@ -1,9 +1,4 @@
-"""Columns that no method reads -> the nearest format, and which column could stand for each of its own.
-
-    kind          what a value is: text, messages, ids, flag, number, ...
-    suggest       the first rows of a data set -> Suggestion
-    no_mapping    what to do where new names of columns are not enough
-    remedy        what to do about a row that is refused
+"""Columns that no method reads -> the nearest format, and what to do about it.
 
 A column is taken for one of ours if it has a usual name of it and values of a kind that it may hold.
 """
@@ -15,42 +10,29 @@ from ..errors import shown
 from .kinds import Reader
 
 _NAMES = {  # ours: usual names for it, the likelier first
-    "prompt": (
-        "prompt", "prompts", "question", "query", "instruction", "problem", "input", "user", "human", "request",
-        "context", "user_input", "input_text", "source",
-    ),
-    "completion": (
-        "completion", "response", "answer", "output", "solution", "reply", "assistant", "target", "generated",
-        "generation", "model_output", "output_text", "final_answer", "completions",
-    ),
-    "chosen": (
-        "chosen", "preferred", "accepted", "better", "winner", "positive", "good", "chosen_response", "response_chosen",
-        "answer_chosen", "win", "preferred_response",
-    ),
-    "rejected": (
-        "rejected", "dispreferred", "rejected_response", "worse", "loser", "negative", "bad", "response_rejected",
-        "answer_rejected", "lose", "dispreferred_response", "non_preferred", "unpreferred",
-    ),
-    "label": (
-        "label", "labels", "desirable", "is_desirable", "good", "is_good", "liked", "thumbs_up", "preference",
-        "feedback", "correct", "is_correct", "accepted",
-    ),
-    "messages": (
-        "messages", "message", "conversation", "conversations", "dialog", "dialogue", "chat", "turns", "history",
-        "convo",
-    ),
-    "text": ("text", "content", "document", "body", "article", "raw_content", "passage", "markdown", "page", "story"),
-    "prompt_ids": ("prompt_ids", "prompt_input_ids", "prompt_token_ids", "prompt_tokens"),
-    "completion_ids": ("completion_ids", "completion_input_ids", "response_ids", "completion_tokens", "output_ids"),
-    "input_ids": ("input_ids", "tokens", "token_ids", "ids"),
+    "prompt": "prompt prompts question query instruction problem input user human request context user_input input_text"
+              " source",
+    "completion": "completion response answer output solution reply assistant target generated generation model_output"
+                  " output_text final_answer completions",
+    "chosen": "chosen preferred accepted better winner positive good chosen_response response_chosen answer_chosen win"
+              " preferred_response",
+    "rejected": "rejected dispreferred rejected_response worse loser negative bad response_rejected answer_rejected"
+                " lose dispreferred_response non_preferred unpreferred",
+    "label": "label labels desirable is_desirable good is_good liked thumbs_up preference feedback correct is_correct"
+             " accepted",
+    "messages": "messages message conversation conversations dialog dialogue chat turns history convo",
+    "text": "text content document body article raw_content passage markdown page story",
+    "prompt_ids": "prompt_ids prompt_input_ids prompt_token_ids prompt_tokens",
+    "completion_ids": "completion_ids completion_input_ids response_ids completion_tokens output_ids",
+    "input_ids": "input_ids tokens token_ids ids",
 }  # fmt: skip
-_KINDS = {"label": ("flag",), "messages": ("messages",), "text": ("text",), "prompt_ids": ("ids",),
-          "completion_ids": ("ids",), "input_ids": ("ids",)}  # fmt: skip
+_KINDS = {"label": "flag", "messages": "messages", "text": "text", "prompt_ids": "ids", "completion_ids": "ids",
+          "input_ids": "ids"}  # fmt: skip
 _FORMS = (  # the ones that say more come first
     "prompt + chosen + rejected", "chosen + rejected", "prompt + completion + label", "prompt + completion", "messages",
     "prompt_ids + completion_ids", "input_ids", "text", "prompt",
 )  # fmt: skip
-_SCORES = ("score", "scores", "rating", "ratings", "reward", "rewards", "stars", "quality", "grade", "label")
+_SCORES = "score scores rating ratings reward rewards stars quality grade label"
 
 
 class Suggestion(NamedTuple):
@@ -83,27 +65,25 @@ def kind(value: Any) -> str:
 
 def suggest(rows: list[dict], methods: Sequence[Reader]) -> Suggestion | None:
     """The format that the rows come nearest to among those that `methods` read; None where no column is alike."""
-    best = None
+    found = []
     for form in _FORMS:
-        readers = tuple(method.name for method in methods if form in method.rows.formats)
         columns: dict[str, str] = {}
-        for ours in form.split(" + ") if readers else ():
+        for ours in form.split(" + "):
             if theirs := _standing_for(ours, rows, columns):
                 columns[ours] = theirs
-        missing = tuple(ours for ours in form.split(" + ") if ours not in columns)
-        if columns and (best is None or len(missing) < len(best.missing)):
-            best = Suggestion(form, readers, columns, missing)
-    return best
+        readers = tuple(method.name for method in methods if form in method.rows.formats)
+        if columns and readers:
+            found.append(Suggestion(form, readers, columns, tuple(c for c in form.split(" + ") if c not in columns)))
+    return min(found, key=lambda suggestion: len(suggestion.missing), default=None)
 
 
 def _standing_for(ours: str, rows: list[dict], taken: dict[str, str]) -> str | None:
     """The column that could be `ours`, by its name and the kind of its values."""
-    wanted = _KINDS.get(ours, ("text", "messages"))
     names = {column.lower().replace("-", "_").replace(" ", "_"): column for column in rows[0]}
-    for name in _NAMES[ours]:
-        column = names.get(name)
-        found = {kind(row[column]) for row in rows if row.get(column) is not None} if column else set()
-        if column and column not in taken.values() and found and found <= {*wanted}:
+    for column in filter(None, map(names.get, _NAMES[ours].split())):
+        kinds = {kind(row[column]) for row in rows if row.get(column) is not None}
+        wanted = {_KINDS[ours]} if ours in _KINDS else {"text", "messages"}
+        if column not in taken.values() and kinds and kinds <= wanted:
             return column
     return None
 
@@ -117,19 +97,17 @@ def no_mapping(rows: list[dict], nearest: Suggestion | None) -> str | None:
             " row['prompt'] = row['instruction'] + '\\n\\n' + row['input'], and rename output with"
             " columns: {completion: output}"
         )
-    if nearest is None or "label" not in nearest.missing:
-        return None
-    for name in (*_NAMES["label"], *_SCORES):
-        if name in columns and {"prompt", "completion"} <= {*nearest.columns}:
-            return _label_advice(name, columns[name])
+    # answers with a column that grades them otherwise than by true and false
+    if nearest and "label" in nearest.missing and {"prompt", "completion"} <= {*nearest.columns}:
+        grades = (name for name in f"{_NAMES['label']} {_SCORES}".split() if name in columns)
+        return next((_label_advice(name, columns[name]) for name in grades), None)
     return None
 
 
 def remedy(row: dict, form: str) -> str:
     """The end of the message about a refused row: what to do, where that is known."""
-    if form.endswith(" + label") and kind(row.get("label")) in ("text", "number"):
-        return f"; {_label_advice('label', row['label'])}"
-    return ""
+    graded = form.endswith(" + label") and kind(row.get("label")) in ("text", "number")
+    return f"; {_label_advice('label', row['label'])}" if graded else ""
 
 
 def _label_advice(column: str, value: Any) -> str:

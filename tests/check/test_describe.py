@@ -199,7 +199,7 @@ def test_names_of_columns_are_on_one_line(described, row):
 
 def test_messages_about_columns_are_one_line(tmp_path):
     row = {ODD: "2+2?", "prompt": "2+2?", "completion": None}
-    plan = Plan("sft", METHODS["sft"].rows, "prompt + completion", "train", None, None, None, False, None)
+    plan = Plan("sft", METHODS["sft"].rows, "prompt + completion", "train")
     rows = datasets.Dataset.from_list([{ODD: "2+2?"}])
     for refused in (
         lambda: detect([ODD], METHODS["sft"]), lambda: read(row, plan),

@@ -12,21 +12,28 @@ from collections import Counter
 
 import datasets
 import pytest
+from rows_for_tests import COLUMNS, raw_row
 from tokenizers_for_tests import byte_tokenizer
+from training_for_tests import names_where
 
-import hf_posttrain
 from hf_posttrain.data import audit as audit_module
-from hf_posttrain.data.audit import audit, audits, overlap
-from hf_posttrain.data.findings import Cut, Found
+from hf_posttrain.data.audit import Cut, Found, audit, audits
+from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prepare, tokenised
 from hf_posttrain.data.sources import _times
-from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.methods import METHODS, config_class, trainer_class
 
-METHODS = {
-    name: (getattr(hf_posttrain, f"{name.upper()}Trainer"), getattr(hf_posttrain, f"{name.upper()}Config"))
-    for name in ("sft", "dpo", "kto", "opd")
-}
-ANSWERS = {"sft": ["completion"], "dpo": ["chosen", "rejected"], "kto": ["completion"], "opd": []}
+ANSWERED = names_where(lambda method: not method.rows.sampled)
+"""Methods whose rows have answers."""
+
+
+def config_for(method, tmp_path, **options):
+    return config_class(METHODS[method])(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+def answers_of(method):
+    """The raw columns of the answers."""
+    return [column for column in COLUMNS[METHODS[method].rows] if column not in ("prompt", "label")]
 
 
 @pytest.fixture
@@ -34,10 +41,8 @@ def audited(tmp_path):
     """(method, rows, options of the Config) -> the DataAudit."""
 
     def made(method, rows, name="train", **options):
-        config_class = METHODS[method][1]
         rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
-        config = config_class(output_dir=str(tmp_path), use_cpu=True, **options)
-        return audit(rows, TABLE[method], byte_tokenizer(), config, name)
+        return audit(rows, METHODS[method], byte_tokenizer(), config_for(method, tmp_path, **options), name)
 
     return made
 
@@ -48,8 +53,8 @@ def random_rows(method, seed, count=60):
     text = lambda *lengths: draw.choice("ab") * draw.choice(lengths)  # noqa: E731
     rows = []
     for _ in range(count):
-        row = {"prompt": text(1, 2, 3, 30), **{key: text(1, 2, 12, 30) for key in ANSWERS[method]}}
-        rows.append(row | ({"label": draw.random() < 0.7} if method == "kto" else {}))
+        row = {"prompt": text(1, 2, 3, 30), **{key: text(1, 2, 12, 30) for key in answers_of(method)}}
+        rows.append(row | ({"label": draw.random() < 0.7} if METHODS[method].rows.labelled else {}))
     return rows
 
 
@@ -58,7 +63,7 @@ def plain(method, rows, max_length):
     counts, seen, cut = Counter(), set(), {"prompt": [], "completion": [], "total": [], "uncut": []}
     labels = Counter((row["prompt"], row.get("completion"), row.get("label")) for row in rows)
     for row in rows:
-        answers = [row[key] + "$" for key in ANSWERS[method]]
+        answers = [row[key] + "$" for key in answers_of(method)]
         longest = max(map(len, answers))
         cut["uncut"].append(len(row["prompt"]) + longest)
         kept_prompt = row["prompt"][-max(1, max_length - longest) :]
@@ -84,19 +89,19 @@ def spread(lengths):
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("method", ANSWERED)
 def test_counts_are_those_of_a_plain_loop(audited, method, seed):
-    rows = random_rows(method, seed)
+    rows, kind = random_rows(method, seed), METHODS[method].rows
     found, (counts, lengths) = audited(method, rows, max_length=20), plain(method, rows, 20)
     assert (found.rows_read, found.examples, found.kept, found.dropped, found.streamed) == (60, 60, 60, [], False)
     assert {cut.reason: cut.count for cut in found.truncated} == {
         reason: count for reason, count in counts.items() if " " in reason
     }
     assert {name: found.lengths[name] for name in lengths} == {name: spread(each) for name, each in lengths.items()}
-    assert found.lengths["trained"] == (spread(lengths["completion"]) if method == "sft" else None)
+    assert found.lengths["trained"] == (spread(lengths["completion"]) if kind.masked else None)
     assert found.duplicates.count == counts["repeated"] > 0
-    assert (found.identical and found.identical.count) == (counts["identical"] if method == "dpo" else None)
-    if method == "kto":
+    assert (found.identical and found.identical.count) == (counts["identical"] if kind.paired else None)
+    if kind.labelled:
         assert found.classes == {"desirable": counts["desirable"], "undesirable": 60 - counts["desirable"]}
         assert found.balance == counts["desirable"] / (60 - counts["desirable"])
         assert found.conflicts.count == counts["conflicts"] > 0
@@ -142,28 +147,23 @@ def test_opd_compares_prompts(audited):
     assert audited("opd", [{"prompt": "q"}], max_completion_length=4).lengths["completion"] is None
 
 
-@pytest.mark.parametrize(
-    ("method", "trained"), [("sft", [2, 3]), ("dpo", [4, 3]), ("kto", [2, 3]), ("opd", [0, 0])]
-)
-def test_trained_tokens_are_counted_while_rows_are_tokenised(method, trained, tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_trained_tokens_are_counted_while_rows_are_tokenised(method, tmp_path):
     """Answers have an end: of 1 and 2 letters, cut to 3 tokens with max_length 4; a pair has that of the longest."""
-    rows = [
-        {"prompt": "a", "completion": "b", "chosen": "b", "rejected": "bbb", "label": True},
-        {"prompt": "a", "completion": "bbbb", "chosen": "b", "rejected": "bb", "label": True},
-    ]
-    rows = [{key: row[key] for key in ("prompt", *ANSWERS[method])} for row in rows]
-    rows = [row | ({"label": True} if method == "kto" else {}) for row in rows]
-    length = {"sft": 4, "kto": 4}.get(method)
-    config = METHODS[method][1](output_dir=str(tmp_path), use_cpu=True, max_length=length)
-    made = tokenised(datasets.Dataset.from_list(rows), TABLE[method], byte_tokenizer(), config)
-    assert made["trained"] == trained
+    kind = METHODS[method].rows
+    trained = {SUPERVISED: [2, 3], PREFERENCE: [4, 3], UNPAIRED: [2, 3], PROMPTS: [0, 0]}[kind]
+    answers = [("b", "bbb"), ("b", "bb")] if kind.paired else [("b", ""), ("bbbb", "")]
+    rows = datasets.Dataset.from_list([raw_row(kind, "a", *pair) for pair in answers])
+    options = {"max_length": 4} if kind in (SUPERVISED, UNPAIRED) else {}
+    config = config_for(method, tmp_path, **options)
+    assert tokenised(rows, METHODS[method], byte_tokenizer(), config)["trained"] == trained
 
 
 def test_masked_tokens_of_an_answer_are_not_trained(tmp_path):
-    config = METHODS["sft"][1](output_dir=str(tmp_path), use_cpu=True)
+    config = config_for("sft", tmp_path)
     rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]}])
-    assert tokenised(rows, TABLE["sft"], byte_tokenizer(), config)["trained"] == [3]
-    found = audit(rows, TABLE["sft"], byte_tokenizer(), config)
+    assert tokenised(rows, METHODS["sft"], byte_tokenizer(), config)["trained"] == [3]
+    found = audit(rows, METHODS["sft"], byte_tokenizer(), config)
     assert found.lengths["trained"]["max"] == 3
     assert found.lengths["completion"]["max"] == 4
 
@@ -181,31 +181,30 @@ def test_copies_by_weight_are_no_duplicates(audited):
     assert (len(twice), audited("sft", twice).duplicates.count) == (10, 1)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+@pytest.mark.parametrize("method", ANSWERED)
 def test_overlap_of_evaluation_with_training(tmp_path, method):
     train, evaluation = random_rows(method, 1), random_rows(method, 2, 30)
-    answers = ANSWERS[method]
+    answers = answers_of(method)
     known = {(row["prompt"], row[key]) for row in train for key in answers}
     expected = [n for n, row in enumerate(evaluation) if {(row["prompt"], row[key]) for key in answers} & known]
-    config = METHODS[method][1](output_dir=str(tmp_path), use_cpu=True, max_length=20)
+    config = config_for(method, tmp_path, max_length=20)
     raw = {"train": datasets.Dataset.from_list(train), "eval": datasets.Dataset.from_list(evaluation)}
-    found = audits(raw, TABLE[method], byte_tokenizer(), config)
+    found = audits(raw, METHODS[method], byte_tokenizer(), config)
     assert found["eval"].overlap == Found(len(expected), expected[:5])
     assert found["train"].overlap is None
     assert f"eval: {len(expected)} of 30 examples are in the training set too" in " ".join(found["eval"].warnings())
-    other = datasets.Dataset.from_list([{**row, "prompt": "new"} for row in evaluation])
-    assert overlap(raw["train"], other, TABLE[method], byte_tokenizer(), config) == Found(0, [])
+    raw["eval"] = datasets.Dataset.from_list([{**row, "prompt": "new"} for row in evaluation])
+    assert audits(raw, METHODS[method], byte_tokenizer(), config)["eval"].overlap == Found(0, [])
 
 
 def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in random_rows("kto", 0)))
-    trainer_class, config_class = METHODS["kto"]
-    config, tokenizer = config_class(output_dir=str(tmp_path), use_cpu=True, max_length=20), byte_tokenizer()
+    config, tokenizer = config_for("kto", tmp_path, max_length=20), byte_tokenizer()
     rows = datasets.load_dataset("json", data_files=str(path), split="train")
-    trainer_class.prepare(rows, tokenizer, config, "train (rows.jsonl)")
+    trainer_class(METHODS["kto"]).prepare(rows, tokenizer, config, "train (rows.jsonl)")
     monkeypatch.setattr(type(tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised again"))
-    assert audit(rows, TABLE["kto"], tokenizer, config, "train (rows.jsonl)").examples == 60
+    assert audit(rows, METHODS["kto"], tokenizer, config, "train (rows.jsonl)").examples == 60
 
 
 def test_lengths_of_both_sides_are_told_apart(audited):
@@ -228,7 +227,7 @@ def test_streams_say_that_they_are_not_read_to_the_end(audited, monkeypatch):
 
 def test_prepared_rows_are_audited_as_they_are(tmp_path, audited):
     rows = datasets.Dataset.from_list([{"prompt": "qq", "completion": "a"}] * 2)
-    prepared = prepare(rows, TABLE["sft"], byte_tokenizer(), METHODS["sft"][1](output_dir=str(tmp_path), use_cpu=True))
+    prepared = prepare(rows, METHODS["sft"], byte_tokenizer(), config_for("sft", tmp_path))
     assert audited("sft", prepared).lengths["total"]["max"] == 4
 
 
@@ -250,14 +249,14 @@ GOOD = {"prompt": "q", "completion": "answer"}
          "train: 1 of 2 examples are dropped, with no trained token: raise max_length from 1024 (the longest has 2"
          " tokens) or shorten the rows"),
         ("sft", [{"text": "ab"}, {"text": "a"}], {"max_length": 2},
-         "train: 2 of 2 examples train a single token: are the columns the right ones?"),
+         "train: 2 of 2 examples train a single token: are the columns the right ones? (first rows 0, 1)"),
         ("sft", [GOOD, GOOD], {}, "train: 1 of 2 examples repeat an earlier one: remove them (first rows 1)"),
         ("dpo", [{"prompt": "q", "chosen": "a", "rejected": "a"}], {},
          "train: 1 of 1 pairs have the same chosen and rejected answer: remove them (first rows 0)"),
         ("kto", [{**GOOD, "label": True}, {**GOOD, "label": False}], {},
          "train: 2 of 2 answers are labelled desirable and undesirable: keep one label (first rows 0, 1)"),
         ("kto", [{**GOOD, "prompt": p, "label": True} for p in "pq"], {},
-         "train: 2 desirable and 0 undesirable examples: one label alone does not say what to prefer, KTO needs both"),
+         "train: 2 desirable and 0 undesirable examples: one label alone does not say what to prefer, both are needed"),
         ("kto", [{**GOOD, "prompt": p, "label": p == "p"} for p in "pqrstu"], {},
          "train: 1 desirable and 5 undesirable examples, which weigh 0.2 to 1: set train.desirable_weight=auto"),
     ],

@@ -5,18 +5,23 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
 import pytest
 import tokenizers_for_tests as tok
+from rows_for_tests import methods_of, raw_row
 from tokenizers import Tokenizer, models, pre_tokenizers
+from training_for_tests import names_where
 from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 
 from hf_posttrain import OPDConfig
 from hf_posttrain.data import prepare as prepare_module
-from hf_posttrain.data.formats import FORMATS, detect
+from hf_posttrain.data.encode import VERSION, Plan
+from hf_posttrain.data.formats import detect, read_format
+from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.lengths import warn_if_too_long
 from hf_posttrain.data.packing import pack
 from hf_posttrain.data.sources import load
@@ -70,15 +75,20 @@ def texts(rows, method, tokenizer=None, **options) -> list[tuple]:
 # ---- formats
 
 
-def test_columns_are_exactly_those_of_the_method():
-    pair = [{"prompt": "q", "chosen": "a", "rejected": "b", "extra": 1}]
-    assert prepare(pair, "dpo").column_names == ["prompt_ids", "chosen_ids", "rejected_ids", "index"]
-    assert prepare(pair, "kto").column_names == ["prompt_ids", "completion_ids", "label", "prompt_key", "index"]
-    single = [{"prompt": "q", "completion": "a", "extra": 1}]
-    for method in ("sft", "kd"):
-        assert prepare(single, method).column_names == ["prompt_ids", "completion_ids", "completion_mask", "index"]
-    assert prepare(single, "opd").column_names == ["prompt_ids", "completion_ids", "index"]
-    assert prepare(single, "sft")[0] == {
+@pytest.mark.parametrize("method", METHODS)
+def test_columns_are_exactly_those_of_the_kind(method):
+    kind = METHODS[method].rows
+    columns = {
+        SUPERVISED: ["prompt_ids", "completion_ids", "completion_mask", "index"],
+        PREFERENCE: ["prompt_ids", "chosen_ids", "rejected_ids", "index"],
+        UNPAIRED: ["prompt_ids", "completion_ids", "label", "prompt_key", "index"],
+        PROMPTS: ["prompt_ids", "completion_ids", "index"],
+    }
+    assert prepare([{**raw_row(kind), "extra": 1}], method).column_names == columns[kind]
+
+
+def test_ids_end_with_the_end():
+    assert prepare([{"prompt": "q", "completion": "a"}], "sft")[0] == {
         "prompt_ids": [ord("q")], "completion_ids": [ord("a"), 258], "completion_mask": [1, 1], "index": 0
     }  # fmt: skip
 
@@ -118,9 +128,9 @@ SFT_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("method", ["sft", "kd"])
+@pytest.mark.parametrize("method", methods_of(SUPERVISED))
 @pytest.mark.parametrize(("row", "options", "expected"), SFT_ROWS)
-def test_sft_formats(row, options, expected, method):
+def test_supervised_formats(row, options, expected, method):
     assert texts([row], method, **options) == [expected]
 
 
@@ -149,20 +159,24 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("row", "expected"), PAIRS)
-def test_preference_formats_feed_dpo_and_kto(row, expected):
-    assert texts([row], "dpo") == [expected]
+def test_pairs_feed_methods_of_pairs_and_of_labels(row, expected):
+    for method in methods_of(PREFERENCE):
+        assert texts([row], method) == [expected]
     prompt, chosen, rejected = expected
-    assert texts([row], "kto") == [(prompt, chosen, True), (prompt, rejected, False)]
-    assert prepare([row, row], "kto")["index"][:] == [0, 1, 2, 3]
+    for method in methods_of(UNPAIRED):
+        assert texts([row], method) == [(prompt, chosen, True), (prompt, rejected, False)]
+        assert prepare([row, row], method)["index"][:] == [0, 1, 2, 3]
 
 
-def test_unpaired_labels():
+@pytest.mark.parametrize("method", methods_of(UNPAIRED))
+def test_unpaired_labels(method):
     rows = [{"prompt": "q", "completion": "a", "label": label} for label in (True, False)]
-    assert texts(rows, "kto") == [("q", "a" + END, True), ("q", "a" + END, False)]
+    assert texts(rows, method) == [("q", "a" + END, True), ("q", "a" + END, False)]
     rows = [{"prompt": [USER], "completion": [REPLY], "label": label} for label in (1, 0)]
-    assert texts(rows, "kto") == [(ASKED, "4" + END, True), (ASKED, "4" + END, False)]
+    assert texts(rows, method) == [(ASKED, "4" + END, True), (ASKED, "4" + END, False)]
 
 
+@pytest.mark.parametrize("method", methods_of(PROMPTS))
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -174,8 +188,8 @@ def test_unpaired_labels():
         ({"prompt_ids": [113]}, ("q", "")),
     ],
 )
-def test_opd_formats(row, expected):
-    assert texts([row], "opd") == [expected]
+def test_formats_of_prompts(row, expected, method):
+    assert texts([row], method) == [expected]
 
 
 def test_completions_may_begin_late_and_in_another_batch():
@@ -186,24 +200,24 @@ def test_completions_may_begin_late_and_in_another_batch():
 
 def test_tokenised_columns_pass_through():
     row = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [0, 1]}
-    assert prepare([row], "sft")[0] == {**row, "index": 0}
     labelled = {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}
     split = {"prompt_ids": [1, 2], "completion_ids": [3], "completion_mask": [1], "index": 0}
-    assert prepare([labelled], "sft")[0] == split
-    assert prepare([{"input_ids": [1, 2, 3], "completion_mask": [0, 0, 1]}], "kd")[0] == split
+    for method in methods_of(SUPERVISED):
+        assert prepare([row], method)[0] == {**row, "index": 0}
+        assert prepare([labelled], method)[0] == split
+        assert prepare([{"input_ids": [1, 2, 3], "completion_mask": [0, 0, 1]}], method)[0] == split
     pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
-    assert prepare([pair], "dpo")[0] == {**pair, "index": 0}
+    for method in methods_of(PREFERENCE):
+        assert prepare([pair], method)[0] == {**pair, "index": 0}
     single = {"prompt_ids": [1], "completion_ids": [2], "label": False}
     key = 17595444997414146897 - 2**63  # xxh64 of the bytes 01 00 00 00
-    assert prepare([single], "kto")[0] == {**single, "prompt_key": key, "index": 0}
+    for method in methods_of(UNPAIRED):
+        assert prepare([single], method)[0] == {**single, "prompt_key": key, "index": 0}
 
 
-ANSWERS = {"chosen": "a", "rejected": "b"}
-
-
-@pytest.mark.parametrize("method", list(METHODS))
+@pytest.mark.parametrize("method", METHODS)
 def test_prepared_rows_pass_through(method, caplog):
-    prepared = prepare([{"prompt": "q", **(ANSWERS if method in ("dpo", "kto") else {"completion": "a"})}] * 3, method)
+    prepared = prepare([raw_row(METHODS[method].rows)] * 3, method)
     caplog.clear()
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         assert prepare(prepared, method, max_length=2) is prepared
@@ -264,7 +278,7 @@ def test_rows_with_unknown_tokens_are_counted(caplog):
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
     rows = [{"prompt": p, "chosen": c, "rejected": "b"} for p, c in (("a", "a"), ("a x", "b"), ("a", "y y"))]
-    for method in ("dpo", "kto"):  # KTO makes two examples of a row
+    for method in methods_of(PREFERENCE, UNPAIRED):  # labelled methods make two examples of a row
         caplog.clear()
         prepare(rows, method, tokenizer)
         assert caplog.messages == [
@@ -280,18 +294,18 @@ def test_rows_with_unknown_tokens_are_counted(caplog):
     assert prepare(rows[1:2], "dpo", tokenizer)[0]["chosen_ids"] == [3, 1]
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "opd"])
+@pytest.mark.parametrize("method", METHODS)
 def test_rows_longer_than_the_models_positions(method, caplog):
-    keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
-    rows = [{"prompt": "p" * n, **dict.fromkeys(keys, "aaa")} for n in (4, 5, 7)]  # and an end: 8, 9 and 11 tokens
-    options = {"max_completion_length": 4} if method == "opd" else {}
+    kind = METHODS[method].rows
+    rows = [raw_row(kind, "p" * n, "aaa", "aaa") for n in (4, 5, 7)]  # and an end: 8, 9 and 11 tokens
+    options = {"max_completion_length": 4} if kind.sampled else {}
     prepared = prepare(rows, method, **options)
     warn_if_too_long(prepared, GPT2Config(n_positions=11), config(**options))
     warn_if_too_long(prepared.to_iterable_dataset(), GPT2Config(n_positions=8), config(**options))
     assert caplog.messages == []
     warn_if_too_long(prepared, GPT2Config(n_positions=8), config(**options))
     are, remedy = "are", "set train.max_length=8"
-    if method == "opd":  # its completions are yet to be sampled
+    if kind.sampled:  # its completions are yet to be sampled
         are, remedy = "may become", "set train.max_length=8, and train.max_completion_length below it"
     assert caplog.messages == [
         f"train: 2 examples {are} longer than the model's 8 positions (max_position_embeddings), up to 11 tokens: "
@@ -308,26 +322,29 @@ def test_packed_examples_are_measured_one_by_one(caplog):
     assert "1 examples are longer than the model's 10 positions" in caplog.text
 
 
-@pytest.mark.parametrize("method", ["sft", "kd", "dpo", "kto"])
+@pytest.mark.parametrize("method", names_where(lambda method: not method.rows.sampled))
 def test_pain_03_every_branch_keeps_a_token_to_train(method):
-    row = {"prompt": "p" * 50, **(ANSWERS if method in ("dpo", "kto") else {"completion": "c" * 50})}
-    for out in prepare([row], method, max_length=2):
-        assert [len(ids) for name, ids in out.items() if name.endswith("_ids")] == [1] * (3 if method == "dpo" else 2)
+    kind = METHODS[method].rows
+    for out in prepare([raw_row(kind, "p" * 50, "c" * 50)], method, max_length=2):
+        assert [len(out[name]) for name in ("prompt_ids", *kind.answers)] == [1] * (1 + len(kind.answers))
         assert out.get("completion_mask", [1]) == [1]
 
 
 def test_pain_04_long_prompt_keeps_its_completions():
     row = {"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}
     # 12 tokens, the longer branch has 4 + 1: 7 are left for the prompt of both
-    assert texts([row], "dpo", max_length=12) == [("p" * 7, "good" + END, "bad" + END)]
-    assert texts([row], "kto", max_length=12) == [("p" * 7, "good" + END, True), ("p" * 8, "bad" + END, False)]
-    assert texts([row], "dpo", max_length=3) == [("p", "go", "ba")]
+    for method in methods_of(PREFERENCE):
+        assert texts([row], method, max_length=12) == [("p" * 7, "good" + END, "bad" + END)]
+        assert texts([row], method, max_length=3) == [("p", "go", "ba")]
+    for method in methods_of(UNPAIRED):
+        assert texts([row], method, max_length=12) == [("p" * 7, "good" + END, True), ("p" * 8, "bad" + END, False)]
 
 
-def test_pain_04_opd_prompt_leaves_room_for_the_rollout():
+def test_pain_04_prompt_leaves_room_for_the_rollout():
     row = {"prompt": "0123456789", "completion": "a long answer"}
     options = {"max_length": 10, "max_completion_length": 6}
-    assert texts([row], "opd", **options) == [("6789", "a long answer" + END)]
+    for method in methods_of(PROMPTS):
+        assert texts([row], method, **options) == [("6789", "a long answer" + END)]
     with pytest.raises(InputError, match="max_length=6 leaves no prompt beside max_completion_length=6"):
         OPDConfig(output_dir="out", use_cpu=True, max_length=6, max_completion_length=6)
 
@@ -366,30 +383,31 @@ def test_pain_06_the_end_is_a_target_of_the_batch(layout):
 
 def test_pain_07_rows_end_with_the_turn_end_of_the_template_not_eos():
     tokenizer = tok.base_tokenizer()
-    for method, column in (("sft", "completion_ids"), ("opd", "completion_ids")):
-        assert prepare([{"prompt": [USER], "completion": [REPLY]}], method, tokenizer)[0][column][-1] == 258
-    out = prepare([{"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}], "dpo", tokenizer)[0]
-    assert (out["chosen_ids"][-1], out["rejected_ids"][-1]) == (258, 258)
+    row = {"prompt": [USER], "completion": [REPLY], "chosen": [REPLY], "rejected": [WRONG], "label": True}
+    for method in METHODS.values():
+        out = prepare([row], method.name, tokenizer)[0]
+        assert [out[column][-1] for column in method.rows.answers] == [258] * len(method.rows.answers)
 
 
 @pytest.mark.parametrize(
-    ("row", "method"),
+    ("row", "kind"),
     [
-        ({"text": "abc"}, "sft"),
-        ({"text": "<s>abc"}, "sft"),
-        ({"messages": [USER, REPLY]}, "sft"),
-        ({"prompt": "q", "completion": "a"}, "kd"),
-        ({"prompt": "<s>q", "completion": "a"}, "kd"),
-        ({"prompt": "", "completion": "a"}, "sft"),
-        ({"prompt": [USER], "completion": [REPLY]}, "sft"),
-        ({"prompt": "q", "completion": "a", "label": True}, "kto"),
-        ({"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}, "dpo"),
-        ({"prompt": "q"}, "opd"),
-        ({"prompt": [USER]}, "opd"),
+        ({"text": "abc"}, SUPERVISED),
+        ({"text": "<s>abc"}, SUPERVISED),
+        ({"messages": [USER, REPLY]}, SUPERVISED),
+        ({"prompt": "q", "completion": "a"}, SUPERVISED),
+        ({"prompt": "<s>q", "completion": "a"}, SUPERVISED),
+        ({"prompt": "", "completion": "a"}, SUPERVISED),
+        ({"prompt": [USER], "completion": [REPLY]}, SUPERVISED),
+        ({"prompt": "q", "completion": "a", "label": True}, UNPAIRED),
+        ({"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}, PREFERENCE),
+        ({"prompt": "q"}, PROMPTS),
+        ({"prompt": [USER]}, PROMPTS),
     ],
 )
-def test_pain_08_bos_exactly_once_in_every_format(row, method):
-    for template in (tok.LLAMA, tok.CHATML):
+@pytest.mark.parametrize("template", [tok.LLAMA, tok.CHATML])
+def test_pain_08_bos_exactly_once_in_every_format(row, kind, template):
+    for method in methods_of(kind):
         out = prepare([row], method, tok.bos_tokenizer(template))[0]
         assert out["prompt_ids"][0] == 256
         assert sum(ids.count(256) for ids in out.values() if isinstance(ids, list)) == 1
@@ -430,17 +448,18 @@ def test_pain_33_bad_rows_name_row_column_and_expectation(row, method, message, 
         prepare(rows, method, name="mine")
 
 
+@pytest.mark.parametrize("method", methods_of(UNPAIRED))
 @pytest.mark.parametrize("label", ["yes", 2, 0.5])
-def test_pain_33_label_that_is_not_boolean(label, tmp_path):
+def test_pain_33_label_that_is_not_boolean(label, method, tmp_path):
     rows = [{**GOOD, "label": True}, {**GOOD, "label": label}]
     with pytest.raises(InputError, match="row 1: column 'label': expected true or false"):
-        prepare(load(source(jsonl(tmp_path / "bad.jsonl", rows))), "kto")
+        prepare(load(source(jsonl(tmp_path / "bad.jsonl", rows))), method)
 
 
-@pytest.mark.parametrize("method", ["dpo", "kto", "opd"])
+@pytest.mark.parametrize("method", names_where(lambda method: method.rows.needs_prompt))
 def test_empty_prompt_needs_a_bos(method):
-    rows = [{"prompt": "", "chosen": "a", "rejected": "b"}] if method != "opd" else [{"prompt": ""}]
-    with pytest.raises(InputError, match=r"row 0: columns (prompt|chosen).*: empty prompt"):
+    rows = [raw_row(METHODS[method].rows, prompt="")]
+    with pytest.raises(InputError, match=rf"row 0: columns prompt.*: empty prompt, {method} needs a prompt"):
         prepare(rows, method)
     assert prepare(rows, method, tok.bos_tokenizer())[0]["prompt_ids"] == [256]
 
@@ -649,15 +668,30 @@ def test_pain_34_second_preparation_hits_the_cache(tmp_path, monkeypatch):
     assert len({path.name for path in saved.rglob("cache-*")}) == 2
 
 
+def test_rows_of_another_version_are_not_taken_from_the_cache(tmp_path, monkeypatch):
+    datasets.Dataset.from_list([{"prompt": "q", "completion": "a"}] * 3).save_to_disk(tmp_path)
+
+    def files():
+        prepare(load(source(tmp_path)), "sft")
+        return {path.name for path in tmp_path.rglob("cache-*")}
+
+    first = files()
+    for part in (prepare_module.tokenise, prepare_module.Plan, type(SUPERVISED)):  # words change nothing
+        monkeypatch.setattr(part, "__doc__", "other words")
+    assert files() == first
+    assert Plan._field_defaults["version"] == VERSION
+    monkeypatch.setattr(prepare_module, "Plan", partial(Plan, version=VERSION + 1))
+    assert len(files() - first) == 1
+
+
 def test_several_processes_give_the_same_rows(tmp_path):
     rows = load(source(jsonl(tmp_path / "rows.jsonl", [{**GOOD, "prompt": f"q{n}"} for n in range(8)])))
     assert prepare(rows, "sft", dataset_num_proc=2)[:] == prepare(rows, "sft")[:]
 
 
-@pytest.mark.parametrize("method", ["sft", "kd", "dpo", "opd"])
-def test_streams(method, tmp_path, caplog):
-    keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
-    rows = [{"prompt": "q", **{key: f"{key}{n}" for key in keys}} for n in range(5)]
+@pytest.mark.parametrize("method", METHODS)
+def test_streams(method, tmp_path):
+    rows = [raw_row(METHODS[method].rows, answer=f"a{n}", worse=f"b{n}") for n in range(5)]
     path = jsonl(tmp_path / "rows.jsonl", rows)
     stream = prepare(load(source(path, streaming=True, limit=3)), method)
     assert isinstance(stream, datasets.IterableDataset)
@@ -665,11 +699,10 @@ def test_streams(method, tmp_path, caplog):
     assert list(stream) == list(whole)
 
 
-@pytest.mark.parametrize("method", ["sft", "kd", "dpo", "opd"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("named", [True, False])
 def test_a_prepared_stream_stays_as_it_is(method, named):
-    keys = ("chosen", "rejected") if method == "dpo" else ("completion",)
-    rows = [{"prompt": "q", **dict.fromkeys(keys, "a")}]
+    rows = [raw_row(METHODS[method].rows)]
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
     stream = stream if named else datasets.IterableDataset.from_generator(lambda: iter(rows))
     once = prepare(stream, method, apply_chat_template=True)
@@ -724,15 +757,15 @@ def test_real_rows_round_trip(gsm8k):
     assert prepare(unpaired, "kto")["label"][:] == unpaired["label"][:]
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "opd"])
+@pytest.mark.parametrize("method", METHODS)
 def test_plain_strings_as_chat(method):
     """apply_chat_template gives a row of strings the ids of the same row as messages."""
-    answers = {"dpo": {"chosen": "4", "rejected": "5"}, "kto": {"completion": "4", "label": True}}
-    answer = answers.get(method, {"completion": "4"})
-    turns = {k: v if k == "label" else [{"role": "assistant", "content": v}] for k, v in answer.items()}
-    plain = prepare([{"prompt": "2+2?", **answer}], method, apply_chat_template=True)
-    assert plain[:] == prepare([{"prompt": [{"role": "user", "content": "2+2?"}], **turns}], method)[:]
-    assert plain[:] != prepare([{"prompt": "2+2?", **answer}], method)[:]
+    kind = METHODS[method].rows
+    turns = [[{"role": "user", "content": "2+2?"}], *([{"role": "assistant", "content": text}] for text in "45")]
+    text = [raw_row(kind, "2+2?", "4", "5")]
+    plain = prepare(text, method, apply_chat_template=True)
+    assert plain[:] == prepare([raw_row(kind, *turns)], method)[:]
+    assert plain[:] != prepare(text, method)[:]
     with pytest.raises(InputError, match="needs a column 'prompt'"):
         prepare([{"text": "a"}], "sft", apply_chat_template=True)
 
@@ -745,6 +778,7 @@ def test_plain_prompts_as_chat_beside_messages():
 
 def test_columns_of_another_format_change_nothing():
     row = {"prompt_ids": [1, 2], "completion_ids": [3], "chosen_ids": [4], "rejected_ids": [5], "input_ids": [6, 7]}
-    for method, branches in (("sft", [[3]]), ("dpo", [[4], [5]]), ("opd", [[3]])):
-        sample = FORMATS[detect(list(row), METHODS[method])](row)
-        assert (sample.prompt, sample.branches) == ([1, 2], branches)
+    branches = {SUPERVISED: [[3]], PREFERENCE: [[4], [5]], PROMPTS: [[3]]}
+    for method in methods_of(*branches):
+        sample = read_format(row, detect(list(row), METHODS[method]))
+        assert (sample.prompt, sample.branches) == ([1, 2], branches[METHODS[method].rows])

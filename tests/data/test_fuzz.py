@@ -10,6 +10,8 @@ read must become exactly its prompt, its trained tokens and its state. Nothing e
 """
 
 import copy
+import hashlib
+import itertools
 import json
 import math
 import random
@@ -20,18 +22,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import tokenizers_for_tests as tok
+from rows_for_tests import methods_of
 from test_data import source
 
-from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT
+from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, VERSION
 from hf_posttrain.data.formats import detect
+from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import plan_for, prepare, tokenise
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError, shown
 from hf_posttrain.methods import METHODS
-from hf_posttrain.methods import METHODS as TABLE
 
 MUTATIONS = 10_000
-"""Mutated rows in all, shared equally by CASES; the seed of each is (case, number)."""
+"""Mutated rows in all, shared equally by CASES and by the methods of a kind; the seed of each is (case, number)."""
 FILES = 300
 """Mutated rows that are also written to a file, and go through data.load and data.prepare."""
 ROW = 7
@@ -60,7 +63,7 @@ LABELLED = {"input_ids": [50, 43, 50, 52, 258], "labels": [-100, -100, -100, 52,
 WHOLE = {"input_ids": [50, 43, 50, 52, 258], "completion_mask": [0, 0, 0, 1, 1]}
 TOKEN_PAIR = {"prompt_ids": [50, 43], "chosen_ids": [52, 258], "rejected_ids": [53, 54, 258]}
 ASSISTANT, CUT, ALL = {"assistant_only_loss": True}, {"max_length": 12}, {"completion_only_loss": False}
-SUPERVISED = [
+OF_ANSWERS = [
     (PLAIN, {}), (PLAIN, CUT), (PLAIN, ALL), (PLAIN, {"apply_chat_template": True}), ({"text": "all of it"}, {}),
     ({"text": "all of it"}, {"max_length": 5}), (TURNS, {}), (TURNS, {"max_length": 40}), (TURNS, ASSISTANT),
     ({**TURNS, "tools": [TOOL]}, {}), ({**TURNS, "tools": json.dumps([TOOL])}, {}), (PREFILLED, {}),
@@ -69,25 +72,24 @@ SUPERVISED = [
     ({"messages": CHAT, "tools": [TOOL]}, ASSISTANT), (TOKENS, {}), (MASKED, {}), (MASKED, {"max_length": 3}),
     (LABELLED, {}), (WHOLE, {}),
 ]  # fmt: skip
-PAIRED = [
+OF_PAIRS = [
     (PAIR, {}), (PAIR, CUT), (TURN_PAIR, {}), ({**TURN_PAIR, "tools": [TOOL]}, {}), (IMPLICIT, {}), (TURN_IMPLICIT, {}),
     (BESIDE, {}),
 ]  # fmt: skip
-ROWS = {
-    "sft": SUPERVISED,
-    "kd": SUPERVISED[::2],
-    "dpo": [*PAIRED, (TOKEN_PAIR, {}), (TOKEN_PAIR, {"max_length": 3})],
-    "kto": [
-        *PAIRED, ({**PLAIN, "label": True}, {}), ({**PLAIN, "label": False}, CUT), ({**TURNS, "label": 1}, {}),
+ROWS = {  # of each kind of rows
+    SUPERVISED: OF_ANSWERS,
+    PREFERENCE: [*OF_PAIRS, (TOKEN_PAIR, {}), (TOKEN_PAIR, {"max_length": 3})],
+    UNPAIRED: [
+        *OF_PAIRS, ({**PLAIN, "label": True}, {}), ({**PLAIN, "label": False}, CUT), ({**TURNS, "label": 1}, {}),
         ({**TOKENS, "label": 0}, {}),
     ],
-    "opd": [
+    PROMPTS: [
         ({"prompt": "2+2?"}, {}), ({"prompt": [USER]}, {}), (PLAIN, {"max_length": 12, "max_completion_length": 6}),
         (TURNS, {}), ({"messages": CHAT}, {}), ({"conversations": SHARED}, {}), ({"prompt_ids": [50, 43]}, {}),
         (TOKENS, {}),
     ],
 }  # fmt: skip
-CASES = [(method, row, options) for method, rows in ROWS.items() for row, options in rows]
+CASES = [(kind, row, options) for kind, rows in ROWS.items() for row, options in rows]
 
 # ---- mutations
 
@@ -362,7 +364,7 @@ def token_row(row, size):
     return numbers(row["prompt_ids"], size), branches, mask
 
 
-def text_row(plain, row, method, form, options):
+def text_row(plain, row, kind, form, options):
     """(prompt ids, [ids], mask) of a row of text or messages."""
     if form == "text":
         need(string(row["text"]).strip())
@@ -374,7 +376,7 @@ def text_row(plain, row, method, form, options):
 
     if form in ("messages", "conversations"):
         turns = messages(row[form])
-        if method != "opd":
+        if not kind.sampled:
             if options.get("assistant_only_loss"):
                 ids, mask = assistants(plain, turns, tools, 0)
                 return [], [ids], mask
@@ -389,6 +391,8 @@ def text_row(plain, row, method, form, options):
     need(all(isinstance(each, type(prompt)) for each in answers))
     if isinstance(prompt, str):
         need(not options.get("assistant_only_loss"))
+        if not prompt:  # the BOS that an answer to nothing begins with is that of the row
+            answers = [each.removeprefix(plain.begin) for each in answers]
         return plain.ids(prompt), [plain.ended(each, plain.text_end) for each in answers], None
     need(all(each[0]["role"] == "assistant" for each in answers))
     start = with_tools(plain.opened(prompt))
@@ -399,7 +403,7 @@ def text_row(plain, row, method, form, options):
     return plain.ids(start), [plain.ended(full[len(start) :], END) for full in fulls], None
 
 
-def expected(plain, method, form, row, options):
+def expected(plain, kind, form, row, options):
     """[(prompt ids, [branch ids], mask, label)] before they are cut. Raises Refused, or RecursionError."""
     need(all(row.get(column) is not None for column in form.split(" + ")))
     label = None
@@ -408,26 +412,26 @@ def expected(plain, method, form, row, options):
         label = bool(row["label"])
     tokenised = "_ids" in form
     size = max(plain.special.values()) + 1
-    prompt, branches, mask = token_row(row, size) if tokenised else text_row(plain, row, method, form, options)
+    prompt, branches, mask = token_row(row, size) if tokenised else text_row(plain, row, kind, form, options)
     ends = [[plain.special[end]] for end in (END, plain.text_end)]
     need(tokenised or not any(branch in ends for branch in branches))
-    need(method == "opd" or all(branches))
-    if TABLE[method].rows.masked:
+    need(kind.sampled or all(branches))
+    if kind.masked:
         every = options.get("completion_only_loss") is False
         ids, mask = prompt + branches[0], [int(every)] * len(prompt) + (mask or [1] * len(branches[0]))
         n = len(prompt) if prompt and not every else max(1, mask.index(1) if 1 in mask else 1)
         return [(ids[:n], [ids[n:]], mask[n:], None)]
     need(prompt)
-    if method == "kto" and len(branches) == 2:
+    if kind.labelled and len(branches) == 2:
         return [(prompt, [branch], None, label) for branch, label in zip(branches, (True, False), strict=True)]
     return [(prompt, branches, None, label)]
 
 
-def cut(prompt, branches, mask, label, method, options):
+def cut(prompt, branches, mask, label, kind, options):
     """(prompt, branches, mask, label, bits) as max_length leaves them."""
     branches = branches or [[]]
     limit = options.get("max_length")
-    if limit and method == "opd":
+    if limit and kind.sampled:
         kept, ends = prompt[max(0, len(prompt) - (limit - options["max_completion_length"])) :], branches
     elif limit:
         room = max(1, limit - max(map(len, branches)))
@@ -435,7 +439,7 @@ def cut(prompt, branches, mask, label, method, options):
     else:
         kept, ends = prompt, branches
     mask = None if mask is None else mask[: len(ends[0])]
-    lost = method != "opd" and not (all(ends) and (mask is None or any(mask)))
+    lost = not kind.sampled and not (all(ends) and (mask is None or any(mask)))
     bits = PROMPT_CUT * (len(kept) < len(prompt)) + COMPLETION_CUT * (ends != branches) + NO_TARGET * lost
     return kept, ends, mask, label, bits
 
@@ -465,7 +469,7 @@ def check_message(error, form, where=f"fuzz, row {ROW}: "):
     assert any(name in text for name in about), text
 
 
-def as_trained(out, method):
+def as_trained(out):
     """[(prompt, branches, mask, label, bits)] from the columns that `tokenise` gives."""
     names = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in out]
     masks, labels = (out.get(name, [None] * len(out["row"])) for name in ("completion_mask", "label"))
@@ -475,52 +479,71 @@ def as_trained(out, method):
 
 def outcome(plain, method, row, options, form):
     """What became of the row: "refused", "dropped" or "trained". Fails where it is not what the plain reading says."""
+    kind = METHODS[method].rows
     plan = plan_for(form, METHODS[method], plain.tokenizer, settings(options), "fuzz")
     batch = {column: [value] for column, value in row.items()}
     try:
-        whole = expected(plain, method, form, row, options)
+        whole = expected(plain, kind, form, row, options)
     except (Refused, RecursionError):
         with pytest.raises(InputError) as raised:
             tokenise(batch, [ROW], plain.tokenizer, plan)
         check_message(raised.value, form)
         return "refused"
-    examples = [cut(*example, method, options) for example in whole]
-    assert as_trained(tokenise(batch, [ROW], plain.tokenizer, plan), method) == examples
+    examples = [cut(*example, kind, options) for example in whole]
+    assert as_trained(tokenise(batch, [ROW], plain.tokenizer, plan)) == examples
     return "dropped" if all(bits & NO_TARGET for *_, bits in examples) else "trained"
 
 
-def form_of(method, row):
-    return detect(list(row), METHODS[method])
+def form_of(kind, row):
+    return detect(list(row), SimpleNamespace(name="any", rows=kind))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_good_rows_are_trained(case):
-    method, row, options = CASES[case]
-    assert outcome(CHATML, method, row, options, form_of(method, row)) == "trained"
+    kind, row, options = CASES[case]
+    for method in methods_of(kind):
+        assert outcome(CHATML, method, row, options, form_of(kind, row)) == "trained"
 
 
-@pytest.mark.parametrize("method", list(ROWS))
+@pytest.mark.parametrize("method", METHODS)
 def test_mutated_rows(method):
-    """MUTATIONS of them in all methods together."""
+    """MUTATIONS of them in all methods together: those of a kind take turns, so that a new one costs no time."""
     outcomes = {"refused": 0, "dropped": 0, "trained": 0}
-    cases = [n for n, case in enumerate(CASES) if case[0] == method]
-    for case in cases:
-        _, row, options = CASES[case]
-        for n in range(case, MUTATIONS, len(CASES)):
+    sharing = methods_of(METHODS[method].rows)
+    for case, (kind, row, options) in enumerate(CASES):
+        numbers = range(case, MUTATIONS, len(CASES)) if kind == METHODS[method].rows else ()
+        for n in numbers[sharing.index(method) :: len(sharing)]:
             changed = mutated(row, random.Random(f"{case} {n}"))
             try:
-                outcomes[outcome(TOKENIZERS[n % 3], method, changed, options, form_of(method, row))] += 1
+                outcomes[outcome(TOKENIZERS[n % 3], method, changed, options, form_of(kind, row))] += 1
             except Exception as error:
                 error.add_note(f"{method}, {options}, mutation {n}: {shown(changed)}")
                 raise
-    assert sum(outcomes.values()) == sum(len(range(case, MUTATIONS, len(CASES))) for case in cases)
     assert min(outcomes["refused"], outcomes["trained"]) > sum(outcomes.values()) / 4  # both sides are looked at
 
 
-def test_all_methods_and_formats_are_mutated():
+def test_all_kinds_and_formats_are_mutated():
     assert sum(len(range(case, MUTATIONS, len(CASES))) for case in range(len(CASES))) == MUTATIONS == 10_000
-    for method, forms in ((name, row.rows.formats) for name, row in METHODS.items()):
-        assert {form_of(method, row) for of, row, _ in CASES if of == method} == {*forms}
+    assert {method.rows for method in METHODS.values()} == {*ROWS}
+    for kind in ROWS:
+        assert {form_of(of, row) for of, row, _ in CASES if of == kind} == {*kind.formats}
+
+
+IDS = (1, "8d4bae3d54f78bdb")
+"""encode.VERSION, and the digest of what it makes of all ROWS."""
+
+
+def test_other_ids_have_another_version():
+    """Where it fails on purpose, raise VERSION, or users train on rows that older code has cached; set IDS to both."""
+    digest = hashlib.sha256()
+    tokenizers = [plain.tokenizer for plain in TOKENIZERS] + [tok.byte_tokenizer(tok.QWEN3), tok.base_tokenizer()]
+    for (kind, rows), tokenizer in itertools.product(ROWS.items(), tokenizers):
+        for row, options in rows:
+            reader = SimpleNamespace(name="any", rows=kind)
+            plan = plan_for(form_of(kind, row), reader, tokenizer, settings(options), "fuzz")
+            made = tokenise({column: [value] for column, value in row.items()}, [ROW], tokenizer, plan)
+            digest.update(json.dumps(made, sort_keys=True).encode())
+    assert (VERSION, digest.hexdigest()[:16]) == IDS
 
 
 def prepared_file(path, method, options):
@@ -530,16 +553,16 @@ def prepared_file(path, method, options):
     except InputError as error:
         return str(error)
     columns = rows.to_dict() | {"row": rows["index"], "state": [0] * len(rows)}
-    return [example[:4] for example in as_trained(columns, method)]
+    return [example[:4] for example in as_trained(columns)]
 
 
-def wanted_of(rows, method, form, options):
+def wanted_of(rows, kind, form, options):
     """The examples that the plain reading keeps of all rows; None where it refuses one."""
     try:
-        whole = [example for row in rows for example in expected(CHATML, method, form, row, options)]
+        whole = [example for row in rows for example in expected(CHATML, kind, form, row, options)]
     except (Refused, RecursionError):
         return None
-    examples = [cut(*example, method, options) for example in whole]
+    examples = [cut(*example, kind, options) for example in whole]
     return [example[:4] for example in examples if not example[4] & NO_TARGET]
 
 
@@ -548,15 +571,18 @@ def test_mutated_files(tmp_path):
     makes a column of two kinds, and a file whose rows `datasets` cannot read is named, not the row."""
     outcomes = {"refused": 0, "trained": 0, "of two kinds": 0}
     for n in range(FILES):
-        method, row, options = CASES[n % len(CASES)]
-        draw, form, lines = random.Random(f"file {n}"), form_of(method, row), []
+        kind, row, options = CASES[n % len(CASES)]
+        sharing = methods_of(kind)
+        method = sharing[n // len(CASES) % len(sharing)]
+        draw, form, lines = random.Random(f"file {n}"), form_of(kind, row), []
         while not lines:
             changed = mutated(row, draw)
             with suppress(TypeError, ValueError, RecursionError):  # JSON has no bytes, NaN, and not any depth
                 lines = [json.dumps(row), json.dumps(changed, allow_nan=False)]
         path = tmp_path / f"{n}.jsonl"
         path.write_text("\n".join(lines), encoding="utf-8")
-        wanted, found = wanted_of((row, changed), method, form, options), prepared_file(path, method, options)
+        wanted = wanted_of((row, changed), kind, form, options)
+        found = prepared_file(path, method, options)
         if isinstance(found, str):
             assert re.fullmatch(r"fuzz(, row [01]|: column '\w+'|: cannot read \S+): [^\n]+", found)
             outcomes["refused" if wanted is None else "of two kinds"] += 1

@@ -15,11 +15,14 @@ import pytest
 import torch.distributed as dist
 from models_for_tests import tiny_model
 from processes_for_tests import on_two
+from rows_for_tests import raw_row
 from tokenizers_for_tests import byte_tokenizer
 from transformers import Qwen3Config
 
 from hf_posttrain import SFTConfig, SFTTrainer, run
+from hf_posttrain.data.kinds import SUPERVISED
 from hf_posttrain.engines import launch
+from hf_posttrain.methods import METHODS
 from hf_posttrain.models import load as models
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe.read import load_recipe
@@ -33,14 +36,17 @@ data: {train: {path: rows.jsonl}, eval: {path: eval.jsonl}}
 train: {output_dir: out, max_steps: 1, per_device_train_batch_size: 2, use_cpu: true, save_strategy: no}
 """
 ONLY = "--preprocess-only"
-METHODS = {
-    "sft": ([], {"completion": "b"}),
-    "sft, packed": (["train.packing=true"], {"completion": "b"}),
-    "sft, chat": (["train.apply_chat_template=true"], {"completion": "b"}),
-    "dpo": (["method=dpo"], {"chosen": "b", "rejected": "c"}),
-    "kto": (["method=kto"], {"completion": "b", "label": True}),
-    "opd": (["method=opd", "teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=4"], {}),
-}
+VARIANTS = {
+    **{name: (name, []) for name in METHODS},
+    "sft, packed": ("sft", ["train.packing=true"]), "sft, chat": ("sft", ["train.apply_chat_template=true"]),
+}  # fmt: skip
+
+
+def options_of(method):
+    """What a recipe of the method needs beyond that of SFT."""
+    row = METHODS[method]
+    teacher = ["teacher={name_or_path: tiny, from_scratch: true}"] if row.second == "teacher" else []
+    return [f"method={method}", *teacher, *(["train.max_completion_length=4"] if row.rows.sampled else [])]
 
 
 @pytest.fixture
@@ -52,14 +58,14 @@ def folder(tmp_path, monkeypatch):
     ).save_pretrained(tmp_path / "tiny")  # fmt: skip
     byte_tokenizer().save_pretrained(tmp_path / "tiny")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    write_rows(tmp_path, METHODS["sft"][1])
+    write_rows(tmp_path, SUPERVISED)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def write_rows(folder, answer):
+def write_rows(folder, kind):
     for name in ("rows", "eval"):
-        rows = [json.dumps({"prompt": f"{name} {n}", **answer}) for n in range(8)]
+        rows = [json.dumps(raw_row(kind, f"{name} {n}", "b", "c")) for n in range(8)]
         (folder / f"{name}.jsonl").write_text("\n".join(rows))
 
 
@@ -78,10 +84,11 @@ def tokenised(monkeypatch):
 # ---- once
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_training_tokenises_nothing_after_preprocess_only(folder, monkeypatch, capsys, tokenised, method):
-    options, answer = METHODS[method]
-    write_rows(folder, answer)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_training_tokenises_nothing_after_preprocess_only(folder, monkeypatch, capsys, tokenised, variant):
+    method, options = VARIANTS[variant]
+    options = options_of(method) + options
+    write_rows(folder, METHODS[method].rows)
     with monkeypatch.context() as patch:
         patch.setattr(models, "load_model", lambda *args, **kwargs: pytest.fail("a model is loaded"))
         assert run.main(["recipe.yaml", ONLY, *options]) == 0
