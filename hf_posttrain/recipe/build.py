@@ -86,7 +86,7 @@ def imported(module: str) -> Any:
 def check_models(recipe: Recipe) -> tuple[Any, Any]:
     """(tokenizer, LoRA config or None), after everything about both models that shows without weights."""
     from ..models import load as models
-    from ..models.skeleton import load_skeleton
+    from ..models.load import load_skeleton
 
     with error_context(recipe.where("model.name_or_path")):
         tokenizer, size = models.load_tokenizer(recipe.model), models.vocabulary_size(recipe.model)
@@ -106,7 +106,7 @@ def check_models(recipe: Recipe) -> tuple[Any, Any]:
 
 def _check_target_modules(recipe: Recipe, peft_config: Any) -> None:
     """Raises InputError for a name in model.lora.target_modules that no layer has."""
-    from ..models.skeleton import load_skeleton
+    from ..models.load import load_skeleton
 
     key, wanted = "model.lora.target_modules", getattr(peft_config, "target_modules", None)
     if not isinstance(wanted, list | set):
@@ -120,7 +120,7 @@ def _check_target_modules(recipe: Recipe, peft_config: Any) -> None:
 
 def load_skeletons(recipe: Recipe) -> list[Any]:
     """The policy and, if any, the teacher, without weights. Raises InputError where a model is not there."""
-    from ..models.skeleton import load_skeleton
+    from ..models.load import load_skeleton
 
     found = []
     for key, section in (("model", recipe.model), ("teacher", recipe.teacher)):

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..engines import engine
 from ..errors import InputError
-from ..models.reference import without_reference_adapter
+from ..models.reference_adapter import without_reference_adapter
 from ..scoring import forward
 from . import checkpoint
 
