@@ -12,8 +12,14 @@ from typing import Any
 import peft
 import torch
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, GenerationConfig, PretrainedConfig,
-    PreTrainedModel, PreTrainedTokenizerBase,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
 )  # fmt: skip
 from transformers.integrations import deepspeed as hf_deepspeed
 
