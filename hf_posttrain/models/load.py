@@ -11,16 +11,8 @@ from typing import Any
 
 import peft
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    GenerationConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)  # fmt: skip
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from ..errors import InputError, nearest_path
@@ -37,7 +29,9 @@ def check_model(section: ModelSection) -> PretrainedConfig:
         with names_the_source("adapter", section.adapter):
             peft.PeftConfig.from_pretrained(section.adapter)
     with names_the_source("model", section.name_or_path):
-        return AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(
+            section.name_or_path, trust_remote_code=section.trust_remote_code
+        )
 
 
 # ---- tokenizers
@@ -50,7 +44,7 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """
     name = section.name_or_path
     with names_the_source("tokenizer", name):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     # of a folder with config.json alone transformers makes an empty tokenizer
     folder = Path(name)
     if folder.is_dir() and not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
@@ -129,12 +123,12 @@ def load_model(
     with names_the_source("model", section.name_or_path):
         if section.from_scratch:
             with whole_weights():
-                model = AutoModelForCausalLM.from_config(config, **kwargs)
+                model = transformers.AutoModelForCausalLM.from_config(config, **kwargs)
         else:
             # pickled weights can run code, as a model's own code can
             kwargs |= {"config": config, "use_safetensors": None if section.trust_remote_code else True}
             kwargs |= _quantization(section, kwargs["dtype"], device, storage)
-            model = AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
+            model = transformers.AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
     if section.adapter:
         model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
     return model if trainable else model.requires_grad_(False).eval()
@@ -144,11 +138,11 @@ def load_skeleton(section: ModelSection) -> PreTrainedModel:
     """The model of `section` without weights, on the meta device, with its generation config."""
     config = check_model(section)
     with names_the_source("model", section.name_or_path), whole_weights(), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **_options(section))
+        model = transformers.AutoModelForCausalLM.from_config(config, **_options(section))
     try:
-        model.generation_config = GenerationConfig.from_pretrained(section.name_or_path)
+        model.generation_config = transformers.GenerationConfig.from_pretrained(section.name_or_path)
     except OSError:  # it has none of its own
-        model.generation_config = GenerationConfig.from_model_config(config)
+        model.generation_config = transformers.GenerationConfig.from_model_config(config)
     return model
 
 
@@ -174,7 +168,7 @@ def _quantization(
     """from_pretrained's arguments for bitsandbytes; on GPU weights must be placed while they are loaded."""
     if section.quantization == "none":
         return {}
-    bits = BitsAndBytesConfig(
+    bits = transformers.BitsAndBytesConfig(
         load_in_4bit=section.quantization == "4bit", load_in_8bit=section.quantization == "8bit",
         bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage,

@@ -30,10 +30,10 @@ _NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_
 def add_scores(
     trainer: Any, option: str, what: str, key: list[Any], size: int, score: Callable[[dict], Sequence[dict[str, Any]]]
 ) -> None:
-    """Give the trainer's data sets the columns that `score` finds, `size` rows at a time, or that the cache has.
+    """Give the trainer's data sets the columns that `score` finds, or that the cache has under `key` and the rows.
 
     option: of the Config, which asks for them. what: who scores, "reference" or "teacher". key: all that the scores
-    depend on besides the rows, the model first. score: as in `score_rows`, a dict of columns a row.
+    depend on besides the rows, the model first. size, score: as in `score_rows`; score gives a row's new columns.
     Raises InputError for a stream.
     """
 
@@ -44,7 +44,6 @@ def add_scores(
             return {each: scored(part, f"{name} {each}") for each, part in rows.items()}
         if not isinstance(rows, datasets.Dataset):
             raise InputError(f"{option} needs a data set of known length, not a stream")
-
         title = f"Scores of {name} by the {what}"
         compute = lambda: datasets.Dataset.from_list(score_rows(trainer, rows, size, score, title))  # noqa: E731
         columns = cached([key[0], rows_key(rows), *key[1:]], compute, what, trainer.accelerator)

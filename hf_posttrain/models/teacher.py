@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import TrainerCallback
 
 from ..engines import launch
 from ..errors import InputError
@@ -35,38 +35,34 @@ class Teacher(Frozen, TrainerCallback):
         self.release()
 
 
-def add_teacher(trainer: Any, model: nn.Module | str | None, offload: bool) -> tuple[Teacher, int]:
-    """The trainer's teacher, and the number of token ids that both models have. Raises InputError: `check_teacher`."""
-    model = check_teacher(model, trainer.model, trainer.tokenizer)
-    launch.check_model(model, trainer.args)
-    teacher = Teacher(model, trainer.accelerator, offload)
-    trainer.add_callback(teacher)
-    trainer.set_second_model(teacher)
-    return teacher, min(model.config.get_text_config().vocab_size for model in trainer.scored)
-
-
-def check_teacher(teacher: nn.Module | str | None, student: nn.Module, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-    """The teacher, loaded if it is a name, after comparing what is known of its vocabulary with the student's.
+def add_teacher(trainer: Any, teacher: nn.Module | str | None, offload: bool) -> tuple[Teacher, int]:
+    """The trainer's teacher, loaded if it is a name, and the number of token ids that both models have.
 
     Raises InputError for a missing teacher, the student itself, and different token ids (padding aside).
     """
+    student = forward.causal_lm(trainer.model)
     if teacher is None:
         raise InputError("teacher_model is missing: pass a model, or its name or folder")
-    if not isinstance(teacher, str) and forward.causal_lm(teacher) is forward.causal_lm(student):
-        raise InputError("teacher_model is the student itself: pass a copy (copy.deepcopy) to distil from its start")
     name = teacher if isinstance(teacher, str) else getattr(teacher.config, "_name_or_path", "")
     if isinstance(teacher, str):
         teacher = load.load_model(ModelSection(name_or_path=teacher), trainable=False)
-    sizes = [forward.causal_lm(m).config.get_text_config().vocab_size for m in (student, teacher)]
+    if forward.causal_lm(teacher) is student:
+        raise InputError("teacher_model is the student itself: pass a copy (copy.deepcopy) to distil from its start")
+    sizes = [model.config.get_text_config().vocab_size for model in (student, forward.causal_lm(teacher))]
+    # of a model in memory the tokenizer may not be found: its size is all there is to compare then
     try:
         theirs = load.load_tokenizer(ModelSection(name_or_path=name)) if name else None
     except InputError:
-        theirs = None  # a model in memory whose tokenizer cannot be found: its size is all there is to compare
+        theirs = None
     if theirs is not None:
-        load.check_same_vocabulary(tokenizer, theirs, *sizes)
+        load.check_same_vocabulary(trainer.tokenizer, theirs, *sizes)
     else:
-        load.check_tokenizer_fits(tokenizer, sizes[1], "the student (with the teacher's model)")
-    return teacher
+        load.check_tokenizer_fits(trainer.tokenizer, sizes[1], "the student (with the teacher's model)")
+    launch.check_model(teacher, trainer.args)
+    added = Teacher(teacher, trainer.accelerator, offload)
+    trainer.add_callback(added)
+    trainer.set_second_model(added)
+    return added, min(sizes)
 
 
 def precompute_top_k(trainer: Any) -> None:

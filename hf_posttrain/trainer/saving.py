@@ -68,25 +68,15 @@ def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None
 
 def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
     """HF's, into a folder that gets its name when it is complete; its time is not training time."""
-    with self.pace.paused():
+    with self.pace.paused(), checkpoint.complete_or_invisible(self) as folder:
+        # HF asks for the folder of checkpoints, and pushes while it saves: here that comes later
+        self._get_output_dir, self._push_from_checkpoint = (lambda trial: folder), (lambda folder: None)
         try:
-            with checkpoint.complete_or_invisible(self) as self.saving_in:
-                Trainer._save_checkpoint(self, model, trial)
+            Trainer._save_checkpoint(self, model, trial)
         finally:
-            self.saving_in = None
+            del self._get_output_dir, self._push_from_checkpoint
     if self.args.push_to_hub:
         self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
-
-
-def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-    """HF's, but not from a folder that is about to be renamed."""
-    if self.saving_in is None:
-        Trainer._push_from_checkpoint(self, checkpoint_folder)
-
-
-def get_output_dir(self: Any, trial: Any) -> str:
-    """HF's, or the folder of the checkpoint that is being written."""
-    return self.saving_in or Trainer._get_output_dir(self, trial)
 
 
 def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -217,25 +207,17 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
                 saved |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
-    wanted = _shapes(inner)
-    missing = [names[0] for names, shape in wanted if not any(saved.get(name) == shape for name in names)]
-    found, expected = (sum(map(math.prod, shapes)) for shapes in (saved.values(), (shape for _, shape in wanted)))
+    named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
+    if isinstance(inner, peft.PeftModel):
+        named = peft.get_peft_model_state_dict(inner, named, inner.active_adapter, save_embedding_layers=False)
+    # of tied weights one name is enough; ds_shape is the whole shape of what ZeRO-3 has cut
+    shapes = {id(weight): list(getattr(weight, "ds_shape", weight.shape)) for weight in named.values()}
+    there = {id(weight) for name, weight in named.items() if saved.get(name) == shapes[id(weight)]}
+    missing = {id(weight): name for name, weight in named.items() if id(weight) not in there}
+    found, expected = (sum(map(math.prod, each.values())) for each in (saved, shapes))
     # as many numbers as expected: the same weights under the names of the hub's format
     if missing and found != expected:
         raise RuntimeError(
-            f"what was saved in {folder} is not the whole model: {len(missing)} of {len(wanted)} weights are missing "
-            f"or have another shape, {missing[0]} first ({found} of {expected} numbers are there)"
+            f"what was saved in {folder} is not the whole model: {len(missing)} of {len(shapes)} weights are missing "
+            f"or have another shape, {next(iter(missing.values()))} first ({found} of {expected} numbers are there)"
         )
-
-
-def _shapes(model: Any) -> list[tuple[list[str], list[int]]]:
-    """(names of a weight, its whole shape) of each that must be saved; tied weights have several names."""
-    weights: dict[int, tuple[list[str], list[int]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names, _ = weights.setdefault(id(parameter), ([], list(getattr(parameter, "ds_shape", parameter.shape))))
-        names.append(name)
-    if not isinstance(model, peft.PeftModel):
-        return list(weights.values())
-    whole = {name: torch.empty(shape, device="meta") for names, shape in weights.values() for name in names}
-    own = peft.get_peft_model_state_dict(model, whole, model.active_adapter, save_embedding_layers=False)
-    return [([name], list(tensor.shape)) for name, tensor in own.items()]
