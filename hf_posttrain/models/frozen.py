@@ -37,6 +37,7 @@ class Frozen:
         """prepared: it stays on the device from now on, as its engine has cut it."""
 
     def __enter__(self) -> nn.Module:
+        # in most steps it is there already
         if not (self.on_device or self.prepared):
             self.model = engine.prepare_frozen(self.model, self.accelerator, self.offload)
             self.on_device, self.prepared = True, self.sharded
@@ -83,6 +84,7 @@ class Reference:
 
         Raises InputError where the rows were not scored beforehand and no reference was kept.
         """
+        # scored beforehand: the column came with the rows
         if "ref_logps" in batch:
             return batch["ref_logps"]
         if self.score is None:

@@ -36,8 +36,9 @@ class AdapterCopy:
     @contextmanager
     def _active(self, policy: peft.PeftModel) -> Iterator[None]:
         """The copy in the trained adapter's place inside; what was trainable is trainable again outside."""
+        # PEFT makes an adapter trainable when it activates it, so remember what was
         trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{NAME}." not in key}
-        policy.set_adapter(NAME)  # which makes it trainable
+        policy.set_adapter(NAME)
         try:
             yield
         finally:

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -64,13 +63,13 @@ def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, a
         logger.info("%s: taken from the cache %s", what, folder)
         return datasets.load_from_disk(str(folder))
     rows = compute()
+    # written aside and renamed, so that no other run finds a part of it
     if accelerator.is_local_main_process and not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=".partial", dir=folder.parent))
-        rows.save_to_disk(str(partial))
-        with contextlib.suppress(OSError):  # another run or machine on the same disk was first
-            partial.rename(folder)
-        shutil.rmtree(partial, ignore_errors=True)
+        with tempfile.TemporaryDirectory(suffix=".partial", dir=folder.parent) as partial:
+            rows.save_to_disk(f"{partial}/rows")
+            with contextlib.suppress(OSError):  # another run or machine on the same disk was first
+                Path(partial, "rows").rename(folder)
     accelerator.wait_for_everyone()
     return datasets.load_from_disk(str(folder))
 
