@@ -43,6 +43,7 @@ def add_scores(
             return {each: scored(part, f"{name} {each}") for each, part in rows.items()}
         if not isinstance(rows, datasets.Dataset):
             raise InputError(f"{option} needs a data set of known length, not a stream")
+        # the key of one data set: the model, its rows, and the rest
         title = f"Scores of {name} by the {what}"
         compute = lambda: datasets.Dataset.from_list(score_rows(trainer, rows, size, score, title))  # noqa: E731
         columns = cached([key[0], rows_key(rows), *key[1:]], compute, what, trainer.accelerator)

@@ -122,6 +122,7 @@ def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
 
 def lacking(folder: Path, weights_only: bool) -> list[str]:
     """What keeps a checkpoint from being resumed: parts, a readable trainer_state.json, files of their full length."""
+    # by names, and then by the lengths that were noted when it was written
     wanted = {"weights": _PARTS["weights"]} if weights_only else _PARTS
     absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
     try:

@@ -65,7 +65,8 @@ def steps(values: Any) -> Iterator[Problem]:
     if values.max_steps <= 0 and not 0 < values.num_train_epochs < float("inf"):
         problem = f"num_train_epochs={values.num_train_epochs:g} trains nothing: set it above 0, or max_steps"
         yield ("num_train_epochs", "max_steps"), problem
-    evaluated = values.eval_steps or values.logging_steps  # as HF has it
+    # HF evaluates whenever it logs where eval_steps is not given
+    evaluated = values.eval_steps or values.logging_steps
     for what, every in (("logging", values.logging_steps), ("save", values.save_steps), ("eval", evaluated)):
         names = f"{what}_steps", f"{what}_strategy"
         if getattr(values, names[1]) != "steps":
@@ -94,6 +95,7 @@ def best_model(values: Any) -> Iterator[Problem]:
             f" ({evaluated}), or best"
         )
         yield ("load_best_model_at_end", "save_strategy", "eval_strategy"), problem
+    # the best step must have been saved
     elif saved == "steps":
         save, evaluate = values.save_steps, values.eval_steps or values.logging_steps
         given, names = f"save_steps={save:g}, eval_steps={evaluate:g}", ("save_steps", "eval_steps")
@@ -124,6 +126,7 @@ def together(values: Any) -> Iterator[Problem]:
 
 def problems(values: Any, method: Method) -> Iterator[Problem]:
     """What is wrong with `values`, an object with the fields of the method's Config, as they were given."""
+    # the rules of every method first, then the method's own; numbers before what they exclude
     ours = (allowed_values, steps, best_model, together)
     for limits, rules in ((LIMITS, ours), (method.limits, method.rules)):
         for name, limit in limits.items():
