@@ -150,11 +150,11 @@ NEEDS = {need.symbol: need for need in [
     # ---- peft
     Need("peft.PeftModel.forward", "scoring/forward.py",
          "calls the base model's own forward attribute, with keywords that it does not know", "get_base_model"),
-    Need("peft.PeftModel.peft_config", "models/reference.py trainer/saving.py",
+    Need("peft.PeftModel.peft_config", "models/reference_adapter.py trainer/saving.py",
          "save_pretrained saves the adapters in it, all but default in a folder of their own"),
     Need("peft.PeftModel.create_or_update_model_card", "report/card.py",
          "its empty card can be told by these words", "[More Information Needed]"),
-    Need("peft.get_peft_model_state_dict", "models/frozen.py trainer/saving.py",
+    Need("peft.get_peft_model_state_dict", "models/reference_adapter.py trainer/saving.py",
          "one adapter's tensors, which set_peft_model_state_dict takes for another"),
     Need("peft.utils.ModulesToSaveWrapper", "scoring/forward.py",
          "original_module, modules_to_save[name], disable_adapters, active_adapters", "modules_to_save"),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..models.teacher import TeacherCallback, add_teacher, precompute_top_k
+from ..models.teacher import Teacher, add_teacher, precompute_top_k
 from ..scoring import teacher_tiles
 from ..scoring.forward import full_logits, targets
 from ..scoring.layouts import Example
@@ -57,7 +57,7 @@ class KDTrainer(PostTrainer):
     """
 
     config_class = KDConfig
-    teacher: TeacherCallback | None
+    teacher: Teacher | None
 
     def __init__(
         self, *args: Any, teacher_model: nn.Module | str | None = None, teacher_offload: bool = False, **kwargs: Any

@@ -1,12 +1,13 @@
-"""Frozen models that score alongside the policy: where they are kept, and the three ways to have a reference."""
+"""Frozen models in a training step: a second model on its way to the device and back, and the reference's scores.
 
-import copy
+`reference` and `teacher` make them; `score_cache` keeps their scores on disk.
+"""
+
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-import peft
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
@@ -17,12 +18,12 @@ from ..scoring import cpu, forward
 from ..scoring.head import LogProb
 
 logger = logging.getLogger(__name__)
-REFERENCE_ADAPTER = "reference"
 
 
 class Frozen:
-    """A second model in eval mode and without gradients, prepared for the engine by its first use: cut over the ranks
-    where the policy is. Enter it to use it; with `offload` it waits on CPU in between.
+    """A second model: `with frozen as model` brings it to the device; with `offload` it is on CPU between uses.
+
+    Its first use prepares it for the engine, which cuts its weights over the ranks if it cuts the policy's.
     """
 
     def __init__(self, model: nn.Module, accelerator: Accelerator, offload: bool = False):
@@ -31,12 +32,15 @@ class Frozen:
         if accelerator.device.type == "cpu":
             cpu.attend_by_document(forward.causal_lm(model))
         self.model, self.accelerator, self.offload = model.eval(), accelerator, offload
-        self.prepared = False
+        self.sharded = engine.shards(accelerator)
+        self.on_device = self.prepared = False
+        """prepared: it stays on the device from now on, as its engine has cut it."""
 
     def __enter__(self) -> nn.Module:
-        if not self.prepared:
+        # in most steps it is there already
+        if not (self.on_device or self.prepared):
             self.model = engine.prepare_frozen(self.model, self.accelerator, self.offload)
-            self.prepared = engine.shards(self.accelerator)
+            self.on_device, self.prepared = True, self.sharded
         return self.model
 
     def __exit__(self, *error: Any) -> None:
@@ -44,9 +48,10 @@ class Frozen:
             self.release()
 
     def release(self) -> None:
-        """Give back the device's memory; the next use takes it again. Shards stay where they are."""
+        """Give back the device's memory until the next use; shards stay where they are."""
         if not self.prepared:
             self.model.to("cpu")
+            self.on_device = False
 
 
 def branch_logps(model: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -56,74 +61,22 @@ def branch_logps(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return forward.per_branch(values, batch)
 
 
-class AdapterOff:
-    """The reference of a policy with a new adapter: its base, or a model as it is before training."""
-
-    def logps(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Summed log-probabilities of each branch, [B * K]. policy: the trained model, wrapped by its engine or not."""
-        inner = forward.unwrapped(policy)
-        if not isinstance(inner, peft.PeftModel):
-            return branch_logps(policy, batch)
-        with inner.disable_adapter():
-            return branch_logps(policy, batch)
-
-
-class AdapterCopy:
-    """The reference of a policy that continues an adapter: a frozen copy of it, next to it on the one base."""
-
-    def __init__(self, policy: peft.PeftModel):
-        self.name = policy.active_adapter
-        config = copy.deepcopy(policy.peft_config[self.name])
-        if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = True  # PiSSA and its kin would change the base once more; the weights come next
-        policy.add_adapter(REFERENCE_ADAPTER, config)
-        state = peft.get_peft_model_state_dict(policy, adapter_name=self.name)
-        peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, REFERENCE_ADAPTER)
-        with self._active(policy):
-            pass  # leaves the copy without gradients and the policy's own adapter active
-
-    def logps(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """As `AdapterOff.logps`."""
-        with self._active(forward.unwrapped(policy)):
-            return branch_logps(policy, batch)
-
-    @contextmanager
-    def _active(self, policy: peft.PeftModel) -> Iterator[None]:
-        """The reference adapter active inside; what was trainable is trainable again outside."""
-        own = f".{REFERENCE_ADAPTER}."
-        trainable = {key for key, p in policy.named_parameters() if p.requires_grad and own not in key}
-        policy.set_adapter(REFERENCE_ADAPTER)
-        try:
-            yield
-        finally:
-            policy.set_adapter(self.name)
-            for key, parameter in policy.named_parameters():
-                parameter.requires_grad_(key in trainable)
-
-
-class SecondModel:
-    """A reference of its own: a frozen copy of the policy, or a model that the user gave.
-
-    inner: how a copy of the policy is its own reference; None for a model that is one as it stands.
-    """
-
-    def __init__(self, frozen: Frozen, inner: AdapterOff | AdapterCopy | None):
-        self.frozen, self.inner = frozen, inner
-
-    def logps(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """As `AdapterOff.logps`."""
-        with self.frozen as model:
-            return branch_logps(model, batch) if self.inner is None else self.inner.logps(model, batch)
+def adapter_off(policy: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """`branch_logps` of a policy's base: the reference of a new adapter."""
+    with forward.unwrapped(policy).disable_adapter():
+        return branch_logps(policy, batch)
 
 
 class Reference:
-    """The reference that a trainer asks: scores cached with the rows, or one of the three above.
+    """What a trainer asks for the reference's scores.
 
-    online: None where rows must be scored already. starts_equal: is it the policy as it was at the start?
+    score: `branch_logps`, `adapter_off` or an `AdapterCopy`; None where all rows must be scored already. second: the
+    model that it scores, a copy of the policy or the user's; None for the policy itself.
+    starts_equal: is the reference the policy as it was at the start?
     """
 
-    def __init__(self, trainer: Any, online: AdapterOff | AdapterCopy | SecondModel | None, starts_equal: bool):
-        self.trainer, self.online, self.starts_equal = trainer, online, starts_equal
+    def __init__(self, trainer: Any, score: Callable | None, second: Frozen | None, starts_equal: bool):
+        self.trainer, self.score, self.second, self.starts_equal = trainer, score, second, starts_equal
         self.checked = False
 
     def logps(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
@@ -131,15 +84,16 @@ class Reference:
 
         Raises InputError where the rows were not scored beforehand and no reference was kept.
         """
+        # scored beforehand: the column came with the rows
         if "ref_logps" in batch:
             return batch["ref_logps"]
-        if self.online is None:
+        if self.score is None:
             raise InputError(
                 "this data set was not scored by the reference: with precompute_ref_log_probs, pass every data set "
                 "when the trainer is built, or turn it off to keep a reference model"
             )
-        with self.trainer.accelerator.autocast():
-            return self.online.logps(policy, self.trainer.reference_batch(batch)).view(len(batch["index"]), -1)
+        with self.trainer.accelerator.autocast(), self.second or nullcontext(policy) as model:
+            return self.score(model, self.trainer.reference_batch(batch)).view(len(batch["index"]), -1)
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
         """Warn, once, where policy and reference, one model, differ before the first step. All of one shape."""
@@ -147,8 +101,7 @@ class Reference:
             return
         self.checked = True
         gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).max().item()
-        tolerance = 1e-4 if self.trainer.exact else 5e-2
-        if gap > tolerance:
+        if gap > (1e-4 if self.trainer.exact else 5e-2):
             logger.warning(
                 "before the first step the policy differs from its reference by %.2g in log-probability per token: is "
                 "dropout on, or does the adapter's initialisation change the base?", gap,

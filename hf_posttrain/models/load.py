@@ -1,17 +1,9 @@
-"""Models, tokenizers and adapters from a `ModelSection` of a recipe.
+"""Models, tokenizers and adapters from a `ModelSection` of a recipe; a user's mistake is an InputError of one line.
 
-    check_model        names, adapter, quantisation: what can be said before weights are loaded
-    load_tokenizer     tokenizer with its chat template and a pad token
-    load_model         weights in the right dtype, quantised, with the adapter to continue
-    lora_config        the `lora` key as a peft.LoraConfig
-    vocabulary_size, check_same_vocabulary, check_tokenizer_fits      student and teacher, tokenizer and model
-    align_generation_config    the saved model stops where the trained one does
-
-A user's mistake is an InputError of one line. Weights are safetensors unless trust_remote_code is set.
+Weights are read from safetensors files unless trust_remote_code is set.
 """
 
 import importlib.util
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,48 +11,41 @@ from typing import Any
 
 import peft
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from ..errors import InputError, nearest_path
 from .section import TOKENIZER_FILES, ModelSection, is_local
 
-logger = logging.getLogger(__name__)
-
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
 def check_model(section: ModelSection) -> PretrainedConfig:
-    """The model's config, after checking that model, adapter and quantisation package are there.
-
-    Raises InputError with what is missing.
-    """
+    """The model's config. Raises InputError where model, adapter or the quantisation package is missing."""
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
     if section.adapter:
         with names_the_source("adapter", section.adapter):
             peft.PeftConfig.from_pretrained(section.adapter)
     with names_the_source("model", section.name_or_path):
-        return AutoConfig.from_pretrained(section.name_or_path, trust_remote_code=section.trust_remote_code)
+        return transformers.AutoConfig.from_pretrained(
+            section.name_or_path, trust_remote_code=section.trust_remote_code
+        )
+
+
+# ---- tokenizers
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of `section`, padding on the right, with the chat template file if one is given.
+    """The tokenizer of `section`, with a pad token, and the chat template file if one is given.
 
-    A tokenizer without pad token gets an unused one of its own vocabulary, or else eos: the masks of this package come
-    from lengths, never from the pad id. Raises InputError where there is no tokenizer.
+    Raises InputError where there is no tokenizer.
     """
     name = section.name_or_path
     with names_the_source("tokenizer", name):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+    # of a folder with config.json alone transformers makes an empty tokenizer
     folder = Path(name)
     if folder.is_dir() and not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
@@ -71,7 +56,10 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer itself, with a pad token where it had none. Raises InputError if it has no eos either."""
+    """The tokenizer itself, with a pad token: an unused one of its vocabulary, or else eos. Raises InputError without.
+
+    It may be a trained token, since the masks of this package come from lengths, never from the pad id.
+    """
     if tokenizer.pad_token_id is None:
         spare = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
@@ -81,64 +69,6 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
             " tokenizer_config.json"
         )
     return tokenizer
-
-
-def load_model(
-    section: ModelSection,
-    trainable: bool = True,
-    device: torch.device | None = None,
-    storage: torch.dtype = torch.uint8,
-) -> PreTrainedModel:
-    """The model of `section`, frozen and in eval mode unless `trainable`; a new `lora` is left to the trainer.
-
-    `device`, by default a GPU if there is one, is where it will run: it decides the default dtype, and quantised
-    weights are placed there, while others stay on CPU. 4-bit weights are kept as `storage`: what their engine can cut
-    (`launch.quantised_storage`). `from_scratch` draws weights from torch's global generator, so seed it first. Raises
-    InputError for a model that is not there, and an attention implementation that it refuses.
-    """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = check_model(section)
-    whole = trainable and section.lora is None and not section.adapter
-    kwargs: dict[str, Any] = {
-        "dtype": weights_dtype(section, config, whole, device),
-        "trust_remote_code": section.trust_remote_code,
-    }
-    if section.attn_implementation != "auto":
-        kwargs["attn_implementation"] = section.attn_implementation
-    with names_the_source("model", section.name_or_path):
-        if section.from_scratch:
-            with whole_weights():
-                model = AutoModelForCausalLM.from_config(config, **kwargs)
-        else:
-            quantised = _quantization(section, kwargs["dtype"], device, storage)
-            safe = None if section.trust_remote_code else True  # pickled weights can run code as well
-            model = AutoModelForCausalLM.from_pretrained(
-                section.name_or_path, config=config, use_safetensors=safe, **kwargs, **quantised
-            )
-    if section.adapter:
-        model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
-    if not trainable:
-        model.requires_grad_(False)
-        model.eval()
-    return model
-
-
-def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig | None:
-    """`section.lora` as a LoraConfig for a causal LM, on all linear layers by default; None without LoRA.
-
-    r, alpha, dropout and target_modules are the friendly names; every LoraConfig field is allowed. where: the place of
-    the section, for messages. Raises InputError for a field under two names, and for what LoraConfig refuses.
-    """
-    if section.lora is None:
-        return None
-    values = {_FRIENDLY.get(name, name): value for name, value in section.lora.items()}
-    if len(values) < len(section.lora):
-        raise InputError(f"{where}: model.lora gives alpha or dropout under two names")
-    values = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values}
-    try:
-        return peft.LoraConfig(**values)
-    except (ValueError, TypeError, ImportError) as error:
-        raise InputError(f"{where}: model.lora: {error}") from error
 
 
 def vocabulary_size(section: ModelSection) -> int:
@@ -156,15 +86,14 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, name: st
 def check_same_vocabulary(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, student_size: int, teacher_size: int
 ) -> None:
-    """Raises InputError unless both tokenizers map the same tokens to the same ids.
+    """Raises InputError unless both tokenizers map the same tokens to the same ids, and both models have all of them.
 
-    The models' vocabulary sizes may differ, as padding does; they must hold all ids. Equal sizes prove nothing.
+    The sizes of the models' vocabularies may differ, as padding does; equal sizes prove nothing.
     """
     check_tokenizer_fits(student, student_size, "the student")
     check_tokenizer_fits(teacher, teacher_size, "the teacher")
     ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))
-    differing = sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i))
-    if differing:
+    if differing := sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)):
         i, counts = differing[0], f"{len(ours)} and {len(theirs)} ids, {len(differing)} differ"
         example = f"id {i} is {ours.get(i)!r} for the student, {theirs.get(i)!r} for the teacher"
         raise InputError(
@@ -172,27 +101,55 @@ def check_same_vocabulary(
         )
 
 
-def align_generation_config(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, terminal_ids: list[int]
-) -> None:
-    """Make generation stop at every terminal id (turn end, eos), in memory and after saving and loading.
+# ---- models
 
-    The model's config gets the tokenizer's special ids, and a generation config that could not be saved (a temperature
-    without sampling, as in some releases) is made to sample as it says.
+
+def load_model(
+    section: ModelSection,
+    trainable: bool = True,
+    device: torch.device | None = None,
+    storage: torch.dtype = torch.uint8,
+) -> PreTrainedModel:
+    """The model of `section`, frozen and in eval mode unless `trainable`; a new `lora` is left to the trainer.
+
+    device: where it will run, by default a GPU if there is one. It decides the default dtype; quantised weights are
+    placed there, others stay on CPU. storage: of 4-bit weights (`launch.quantised_storage`). `from_scratch` draws
+    weights from torch's global generator. Raises InputError for a model that is not there, or that refuses an option.
     """
-    ends = list(dict.fromkeys([*terminal_ids, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]))
-    generation, config = model.generation_config, model.config.get_text_config()
-    generation.eos_token_id = ends if len(ends) > 1 else (ends or [None])[0]
-    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
-        value = getattr(tokenizer, name)
-        if value is not None:
-            setattr(config, name, value)
-            if name != "eos_token_id":
-                setattr(generation, name, value)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = check_model(section)
+    whole = trainable and section.lora is None and not section.adapter
+    kwargs = _options(section) | {"dtype": weights_dtype(section, config, whole, device)}
+    with names_the_source("model", section.name_or_path):
+        if section.from_scratch:
+            with whole_weights():
+                model = transformers.AutoModelForCausalLM.from_config(config, **kwargs)
+        else:
+            # pickled weights can run code, as a model's own code can
+            kwargs |= {"config": config, "use_safetensors": None if section.trust_remote_code else True}
+            kwargs |= _quantization(section, kwargs["dtype"], device, storage)
+            model = transformers.AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
+    if section.adapter:
+        model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
+    return model if trainable else model.requires_grad_(False).eval()
+
+
+def load_skeleton(section: ModelSection) -> PreTrainedModel:
+    """The model of `section` without weights, on the meta device, with its generation config."""
+    config = check_model(section)
+    with names_the_source("model", section.name_or_path), whole_weights(), torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config, **_options(section))
     try:
-        generation.validate(strict=True)
-    except ValueError:
-        generation.do_sample = True
+        model.generation_config = transformers.GenerationConfig.from_pretrained(section.name_or_path)
+    except OSError:  # it has none of its own
+        model.generation_config = transformers.GenerationConfig.from_model_config(config)
+    return model
+
+
+def _options(section: ModelSection) -> dict[str, Any]:
+    """What from_pretrained and from_config are both given."""
+    attention = {} if section.attn_implementation == "auto" else {"attn_implementation": section.attn_implementation}
+    return {"trust_remote_code": section.trust_remote_code, **attention}
 
 
 def weights_dtype(section: ModelSection, config: PretrainedConfig, whole: bool, device: torch.device) -> torch.dtype:
@@ -200,9 +157,9 @@ def weights_dtype(section: ModelSection, config: PretrainedConfig, whole: bool, 
     float32 on CPU."""
     if section.dtype == "default":
         return torch.bfloat16 if device.type != "cpu" and not whole else torch.float32
-    own = getattr(config.get_text_config(), "dtype", None) or torch.float32
-    dtype = own if section.dtype == "auto" else getattr(torch, section.dtype)
-    return dtype
+    if section.dtype == "auto":
+        return getattr(config.get_text_config(), "dtype", None) or torch.float32
+    return getattr(torch, section.dtype)
 
 
 def _quantization(
@@ -211,15 +168,29 @@ def _quantization(
     """from_pretrained's arguments for bitsandbytes; on GPU weights must be placed while they are loaded."""
     if section.quantization == "none":
         return {}
-    bits = BitsAndBytesConfig(
-        load_in_4bit=section.quantization == "4bit",
-        load_in_8bit=section.quantization == "8bit",
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_storage=storage,
-    )
+    bits = transformers.BitsAndBytesConfig(
+        load_in_4bit=section.quantization == "4bit", load_in_8bit=section.quantization == "8bit",
+        bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage,
+    )  # fmt: skip
     return {"quantization_config": bits} | ({} if device.type == "cpu" else {"device_map": {"": device}})
+
+
+def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig | None:
+    """`section.lora` as a LoraConfig for a causal LM, on all linear layers by default; None without LoRA.
+
+    alpha and dropout are short for LoraConfig's names. where: the place of the section, for messages. Raises
+    InputError for a field under two names, and for what LoraConfig refuses.
+    """
+    if section.lora is None:
+        return None
+    values = {_FRIENDLY.get(name, name): value for name, value in section.lora.items()}
+    if len(values) < len(section.lora):
+        raise InputError(f"{where}: model.lora gives alpha or dropout under two names")
+    try:
+        return peft.LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values})
+    except (ValueError, TypeError, ImportError) as error:
+        raise InputError(f"{where}: model.lora: {error}") from error
 
 
 @contextmanager
@@ -240,8 +211,7 @@ def names_the_source(what: str, name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, ImportError) as error:
         first = str(error).strip().partition("\n")[0].rstrip(".")
-        path = Path(name)
-        if path.exists():
+        if (path := Path(name)).exists():
             raise InputError(f"{what} {name}: {first}") from error
         hub = "" if is_local(name) else f"; from the Hub: {first}"
         raise InputError(f"{what} {name}: no such folder{hub}{nearest_path(path)}") from error

@@ -48,16 +48,30 @@ def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, temp
 
 
 def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
-    """Make the model, once saved, stop where it is trained to stop; returns the generation config to save."""
+    """Make generation stop at every id of `ends` and at eos, in memory and after saving and loading.
+
+    Returns the generation config to save. The model's config gets the tokenizer's special ids.
+    """
     inner = forward.causal_lm(model)
     if getattr(inner, "generation_config", None) is None:
         inner.generation_config = GenerationConfig.from_model_config(inner.config)
-    load.align_generation_config(inner, tokenizer, ends)
-    return inner.generation_config
+    generation, config = inner.generation_config, inner.config.get_text_config()
+    for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
+        if (value := getattr(tokenizer, name)) is not None:
+            setattr(config, name, value)
+            setattr(generation, name, value)
+    ends = list(dict.fromkeys([*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]))
+    generation.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
+    # one that HF would refuse to save (a temperature without sampling, as in some releases) is made to sample
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        generation.do_sample = True
+    return generation
 
 
 def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
-    """Add a new adapter where asked for, switch dropout off where asked for, let the forward take a scorer.
+    """Add a new adapter, switch dropout off, each where asked for, and let the forward take a scorer.
 
     Raises InputError for an adapter on an adapter, and for adapters that are not inside the layers (prompt tuning).
     """
@@ -72,27 +86,30 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         if getattr(model, "is_quantized", False):
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model = peft.get_peft_model(model, peft_config)
-    if isinstance(model, peft.PeftModel) and args.activation_checkpointing:
-        model.enable_input_require_grads()  # checkpointed layers need an input with a gradient where the base is frozen
     if args.disable_dropout:
         disable_dropout(model)
+    # on CPU bitsandbytes repacks weights in a first forward without gradient, and its backward reads them wrongly
     module: Any
-    for module in model.modules():  # on CPU bitsandbytes repacks weights in a first forward without gradient, and its
-        if hasattr(module, "support_avx512bf16_for_cpu"):  # backward then reads them wrongly
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-    if isinstance(model, peft.PeftModel) and args.bf16:
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.dtype == torch.bfloat16:
-                parameter.data = parameter.data.float()  # trained copies (modules_to_save): bf16 would hardly move
-    low = {p.dtype for p in model.parameters() if p.requires_grad} & {torch.bfloat16, torch.float16}
-    if low and not isinstance(model, peft.PeftModel):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not trained:
+        raise InputError("no parameter of the model requires a gradient: there is nothing to train")
+    if isinstance(model, peft.PeftModel):
+        # checkpointed layers need an input with a gradient, and the base is frozen
+        if args.activation_checkpointing:
+            model.enable_input_require_grads()
+        # trained copies of layers (modules_to_save) have the base's dtype: in bf16 they would hardly move
+        for parameter in trained:
+            if args.bf16 and parameter.dtype == torch.bfloat16:
+                parameter.data = parameter.data.float()
+    elif low := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
         logger.warning(
             "all weights are trained in %s, whose steps are coarser than most updates: at rate 5e-7 the weights"
             " moved by 1.4 %% of what they should. Use float32 (model.dtype: default) with bf16 autocast, or lora",
             low.pop(),
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError("no parameter of the model requires a gradient: there is nothing to train")
     forward.enable_scoring(model)
     if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
         cpu.attend_by_document(forward.causal_lm(model))

@@ -2,61 +2,57 @@
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import datasets
 import peft
-from torch import Tensor, nn
+from torch import nn
 
 from ..engines import engine, launch
 from ..errors import InputError
 from ..scoring import forward
-from . import load
-from .frozen import REFERENCE_ADAPTER, AdapterCopy, AdapterOff, Frozen, Reference, SecondModel
-from .score_cache import cached, model_key, rows_key, score_rows, with_scores
+from . import load, score_cache
+from .frozen import Frozen, Reference, adapter_off, branch_logps
+from .reference_adapter import AdapterCopy
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 
 
 def make_reference(trainer: Any, ref_model: nn.Module | str | None) -> Reference:
-    """The policy as it is now, or an explicit `ref_model`.
+    """The policy as it is now, or an explicit `ref_model`. Raises InputError for a ref_model that is the policy itself.
 
-    Under an adapter it costs no second model: a new adapter is switched off; of one that was continued a frozen copy
-    is kept on the same base. Otherwise it is a copy of the policy in memory, never a reload by name. With
-    precompute_ref_log_probs the trainer's data sets are scored now and no second model is kept; left to itself (None),
-    they are scored now if that is cheaper, and the reference stays for rows that come later.
-    Raises InputError for a ref_model that is the policy itself.
+    With precompute_ref_log_probs the trainer's data sets are scored now and no second model is kept; left to itself
+    (None), they are scored now if that is cheaper, and the reference stays for rows that come later.
     """
     policy, accelerator, asked = trainer.model, trainer.accelerator, trainer.args.precompute_ref_log_probs
     precompute = planned_twice(trainer) if asked is None else asked
+    # under an adapter the base is there already: a new adapter is switched off, of a continued one a copy is kept
     by_adapter = isinstance(policy, peft.PeftModel) and ref_model is None
-    own = AdapterCopy(policy) if by_adapter and not trainer.new_adapter else AdapterOff()
+    score: Callable = branch_logps
+    if by_adapter:
+        score = adapter_off if trainer.new_adapter else AdapterCopy(policy)
+    # otherwise it is a copy of the policy in memory, never a reload by name
+    second: Frozen | None = None
     if ref_model is not None:
-        frozen: Frozen | None = Frozen(_loaded(ref_model, trainer), accelerator)
+        second = Frozen(_loaded(ref_model, trainer), accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
         # a policy that its engine has yet to cut or cast cannot score for itself
-        frozen = Frozen(engine.copied(policy, accelerator), accelerator)
-    else:
-        frozen = None
-    scorer = own if frozen is None else SecondModel(frozen, own if ref_model is None else None)
-    if frozen is not None:
-        trainer.set_second_model(frozen)
+        second = Frozen(engine.copied(policy, accelerator), accelerator)
+    if second is not None:
+        trainer.set_second_model(second)
+    reference = Reference(trainer, score, second, starts_equal=ref_model is None)
     if precompute:
-        trainer.check_scoring(policy)
-        score = partial(_scored, trainer, scorer, frozen, own, ref_model is None)
-        for split in ("train", "eval"):
-            rows = with_scores(getattr(trainer, f"{split}_dataset"), "precompute_ref_log_probs", score, split)
-            setattr(trainer, f"{split}_dataset", rows)
-        if frozen is not None and (asked or by_adapter):
-            trainer.set_second_model(None)  # with its memory
-        elif frozen is not None:
-            frozen.release()
-    online = own if by_adapter else None if asked else scorer
-    return Reference(trainer, online, starts_equal=ref_model is None)
+        _score_beforehand(trainer, reference)
+        if second is not None and not (asked or by_adapter):
+            second.release()
+        elif second is not None:
+            trainer.set_second_model(None)
+            reference.second = None
+        if asked and not by_adapter:
+            reference.score = None
+    return reference
 
 
 def planned_twice(trainer: Any) -> bool:
@@ -71,28 +67,22 @@ def planned_twice(trainer: Any) -> bool:
     return passes > 1
 
 
-def _scored(
-    trainer: Any, scorer: Any, frozen: Frozen | None, own: Any, is_policy: bool, rows: datasets.Dataset, name: str
-) -> datasets.Dataset:
-    """The column `ref_logps` of the rows, K floats a row: from the cache on disk, or scored now, longest first."""
-    args = trainer.args
-    model = trainer.model if frozen is None else frozen.model
-    adapter = getattr(model, "peft_config", {}).get(getattr(own, "name", None))
-    key = [  # a new adapter is off: only its base counts
-        model_key(model, with_adapter=adapter is not None or not is_policy), rows_key(rows), trainer.method.name,
+def _score_beforehand(trainer: Any, reference: Reference) -> None:
+    """Give the trainer's rows `ref_logps`, K floats a row, from the cache on disk or scored now."""
+    args, size = trainer.args, trainer.args.precompute_ref_batch_size or trainer.args.per_device_eval_batch_size
+    trainer.check_scoring(trainer.model)
+    model: Any = trainer.model if reference.second is None else reference.second.model
+    # a new adapter is off: only its base counts
+    adapter = model.peft_config[reference.score.trained] if isinstance(reference.score, AdapterCopy) else None
+    key = [
+        score_cache.model_key(model, with_adapter=reference.score is not adapter_off), trainer.method.name,
         args.bf16, args.fp16, adapter and _written(adapter),
     ]  # fmt: skip
 
-    def score(batch: dict, count: int) -> list[list[float]]:
-        with trainer.accelerator.autocast():
-            return scorer.logps(trainer.model, trainer.reference_batch(batch)).view(count, -1).float().tolist()
+    def score(batch: dict) -> list[dict[str, Any]]:
+        return [{"ref_logps": logps} for logps in reference.logps(trainer.model, batch).float().tolist()]
 
-    def compute() -> datasets.Dataset:
-        size = args.precompute_ref_batch_size or args.per_device_eval_batch_size
-        found = score_rows(trainer, rows, size, score, f"Reference log-probs of {name}")
-        return datasets.Dataset.from_dict({"ref_logps": found})
-
-    return cached(key, compute, "reference", trainer.accelerator)
+    score_cache.add_scores(trainer, "precompute_ref_log_probs", "reference", key, size, score)
 
 
 def _written(config: peft.PeftConfig) -> str:
@@ -108,21 +98,3 @@ def _loaded(ref_model: nn.Module | str, trainer: Any) -> nn.Module:
     if forward.causal_lm(ref_model) is forward.causal_lm(trainer.model):
         raise InputError("ref_model is the policy itself, which moves: leave it out, a frozen reference is kept anyway")
     return ref_model
-
-
-@contextmanager
-def without_reference_adapter(model: nn.Module, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
-    """Keep the reference adapter out of what is saved: inside, PEFT knows neither its config nor its tensors.
-
-    state: what would be saved, None for the model's own state_dict; gives what is.
-    """
-    configs = getattr(model, "peft_config", {})
-    config = configs.pop(REFERENCE_ADAPTER, None)
-    if config is not None:
-        whole = model.state_dict() if state is None else state
-        state = {name: tensor for name, tensor in whole.items() if f".{REFERENCE_ADAPTER}." not in name}
-    try:
-        yield state
-    finally:
-        if config is not None:
-            configs[REFERENCE_ADAPTER] = config

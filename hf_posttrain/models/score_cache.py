@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,18 +26,31 @@ logger = logging.getLogger(__name__)
 _NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_cache")
 
 
-def with_scores(rows: Any, option: str, score: Callable[[datasets.Dataset, str], datasets.Dataset], name: str) -> Any:
-    """Rows with the columns that `score(rows, name)` gives them; a dict of data sets one by one, None as None.
+def add_scores(
+    trainer: Any, option: str, what: str, key: list[Any], size: int, score: Callable[[dict], Sequence[dict[str, Any]]]
+) -> None:
+    """Give the trainer's data sets the columns that `score` finds, or that the cache has under `key` and the rows.
 
-    Raises InputError, naming the `option` that asks for it, for a stream.
+    option: of the Config, which asks for them. what: who scores, "reference" or "teacher". key: all that the scores
+    depend on besides the rows, the model first. size, score: as in `score_rows`; score gives a row's new columns.
+    Raises InputError for a stream.
     """
-    if rows is None:
-        return None
-    if isinstance(rows, dict):
-        return {key: with_scores(part, option, score, f"{name} {key}") for key, part in rows.items()}
-    if not isinstance(rows, datasets.Dataset):
-        raise InputError(f"{option} needs a data set of known length, not a stream")
-    return datasets.concatenate_datasets([rows, score(rows, name)], axis=1)
+
+    def scored(rows: Any, name: str) -> Any:
+        if rows is None:
+            return None
+        if isinstance(rows, dict):
+            return {each: scored(part, f"{name} {each}") for each, part in rows.items()}
+        if not isinstance(rows, datasets.Dataset):
+            raise InputError(f"{option} needs a data set of known length, not a stream")
+        # the key of one data set: the model, its rows, and the rest
+        title = f"Scores of {name} by the {what}"
+        compute = lambda: datasets.Dataset.from_list(score_rows(trainer, rows, size, score, title))  # noqa: E731
+        columns = cached([key[0], rows_key(rows), *key[1:]], compute, what, trainer.accelerator)
+        return datasets.concatenate_datasets([rows, columns], axis=1)
+
+    trainer.train_dataset = scored(trainer.train_dataset, "train")
+    trainer.eval_dataset = scored(trainer.eval_dataset, "eval")
 
 
 def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, accelerator: Any) -> datasets.Dataset:
@@ -52,24 +64,24 @@ def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, a
         logger.info("%s: taken from the cache %s", what, folder)
         return datasets.load_from_disk(str(folder))
     rows = compute()
+    # written aside and renamed, so that no other run finds a part of it
     if accelerator.is_local_main_process and not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{name}.", suffix=".partial", dir=folder.parent))
-        rows.save_to_disk(str(partial))
-        with contextlib.suppress(OSError):  # another run or machine on the same disk was first
-            partial.rename(folder)
-        shutil.rmtree(partial, ignore_errors=True)
+        with tempfile.TemporaryDirectory(suffix=".partial", dir=folder.parent) as partial:
+            rows.save_to_disk(f"{partial}/rows")
+            with contextlib.suppress(OSError):  # another run or machine on the same disk was first
+                Path(partial, "rows").rename(folder)
     accelerator.wait_for_everyone()
     return datasets.load_from_disk(str(folder))
 
 
 def score_rows(
-    trainer: Any, rows: datasets.Dataset, size: int, score: Callable[[dict, int], Sequence[Any]], title: str
+    trainer: Any, rows: datasets.Dataset, size: int, score: Callable[[dict], Sequence[Any]], title: str
 ) -> list[Any]:
     """What `score` says of each row, in the rows' order, on every rank; longest rows first, `size` at a time.
 
-    score: (batch on the device, its number of rows) -> one picklable value a row. Every rank makes the same number of
-    calls, since a sharded model's forward needs all of them: one that has run out scores its last rows again.
+    score: a batch on the device -> one picklable value a row. Every rank makes the same number of calls, since a
+    sharded model's forward needs all of them: one that has run out scores its last rows again.
     """
     accelerator = trainer.accelerator
     lengths = [sum(len(v) for v in row.values() if isinstance(v, list)) for row in rows]
@@ -77,10 +89,11 @@ def score_rows(
     parts = [order[start : start + size] for start in range(0, len(order), size)]
     mine: dict[int, Any] = {}
     world, rank = accelerator.num_processes, accelerator.process_index
+    # in each round the ranks take one part each, of about equal lengths
     for first in tqdm(range(0, len(parts), world), desc=title, disable=not accelerator.is_local_main_process):
         chosen = parts[min(first + rank, len(parts) - 1)]
         batch = trainer._prepare_inputs(trainer.data_collator([rows[i] for i in chosen]))
-        mine |= zip(chosen, score(batch, len(chosen)), strict=True)
+        mine |= zip(chosen, score(batch), strict=True)
     found = {number: value for part in gather_object([mine]) for number, value in part.items()}
     return [found[number] for number in range(len(rows))]
 

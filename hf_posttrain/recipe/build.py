@@ -84,7 +84,6 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     """
     from ..generation import vllm_options
     from ..models import load as models
-    from ..models.skeleton import load_skeleton
 
     # tokenizers and vocabularies
     with error_context(recipe.where("model.name_or_path")):
@@ -98,12 +97,12 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     for key, section in recipe.models():
         if section.attn_implementation not in ("auto", "eager", "sdpa"):
             with error_context(recipe.where(f"{key}.attn_implementation")):
-                load_skeleton(section)
+                models.load_skeleton(section)
     # the adapter, and its layers where they are named one by one
     peft_config = models.lora_config(recipe.model, recipe.where("model.lora"))
     key, wanted = "model.lora.target_modules", getattr(peft_config, "target_modules", None)
     if isinstance(wanted, list | set):
-        layers = [f".{name}" for name, _ in load_skeleton(recipe.model).named_modules()]
+        layers = [f".{name}" for name, _ in models.load_skeleton(recipe.model).named_modules()]
         for name in wanted:
             if not any(layer.endswith(f".{name}") for layer in layers):
                 hint = nearest(name, {layer.rpartition(".")[2] for layer in layers}, listed=False)
@@ -117,7 +116,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
 
 def load_skeletons(recipe: Recipe) -> list[Any]:
     """The policy and, if any, the teacher, without weights. Raises InputError where a model is not there."""
-    from ..models.skeleton import load_skeleton
+    from ..models.load import load_skeleton
 
     found = []
     for key, section in recipe.models():

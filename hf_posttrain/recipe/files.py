@@ -22,7 +22,8 @@ from ..data.files import or_unreadable, source_problem
 from ..errors import nearest_path
 from ..models.section import TOKENIZER_FILES, ModelSection, is_local
 from ..trainer.method import Problem
-from ..trainer.rules import REPORTERS, reporters
+from ..trainer.rules import REPORTERS
+from ..watch.symptoms import listed
 from .sections import Recipe
 
 
@@ -46,7 +47,7 @@ def training(recipe: Recipe) -> Iterator[Problem]:
     for key, section in recipe.models():
         if not section.from_scratch and (problem := _lacks_weights(section)):
             yield (f"{key}.name_or_path",), f"{key}.name_or_path: {section.name_or_path} {problem}"
-    for name in reporters(recipe.train.get("report_to")):
+    for name in listed(recipe.train.get("report_to")):
         packages = REPORTERS.get(name, ())
         if packages and not any(map(importlib.util.find_spec, packages)):
             yield ("train.report_to",), f"train.report_to: {name} needs a package: pip install {packages[0]}"

@@ -14,7 +14,7 @@ from typing import Any
 from ..methods import METHODS
 from ..models.section import ModelSection
 from ..trainer.method import BELOW_ONE, COUNT, POSITIVE, Limit, Problem
-from ..trainer.rules import beyond, one_of, problems
+from ..trainer.rules import beyond, merge_problem, one_of, problems
 from .files import template_problem
 from .sections import Recipe
 
@@ -95,13 +95,13 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
         if (value := getattr(values, name)) in wanting and recipe.data.eval is None:
             shown = "true" if value is True else getattr(value, "value", value)
             yield (f"train.{name}",), f"train.{name}: {shown} needs data.eval, the rows to evaluate on"
-    # the trainer says the next three as well, but only when the weights are loaded
-    if values.merge_lora and not recipe.model.lora and not recipe.model.adapter:
-        yield ("train.merge_lora",), "train.merge_lora: true needs model.lora or model.adapter, the adapter to merge"
-    if values.merge_lora and recipe.model.quantization != "none":
-        problem = "train.merge_lora: true: a quantised base would round the adapter away, merge later"
-        yield ("train.merge_lora", "model.quantization"), problem
-    if getattr(values, "rollout", None) == "vllm" and recipe.model.quantization != "none":
+    # the trainer says the next two as well, but only when the weights are loaded
+    quantised = recipe.model.quantization != "none"
+    has_adapter = recipe.model.lora is not None or bool(recipe.model.adapter)
+    if values.merge_lora and (problem := merge_problem(has_adapter, quantised)):
+        keys = ("train.merge_lora", "model.quantization") if has_adapter else ("train.merge_lora",)
+        yield keys, f"train.{problem}"
+    if getattr(values, "rollout", None) == "vllm" and quantised:
         problem = "train.rollout: vllm takes no quantised student: drop it, or model.quantization"
         yield ("train.rollout", "model.quantization"), problem
     for name, source in recipe.sources():

@@ -58,8 +58,6 @@ class PostTrainer(Trainer):
     model: Any
     model_wrapped: Any
     data_collator: Any
-    saving_in: str | None = None
-    """The folder of the checkpoint that is being written."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -262,7 +260,5 @@ class PostTrainer(Trainer):
     create_model_card = saving.create_model_card
     _save = saving.save_files
     _save_checkpoint = saving.save_checkpoint
-    _push_from_checkpoint = saving.push_from_checkpoint
-    _get_output_dir = saving.get_output_dir
     _load_from_checkpoint = saving.load_from_checkpoint
     _load_best_model = saving.load_best_model

@@ -21,8 +21,8 @@ SAVING = ".saving"
 """Folder in output_dir where a checkpoint is until it is complete."""
 LAUNCH = "launch"
 """Key of `launched` among the callbacks' states in trainer_state.json."""
-_WEIGHTS = ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp_0", "global_step*")
-_TRAINING_STATE = {  # what a checkpoint holds beside weights, under the names of each engine
+_PARTS = {  # what a checkpoint holds, under the names of each engine
+    "weights": ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp_0", "global_step*"),
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
     "scheduler": ("scheduler.pt", "global_step*"),
     "random state": ("rng_state*.pth",),
@@ -45,6 +45,7 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         shutil.rmtree(run / SAVING, ignore_errors=True)  # of a run that was killed
     accelerator.wait_for_everyone()
     yield str(run / SAVING)
+    # HF has looked for the best checkpoint in .saving
     best = run / f"checkpoint-{state.best_global_step}"
     if best.name == name or best.is_dir():
         state.best_model_checkpoint = str(best)
@@ -54,6 +55,7 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         files = {str(file.relative_to(new)): file.stat().st_size for file in new.rglob("*") if file.suffix in _TENSORS}
         state.stateful_callbacks[LAUNCH] = launched(trainer) | {"files": files}
         state.save_to_json(str(new / "trainer_state.json"))
+        # a folder is there as a whole or not at all: it is renamed in, and renamed away before it is deleted
         if (run / name).exists():  # the same step of an earlier run
             (run / name).rename(run / SAVING / "replaced")
         new.rename(run / name)
@@ -73,11 +75,10 @@ def _surplus(run: Path, limit: int | None, best: str | None) -> list[Path]:
 
 def launched(trainer: Any) -> dict[str, Any]:
     """What must be the same again for a resumed run to go on as if nothing had happened."""
-    accelerator = trainer.accelerator
-    rows = trainer.get_total_train_batch_size(trainer.args)
-    name = engine.name(accelerator)
+    accelerator, name = trainer.accelerator, engine.name(trainer.accelerator)
     if name == "fsdp2":
         name += f" with {accelerator.state.fsdp_plugin.state_dict_type.name}"
+    rows = trainer.get_total_train_batch_size(trainer.args)
     return {"engine": name, "processes": accelerator.num_processes, "rows_per_step": rows}
 
 
@@ -85,16 +86,13 @@ def launched(trainer: Any) -> dict[str, Any]:
 
 
 def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
-    """The newest complete `checkpoint-N` in `output_dir`, or None.
+    """The newest complete `checkpoint-N` in `output_dir`, or None. What is passed over is named in the log.
 
-    Complete: a readable trainer_state.json, weights and, unless `weights_only` (save_only_model), optimizer, scheduler
-    and random state; every file of tensors that was saved, as long as it was. Incomplete ones, half deleted or from a
-    full disk, are passed over with a line in the log.
+    weights_only: of a run with save_only_model.
     """
     numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
     for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
-        absent = lacking(path, weights_only)
-        if not absent:
+        if not (absent := lacking(path, weights_only)):
             return str(path)
         logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
     return None
@@ -118,13 +116,14 @@ def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
             raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {trainer.args.output_dir}")
         wanted = found
     if isinstance(wanted, str):
-        check_launch(trainer, wanted)
+        check_launch(trainer, Path(wanted))
     return wanted
 
 
 def lacking(folder: Path, weights_only: bool) -> list[str]:
-    """What keeps a checkpoint from being resumed."""
-    wanted = {"weights": _WEIGHTS} | ({} if weights_only else _TRAINING_STATE)
+    """What keeps a checkpoint from being resumed: parts, a readable trainer_state.json, files of their full length."""
+    # by names, and then by the lengths that were noted when it was written
+    wanted = {"weights": _PARTS["weights"]} if weights_only else _PARTS
     absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
     try:
         state = _state(folder)
@@ -136,29 +135,29 @@ def lacking(folder: Path, weights_only: bool) -> list[str]:
     return absent or [f"the whole of {name}" for name, size in files.items() if found.get(name, 0) < size]
 
 
-def check_launch(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
+def check_launch(trainer: Any, checkpoint: Path) -> None:
     """Raises InputError where this run would not go on as the one that wrote the checkpoint."""
-    if engine.changes_weights(trainer.accelerator) and (absent := lacking(Path(checkpoint), weights_only=False)):
+    adapter = (checkpoint / "adapter_config.json").exists()
+    weights = f"model.lora=null model.adapter={checkpoint}" if adapter else f"model.name_or_path={checkpoint}"
+    restart = f"start a new run from its weights ({weights})"
+    if engine.changes_weights(trainer.accelerator) and (absent := lacking(checkpoint, weights_only=False)):
         raise InputError(
             f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
-            f"DeepSpeed cannot resume it: start a new run from its weights ({_start_from(checkpoint)})"
+            f"DeepSpeed cannot resume it: {restart}"
         )
-    callbacks = _state(Path(checkpoint)).get("stateful_callbacks", {})
-    if LAUNCH not in callbacks:
+    then, now = _state(checkpoint).get("stateful_callbacks", {}).get(LAUNCH), launched(trainer)
+    if then is None:
         return  # not written by this package
-    then, now = callbacks[LAUNCH], launched(trainer)
-    free = then["engine"] in ("single", "ddp") and now["engine"] in ("single", "ddp")  # one format, whole on rank 0
-    if not free and then["engine"] != now["engine"]:
+    # one process and DDP write the same files, whole on rank 0
+    if then["engine"] != now["engine"] and not {then["engine"], now["engine"]} <= {"single", "ddp"}:
         raise InputError(
             f"the checkpoint {checkpoint} was written under {then['engine']} and this run is {now['engine']}: its "
-            f"optimizer state cannot be read here. Launch as before, or start a new run from its weights "
-            f"({_start_from(checkpoint)})"
+            f"optimizer state cannot be read here. Launch as before, or {restart}"
         )
     if now["engine"].startswith("zero") and then["processes"] != now["processes"]:
         raise InputError(
             f"the checkpoint {checkpoint} was written by {then['processes']} processes and this run has "
-            f"{now['processes']}: DeepSpeed cut its optimizer state for the former. Launch as many, or start a new run "
-            f"from its weights ({_start_from(checkpoint)})"
+            f"{now['processes']}: DeepSpeed cut its optimizer state for the former. Launch as many, or {restart}"
         )
     if then["rows_per_step"] != now["rows_per_step"] and not trainer.args.ignore_data_skip:
         raise InputError(
@@ -166,12 +165,6 @@ def check_launch(trainer: Any, checkpoint: str | os.PathLike[str]) -> None:
             f"{now['rows_per_step']}, so rows would be skipped or seen twice: keep per_device_train_batch_size x "
             "gradient_accumulation_steps x processes, or set ignore_data_skip to begin the epoch again"
         )
-
-
-def _start_from(checkpoint: str | os.PathLike[str]) -> str:
-    """The override that begins a run with a checkpoint's weights."""
-    adapter = Path(checkpoint, "adapter_config.json").exists()
-    return f"model.lora=null model.adapter={checkpoint}" if adapter else f"model.name_or_path={checkpoint}"
 
 
 def _state(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""PostTrainConfig: TrainingArguments with what all methods add. It refuses what `rules` and `launch` name."""
+"""PostTrainConfig: TrainingArguments with what all methods add."""
 
 import dataclasses
 import inspect
@@ -83,13 +83,21 @@ class PostTrainConfig(TrainingArguments):
 
     def __post_init__(self):
         rules.check(self, self.method)
-        self._resolve_gradient_checkpointing()
+        # one value under both names: transformers reads `activation_...` from 5.23, `gradient_...` before
+        for suffix, default in (("", True), ("_kwargs", None)):
+            names = f"activation_checkpointing{suffix}", f"gradient_checkpointing{suffix}"
+            given = [value for name in names if (value := getattr(self, name)) is not None]
+            for name in names:
+                setattr(self, name, given[0] if given else default)
         if self.bf16 is None:
-            self.bf16 = (
-                not self.fp16 and not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-            )
+            gpu = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+            self.bf16 = gpu and not self.fp16
         super().__post_init__()
-        self._keep_batches_whole()
+        # Accelerate would cut a laid-out batch by rows, as it does by default with streams
+        loading: Any = self.accelerator_config
+        if loading.dispatch_batches or loading.split_batches:
+            raise InputError("accelerator_config: dispatch_batches and split_batches cut laid-out batches by rows")
+        loading.dispatch_batches = False
         self._check_scheduler()
         self.parallelism_config = sequence.settle(self)
         if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
@@ -112,19 +120,3 @@ class PostTrainConfig(TrainingArguments):
         for name in self.lr_scheduler_kwargs or {}:
             if name not in allowed and not takes_all:
                 raise InputError(f"lr_scheduler_kwargs: {kind.value} has no option {name}{nearest(name, allowed)}")
-
-    def _keep_batches_whole(self) -> None:
-        """Accelerate must not cut a laid-out batch by rows, as it does by default with streams."""
-        loading: Any = self.accelerator_config
-        if loading.dispatch_batches or loading.split_batches:
-            raise InputError("accelerator_config: dispatch_batches and split_batches cut laid-out batches by rows")
-        loading.dispatch_batches = False
-
-    def _resolve_gradient_checkpointing(self) -> None:
-        """One value under the name that this transformers reads: `activation_...` from 5.23, `gradient_...` before."""
-        for suffix, default in (("", True), ("_kwargs", None)):
-            older, newer = f"gradient_checkpointing{suffix}", f"activation_checkpointing{suffix}"
-            given = [value for name in (newer, older) if (value := getattr(self, name)) is not None]
-            value = given[0] if given else default
-            setattr(self, newer, value)
-            setattr(self, older, value)

@@ -1,4 +1,4 @@
-"""SIGTERM: all ranks finish the optimizer step, save a checkpoint and leave `train`."""
+"""SIGTERM to any rank: all ranks finish the optimizer step, save a checkpoint and leave `train`."""
 
 import logging
 import signal
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Preemption(TrainerCallback):
-    """SIGTERM to any rank: all finish the optimizer step, save a checkpoint and leave `train`."""
+    """Looks after each step whether any rank was asked to stop. `happened`: was the last run stopped?"""
 
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator
@@ -24,7 +24,7 @@ class Preemption(TrainerCallback):
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Around a training; in the main thread alone, others cannot."""
+        """Around a training; Python lets only the main thread listen."""
         self.asked = self.happened = False
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -36,18 +36,18 @@ class Preemption(TrainerCallback):
             signal.signal(signal.SIGTERM, before)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop together: the ranks hear of it at different moments. Time is short, so nothing is evaluated."""
+        """Stop together. Time is short, so nothing is evaluated."""
         if self._any_asked():
             self.happened = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
             logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
 
     def _any_asked(self) -> bool:
-        """Was any rank asked to stop? A word between hosts: no device is waited for."""
+        """Was any rank asked to stop? The signal reaches them at different moments."""
         if self.accelerator.num_processes == 1:
             return self.asked
-        if self.group is None:
-            self.group = dist.new_group(backend="gloo")
+        # between the hosts alone, so that no device is waited for
+        self.group = self.group or dist.new_group(backend="gloo")
         asked = torch.tensor(float(self.asked))
         dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
         return asked.item() > 0

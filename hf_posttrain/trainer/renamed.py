@@ -1,6 +1,7 @@
 """Names that TRL's configs or older transformers have and ours lack, and what to use instead."""
 
-_GONE = {  # names of other versions and libraries, and what to say instead
+_INSTEAD = {
+    # of older transformers, and short names that other libraries have
     "evaluation_strategy": "use eval_strategy",
     "warmup_ratio": "use warmup_steps, where a value below 1 is a ratio of all steps",
     "group_by_length": "use train_sampling_strategy: group_by_length",
@@ -18,8 +19,7 @@ _GONE = {  # names of other versions and libraries, and what to say instead
     "lr": "use learning_rate",
     "epochs": "use num_train_epochs",
     "batch_size": "use per_device_train_batch_size",
-}
-_TRL_ADVICE = {
+    # of TRL's configs
     "padding_free": "use layout: packed (or auto)",
     "pad_to_multiple_of": "rows are packed, there is nothing to pad to",
     "truncation_mode": "the prompt is trimmed from its left first, then the completion from its right",
@@ -66,4 +66,4 @@ _TRL_ADVICE = {
 
 def advice(name: str) -> str | None:
     """What to use instead of a field of TRL or of older transformers that we lack; None for any other name."""
-    return _GONE.get(name) or _TRL_ADVICE.get(name)
+    return _INSTEAD.get(name)

@@ -43,94 +43,76 @@ _REFUSED = {  # field: (off, why it stays off)
 }
 
 
-def names(values: Any) -> Iterator[Problem]:
-    """Layout, order of the rows, what is logged, and who is told of the run."""
-    yield from one_of("layout", values.layout, LAYOUTS)
+def allowed_values(values: Any) -> Iterator[Problem]:
+    """Names and options that no method can honour."""
+    named = [("layout", LAYOUTS), ("log_level", LOG_LEVELS), ("log_level_replica", LOG_LEVELS)]
     if values.train_sampling_strategy == "batch_rebalance":
         problem = "train_sampling_strategy: batch_rebalance repeats rows unseen: use random or group_by_length"
         yield ("train_sampling_strategy",), problem
     else:
-        yield from one_of("train_sampling_strategy", values.train_sampling_strategy, SAMPLING)
-    for name in ("log_level", "log_level_replica"):
-        yield from one_of(name, getattr(values, name), LOG_LEVELS)
-    for name in reporters(values.report_to):
-        yield from one_of("report_to", name, ("all", "none", *REPORTERS))
-
-
-def reporters(report_to: list[str] | str | None) -> list[str]:
-    """`report_to` as a list."""
-    return [report_to] if isinstance(report_to, str) else report_to or []
-
-
-def refused(values: Any) -> Iterator[Problem]:
-    """What no method can honour."""
+        named.append(("train_sampling_strategy", SAMPLING))
+    for name, allowed in named:
+        yield from one_of(name, getattr(values, name), allowed)
+    for reporter in symptoms.listed(values.report_to):
+        yield from one_of("report_to", reporter, ("all", "none", *REPORTERS))
     for name, (off, reason) in _REFUSED.items():
-        value = getattr(values, name, None)
-        if value not in (off, None):
+        if (value := getattr(values, name, None)) not in (off, None):
             yield (name,), f"{name}={value!r} cannot be honoured: {reason}"
 
 
-def intervals(values: Any) -> Iterator[Problem]:
-    """Every so many steps: a whole number, or below 1 a share of all steps."""
-    evaluated = values.eval_steps or values.logging_steps  # as HF has it
-    for what, steps in (("logging", values.logging_steps), ("save", values.save_steps), ("eval", evaluated)):
-        if getattr(values, f"{what}_strategy") != "steps":
-            continue
-        names = f"{what}_steps", f"{what}_strategy"
-        if not 0 < steps < float("inf"):
-            yield names, f"{names[0]}={steps:g} with {names[1]}: steps must be above 0; {names[1]}: no turns it off"
-        elif steps > 1 and steps != int(steps):
-            yield names, f"{names[0]}={steps:g} must be a whole number, or below 1 a share of all steps"
-
-
-def epochs(values: Any) -> Iterator[Problem]:
-    """Is anything trained?"""
+def steps(values: Any) -> Iterator[Problem]:
+    """Is anything trained, and is every interval a whole number of steps, or below 1 a share of all?"""
     if values.max_steps <= 0 and not 0 < values.num_train_epochs < float("inf"):
         problem = f"num_train_epochs={values.num_train_epochs:g} trains nothing: set it above 0, or max_steps"
         yield ("num_train_epochs", "max_steps"), problem
+    # HF evaluates whenever it logs where eval_steps is not given
+    evaluated = values.eval_steps or values.logging_steps
+    for what, every in (("logging", values.logging_steps), ("save", values.save_steps), ("eval", evaluated)):
+        names = f"{what}_steps", f"{what}_strategy"
+        if getattr(values, names[1]) != "steps":
+            continue
+        if not 0 < every < float("inf"):
+            yield names, f"{names[0]}={every:g} with {names[1]}: steps must be above 0; {names[1]}: no turns it off"
+        elif every > 1 and every != int(every):
+            yield names, f"{names[0]}={every:g} must be a whole number, or below 1 a share of all steps"
 
 
 def best_model(values: Any) -> Iterator[Problem]:
     """load_best_model_at_end loads a checkpoint, so one must be saved whenever the model is evaluated."""
-    saved, evaluated, loads = values.save_strategy, values.eval_strategy, values.load_best_model_at_end
-    if saved == "best" and not loads and not values.metric_for_best_model:  # with it, that is eval_loss
-        problem = "save_strategy: best needs metric_for_best_model, such as eval_loss"
-        yield ("save_strategy", "metric_for_best_model"), problem
-    if loads and evaluated == "no":
+    # a strategy is an enum in a Config, and equal to its name
+    saved, evaluated = (str(getattr(s, "value", s)) for s in (values.save_strategy, values.eval_strategy))
+    if not values.load_best_model_at_end:
+        if saved == "best" and not values.metric_for_best_model:  # with the former, that is eval_loss
+            problem = "save_strategy: best needs metric_for_best_model, such as eval_loss"
+            yield ("save_strategy", "metric_for_best_model"), problem
+        return
+    if evaluated == "no":
         problem = "load_best_model_at_end needs eval_strategy: steps or epoch, which finds the best"
         yield ("load_best_model_at_end", "eval_strategy"), problem
-    elif loads and saved not in (evaluated, "best"):
+    elif saved not in (evaluated, "best"):
         problem = (
-            f"load_best_model_at_end loads a checkpoint: save_strategy ({_said(saved)}) must be eval_strategy's"
-            f" ({_said(evaluated)}), or best"
+            f"load_best_model_at_end loads a checkpoint: save_strategy ({saved}) must be eval_strategy's"
+            f" ({evaluated}), or best"
         )
         yield ("load_best_model_at_end", "save_strategy", "eval_strategy"), problem
-    elif loads and saved == "steps":
-        yield from _saved_when_evaluated(values.save_steps, values.eval_steps or values.logging_steps)
-
-
-def _saved_when_evaluated(save: float, evaluate: float) -> Iterator[Problem]:
-    names, given = (
-        ("save_steps", "eval_steps", "load_best_model_at_end"),
-        f"save_steps={save:g}, eval_steps={evaluate:g}",
-    )
-    if (save < 1) != (evaluate < 1):
-        yield names, f"load_best_model_at_end: {given} must both be steps, or both shares below 1"
-    elif evaluate and abs(save / evaluate - round(save / evaluate)) > 1e-6:
-        yield names, f"load_best_model_at_end: save_steps must be a multiple of eval_steps, not {given}"
-
-
-def _said(strategy: Any) -> str:
-    """A strategy's name, of an enum too."""
-    return str(getattr(strategy, "value", strategy))
+    # the best step must have been saved
+    elif saved == "steps":
+        save, evaluate = values.save_steps, values.eval_steps or values.logging_steps
+        given, names = f"save_steps={save:g}, eval_steps={evaluate:g}", ("save_steps", "eval_steps")
+        if (save < 1) != (evaluate < 1):
+            problem = f"load_best_model_at_end: {given} must both be steps, or both shares below 1"
+            yield (*names, "load_best_model_at_end"), problem
+        elif evaluate and abs(save / evaluate - round(save / evaluate)) > 1e-6:
+            problem = f"load_best_model_at_end: save_steps must be a multiple of eval_steps, not {given}"
+            yield (*names, "load_best_model_at_end"), problem
 
 
 def together(values: Any) -> Iterator[Problem]:
-    """Fields of TrainingArguments that exclude or need each other; torch says some of it with the model loaded."""
+    """Fields that exclude or need each other; torch says some of it with the model loaded."""
     if values.fp16 and values.bf16:
         yield ("fp16", "bf16"), "fp16 and bf16 exclude each other: set one of them to false"
     if values.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and values.eval_strategy == "no":
-        kind = _said(values.lr_scheduler_type)
+        kind = getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type)
         problem = f"lr_scheduler_type: {kind} needs eval_strategy: steps or epoch, whose results it follows"
         yield ("lr_scheduler_type", "eval_strategy"), problem
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
@@ -142,17 +124,28 @@ def together(values: Any) -> Iterator[Problem]:
         yield ("eval_max_completion_length", "eval_exact_match"), "eval_max_completion_length must be at least 1"
 
 
-RULES = (names, refused, intervals, epochs, best_model, together)
-
-
 def problems(values: Any, method: Method) -> Iterator[Problem]:
     """What is wrong with `values`, an object with the fields of the method's Config, as they were given."""
-    for limits, rules in ((LIMITS, RULES), (method.limits, method.rules)):
+    # the rules of every method first, then the method's own; numbers before what they exclude
+    ours = (allowed_values, steps, best_model, together)
+    for limits, rules in ((LIMITS, ours), (method.limits, method.rules)):
         yield from beyond(limits, values)
         for rule in rules:
             yield from rule(values)
     for problem in symptoms.problems(values.stop_on, method.name, method.symptoms):
         yield ("stop_on",), problem
+
+
+def merge_problem(has_adapter: bool, quantised: bool) -> str | None:
+    """Why merge_lora cannot be honoured for such a model; None where it can."""
+    if not has_adapter:
+        return "merge_lora: true needs model.lora or model.adapter (peft_config), the adapter to merge"
+    if quantised:
+        return (
+            "merge_lora: true: a quantised base would round the adapter away: drop merge_lora, and merge into the "
+            "full-precision base afterwards"
+        )
+    return None
 
 
 def check(config: Any, method: Method) -> None:

@@ -18,12 +18,13 @@ from transformers import PreTrainedModel, Trainer
 
 from ..engines import engine
 from ..errors import InputError
-from ..models.reference import without_reference_adapter
+from ..models.reference_adapter import without_reference_adapter
 from ..scoring import forward
-from . import checkpoint
+from . import checkpoint, rules
 
 CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
 """What the README.md of a run holds where `report.card` wrote it."""
+_WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 # ---- methods of PostTrainer
@@ -36,7 +37,8 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
     model would share a folder.
     """
     folder = output_dir or self.args.output_dir
-    merged = self.args.merge_lora and not (_internal_call and output_dir)  # HF's own saves but that of push_to_hub
+    # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
+    merged = self.args.merge_lora and not (_internal_call and output_dir)
     check_folder(self, folder, merged)
     if merged:
         save_merged(self, folder)
@@ -50,37 +52,31 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
 
 def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
     """HF's, and the generation config with the trained turn end, next to an adapter too."""
-    folder = output_dir or self.args.output_dir
+    folder = Path(output_dir or self.args.output_dir)
     exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
     with without_reference_adapter(self.model, state_dict) as state_dict:
         Trainer._save(self, output_dir, state_dict)
-    if self.args.should_save:
-        self.generation_config.save_pretrained(folder)
-        if exact:
-            _tell_float32(folder)
+    if not self.args.should_save:
+        return
+    self.generation_config.save_pretrained(folder)
+    # config.json has the dtype of the model in memory; weights that were saved in float32 are to be loaded so
+    if exact and (file := folder / "config.json").exists():
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if config.get("dtype") in ("bfloat16", "float16"):
+            file.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
 
 
 def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
     """HF's, into a folder that gets its name when it is complete; its time is not training time."""
-    with self.pace.paused():
+    with self.pace.paused(), checkpoint.complete_or_invisible(self) as folder:
+        # HF asks for the folder of checkpoints, and pushes while it saves: here that comes later
+        self._get_output_dir, self._push_from_checkpoint = (lambda trial: folder), (lambda folder: None)
         try:
-            with checkpoint.complete_or_invisible(self) as self.saving_in:
-                Trainer._save_checkpoint(self, model, trial)
+            Trainer._save_checkpoint(self, model, trial)
         finally:
-            self.saving_in = None
+            del self._get_output_dir, self._push_from_checkpoint
     if self.args.push_to_hub:
         self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
-
-
-def push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-    """HF's, but not from a folder that is about to be renamed."""
-    if self.saving_in is None:
-        Trainer._push_from_checkpoint(self, checkpoint_folder)
-
-
-def get_output_dir(self: Any, trial: Any) -> str:
-    """HF's, or the folder of the checkpoint that is being written."""
-    return self.saving_in or Trainer._get_output_dir(self, trial)
 
 
 def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -112,7 +108,7 @@ def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
         Trainer.create_model_card(self, *args, **kwargs)
 
 
-# ---- what is saved, and the proof
+# ---- what is saved
 
 
 def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
@@ -128,60 +124,55 @@ def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
     stage = engine.zero_stage(accelerator)
     if not stage:
         return None
+    from deepspeed.utils import safe_get_full_fp32_param
+
     if stage == 3:
         state = model._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=adapter_only)
     else:
         state = accelerator.get_state_dict(model)
-    return _with_masters(model.module, state)
-
-
-def _with_masters(model: nn.Module, state: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
-    """DeepSpeed trains a float32 copy of bf16 and fp16 weights, and they show little of a small step: that copy."""
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    for name, weight in model.named_parameters(remove_duplicate=False):
+    # DeepSpeed trains a float32 copy of bf16 and fp16 weights, which themselves show little of a small step
+    for name, weight in model.module.named_parameters(remove_duplicate=False):
         if weight.requires_grad and weight.dtype != torch.float32:
-            master = safe_get_full_fp32_param(weight)  # all ranks together
+            copied = safe_get_full_fp32_param(weight)  # all ranks together
             if state is not None and name in state:
-                state[name] = master.cpu()
+                state[name] = copied.cpu()
     return state
 
 
-def _tell_float32(folder: str | Path) -> None:
-    """config.json has the dtype of the model in memory; weights that were saved in float32 are to be loaded so."""
-    file = Path(folder, "config.json")
-    if file.exists():
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if config.get("dtype") in ("bfloat16", "float16"):
-            file.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+def save_merged(trainer: Any, folder: str) -> None:
+    """The trained adapter merged into its base and saved as a plain model. All ranks call it.
 
-
-def check_saved(model: nn.Module, folder: str | Path) -> None:
-    """Compare names and shapes in the safetensors files of `folder` with the model's (or its adapter's).
-
-    Raises RuntimeError where a file cannot be read or a weight is missing, empty or of another shape.
+    Raises InputError for a model without adapter and for a quantised base.
     """
-    saved: dict[str, list[int]] = {}
-    inner, place = forward.unwrapped(model), Path(folder)
-    if isinstance(inner, peft.PeftModel) and inner.active_adapter != "default":
-        place = place / inner.active_adapter  # as PEFT has it
-    for file in sorted(place.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                saved |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
-    wanted = _shapes(model)
-    missing = [names[0] for names, shape in wanted if not any(saved.get(name) == shape for name in names)]
-    found, expected = (sum(map(math.prod, shapes)) for shapes in (saved.values(), (shape for _, shape in wanted)))
-    if missing and found != expected:  # equal: the same weights under the names of the hub's format
-        raise RuntimeError(
-            f"what was saved in {folder} is not the whole model: {len(missing)} of {len(wanted)} weights are missing "
-            f"or have another shape, {missing[0]} first ({found} of {expected} numbers are there)"
-        )
+    policy = forward.unwrapped(trainer.model)
+    check_mergeable(policy)
+    state = whole_state(trainer, adapter_only=False) or policy.state_dict()
+    if not trainer.args.should_save:
+        return
+    # a twin in one piece, with the same adapter; not through from_config, since DeepSpeed would cut it
+    inner, trained = policy.get_base_model(), policy.active_adapter
+    config = copy.deepcopy(policy.peft_config[trained])
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # its weights come next: PiSSA and its kin would decompose random ones
+    base = engine.plain_class(inner)(inner.config).to(inner.dtype)
+    twin = peft.get_peft_model(base, config, adapter_name=trained)
+    others = set(policy.peft_config) - {trained}
+    twin.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})
+    merged: Any = twin.merge_and_unload()
+    for saved in (merged, trainer.tokenizer, trainer.generation_config):
+        saved.save_pretrained(folder)
+    check_saved(merged, folder)
 
 
-_WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+def check_mergeable(model: Any) -> None:
+    """Raises InputError where there is nothing to merge, or nothing to merge into."""
+    has_adapter = isinstance(model, peft.PeftModel)
+    quantised = has_adapter and getattr(model.get_base_model(), "is_quantized", False)
+    if problem := rules.merge_problem(has_adapter, quantised):
+        raise InputError(problem)
+
+
+# ---- the proof
 
 
 def check_folder(trainer: Any, folder: str | Path, merged: bool) -> None:
@@ -201,52 +192,32 @@ def check_folder(trainer: Any, folder: str | Path, merged: bool) -> None:
     )
 
 
-def _shapes(model: nn.Module) -> list[tuple[list[str], list[int]]]:
-    """(names of a weight, its whole shape) of each that must be saved; tied weights have several names."""
-    inner = forward.unwrapped(model)
-    weights: dict[int, tuple[list[str], list[int]]] = {}
-    for name, parameter in inner.named_parameters(remove_duplicate=False):
-        names, _ = weights.setdefault(id(parameter), ([], list(getattr(parameter, "ds_shape", parameter.shape))))
-        names.append(name)
-    if not isinstance(inner, peft.PeftModel):
-        return list(weights.values())
-    whole = {name: torch.empty(shape, device="meta") for names, shape in weights.values() for name in names}
-    own = peft.get_peft_model_state_dict(inner, whole, inner.active_adapter, save_embedding_layers=False)
-    return [([name], list(tensor.shape)) for name, tensor in own.items()]
+def check_saved(model: nn.Module, folder: str | Path) -> None:
+    """Compare names and shapes in the safetensors files of `folder` with the model's (or its adapter's).
 
-
-def save_merged(trainer: Any, folder: str) -> None:
-    """The trained adapter merged into its base and saved as a plain model. All ranks call it.
-
-    Raises InputError for a model without adapter and for a quantised base.
+    Raises RuntimeError where a file cannot be read or a weight is missing, empty or of another shape.
     """
-    policy = forward.unwrapped(trainer.model)
-    check_mergeable(policy)
-    state = whole_state(trainer, adapter_only=False) or policy.state_dict()
-    if not trainer.args.should_save:
-        return
-    inner = policy.get_base_model()
-    base = engine.plain_class(inner)(inner.config).to(inner.dtype)  # not through from_config: DeepSpeed would cut it
-    config = copy.deepcopy(policy.peft_config[policy.active_adapter])
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # its weights come next: PiSSA and its kin would decompose random ones
-    twin = peft.get_peft_model(base, config, adapter_name=policy.active_adapter)
-    others = {name for name in policy.peft_config if name != policy.active_adapter}
-    state = {name: t for name, t in state.items() if not others & set(name.split("."))}
-    twin.load_state_dict(state)
-    merged: Any = twin.merge_and_unload()
-    merged.save_pretrained(folder)
-    trainer.tokenizer.save_pretrained(folder)
-    trainer.generation_config.save_pretrained(folder)
-    check_saved(merged, folder)
-
-
-def check_mergeable(model: Any) -> None:
-    """Raises InputError where there is nothing to merge, or nothing to merge into."""
-    if not isinstance(model, peft.PeftModel):
-        raise InputError("merge_lora: the model has no adapter: set model.lora (peft_config), or drop merge_lora")
-    if getattr(model.get_base_model(), "is_quantized", False):
-        raise InputError(
-            "merge_lora: the base is quantised and a merge would round the adapter away: drop merge_lora, and merge "
-            "into the full-precision base afterwards"
+    inner, place = forward.unwrapped(model), Path(folder)
+    if isinstance(inner, peft.PeftModel) and inner.active_adapter != "default":
+        place = place / inner.active_adapter  # as PEFT has it
+    saved: dict[str, list[int]] = {}
+    for file in sorted(place.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                saved |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
+    named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
+    if isinstance(inner, peft.PeftModel):
+        named = peft.get_peft_model_state_dict(inner, named, inner.active_adapter, save_embedding_layers=False)
+    # of tied weights one name is enough; ds_shape is the whole shape of what ZeRO-3 has cut
+    shapes = {id(weight): list(getattr(weight, "ds_shape", weight.shape)) for weight in named.values()}
+    there = {id(weight) for name, weight in named.items() if saved.get(name) == shapes[id(weight)]}
+    missing = {id(weight): name for name, weight in named.items() if id(weight) not in there}
+    found, expected = (sum(map(math.prod, each.values())) for each in (saved, shapes))
+    # as many numbers as expected: the same weights under the names of the hub's format
+    if missing and found != expected:
+        raise RuntimeError(
+            f"what was saved in {folder} is not the whole model: {len(missing)} of {len(shapes)} weights are missing "
+            f"or have another shape, {next(iter(missing.values()))} first ({found} of {expected} numbers are there)"
         )

@@ -164,7 +164,7 @@ def test_pain_24_a_cached_top_k_teacher(k, tmp_path):
 
 
 def test_pain_24_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeypatch):
-    from hf_posttrain.models import teacher
+    from hf_posttrain.models import score_cache
 
     def cached(rows, seed=9):
         return trainer_for("kd", tiny_model(), rows, tmp_path, second=tiny_model(seed=seed), precompute_teacher_top_k=4)
@@ -172,8 +172,8 @@ def test_pain_24_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeyp
     rows = token_rows("kd", seed=21)
     cached(rows)
     scored = []
-    real = teacher.score_rows
-    monkeypatch.setattr(teacher, "score_rows", lambda *args: (scored.append(1), real(*args))[1])
+    real = score_cache.score_rows
+    monkeypatch.setattr(score_cache, "score_rows", lambda *args: (scored.append(1), real(*args))[1])
     cached(rows)
     assert not scored
     cached(token_rows("kd", seed=22))

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.models import load as models
+from hf_posttrain.models import prepare
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.scoring import choose_layout
 from hf_posttrain.scoring import forward as scoring
@@ -219,7 +220,7 @@ def test_pain_07_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
     tokenizer = base_tokenizer()  # eos is <|endoftext|> 256, turns end with <|im_end|> 258
     model = AutoModelForCausalLM.from_config(tiny_config())
     model.generation_config.eos_token_id = 2  # of another tokenizer
-    models.align_generation_config(model, tokenizer, [258])
+    prepare.align_generation(model, tokenizer, [258])
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -237,7 +238,7 @@ def test_pain_07_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
 def test_pain_07_adapter_model_and_unsaveable_generation_config(folder, adapter, tmp_path):
     model = models.load_model(ModelSection(folder, adapter=adapter))
     model.generation_config.temperature = 0.6  # without do_sample: HF refuses to save this
-    models.align_generation_config(model, byte_tokenizer(), [258])
+    prepare.align_generation(model, byte_tokenizer(), [258])
     model.generation_config.save_pretrained(tmp_path)
     saved = GenerationConfig.from_pretrained(tmp_path)
     assert (saved.eos_token_id, saved.pad_token_id, saved.do_sample) == (258, 256, True)

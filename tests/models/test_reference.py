@@ -140,7 +140,7 @@ def test_pain_17_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tm
 def test_pain_17_second_run_takes_the_cache(tmp_path, monkeypatch):
     rows, model = token_rows("dpo", seed=8), tiny_model(seed=8)
     first = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True)
-    monkeypatch.setattr(reference, "score_rows", lambda *args: pytest.fail("scored again"))
+    monkeypatch.setattr(score_cache, "score_rows", lambda *args: pytest.fail("scored again"))
     second = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True)
     assert first.train_dataset["ref_logps"][:] == second.train_dataset["ref_logps"][:]
 

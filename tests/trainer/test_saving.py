@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
-from hf_posttrain.models import reference, score_cache, teacher
+from hf_posttrain.models import score_cache
 from hf_posttrain.trainer import checkpoint, saving
 
 pytestmark = pytest.mark.engines
@@ -81,7 +81,7 @@ def run(rank, folder, engine, method, kind="full", model=None, resume=None, sign
         callbacks=[Signalled()] if rank == signalled else None, **SETTINGS | asked | config,
     )  # fmt: skip
     if offload:
-        trainer.teacher.frozen.offload = True
+        trainer.teacher.offload = True
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(f"{folder}/saved")
     if kind != "full":
@@ -478,9 +478,9 @@ def scored(rank, engine, method, caches, machines=1):
 
     def watched(*args):
         computed.append(True)
-        return score_cache.score_rows(*args)
+        return real(*args)
 
-    reference.score_rows = teacher.score_rows = watched
+    real, score_cache.score_rows = score_cache.score_rows, watched
     precompute = {"precompute_teacher_top_k": 3} if method == "kd" else {"precompute_ref_log_probs": True}
     rows = trainer_for(
         method, tiny_model(), token_rows(method, 13), tempfile.mkdtemp(), per_device_eval_batch_size=2,
