@@ -34,7 +34,7 @@ from ..scoring.head import TileFunction
 from ..scoring.layouts import Collator, Example
 from ..watch import progress
 from ..watch.guard import Guard
-from ..watch.pace import Pace
+from ..watch.pace import LogLastStep, Pace
 from . import checkpoint, evaluation, saving
 from .config import PostTrainConfig
 from .loss_units import Losses, Meter, unit_weights
@@ -65,6 +65,8 @@ class PostTrainer(Trainer):
     data_collator: Any
     saving_in: str | None = None
     """The folder of the checkpoint that is being written."""
+    has_trained = False
+    """Did the last `train` take a step? A finished run that is resumed does not."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -104,6 +106,7 @@ class PostTrainer(Trainer):
             saving.check_mergeable(model)
         super().__init__(model, args, collator, train, evaluated, self.tokenizer, **kwargs)
         progress.replace_callback(self, self.method.key_metrics)
+        self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)
         engine.keep_scores_whole(self.accelerator)
         self.preemption, self.guard = Preemption(self.accelerator), Guard(self)
@@ -225,14 +228,9 @@ class PostTrainer(Trainer):
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         logger.info("training %s", launch.describe_launch(self))
         set_seed(self.args.seed)
-        self.meters["train"] = Meter()
+        self.meters["train"], self.has_trained = Meter(), False
         with self.preemption.listening(), progress.messages_above():
             return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    @property
-    def has_trained(self) -> bool:
-        """Did the last `train` take a step? A finished run that is resumed does not."""
-        return self.guard.losses.steps > 0
 
     @property
     def stopped(self) -> str | None:
@@ -303,7 +301,8 @@ class PostTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict, num_items_in_batch: Any = None) -> Tensor:
         """HF's; the guard looks at the loss later, without waiting for the device."""
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self.guard.losses.note(loss, self.state.global_step + 1, inputs)
+        self.guard.note(loss, self.state.global_step + 1, inputs)
+        self.has_trained = True
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
