@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..generation import rollout, vllm, vllm_options
+from ..generation import rollout, vllm
 from ..losses.divergence import policy_gradient
 from ..models.prepare import find_terminal_ids
 from ..models.teacher import add_teacher
@@ -77,7 +77,7 @@ class OPDConfig(PostTrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        vllm_options.check_installed(self)
+        vllm.check_installed(self)
         if self.rollout == "vllm":
             self.vllm_mode = self.vllm_mode or "colocate"
 

@@ -11,7 +11,7 @@ import datasets
 import peft
 from torch import Tensor, nn
 
-from ..engines import engine, launch
+from ..engines import engine, launch, sharded
 from ..errors import InputError
 from ..scoring import forward
 from . import load
@@ -39,7 +39,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None) -> Reference
         frozen: Frozen | None = Frozen(_loaded(ref_model, trainer), accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
         # a policy that its engine has yet to cut or cast cannot score for itself
-        frozen = Frozen(engine.copied(policy, accelerator), accelerator)
+        frozen = Frozen(sharded.copied(policy, accelerator), accelerator)
     else:
         frozen = None
     scorer = own if frozen is None else SecondModel(frozen, own if ref_model is None else None)

@@ -133,11 +133,11 @@ def load_skeletons(recipe: Recipe) -> list[Any]:
 def check_vllm(recipe: Recipe, config: Any, peft_config: Any) -> None:
     """OPD's `rollout: vllm`: is its server there, and does it serve such adapters? Raises InputError."""
     if getattr(config, "rollout", None) == "vllm":
-        from ..generation import vllm_options
+        from ..generation import vllm
 
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
         with error_context(recipe.where(key)):
-            vllm_options.check(config, peft_config)
+            vllm.check(config, peft_config)
 
 
 def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from transformers.trainer_utils import has_length
 
 from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import prepare
-from ..engines import engine, launch, sequence
-from ..engines.repeated_rows import weigh_rows
+from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError
 from ..generation import rollout
 from ..models import prepare as policies
@@ -108,7 +107,7 @@ class PostTrainer(Trainer):
         progress.replace_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)
-        engine.keep_scores_whole(self.accelerator)
+        sharded.keep_scores_whole(self.accelerator)
         self.preemption, self.guard = Preemption(self.accelerator), Guard(self)
         self.add_callback(self.preemption)
         self.add_callback(self.guard)
@@ -256,7 +255,7 @@ class PostTrainer(Trainer):
         """
         if self.state.global_step >= self.state.max_steps:
             return [], None  # a finished run that is resumed: HF would train one step more
-        batches = [weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
+        batches = [engine.weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
         if not has_length(self.train_dataset):
             found = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
             batches = batches if found == num_batches else []

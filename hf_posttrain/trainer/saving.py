@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel, Trainer
 
-from ..engines import engine
+from ..engines import engine, sharded
 from ..errors import InputError
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
@@ -226,7 +226,7 @@ def save_merged(trainer: Any, folder: str) -> None:
     if not trainer.args.should_save:
         return
     inner = policy.get_base_model()
-    base = engine.plain_class(inner)(inner.config).to(inner.dtype)  # not through from_config: DeepSpeed would cut it
+    base = sharded.plain_class(inner)(inner.config).to(inner.dtype)  # not through from_config: DeepSpeed would cut it
     config = copy.deepcopy(policy.peft_config[policy.active_adapter])
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # its weights come next: PiSSA and its kin would decompose random ones
