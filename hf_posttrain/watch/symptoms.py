@@ -3,7 +3,6 @@
     NAMES       the names that `train.stop_on` takes: nan, and those of SYMPTOMS
     SYMPTOMS    name -> Symptom: how it shows in the logs
     look        logs -> the symptoms that show, and what to do about them
-    bounded     many logs -> few of them, which show the same
 
 A symptom is found by a pure function from a history to the figures that show it, as text, or None where nothing is
 wrong. A history is the training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was
@@ -13,45 +12,26 @@ NaN losses are found in `guard`, which also warns and stops. Nothing here import
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import mean
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..errors import nearest
 
 History: TypeAlias = Sequence[Mapping[str, float]]
 Finder: TypeAlias = Callable[[History], str | None]
-
-FALL_NATS, FALL_SHARE = 1.0, 0.2
-"""How far chosen answers fall below the reference: in log-probability of a whole answer, and as a share of what the
-reference gives it. A run that ends well moves by a few per cent."""
-MARGIN_LOGS = 3
-"""Logs that are averaged at both ends to see whether the margin rises, and that all show the fall."""
-KL_LOGS, KL_STEPS = 10, 50
-"""Logs and steps through which the KL estimate is never positive; in healthy runs noise clamps many, but not all."""
-STILL_REWARD, STILL_LOGS, STILL_STEPS = 1e-3, 5, 50
-"""Mean rewards that are as good as none, and how long they stay so at a learning rate that no longer rises."""
-ROLLOUT_LOGS, ROLLOUT_ROWS, NO_EOS_LOGS, NO_EOS_ROWS = 3, 64, 5, 128
-"""Logs, and prompts, through which rollouts are clipped or empty, or none has ended by itself from the start."""
-CLIPPED_STOPS, EMPTY_LENGTH, EMPTY_STOPS = 0.05, 1.1, 0.9
-"""Share of rollouts that end by themselves, at most, where all are called clipped; mean length in tokens (the terminal
-one counts), at most, and share that end, at least, where all are called empty."""
-LEAK_ACCURACY, LEAK_LOGS, LEAK_ROWS = 0.999, 3, 128
-"""Accuracy from the second log on, and on how many rows, that no model has which has to learn what is better."""
 ENDS = 200
-"""Logs at both ends that `bounded` keeps. More than any of the numbers of logs, steps and rows above: what shows from
-the start is seen, or refuted, within the first ENDS."""
+"""Logs at both ends that `bounded` keeps. More than any number of logs, steps or rows that a symptom wants: what shows
+from the start is seen, or refuted, within the first ENDS."""
 
 
-@dataclass(frozen=True)
-class Symptom:
+class Symptom(NamedTuple):
     """A way in which runs go wrong. The table of methods says which methods have it, and what to change."""
 
     find: Finder
     """History -> the figures that show it, or None."""
     says: str
     """What it is."""
-    unless: str = ""
+    unless: str
     """The loss_type that means to do this."""
 
 
@@ -81,19 +61,22 @@ def chosen_falling(history: History) -> str | None:
     """
     names = ("logps/chosen", "logps/chosen_change", "rewards/margins")
     logs = [log for log in history if all(name in log for name in names)]
-    if len(logs) < 2 * MARGIN_LOGS:
+    if len(logs) < 6:
         return None
-    first, last = logs[:MARGIN_LOGS], logs[-MARGIN_LOGS:]
+    # means over three logs at both ends: does the margin rise?
+    first, last = logs[:3], logs[-3:]
     before, margin = (mean(log["rewards/margins"] for log in part) for part in (first, last))
-    if not all(_has_fallen(log) for log in last) or not margin > max(before, 0):
+    if not all(map(_has_fallen, last)) or not margin > max(before, 0):
         return None
     change, now = last[-1]["logps/chosen_change"], last[-1]["logps/chosen"]
     return f"logps/chosen_change {change:.3g}, from {now - change:.4g}; rewards/margins {before:.2g} -> {margin:.2g}"
 
 
 def _has_fallen(log: Mapping[str, float]) -> bool:
+    """By 1 nat (log-probability of a whole answer) below the reference, and by a fifth of what the reference gives it.
+    A run that ends well moves by a few per cent."""
     change = log["logps/chosen_change"]
-    return change <= -FALL_NATS and change <= FALL_SHARE * (log["logps/chosen"] - change)
+    return change <= -1.0 and change <= 0.2 * (log["logps/chosen"] - change)
 
 
 @symptom("the KL estimate is stuck at 0")
@@ -103,10 +86,11 @@ def kl_zero(history: History) -> str | None:
     The reference point of the loss is then the constant 0 and no longer the policy's own drift: with rewards of both
     classes on one side of it the loss saturates, or stays at 0.5.
     """
-    logs = _last(history, KL_LOGS, "step", KL_STEPS)
+    # in healthy runs noise clamps many, but not all of ten
+    logs = _last(history, 10, "step", 50)
     if not logs or not all(log.get("kl_clamped", 0) > 0.999 or abs(log.get("kl", 1)) < 1e-6 for log in logs):
         return None
-    return f"kl {mean(log['kl'] for log in logs):.2g} over the last {KL_LOGS} logs, never above 0"
+    return f"kl {mean(log['kl'] for log in logs):.2g} over the last {len(logs)} logs, never above 0"
 
 
 @symptom("the policy does not leave its reference")
@@ -117,10 +101,10 @@ def no_learning(history: History) -> str | None:
     that swallow the updates.
     """
     logs = history[_peak(history) :]
-    if len(logs) < STILL_LOGS or logs[-1]["step"] - logs[0]["step"] < STILL_STEPS:
+    if len(logs) < 5 or logs[-1]["step"] - logs[0]["step"] < 50:
         return None
     # rewards without a reference are no log-ratios: such methods do not log the change of chosen answers
-    if not logs[0].get("learning_rate", 0) > 0 or "logps/chosen_change" not in logs[-1] or any(map(_moved, logs)):
+    if not logs[0].get("learning_rate", 0) > 0 or "logps/chosen_change" not in logs[-1] or any(map(_has_moved, logs)):
         return None
     largest, rate = max(abs(reward) for log in logs for reward in _rewards(log)), logs[0]["learning_rate"]
     return f"no mean reward above {largest:.1g} at a learning rate of {rate:.2g}"
@@ -130,8 +114,8 @@ def _rewards(log: Mapping[str, float]) -> list[float]:
     return [log[name] for name in ("rewards/chosen", "rewards/rejected") if name in log]
 
 
-def _moved(log: Mapping[str, float]) -> bool:
-    return not all(abs(reward) < STILL_REWARD for reward in _rewards(log))
+def _has_moved(log: Mapping[str, float]) -> bool:
+    return not all(abs(reward) < 1e-3 for reward in _rewards(log))
 
 
 # ---- methods that sample rollouts
@@ -140,8 +124,8 @@ def _moved(log: Mapping[str, float]) -> bool:
 @symptom("rollouts are cut at max_completion_length instead of ending")
 def clipped_rollouts(history: History) -> str | None:
     """The student is not taught to end its answers, and time goes into tokens behind the point where it should have."""
-    logs = _last(history, ROLLOUT_LOGS, "rows", ROLLOUT_ROWS)
-    if not logs or not all(log.get("generation/stopped", 1.0) <= CLIPPED_STOPS for log in logs):
+    logs = _last(history, 3, "rows", 64)
+    if not logs or not all(log.get("generation/stopped", 1.0) <= 0.05 for log in logs):
         return None
     return f"generation/stopped {logs[-1]['generation/stopped']:.2g}, length {logs[-1]['generation/length']:.4g}"
 
@@ -153,9 +137,10 @@ def empty_rollouts(history: History) -> str | None:
     The prompt looks finished to the student (it ends in a turn end, or the template adds no opening of the answer), or
     the student has collapsed into silence.
     """
-    logs = _last(history, ROLLOUT_LOGS, "rows", ROLLOUT_ROWS)
-    short = logs and all(log.get("generation/length", 2.0) <= EMPTY_LENGTH for log in logs)
-    if not short or logs[-1]["generation/stopped"] < EMPTY_STOPS:
+    logs = _last(history, 3, "rows", 64)
+    # the terminal token counts into the length; a rollout that is cut after one token has not ended
+    short = logs and all(log.get("generation/length", 2.0) <= 1.1 for log in logs)
+    if not short or logs[-1]["generation/stopped"] < 0.9:
         return None
     return f"generation/length {logs[-1]['generation/length']:.3g}, the terminal token counted"
 
@@ -165,11 +150,10 @@ def no_eos(history: History) -> str | None:
     """The student cannot know how answers end: its terminal token is another one than those that count, or it is a
     base model that has never seen any."""
     ended = any(log.get("generation/stopped", 1.0) > 0 for log in history)
-    enough = _last(history, NO_EOS_LOGS, "rows", NO_EOS_ROWS)
-    return "generation/stopped 0 in all logs" if enough and not ended else None
+    return "generation/stopped 0 in all logs" if _last(history, 5, "rows", 128) and not ended else None
 
 
-# ---- any method with an accuracy
+# ---- preference methods again
 
 
 @symptom("every preference was predicted right almost from the start")
@@ -177,17 +161,29 @@ def label_leak(history: History) -> str | None:
     """From the second log on, and on rows that were never seen before, every preference is predicted right.
 
     What is learned in so few steps is no preference, but a mark of the label: a length, a template, a truncated end,
-    the model that wrote the answer. (The first log is left out: policy and reference are equal there.)
+    the model that wrote the answer.
     """
+    # without the first log, where policy and reference are equal
     logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
     accuracy = [log.get("rewards/accuracies", 0.0) for log in logs]
-    enough = len(logs) >= LEAK_LOGS and logs[-1]["rows"] - history[0]["rows"] >= LEAK_ROWS
-    if not enough or not all(share >= LEAK_ACCURACY for share in accuracy):
+    enough = len(logs) >= 3 and logs[-1]["rows"] - history[0]["rows"] >= 128
+    if not enough or not all(share >= 0.999 for share in accuracy):
         return None
     return f"rewards/accuracies {mean(accuracy):.4g} from step {history[0]['step'] + 1:.0f} on"
 
 
-# ---- what all of them need
+# ---- histories
+
+
+def _last(history: History, count: int, key: str, least: float) -> History:
+    """The last `count` logs; none where there are fewer, or where `key` (step, rows) grew by less than `least`."""
+    before = history[-count - 1][key] if len(history) > count else 0.0
+    return history[-count:] if len(history) >= count and history[-1][key] - before >= least else []
+
+
+def _peak(history: History) -> int:
+    """The first log of the highest learning rate."""
+    return max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
 
 
 def bounded(history: History) -> list[Mapping[str, float]]:
@@ -196,20 +192,9 @@ def bounded(history: History) -> list[Mapping[str, float]]:
     Later logs after these show the same as after all of them, where a run is looked at from its start.
     """
     count = len(history)
-    last_moved = next((n for n in range(count - 1, -1, -1) if _moved(history[n])), 0)
+    last_moved = next((n for n in range(count - 1, -1, -1) if _has_moved(history[n])), 0)
     kept = {*range(min(ENDS, count)), _peak(history), last_moved, *range(max(count - ENDS, 0), count)}
     return [history[n] for n in sorted(kept)] if history else []
-
-
-def _peak(history: History) -> int:
-    """The first log of the highest learning rate."""
-    return max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
-
-
-def _last(history: History, count: int, key: str, least: float) -> History:
-    """The last `count` logs; none where there are fewer, or where `key` (step, rows) grew by less than `least`."""
-    before = history[-count - 1][key] if len(history) > count else 0.0
-    return history[-count:] if len(history) >= count and history[-1][key] - before >= least else []
 
 
 # ---- what others call
