@@ -5,12 +5,11 @@
     decode      completions of one batch, token by token
 
 `transformers.generate` computes a whole static batch until its last row ends; in `decode` a step costs the rows that go
-on. It is for plain decoder caches (`can_decode`); other models are left to `generate` of transformers.
+on. It is for plain decoder caches (`can_decode`); other models are left to transformers, see `by_transformers`.
 
 Legend: n rows that go on, L length of the padded prompts, V vocabulary, D size of a head.
 """
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,19 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..scoring.cpu import FewRows, draw
 from ..scoring.forward import causal_lm, eval_mode
-
-logger = logging.getLogger(__name__)
-_ALTERING = {
-    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "top_h": None,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None,
-    "begin_suppress_tokens": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None,
-    "guidance_scale": None,
-}  # fmt: skip
+from . import by_transformers
 
 
 class OwnModel:
@@ -99,7 +91,9 @@ def generate(
             if can_decode(inner):
                 found = decode(inner, given, max_new_tokens, terminal_ids, sampler)
             else:
-                found = _by_transformers(inner, given, max_new_tokens, terminal_ids, sampler, pad_id)
+                padded = left_padded(given, pad_id, inner.device)
+                rows = by_transformers.generate(inner, *padded, max_new_tokens, terminal_ids, pad_id, sampler)
+                found = [until_terminal(row, terminal_ids) for row in rows]
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
     return completions
@@ -206,35 +200,6 @@ def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.dev
     return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
-# ---- models that are left to transformers
-
-
-def _by_transformers(
-    model: Any,
-    prompts: list[Sequence[int]],
-    max_new_tokens: int,
-    terminal_ids: list[int],
-    sampler: Sampler,
-    pad_id: int,
-) -> list[list[int]]:
-    """`decode` by `transformers.generate`, for models whose state between steps is more than keys and values."""
-    sampling: dict[str, Any] = {"do_sample": False}
-    if sampler.temperature is not None:
-        sampling = {"do_sample": True, "temperature": sampler.temperature, "top_k": 0, "top_p": 1.0}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, eos_token_id=terminal_ids, pad_token_id=pad_id, use_cache=True, **sampling
-    )
-    config.suppress_tokens = [*range(sampler.vocabulary, model.config.get_text_config().vocab_size)] or None
-    ids, mask = left_padded(prompts, pad_id, model.device)
-    # transformers fills options that are not set from the model's own generation config: put that aside
-    own, model.generation_config = model.generation_config, config
-    try:  # not synced: whole weights are on each rank, so none waits for another
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False)
-    finally:
-        model.generation_config = own
-    return [until_terminal(row, terminal_ids) for row in output[:, ids.shape[1] :].tolist()]
-
-
 def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
     """The tokens up to and with the first terminal id."""
     end = next((n for n, token in enumerate(ids) if token in terminal_ids), len(ids))
@@ -255,13 +220,3 @@ def seeded(device: torch.device, *seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(mix_seed(*seed))
         yield
-
-
-def warn_if_altered(config: GenerationConfig) -> None:
-    """Say which settings of a model's generation config are put aside."""
-    given = {name: (getattr(config, name, None), off) for name, off in _ALTERING.items()}
-    if config.do_sample:
-        given |= {"top_k": (config.top_k, 0), "top_p": (config.top_p, 1.0)}
-    if found := [f"{name}={value}" for name, (value, off) in given.items() if value not in (off, None)]:
-        said = "rollouts ignore the model's generation config (%s): they are drawn from the distribution that is scored"
-        logger.warning(said, ", ".join(found))
