@@ -72,6 +72,7 @@ def weigh_rows(batch: dict[str, Any], accelerator: Any) -> dict[str, Any]:
     """
     if "row_weights" in batch:
         return batch
+    # ranks take the rows of a global batch in their order: those from `last` on are repeated
     drawn, size = accelerator.gradient_state, len(batch["index"])
     last = _remainder(drawn) if drawn.end_of_dataloader else 0
     place = torch.arange(size) + size * accelerator.process_index
@@ -86,6 +87,7 @@ def _remainder(drawn: Any) -> int:
     sampler = getattr(drawn.active_dataloader, "batch_sampler", None)
     if drawn.remainder >= 0 or not isinstance(sampler, SkipBatchSampler):
         return drawn.remainder
+    # around the sampler of a resumed epoch: the rank's own one tells the size of a global batch
     shard = sampler.batch_sampler
     if shard.drop_last or getattr(shard, "batch_size", None) is None:
         return 0

@@ -157,7 +157,7 @@ def quantisation_problem(bits: str, args: Any, storage: torch.dtype | None = Non
     if bits != "4bit":
         how = "use 4bit, or DDP or ZeRO-2, which need not"
         return engine.shards and f"{engine.shards} cannot cut {bits} weights over the ranks: {how}"
-    # bytes that hold 4-bit weights must be of the dtype that the engine trains in, or it casts them as if numbers
+    # the dtype says how the bits are stored, not what they mean: an engine that casts it makes noise of them
     storage = storage or wanted
     trained = _mixed(args) or storage
     if storage.is_floating_point and storage != trained and (engine.fsdp or engine.zero is not None):

@@ -1,5 +1,5 @@
-"""transformers' own `generate`, for models whose state between steps is more than keys and values, and a warning of what
-in a model's generation config is put aside."""
+"""transformers' own `generate`, for models whose state between steps is more than keys and values; and a warning of
+what is put aside of a model's generation config."""
 
 import logging
 from typing import Any

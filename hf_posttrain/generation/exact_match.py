@@ -1,10 +1,4 @@
-"""Generation evaluation: answer the prompts of the eval set greedily and compare final answers.
-
-final_answer  the answer that a solution ends in
-ExactMatch    an `evaluate.Metric` that needs no network: does the final answer equal the reference's?
-answerable    the rows that can be asked and graded
-exact_match   the whole evaluation, for a trainer
-"""
+"""Evaluation by exact match: answer the prompts of the eval set greedily and compare final answers."""
 
 import re
 from collections.abc import Iterable
@@ -33,6 +27,7 @@ def final_answer(text: str) -> str:
 
     Thousands separators, currency signs and a trailing period or `.0` do not count: "$1,200.00" is "1200".
     """
+    # the marked answer, by the first mark that is there; the last one counts, since solutions may try several
     for pattern in _PATTERNS:
         found = re.findall(pattern, text)
         if found:
@@ -84,10 +79,11 @@ def answerable(rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]]]:
 def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     """The share of prompts whose greedy answer has the final answer of the data (of its chosen or desirable answer).
 
-    Each rank answers its share of the rows. Raises InputError for rows without a prompt or an answer.
+    Raises InputError for rows without a prompt or an answer.
     """
     prompts, gold = answerable(rows)
     args, accelerator = trainer.args, trainer.accelerator
+    # each rank answers its share of the rows; hits and answers are added up over the ranks
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     answers = trainer.generate(prompts[mine], args.eval_max_completion_length, batch_size=args.eval_batch_size)
     decode = partial(trainer.tokenizer.batch_decode, skip_special_tokens=True)

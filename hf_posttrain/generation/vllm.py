@@ -98,7 +98,7 @@ class _Backend:
         return rollouts
 
     def _sampled(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
-        """[prompts][K][tokens]"""
+        """Token ids, [prompts][K][tokens]."""
         raise NotImplementedError
 
     def _written(self) -> Path:
@@ -126,6 +126,7 @@ class Colocated(_Backend):
         """Weights in memory, or a newly written adapter; the first time it starts the engine."""
         from vllm.lora.request import LoRARequest
 
+        # the base of a LoRA policy never changes: it is sent once, and then an adapter each time
         if self.llm is None:
             self.llm = self._started()
             if self.lora:
@@ -136,6 +137,7 @@ class Colocated(_Backend):
             self._remove(self.count - 1)  # the newest stays: vLLM may read it again
         else:
             self._give_weights()
+        # what is cached of prompts is of the old weights
         self.llm.reset_prefix_cache()
 
     def _started(self) -> Any:
@@ -144,6 +146,7 @@ class Colocated(_Backend):
 
         trainer, accelerator = self.trainer, self.trainer.accelerator
         inner, place = scoring.causal_lm(trainer.model), self.folder / "model"
+        # a folder without weights, which come from memory: config and tokenizer are all that vLLM reads
         if trainer.is_world_process_zero():
             config = copy.deepcopy(inner.config)
             config.architectures = [sharded.plain_class(inner).__name__]
@@ -194,6 +197,7 @@ class Server(_Backend):
 
     def synchronise(self) -> None:
         """The server reads the weights, or the adapter under a new name, from a folder. Raises InputError."""
+        # an adapter's name is new each time: vLLM would take one that it knows from its cache
         path, previous = str(self._written()), self.adapter
         if self.lora:
             self.adapter = f"{self.folder.name}-{self.count}"
@@ -242,7 +246,8 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
 def hub_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights as `from_pretrained` reads them, {name: tensor}, without those of an adapter."""
-    inner = scoring.causal_lm(model)  # not by its state_dict(), which would cut FSDP2's weights again
+    # not by state_dict(), which would cut FSDP2's weights again: parameters, and the buffers that are saved
+    inner = scoring.causal_lm(model)
     buffers = [
         (f"{prefix}.{name}", buffer)
         for prefix, module in inner.named_modules()
@@ -289,14 +294,14 @@ def check(config: Any, peft_config: Any = None) -> None:
 def served(config: Any) -> dict[str, Any]:
     """What the server says of its model: id, root (a name or folder), max_model_len.
 
-    Raises InputError where it cannot be asked or has no room for max_length.
+    Raises InputError where it cannot be asked or takes fewer tokens than max_length.
     """
     card = json.loads(call(config.vllm_server_base_url, "/v1/models"))["data"][0]  # the base, then adapters
-    room = card["max_model_len"]
-    if config.max_length is not None and room < config.max_length:
+    longest = card["max_model_len"]
+    if config.max_length is not None and longest < config.max_length:
         raise InputError(
-            f"max_length={config.max_length} is more than the vLLM server's --max-model-len {room}: lower max_length, "
-            "or start the server with more"
+            f"max_length={config.max_length} is more than the vLLM server's --max-model-len {longest}: lower "
+            "max_length, or start the server with more"
         )
     return card
 

@@ -42,6 +42,7 @@ class Pace:
     def read(self, processes: int) -> tuple[Tensor, Tensor] | None:
         """([tokens, seconds / processes], whose sums over the ranks give tokens a second; GiB at the peak so far) of
         the interval since the last call; None where no token was counted."""
+        # the count stays on the device; its sum over ranks is read with the metrics of the same log
         now, tokens = time.perf_counter(), self.tokens
         seconds, self.tokens, self.since = (now - self.since) / processes, None, now
         if tokens is None:

@@ -40,6 +40,7 @@ def results(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
     (none of whose names has a slash, as our own do)."""
     shown = []
     for key, value in logs.items():
+        # keys begin with eval_ or eval_NAME_, so a key metric is known by how its key ends
         known = next((name for name in keys if key.endswith(f"_{name}")), None)
         if known or not ("/" in key or key.endswith(_UNSHOWN)):
             name = key.removesuffix(known) + keys[known] if known else key
@@ -52,7 +53,8 @@ def _number(value: Any) -> str:
 
 
 class Lines(PrinterCallback):
-    """A line for each log of a training, its evaluations and its end."""
+    """A line for each log of a training, its evaluations and its end. A PrinterCallback, so that the caller can remove
+    it by that name, as HF's."""
 
     def __init__(self, key_metrics: Mapping[str, str]):
         self.key_metrics = key_metrics
@@ -130,6 +132,7 @@ def _make_bar(total: int, form: str, **options: Any) -> Any:
 def replace_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
     """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
     kind. The caller's own callbacks stay, and so does a notebook's table."""
+    # the last one of exactly these classes: a subclass is the caller's own
     ours: dict[type, type[Any]] = {ProgressCallback: Bar, PrinterCallback: Lines}
     default = next((one for one in reversed(trainer.callback_handler.callbacks) if type(one) in ours), None)
     if default is not None:
