@@ -26,9 +26,8 @@ def keep_scores_whole(accelerator: Any) -> None:
     """Mixed precision of FSDP2 without what Accelerate adds: log-probabilities rounded to bf16, and gradients summed
     over the ranks in bf16."""
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
-    if plugin is not None and plugin.mixed_precision_policy is not None:
-        exact = {"output_dtype": None, "reduce_dtype": torch.float32}
-        plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, **exact)
+    if plugin is not None and (policy := plugin.mixed_precision_policy) is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
 # ---- frozen models

@@ -16,8 +16,8 @@ _PATTERNS = (
     r"####\s*(\S+)",
     r"\\boxed\{([^{}]*)\}",
     r"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*([-$]*[\d.,]*\d)",  # an "A" or "answer" alone is a word
+    r"-?\d[\d,]*(?:\.\d+)?",  # any number
 )
-
 _EXACT = Context(prec=999, Emax=999, Emin=-999, traps=[InvalidOperation])  # finite: 1e999999999 is not written out
 
 
@@ -29,11 +29,9 @@ def final_answer(text: str) -> str:
     """
     # the marked answer, by the first mark that is there; the last one counts, since solutions may try several
     for pattern in _PATTERNS:
-        found = re.findall(pattern, text)
-        if found:
+        if found := re.findall(pattern, text):
             return _normal(found[-1])
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return _normal(numbers[-1] if numbers else text)
+    return _normal(text)
 
 
 def _normal(answer: str) -> str:
@@ -49,14 +47,9 @@ class ExactMatch(evaluate.Metric):
     """Share of predictions whose final answer equals the reference's: {"exact_match": float in 0..1}."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Exact match of the final answer",
-            citation="",
-            inputs_description="predictions and references: texts that end in an answer",
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
-        )
+        features = datasets.Features({name: datasets.Value("string") for name in ("predictions", "references")})
+        given = "predictions and references: texts that end in an answer"
+        return evaluate.MetricInfo(description="", citation="", inputs_description=given, features=features)
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         hits = [final_answer(p) == final_answer(r) for p, r in zip(predictions, references, strict=True)]

@@ -74,8 +74,7 @@ class Guard(TrainerCallback):
         if "loss" not in logs:
             return
         self._remember(state.log_history[-1])
-        loss_type = getattr(args, "loss_type", ())
-        loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
+        loss_types = symptoms.listed(getattr(args, "loss_type", None))
         found = self._nonfinite()
         if state.is_world_process_zero:  # whose findings `_act` sends to all
             found |= symptoms.look(self.history, self.trainer.method.symptoms, loss_types, self.warned)

@@ -220,7 +220,7 @@ def look(
 
 
 def listed(given: list[str] | str | None) -> list[str]:
-    """The names that a `stop_on` gives: none, one, or a list of them."""
+    """The names that an option gives: none, one, or a list of them."""
     return [given] if isinstance(given, str) else list(given or [])
 
 
