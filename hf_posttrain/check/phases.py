@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..generation.decode import Sampler, can_decode, decode
+from ..generation.rollout import Sampler, can_decode, decode
 from ..models.reference import planned_twice as is_cheaper
 from ..scoring.forward import causal_lm, eval_mode
 from ..scoring.top_tokens import TopTokens

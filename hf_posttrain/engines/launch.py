@@ -1,14 +1,11 @@
-"""What the config and the launcher ask for, and what of it is refused at the start of a run.
+"""The engine that the config and the launcher ask for, and what of it is refused at the start of a run.
 
-    Asked, asked        FSDP and ZeRO as the config says, or else the environment that `accelerate launch` leaves
     check_engine        by the config and environment alone: PostTrainConfig calls it
-    check_model         a quantised model on an engine that cannot cut its weights; `quantisation_problem` knows it
-                        before one is loaded, `quantised_storage` how to load 4-bit weights so that they can be cut
+    check_model         a quantised model on an engine that cannot cut its weights
     check_accelerator   did Accelerate build what was asked for?
     main_process_first  the first process of each machine before its others, however long it takes
-    described           what really runs, in words for the log
 
-The checks raise InputError. What is refused would train wrong numbers, something else than was asked for, or fail late.
+What is refused would train wrong numbers, something else than was asked for, or fail late.
 """
 
 import os
@@ -33,7 +30,7 @@ class Asked(NamedTuple):
     fsdp: int
     """FSDP's version, 0 without FSDP."""
     state_dict_type: str
-    """How FSDP saves: FULL_STATE_DICT or SHARDED_STATE_DICT."""
+    """FSDP saves FULL_STATE_DICT or SHARDED_STATE_DICT."""
     zero: int | None
     """ZeRO's stage, None without DeepSpeed."""
 
@@ -50,7 +47,7 @@ def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
     if args.fsdp:
         plugin = args.fsdp_plugin_args or {}  # none on XLA
         return Asked(plugin.get("fsdp_version", 2), str(plugin.get("state_dict_type")).upper(), zero)
-    if _on("ACCELERATE_USE_FSDP", env):
+    if env.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         state = env.get("FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT")  # both are Accelerate's defaults
         return Asked(int(env.get("FSDP_VERSION", "1")), state.upper(), zero)
     return Asked(0, "", zero)
@@ -58,12 +55,12 @@ def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
 
 def check_engine(args: Any, env: Mapping[str, str] | None = None) -> None:
     """Raises LaunchError for an engine or a launch that must not train. args: a Config after HF's `__post_init__`."""
-    env = os.environ if env is None else env
-    for problem in (*_wrong_launch(args, env), *_wrong_engine(args, env)):
+    for problem in _problems(args, os.environ if env is None else env):
         raise LaunchError(problem)
 
 
-def _wrong_launch(args: Any, env: Mapping[str, str]) -> Iterator[str]:
+def _problems(args: Any, env: Mapping[str, str]) -> Iterator[str]:
+    # a process that trains alone though several were started: each would train and save the same
     alone, sizes = args.world_size == 1, {name: int(env.get(name) or 1) for name in _SIZES}
     for name in (name for name, size in sizes.items() if alone and size > 1):
         yield f"{name} says {sizes[name]} processes, and this one would train alone: {_START_ALL}"
@@ -73,15 +70,13 @@ def _wrong_launch(args: Any, env: Mapping[str, str]) -> Iterator[str]:
     if (args.fsdp or args.deepspeed) and "LOCAL_RANK" not in env:
         name = "fsdp" if args.fsdp else "deepspeed"
         yield f"{name} needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run RECIPE.yaml"
+    # the launcher's environment against the config
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision in ("bf16", "fp16") and not (args.bf16 or args.fp16):
         yield (
             f"the launcher's mixed_precision is {precision}, but bf16 and fp16 are off here: say {precision}: true,"
             " or mixed_precision: 'no' in the accelerate config"
         )
-
-
-def _wrong_engine(args: Any, env: Mapping[str, str]) -> Iterator[str]:
     engine = asked(args, env)
     if engine.fsdp == 1:
         yield "FSDP1 is deprecated and not supported: set version: 2 in fsdp_config (accelerate: fsdp_version: 2)"
@@ -90,10 +85,6 @@ def _wrong_engine(args: Any, env: Mapping[str, str]) -> Iterator[str]:
             "load_best_model_at_end crashes or loads wrong weights with FSDP2's SHARDED_STATE_DICT:"
             " set state_dict_type: FULL_STATE_DICT in fsdp_config (accelerate: fsdp_state_dict_type)"
         )
-
-
-def _on(name: str, env: Mapping[str, str]) -> bool:
-    return env.get(name, "false").lower() == "true"
 
 
 def check_accelerator(accelerator: Any, args: Any) -> None:
@@ -111,8 +102,8 @@ def check_accelerator(accelerator: Any, args: Any) -> None:
 def main_process_first(args: Any) -> Iterator[None]:
     """The first process of each machine runs the block, then all others do: they find in the cache what it wrote.
 
-    As the method of that name of TrainingArguments, which lets them wait in a collective and so ends the run after
-    ddp_timeout (30 minutes by default). Here they wait as long as it takes. args: a Config.
+    TrainingArguments has a method of that name, in which they wait in a collective and so give up after ddp_timeout
+    (30 minutes by default). args: a Config.
     """
     if args.local_process_index != 0:
         _wait_for_all()
@@ -127,10 +118,10 @@ def main_process_first(args: Any) -> Iterator[None]:
 
 
 def _wait_for_all() -> None:
-    """A barrier without timeout: every process adds 1 to a count in the process group's store, and looks at it until
-    all are there."""
+    """A barrier without timeout."""
     if not dist.is_initialized():
         return
+    # every process adds 1 to a count in the process group's store, and looks at it until all are there
     store, world = dist.distributed_c10d._get_default_store(), dist.get_world_size()
     rounds = -(-store.add("hf_posttrain/waiting", 1) // world)
     while store.add("hf_posttrain/waiting", 0) < rounds * world:
@@ -152,9 +143,8 @@ def check_model(model: Any, args: Any) -> None:
     if not getattr(model, "is_quantized", False):
         return
     how = model.config.quantization_config
-    bits = [name for name in ("4bit", "8bit") if getattr(how, f"load_in_{name}", False)]
-    storage = getattr(how, "bnb_4bit_quant_storage", torch.uint8)
-    if problem := quantisation_problem(bits[0] if bits else "such quantised", args, storage):
+    bits = next((name for name in ("4bit", "8bit") if getattr(how, f"load_in_{name}", False)), "such quantised")
+    if problem := quantisation_problem(bits, args, getattr(how, "bnb_4bit_quant_storage", torch.uint8)):
         raise InputError(problem)
 
 
@@ -165,9 +155,9 @@ def quantisation_problem(bits: str, args: Any, storage: torch.dtype | None = Non
     """
     engine, wanted = asked(args), quantised_storage(args)
     if bits != "4bit":
-        return engine.shards and (
-            f"{engine.shards} cannot cut {bits} weights over the ranks: use 4bit, or DDP or ZeRO-2, which need not"
-        )
+        how = "use 4bit, or DDP or ZeRO-2, which need not"
+        return engine.shards and f"{engine.shards} cannot cut {bits} weights over the ranks: {how}"
+    # the dtype says how the bits are stored, not what they mean: an engine that casts it makes noise of them
     storage = storage or wanted
     trained = _mixed(args) or storage
     if storage.is_floating_point and storage != trained and (engine.fsdp or engine.zero is not None):

@@ -1,10 +1,5 @@
 """Sequence parallelism: the ranks of a group hold a part of each row, so that longer rows fit (DeepSpeed Ulysses).
 
-    settle        what `parallelism_config` asks for, completed; refuses what cannot be honoured
-    check_model   refuses models whose rows cannot be cut
-    split         the training loader, its batches cut
-    cut           one rank's part of a batch
-
 Inside attention a rank has whole rows and some of the heads. Everything else looks at one position at a time, so a rank
 scores the tokens of its own part, and tokens, losses, metrics and gradients are added up over all ranks just as with
 data parallelism. In eval mode nothing is cut: every rank has whole rows of its own.
@@ -28,7 +23,7 @@ from ..errors import InputError
 from ..scoring import forward
 from ..scoring.head import LogProb
 from ..scoring.layouts import IGNORE, Branch, Example, collate
-from .repeated_rows import weigh_rows
+from .engine import weigh_rows
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}
 """What is put behind rows to make their length divisible."""
@@ -47,28 +42,28 @@ def settle(args: Any) -> ParallelismConfig | None:
         return config
     if config.cp_size > 1:
         raise InputError("parallelism_config: cp_size does not work here, use sp_size to cut long rows")
-    _check_arguments(args, config.sp_size)
-    if config.data_parallel_size == 1:
-        config = replace(config, dp_shard_size=args.world_size // config.sp_size)
-    return config
-
-
-def _check_arguments(args: Any, parts: int) -> None:
-    stage = args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
-    mistakes = [
+    parts, stage = config.sp_size, args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
+    _refuse(f"sequence parallelism (parallelism_config.sp_size={parts})", [
         (not args.method.sequence_parallel, "is there for method sft alone"),
         (stage not in (2, 3), "needs DeepSpeed with ZeRO stage 2 or 3"),
         (args.world_size % parts, f"needs a number of processes that it divides, not {args.world_size}"),
         (args.layout not in ("auto", "padded"), f"needs one document a row: layout: padded, not {args.layout}"),
         (getattr(args, "packing", False), "needs one document a row: set packing: false"),
         (args.eval_exact_match, "takes masks away, which generated answers need: set eval_exact_match: false"),
-        (args.neftune_noise_alpha, "would change its noise, which hangs on the row length: no neftune_noise_alpha"),
+        (args.neftune_noise_alpha, "would change its noise, which depends on the row length: no neftune_noise_alpha"),
         (not args.average_tokens_across_devices, "counts over all ranks: set average_tokens_across_devices: true"),
         (not args.accelerator_config.even_batches, "needs batches of one size: set even_batches: true"),
-    ]
-    for made, what in mistakes:
+    ])  # fmt: skip
+    if config.data_parallel_size == 1:
+        config = replace(config, dp_shard_size=args.world_size // parts)
+    return config
+
+
+def _refuse(what: str, mistakes: list[tuple[Any, str]]) -> None:
+    """Raises InputError for the first mistake that was made."""
+    for made, why in mistakes:
         if made:
-            raise InputError(f"sequence parallelism (parallelism_config.sp_size={parts}) {what}")
+            raise InputError(f"{what} {why}")
 
 
 def check_model(model: PreTrainedModel, router_coef: float, args: Any) -> None:
@@ -79,19 +74,17 @@ def check_model(model: PreTrainedModel, router_coef: float, args: Any) -> None:
     parts, config = parallel.sp_size, model.config.get_text_config()
     attention, heads = config._attn_implementation or "eager", config.num_attention_heads
     pairs = getattr(config, "num_key_value_heads", 0)
+    # a layer that sees less than all tokens before it: flash attention alone knows windows
     windows = ["sliding_attention"] if getattr(config, "sliding_window", None) else []
     kinds = set(getattr(config, "layer_types", None) or windows) - {"full_attention"}
     kinds -= {"sliding_attention"} if "flash" in attention else set()
-    mistakes = [
+    _refuse(f"{type(model).__name__}: sequence parallelism (sp_size={parts})", [
         ("flash" not in attention and attention != "sdpa", f"needs sdpa or flash_attention_2, not {attention}"),
         (kinds, f"cannot cut layers that are {', '.join(sorted(kinds))} with {attention}"),
         (not pairs, "does not know its attention: the config has no num_key_value_heads"),
         (heads % parts or (pairs % parts and parts % pairs), f"cannot share out {heads} heads and {pairs} of keys"),
         (router_coef, "would cut the rows that the router's loss is taken of: set router_aux_loss_coef: 0"),
-    ]
-    for made, what in mistakes:
-        if made:
-            raise InputError(f"{type(model).__name__}: sequence parallelism (sp_size={parts}) {what}")
+    ])  # fmt: skip
     parallel.sp_handler.sp_attn_implementation = attention
 
 
@@ -116,10 +109,11 @@ def _check_parts(trainer: Any, adapter: Any) -> None:
         return  # it would be random
     example = Example([5, 9, 6], [Branch([7, 8, 5, 9, 6, 7, 9])])
     rows = collate([example] * trainer.args.train_batch_size, "padded")
+    # in eval mode nothing is cut: the rows whole, and then with attention alone in training mode, which Ulysses cuts
     with torch.no_grad(), forward.eval_mode(model):
         whole = _summed(model, rows, trainer.args.device)
         for module in forward.causal_lm(model).modules():
-            if hasattr(module, "is_causal"):  # an attention: Ulysses cuts those in training mode
+            if hasattr(module, "is_causal"):  # an attention
                 module.training = True
         part = _summed(model, cut(rows, adapter.sp_rank, parts), trainer.args.device)
     found = trainer.accelerator.reduce(part) * parts / trainer.accelerator.num_processes
@@ -138,20 +132,21 @@ class _Parts(IterableDataset):
     """This rank's parts of the batches that the ranks of its group drew, one batch after the other."""
 
     def __init__(self, trainer: Any, adapter: Any):
-        self.trainer, self.loader = trainer, adapter.dl
-        self.group, self.part, self.parts = adapter.sp_group, adapter.sp_rank, adapter.sp_world_size
+        self.trainer, self.adapter = trainer, adapter
 
     def __len__(self) -> int:
-        return len(self.loader) * self.parts
+        return len(self.adapter.dl) * self.adapter.sp_world_size
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        self.loader.set_epoch(int(self.trainer.state.epoch or 0))  # Trainer tells it to DataLoaders of accelerate alone
-        for batch in self.loader:
+        loader, parts = self.adapter.dl, self.adapter.sp_world_size
+        loader.set_epoch(int(self.trainer.state.epoch or 0))  # Trainer tells it to DataLoaders of accelerate alone
+        for batch in loader:
+            # each rank of the group draws a batch of its own; all of them train on a part of each
             own = {name: tensor.cpu() for name, tensor in weigh_rows(batch, self.trainer.accelerator).items()}
-            drawn: list[Any] = [None] * self.parts
-            torch.distributed.all_gather_object(drawn, own, group=self.group)
+            drawn: list[Any] = [None] * parts
+            torch.distributed.all_gather_object(drawn, own, group=self.adapter.sp_group)
             for whole in drawn:
-                yield cut(whole, self.part, self.parts)
+                yield cut(whole, self.adapter.sp_rank, parts)
 
 
 def cut(batch: dict[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
@@ -163,10 +158,12 @@ def cut(batch: dict[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
     rows, length = batch["input_ids"].shape
     size = -(-length // parts)
     start = part * size
+    # tensors [R, L]: columns start to start + size, of rows made longer where P does not divide their length
     pieces = {
         name: pad(batch[name], (0, size * parts - length), value=fill)[:, start : start + size].contiguous()
         for name, fill in _FILL.items()
     }
+    # places in the flattened rows: those of this part, in its own count
     row, column = batch["scored"] // length, batch["scored"] % length - start
     mine = (column >= 0) & (column < size)
     whole = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}

@@ -1,10 +1,4 @@
-"""Generation evaluation: answer the prompts of the eval set greedily and compare final answers.
-
-final_answer  the answer that a solution ends in
-ExactMatch    an `evaluate.Metric` that needs no network: does the final answer equal the reference's?
-answerable    the rows that can be asked and graded
-exact_match   the whole evaluation, for a trainer
-"""
+"""Evaluation by exact match: answer the prompts of the eval set greedily and compare final answers."""
 
 import re
 from collections.abc import Iterable
@@ -22,8 +16,8 @@ _PATTERNS = (
     r"####\s*(\S+)",
     r"\\boxed\{([^{}]*)\}",
     r"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*([-$]*[\d.,]*\d)",  # an "A" or "answer" alone is a word
+    r"-?\d[\d,]*(?:\.\d+)?",  # any number
 )
-
 _EXACT = Context(prec=999, Emax=999, Emin=-999, traps=[InvalidOperation])  # finite: 1e999999999 is not written out
 
 
@@ -33,12 +27,11 @@ def final_answer(text: str) -> str:
 
     Thousands separators, currency signs and a trailing period or `.0` do not count: "$1,200.00" is "1200".
     """
+    # the marked answer, by the first mark that is there; the last one counts, since solutions may try several
     for pattern in _PATTERNS:
-        found = re.findall(pattern, text)
-        if found:
+        if found := re.findall(pattern, text):
             return _normal(found[-1])
-    numbers = re.findall(r"-?\d[\d,]*(?:\.\d+)?", text)
-    return _normal(numbers[-1] if numbers else text)
+    return _normal(text)
 
 
 def _normal(answer: str) -> str:
@@ -54,14 +47,9 @@ class ExactMatch(evaluate.Metric):
     """Share of predictions whose final answer equals the reference's: {"exact_match": float in 0..1}."""
 
     def _info(self) -> evaluate.MetricInfo:
-        return evaluate.MetricInfo(
-            description="Exact match of the final answer",
-            citation="",
-            inputs_description="predictions and references: texts that end in an answer",
-            features=datasets.Features(
-                {"predictions": datasets.Value("string"), "references": datasets.Value("string")}
-            ),
-        )
+        features = datasets.Features({name: datasets.Value("string") for name in ("predictions", "references")})
+        given = "predictions and references: texts that end in an answer"
+        return evaluate.MetricInfo(description="", citation="", inputs_description=given, features=features)
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
         hits = [final_answer(p) == final_answer(r) for p, r in zip(predictions, references, strict=True)]
@@ -84,10 +72,11 @@ def answerable(rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]]]:
 def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     """The share of prompts whose greedy answer has the final answer of the data (of its chosen or desirable answer).
 
-    Each rank answers its share of the rows. Raises InputError for rows without a prompt or an answer.
+    Raises InputError for rows without a prompt or an answer.
     """
     prompts, gold = answerable(rows)
     args, accelerator = trainer.args, trainer.accelerator
+    # each rank answers its share of the rows; hits and answers are added up over the ranks
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     answers = trainer.generate(prompts[mine], args.eval_max_completion_length, batch_size=args.eval_batch_size)
     decode = partial(trainer.tokenizer.batch_decode, skip_special_tokens=True)

@@ -1,29 +1,34 @@
-"""Generation: rollouts drawn from exactly the distribution that is scored, and greedy answers for evaluation."""
+"""Sampling from exactly the distribution that is scored, and greedy answers for evaluation.
 
-import logging
+    OwnModel    OPD's rollouts by the policy itself; `vllm` has two other backends with the same methods
+    generate    completions of many prompts, in batches
+    decode      completions of one batch, token by token
+
+`transformers.generate` computes a whole static batch until its last row ends; in `decode` a step costs the rows that go
+on. It is for plain decoder caches (`can_decode`); other models are left to transformers, see `by_transformers`.
+
+Legend: n rows that go on, L length of the padded prompts, V vocabulary, D size of a head.
+"""
+
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from ..scoring.cpu import FewRows, draw
 from ..scoring.forward import causal_lm, eval_mode
-from .decode import Sampler, can_decode, decode, left_padded
-
-logger = logging.getLogger(__name__)
-_ALTERING = {
-    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "top_h": None,
-    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None,
-    "begin_suppress_tokens": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None,
-    "guidance_scale": None,
-}  # fmt: skip
+from . import by_transformers
 
 
 class OwnModel:
-    """OPD's rollouts by the policy itself; `vllm_rollout` has two other backends with the same methods."""
+    """OPD's rollouts by the policy itself."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -37,6 +42,23 @@ class OwnModel:
         repeated = [prompt for prompt in prompts for _ in range(args.num_generations)]
         options = {"temperature": args.temperature, "batch_size": args.generation_batch_size}
         return trainer.generate(repeated, args.max_completion_length, vocabulary=trainer.vocabulary, **options)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How the next token is chosen."""
+
+    temperature: float | None
+    """Draws from softmax(logits / temperature); None is greedy."""
+    vocabulary: int
+    """Ids from there on are never chosen."""
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[n, V] -> [n], an id that does not exist where a logit is NaN or infinite."""
+        logits = logits[:, : self.vocabulary].float()
+        if self.temperature is None:
+            return logits.argmax(-1)
+        return draw(torch.softmax(logits / self.temperature, dim=-1))
 
 
 def generate(
@@ -57,7 +79,6 @@ def generate(
     Prompts are sorted by length and generated batch_size at a time (None: all at once).
     """
     inner = causal_lm(model)
-    ours = can_decode(inner)
     own = inner.config.get_text_config().vocab_size
     sampler = Sampler(temperature, own if vocabulary is None else min(vocabulary, own))
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
@@ -67,37 +88,116 @@ def generate(
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
-            if ours:
+            if can_decode(inner):
                 found = decode(inner, given, max_new_tokens, terminal_ids, sampler)
             else:
-                found = _by_transformers(inner, given, max_new_tokens, terminal_ids, sampler, pad_id)
+                padded = left_padded(given, pad_id, inner.device)
+                rows = by_transformers.generate(inner, *padded, max_new_tokens, terminal_ids, pad_id, sampler)
+                found = [until_terminal(row, terminal_ids) for row in rows]
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
     return completions
 
 
-def _by_transformers(
-    model: Any,
-    prompts: list[Sequence[int]],
+# ---- our own decoding
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of a layer in buffers with room for the next tokens: a step does not copy all that came before.
+
+    A step that does not fit gets new ones, with room for SPARE tokens more.
+    """
+
+    SPARE = 128
+    buffers: Sequence[Tensor] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[n, heads, new, D] twice -> all keys and all values, [n, heads, length, D], views of the buffers."""
+        new, used = (key_states, value_states), self.get_seq_length()
+        end = used + key_states.shape[-2]
+        if not used:
+            self.lazy_initialization(*new)
+        if not self.buffers or self.buffers[0].shape[-2] < end:
+            old = [buffer[:, :, :used] for buffer in self.buffers] or [states[:, :, :0] for states in new]
+            self.buffers = [pad(states, (0, 0, 0, end - used + self.SPARE)) for states in old]
+        for buffer, states in zip(self.buffers, new, strict=True):
+            buffer[:, :, used:end] = states
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, with the room behind them."""
+        if length := self.get_seq_length():
+            self.buffers = [buffer[indices] for buffer in self.buffers]
+            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+
+
+def can_decode(model: PreTrainedModel) -> bool:
+    """Does the model keep plain keys and values, and no more, between steps?"""
+    if getattr(type(model), "prepare_inputs_for_generation", None) is not GenerationMixin.prepare_inputs_for_generation:
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def decode(
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    terminal_ids: list[int],
+    terminal_ids: Sequence[int],
     sampler: Sampler,
-    pad_id: int,
 ) -> list[list[int]]:
-    """The same by `transformers.generate`, for models whose state between steps is more than keys and values."""
-    sampling: dict[str, Any] = {"do_sample": False}
-    if sampler.temperature is not None:
-        sampling = {"do_sample": True, "temperature": sampler.temperature, "top_k": 0, "top_p": 1.0}
-    config = GenerationConfig(
-        max_new_tokens=max_new_tokens, eos_token_id=terminal_ids, pad_token_id=pad_id, use_cache=True, **sampling
-    )
-    config.suppress_tokens = [*range(sampler.vocabulary, model.config.get_text_config().vocab_size)] or None
-    ids, mask = left_padded(prompts, pad_id, model.device)
-    with _only(model, config):
-        output = model.generate(
-            input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False
-        )  # whole weights on each rank: none waits for another
-    return [until_terminal(row, terminal_ids) for row in output[:, ids.shape[1] :].tolist()]
+    """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
+
+    Raises RuntimeError where the model's logits are NaN or infinite.
+    """
+    # Read each distinct prompt once. Padding is on the left, so that the next token of every row is in one column.
+    number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    ids, mask = left_padded(list(number), 0, model.device)
+    position = mask.cumsum(-1).sub(1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **given).logits[:, -1]
+
+    # From distinct prompts to a row for each completion: K rollouts of a prompt begin as copies of what it left.
+    rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=ids.device)
+    if len(number) < len(prompts):
+        cache.batch_select_indices(rows)
+    logits, mask, position = logits[rows], mask[rows], position[rows, -1:]
+
+    terminal = torch.tensor(list(terminal_ids), device=ids.device)
+    alive = torch.arange(len(prompts), device=ids.device)  # [n]: the completion that each row of the batch belongs to
+    completions = torch.full((len(prompts), max_new_tokens), -1, device=ids.device)
+    for step in range(max_new_tokens):
+        token = sampler(logits)
+        completions[alive, step] = token
+        # Where logits are broken the token does not exist; the model is given another one, and the end tells.
+        token = token.clamp(max=sampler.vocabulary - 1)
+        # Rows that have ended leave the batch, and the cache.
+        going = torch.isin(token, terminal, invert=True)
+        if not going.all():
+            kept = going.nonzero().squeeze(-1)
+            alive, token, mask, position = alive[kept], token[kept], mask[kept], position[kept]
+            cache.batch_select_indices(kept)
+        if len(alive) == 0 or step == max_new_tokens - 1:
+            break
+        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), position + 1
+        with FewRows():
+            logits = model(input_ids=token[:, None], attention_mask=mask, position_ids=position, **given).logits[:, -1]
+
+    found = [[token for token in row if token >= 0] for row in completions.tolist()]
+    if any(token >= sampler.vocabulary for row in found for token in row):
+        raise RuntimeError("the model's logits are NaN or infinite: nothing can be drawn from them")
+    return found
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """ids and mask, [prompts, L]."""
+    longest = max(map(len, prompts))
+    ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
@@ -106,36 +206,17 @@ def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
     return ids[: end + 1]
 
 
+# ---- around a generation
+
+
+def mix_seed(*seed: int) -> int:
+    """One number of 64 bits from several."""
+    return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+
+
 @contextmanager
 def seeded(device: torch.device, *seed: int) -> Iterator[None]:
     """Random numbers that depend on `seed` alone (seed, step, rank); the global generators stay as they were."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(mix_seed(*seed))
         yield
-
-
-def warn_if_altered(config: GenerationConfig) -> None:
-    """Say which settings of a model's generation config are put aside."""
-    found = [
-        f"{name}={value}"
-        for name, off in _ALTERING.items()
-        if (value := getattr(config, name, None)) not in (off, None)
-    ]
-    if config.do_sample and config.top_k not in (None, 0):
-        found.append(f"top_k={config.top_k}")
-    if config.do_sample and config.top_p not in (None, 1.0):
-        found.append(f"top_p={config.top_p}")
-    if found:
-        said = "rollouts ignore the model's generation config (%s): they are drawn from the distribution that is scored"
-        logger.warning(said, ", ".join(found))
-
-
-@contextmanager
-def _only(model: PreTrainedModel, config: GenerationConfig) -> Iterator[None]:
-    """transformers fills unset options from the model's own generation config: put that aside."""
-    own, model.generation_config = model.generation_config, config
-    try:
-        yield
-    finally:
-        model.generation_config = own

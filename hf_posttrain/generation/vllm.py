@@ -1,7 +1,8 @@
 """OPD's rollouts by vLLM: an engine in each training process (`Colocated`), or `vllm serve` over HTTP (`Server`).
 
 Both have the methods of `rollout.OwnModel`: synchronise() gives vLLM the policy's weights, and all ranks call it;
-generate(prompts, seed) samples K rollouts of each prompt. Tokens go in and come out as ids.
+generate(prompts, seed) samples K rollouts of each prompt. Tokens go in and come out as ids. What vLLM cannot do is
+refused by `check_installed` and `check`, most of it before weights are loaded.
 
     weights         Colocated                                       Server
     all             in memory                                       a folder in output_dir, which the server must see
@@ -14,36 +15,54 @@ have this interface; not yet with vLLM itself on a GPU.
 """
 
 import copy
+import http.client
+import importlib.util
 import json
 import logging
 import os
 import re
 import shutil
 import tempfile
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import peft
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..engines import engine
+from ..engines import engine, sharded
 from ..errors import InputError
 from ..scoring import forward as scoring
-from . import rollout, vllm_options
-from .vllm_options import call
+from . import rollout
 
 logger = logging.getLogger(__name__)
 _REQUESTS = 256
 """How many requests a process has open at the server; each is a prompt and its K rollouts."""
 _NEVER, _MOST_BIASED = -100.0, 1024
 """vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)."""
+_TIMEOUT = 3600
+"""Seconds that one answer of the server may take."""
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM allows as max_lora_rank (config/lora.py)."""
+_INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
+"""Of LoRA: the others change the base too (lora/peft_helper.py)."""
+_BEYOND_LORA = (
+    "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication",
+    "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config",
+    "monteclora_config",
+)  # fmt: skip
+_NEEDS = {
+    "/collective_rpc": "set VLLM_SERVER_DEV_MODE=1 in the server's environment, so that it takes weights",
+    "/reset_prefix_cache": "set VLLM_SERVER_DEV_MODE=1 in the server's environment",
+    "/v1/load_lora_adapter": "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+}
 
 
 class _Backend:
@@ -57,7 +76,7 @@ class _Backend:
         if getattr(scoring.causal_lm(model), "is_quantized", False):
             raise InputError("rollout: vllm takes no quantised student: set quantization: none, or drop rollout: vllm")
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
-        vllm_options.check(trainer.args, self.lora)
+        check(trainer.args, self.lora)
         self.trainer, self.sampling, self.count = trainer, sampling(trainer), 0
         self.adapter: Any = None
         self._temporary, self.folder = _shared_folder(trainer)
@@ -69,7 +88,8 @@ class _Backend:
         """
         if not prompts:
             return []
-        seeds = [_mixed(*seed, number) for number in range(len(prompts))]
+        # of 62 bits, since vLLM adds the number of the rollout to it
+        seeds = [rollout.mix_seed(*seed, number) >> 2 for number in range(len(prompts))]
         rollouts = [list(ids) for group in self._sampled(prompts, seeds) for ids in group]
         if not all(rollouts):
             raise RuntimeError("vLLM gave an empty rollout: see its log")
@@ -78,7 +98,7 @@ class _Backend:
         return rollouts
 
     def _sampled(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
-        """[prompts][K][tokens]"""
+        """Token ids, [prompts][K][tokens]."""
         raise NotImplementedError
 
     def _written(self) -> Path:
@@ -106,6 +126,7 @@ class Colocated(_Backend):
         """Weights in memory, or a newly written adapter; the first time it starts the engine."""
         from vllm.lora.request import LoRARequest
 
+        # the base of a LoRA policy never changes: it is sent once, and then an adapter each time
         if self.llm is None:
             self.llm = self._started()
             if self.lora:
@@ -116,6 +137,7 @@ class Colocated(_Backend):
             self._remove(self.count - 1)  # the newest stays: vLLM may read it again
         else:
             self._give_weights()
+        # what is cached of prompts is of the old weights
         self.llm.reset_prefix_cache()
 
     def _started(self) -> Any:
@@ -124,16 +146,17 @@ class Colocated(_Backend):
 
         trainer, accelerator = self.trainer, self.trainer.accelerator
         inner, place = scoring.causal_lm(trainer.model), self.folder / "model"
+        # a folder without weights, which come from memory: config and tokenizer are all that vLLM reads
         if trainer.is_world_process_zero():
             config = copy.deepcopy(inner.config)
-            config.architectures = [engine.plain_class(inner).__name__]
+            config.architectures = [sharded.plain_class(inner).__name__]
             config.save_pretrained(place)
             trainer.tokenizer.save_pretrained(place)
         accelerator.wait_for_everyone()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
         lengths = trainer.args.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         names = {"bf16": "bfloat16", "fp16": "float16"}
-        lora = {"enable_lora": True, "max_lora_rank": vllm_options.max_rank(self.lora)} if self.lora else {}
+        lora = {"enable_lora": True, "max_lora_rank": max_rank(self.lora)} if self.lora else {}
         with rollout.seeded(accelerator.device, trainer.args.seed):  # vLLM seeds the process
             return LLM(
                 model=str(place), load_format="dummy", generation_config="vllm",
@@ -166,7 +189,7 @@ class Server(_Backend):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.url, card = trainer.args.vllm_server_base_url, vllm_options.served(trainer.args)
+        self.url, card = trainer.args.vllm_server_base_url, served(trainer.args)
         self.model, base = card["id"], scoring.causal_lm(trainer.model).name_or_path
         if self.lora and card["root"] != base:
             said = "the vLLM server serves %s, and the student's base is %s: with LoRA they must be the same weights"
@@ -174,6 +197,7 @@ class Server(_Backend):
 
     def synchronise(self) -> None:
         """The server reads the weights, or the adapter under a new name, from a folder. Raises InputError."""
+        # an adapter's name is new each time: vLLM would take one that it knows from its cache
         path, previous = str(self._written()), self.adapter
         if self.lora:
             self.adapter = f"{self.folder.name}-{self.count}"
@@ -222,7 +246,8 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
 def hub_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights as `from_pretrained` reads them, {name: tensor}, without those of an adapter."""
-    inner = scoring.causal_lm(model)  # not by its state_dict(), which would cut FSDP2's weights again
+    # not by state_dict(), which would cut FSDP2's weights again: parameters, and the buffers that are saved
+    inner = scoring.causal_lm(model)
     buffers = [
         (f"{prefix}.{name}", buffer)
         for prefix, module in inner.named_modules()
@@ -249,6 +274,72 @@ def _shared_folder(trainer: Any) -> tuple[Any, Path]:
     return temporary, Path(name)
 
 
-def _mixed(*seed: int) -> int:
-    """One seed of 62 bits: vLLM adds the number of the rollout to it."""
-    return int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> np.uint64(2))
+# ---- what is refused
+
+
+def check_installed(config: Any) -> None:
+    """Raises InputError where an OPDConfig wants vLLM in this environment and it is not there."""
+    if config.rollout == "vllm" and config.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
+        raise InputError("rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server")
+
+
+def check(config: Any, peft_config: Any = None) -> None:
+    """Raises InputError for a server that is out of reach or too short, and for an adapter that vLLM cannot serve."""
+    if config.vllm_mode == "server":
+        served(config)
+    if peft_config is not None:
+        max_rank(peft_config)
+
+
+def served(config: Any) -> dict[str, Any]:
+    """What the server says of its model: id, root (a name or folder), max_model_len.
+
+    Raises InputError where it cannot be asked or takes fewer tokens than max_length.
+    """
+    card = json.loads(call(config.vllm_server_base_url, "/v1/models"))["data"][0]  # the base, then adapters
+    longest = card["max_model_len"]
+    if config.max_length is not None and longest < config.max_length:
+        raise InputError(
+            f"max_length={config.max_length} is more than the vLLM server's --max-model-len {longest}: lower "
+            "max_length, or start the server with more"
+        )
+    return card
+
+
+def max_rank(config: Any) -> int:
+    """The max_lora_rank that an adapter needs. Raises InputError for what vLLM cannot serve: it takes plain LoRA."""
+    if config.peft_type != peft.PeftType.LORA:
+        raise InputError(f"rollout: vllm serves LoRA, not {config.peft_type.value}: use LoRA, or rollout: transformers")
+    odd = [name for name in _BEYOND_LORA if getattr(config, name, None)]
+    odd += ["bias"] if config.bias != "none" else []
+    odd += ["init_lora_weights"] if config.init_lora_weights not in _INITIALISATIONS else []
+    if odd:
+        given = getattr(config, odd[0])
+        how = "name target_modules without experts" if odd[0] == "target_parameters" else "drop it"
+        raise InputError(f"rollout: vllm cannot serve LoRA with {odd[0]}={given!r}: {how}, or rollout: transformers")
+    rank = max([config.r, *(config.rank_pattern or {}).values()])
+    if rank > _RANKS[-1]:
+        raise InputError(f"rollout: vllm serves LoRA up to rank {_RANKS[-1]}, not {rank}: lower it")
+    return next(allowed for allowed in _RANKS if allowed >= rank)
+
+
+def call(base_url: str, path: str, body: dict[str, Any] | None = None) -> str:
+    """What the server answers to a GET, or to a POST of `body`.
+
+    Raises InputError, with what to do, where there is no server or it refuses.
+    """
+    url = base_url.rstrip("/") + path
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=_TIMEOUT) as answer:
+            return answer.read().decode()
+    except urllib.error.HTTPError as error:
+        said = " ".join(error.read().decode(errors="replace").split())[:500]
+        hint = f": {_NEEDS[path]}" if error.code == 404 and path in _NEEDS else ""
+        raise InputError(f"vllm_server_base_url: {url} answered {error.code} ({said}){hint}") from error
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise InputError(
+            f"vllm_server_base_url: no vLLM server answers at {url} ({getattr(error, 'reason', error)}): start it with "
+            "vllm serve, or correct the URL"
+        ) from error

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..generation import rollout, vllm, vllm_options
+from ..generation import by_transformers, rollout, vllm
 from ..losses.divergence import policy_gradient
 from ..models.prepare import find_terminal_ids
 from ..models.teacher import add_teacher
@@ -78,7 +78,7 @@ class OPDConfig(PostTrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        vllm_options.check_installed(self)
+        vllm.check_installed(self)
         if self.rollout == "vllm":
             self.vllm_mode = self.vllm_mode or "colocate"
 
@@ -116,7 +116,7 @@ class OPDTrainer(PostTrainer):
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         theirs = find_terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
         self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
-        rollout.warn_if_altered(self.generation_config)
+        by_transformers.warn_if_altered(self.generation_config)
         self.rollouts = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
         self.synchronised: int | None = None
         """The step whose weights are where rollouts are sampled."""

@@ -9,7 +9,7 @@ import datasets
 import peft
 from torch import nn
 
-from ..engines import engine, launch
+from ..engines import engine, launch, sharded
 from ..errors import InputError
 from ..scoring import forward
 from . import load, score_cache
@@ -39,7 +39,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None) -> Reference
         second = Frozen(_loaded(ref_model, trainer), accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
         # a policy that its engine has yet to cut or cast cannot score for itself
-        second = Frozen(engine.copied(policy, accelerator), accelerator)
+        second = Frozen(sharded.copied(policy, accelerator), accelerator)
     if second is not None:
         trainer.set_second_model(second)
     reference = Reference(trainer, score, second, starts_equal=ref_model is None)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from ..engines import engine
+from ..engines import sharded
 from ..errors import InputError
 from ..scoring import forward
 
@@ -102,13 +102,13 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
     inner = forward.causal_lm(model)
     config = {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
-    described = f"{engine.plain_class(inner).__name__} {json.dumps(config, sort_keys=True, default=str)}"
+    described = f"{sharded.plain_class(inner).__name__} {json.dumps(config, sort_keys=True, default=str)}"
     digest = xxhash.xxh3_128(described.encode())
     weights: dict[str, Any] = forward.unwrapped(model).state_dict(keep_vars=True)
     for name, tensor in weights.items():
         if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
             continue
-        with engine.gathered(tensor):
+        with sharded.gathered(tensor):
             if isinstance(tensor, DTensor):  # an offloaded one where its collectives run
                 whole: Any = tensor.to(tensor.device_mesh.device_type)
                 tensor = whole.full_tensor()

@@ -82,7 +82,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
 
     config: of a run, whose vLLM server must be there and serve such adapters. Raises InputError.
     """
-    from ..generation import vllm_options
+    from ..generation import vllm
     from ..models import load as models
 
     # tokenizers and vocabularies
@@ -110,7 +110,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     if getattr(config, "rollout", None) == "vllm":
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
         with error_context(recipe.where(key)):
-            vllm_options.check(config, peft_config)
+            vllm.check(config, peft_config)
     return tokenizer, peft_config
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 
 from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import prepare
-from ..engines import engine, launch, sequence
+from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError
 from ..models import prepare as policies
 from ..models.frozen import Frozen
@@ -29,7 +29,7 @@ from ..scoring.choose_layout import choose_layout, trusted_layout
 from ..scoring.layouts import Collator, Example
 from ..watch import progress
 from ..watch.guard import Guard
-from ..watch.pace import Pace
+from ..watch.pace import LogLastStep, Pace
 from . import checkpoint, evaluation, saving, step
 from .config import PostTrainConfig
 from .loss_units import Losses, Meter
@@ -58,6 +58,8 @@ class PostTrainer(Trainer):
     model: Any
     model_wrapped: Any
     data_collator: Any
+    has_trained = False
+    """Did the last `train` take a step? A finished run that is resumed does not."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -103,8 +105,9 @@ class PostTrainer(Trainer):
             saving.check_mergeable(model)
         super().__init__(model, args, collator, train, evaluated, self.tokenizer, **kwargs)
         progress.replace_callback(self, self.method.key_metrics)
+        self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)
-        engine.keep_scores_whole(self.accelerator)
+        sharded.keep_scores_whole(self.accelerator)
         self.preemption, self.guard = Preemption(self.accelerator), Guard(self)
         self.add_callback(self.preemption)
         self.add_callback(self.guard)
@@ -208,14 +211,9 @@ class PostTrainer(Trainer):
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         logger.info("training %s", launch.describe_launch(self))
         set_seed(self.args.seed)
-        self.meters["train"] = Meter()
+        self.meters["train"], self.has_trained = Meter(), False
         with self.preemption.listening(), progress.messages_above():
             return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    @property
-    def has_trained(self) -> bool:
-        """Did the last `train` take a step? A finished run that is resumed does not."""
-        return self.guard.losses.steps > 0
 
     @property
     def stopped(self) -> str | None:

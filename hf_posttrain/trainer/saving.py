@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel, Trainer
 
-from ..engines import engine
+from ..engines import engine, sharded
 from ..errors import InputError
 from ..models.reference_adapter import without_reference_adapter
 from ..scoring import forward
@@ -154,7 +154,7 @@ def save_merged(trainer: Any, folder: str) -> None:
     config = copy.deepcopy(policy.peft_config[trained])
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # its weights come next: PiSSA and its kin would decompose random ones
-    base = engine.plain_class(inner)(inner.config).to(inner.dtype)
+    base = sharded.plain_class(inner)(inner.config).to(inner.dtype)
     twin = peft.get_peft_model(base, config, adapter_name=trained)
     others = set(policy.peft_config) - {trained}
     twin.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})

@@ -1,18 +1,38 @@
-"""Guard: reads the logs as they come, warns once of each symptom in `watch`, and ends the run where stop_on says so."""
+"""Warns of what goes wrong while a run trains, and ends the run where stop_on says so.
+
+Symptoms are looked for at each log. A loss that is not finite is found without waiting for the device at every step:
+micro-batches are kept until their losses are read, so that the first bad one can be saved.
+"""
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 from transformers import TrainerCallback
 
-from . import detectors
-from . import symptoms as watch
-from .nonfinite import Nonfinite
+from . import symptoms
 
 logger = logging.getLogger(__name__)
+KEPT = 32
+"""Micro-batches that are kept until their losses are read: at each log, or when there are so many."""
+OF_BATCH = (
+    "index", "row_weights", "label", "ref_logps", "shift",
+    "input_ids", "position_ids", "shift_labels", "router_weights",
+)  # fmt: skip
+"""What is kept of a batch, not copied: some 32 bytes a token, where the rest would be ten times that."""
+
+
+class Noted(NamedTuple):
+    """A micro-batch and its loss (a scalar), both still on the device."""
+
+    step: int
+    loss: Tensor
+    batch: dict[str, Tensor]
 
 
 class Guard(TrainerCallback):
@@ -22,35 +42,42 @@ class Guard(TrainerCallback):
     after whatever else asks for a checkpoint.
     """
 
-    stopped: str | None = None
-    """Why the last run was ended, in a line; None where it was not."""
-
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.stop_on = watch.listed(trainer.args.stop_on)
-        self.losses = Nonfinite()
+        self.stop_on = symptoms.listed(trainer.args.stop_on)
+        self.stopped: str | None = None
+        """Why the last run was ended, in a line; None where it was not."""
+        self.warned: set[str] = set()
         self.history: list[Mapping[str, float]] = []
         """Logs, a bounded number of them."""
-        self.warned: set[str] = set()
+        self.pending: list[Noted] = []
+        self.broken: Noted | None = None
+        """This rank's first micro-batch whose loss was not finite."""
 
     # ---- events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin anew, or with the logs of the checkpoint that training resumes from."""
-        self.stopped, self.warned, self.losses, self.history = None, set(), Nonfinite(), []
+        self.stopped, self.warned, self.history, self.pending, self.broken = None, set(), [], [], None
         for log in state.log_history:
             self._remember(log)
+
+    def note(self, loss: Tensor, step: int, batch: dict[str, Any]) -> None:
+        """Remember the loss (a scalar) of a micro-batch; every KEPT of them the device is waited for."""
+        if self.broken is None:
+            self.pending.append(Noted(step, loss.detach(), {name: batch[name] for name in OF_BATCH if name in batch}))
+        if len(self.pending) >= KEPT:
+            self._read_losses()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Look at the losses since the last log and, on the first rank, for symptoms that were not told of yet."""
         if "loss" not in logs:
             return
         self._remember(state.log_history[-1])
-        loss_type = getattr(args, "loss_type", ())
-        loss_types = [loss_type] if isinstance(loss_type, str) else loss_type
+        loss_types = symptoms.listed(getattr(args, "loss_type", None))
         found = self._nonfinite()
         if state.is_world_process_zero:  # whose findings `_act` sends to all
-            found |= watch.look(self.history, self.trainer.method.symptoms, loss_types, self.warned)
+            found |= symptoms.look(self.history, self.trainer.method.symptoms, loss_types, self.warned)
         self._act(found, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -75,23 +102,58 @@ class Guard(TrainerCallback):
         if "loss" in log:
             rows = self.trainer.get_total_train_batch_size(self.trainer.args)
             self.history.append({**log, "rows": log["step"] * rows})
-        if len(self.history) >= 4 * detectors.ENDS:
-            self.history = detectors.bounded(self.history)
+        # thinned now and then, so that a look costs the same after 100,000 logs as after 800
+        if len(self.history) >= 4 * symptoms.ENDS:
+            self.history = symptoms.bounded(self.history)
+
+    def _read_losses(self) -> None:
+        """Forget the pending micro-batches, but for the first whose loss is not finite."""
+        if self.pending:
+            finite = torch.stack([noted.loss for noted in self.pending]).isfinite().tolist()
+            self.broken = next((noted for noted, good in zip(self.pending, finite, strict=True) if not good), None)
+            self.pending = []
 
     def _nonfinite(self) -> dict[str, str]:
-        """The symptom `nan`, with its micro-batch saved, once."""
-        if "nan" in self.warned or (found := self.losses.first_step(self.trainer.accelerator)) is None:
+        """The symptom `nan`, with its micro-batch saved, once. All ranks call it."""
+        if "nan" in self.warned:
             return {}
-        step, ranks = found
-        folder, own = Path(self.trainer.args.output_dir), self.trainer.accelerator.process_index
-        files = {rank: folder / f"nonfinite_step_{step}_rank_{rank}.pt" for rank in ranks}
-        problem = self.losses.save(files[own], self.trainer.tokenizer) if own in files else None
+        self._read_losses()
+        accelerator, folder = self.trainer.accelerator, Path(self.trainer.args.output_dir)
+        first = torch.tensor([torch.inf if self.broken is None else float(self.broken.step)], device=accelerator.device)
+        steps = accelerator.gather(first).tolist()
+        if min(steps) == torch.inf:
+            return {}
+        # each rank that had it writes its own file, and all ranks hear which of them could not
+        step, own = int(min(steps)), accelerator.process_index
+        files = {rank: folder / f"nonfinite_step_{step}_rank_{rank}.pt" for rank, s in enumerate(steps) if s == step}
+        problem = self._save(files[own]) if own in files else None
         problems = {rank: said for rank, said in gather_object([(own, problem)]) if said}
         kept = ", ".join(str(file) for rank, file in files.items() if rank not in problems)
         where = [f"its batch is in {kept} (rows, text, tensors)"] if kept else []
         where += [f"{files[rank]} could not be written ({said})" for rank, said in problems.items()]
         return {"nan": f"the loss was not finite at step {step}; {'; '.join(where)}. If its batch looks sound, the "
                 "step before broke the weights: lower train.learning_rate, or set train.max_grad_norm."}  # fmt: skip
+
+    def _save(self, path: Path) -> str | None:
+        """Write `broken` for `torch.load`: step, loss, rows (their `index` in the prepared data, -1 where it has none),
+        text (of each row of tokens) and the tensors themselves.
+
+        Returns why it could not be kept, such as a full disk, in a line; it does not raise, since other ranks wait.
+        """
+        assert self.broken is not None
+        step, loss, batch = self.broken
+        try:
+            batch = {name: tensor.cpu() for name, tensor in batch.items()}
+            real = [ids[weights > 0] for ids, weights in zip(batch["input_ids"], batch["router_weights"], strict=True)]
+            text = self.trainer.tokenizer.batch_decode(real)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            rows = batch["index"].tolist()
+            torch.save({"step": step, "loss": loss.item(), "rows": rows, "text": text, "batch": batch}, path)
+        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeErrors
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            return str(getattr(error, "strerror", None) or error).partition("\n")[0]
+        return None
 
     def _act(self, found: dict[str, str], state: Any, control: Any) -> None:
         """Say what is new, and stop where that was asked for."""

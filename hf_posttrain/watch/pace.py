@@ -1,13 +1,16 @@
-"""Tokens a second and peak memory, read at log steps alone, without waiting for the device in between."""
+"""What each training log has besides losses and metrics: tokens a second and peak memory; and that the last step is
+logged. Nothing here waits for the device between logs."""
 
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import psutil
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 
 GIB = 2**30
 
@@ -39,6 +42,7 @@ class Pace:
     def read(self, processes: int) -> tuple[Tensor, Tensor] | None:
         """([tokens, seconds / processes], whose sums over the ranks give tokens a second; GiB at the peak so far) of
         the interval since the last call; None where no token was counted."""
+        # the count stays on the device; its sum over ranks is read with the metrics of the same log
         now, tokens = time.perf_counter(), self.tokens
         seconds, self.tokens, self.since = (now - self.since) / processes, None, now
         if tokens is None:
@@ -56,3 +60,13 @@ def peak_memory(device: torch.device) -> int:
     import resource  # not on Windows
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class LogLastStep(TrainerCallback):
+    """The last step is logged wherever `logging_steps` falls, so that a short run has a loss to show. Not with
+    logging_strategy epoch or no."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After HF's own callback has decided about this step."""
+        if state.global_step >= state.max_steps and args.logging_strategy == "steps":
+            control.should_log = True

@@ -1,26 +1,22 @@
 """What a run shows while it trains: one bar on a terminal, and elsewhere one line for each log.
 
-    replace_callback   takes the place of the callback that HF's Trainer shows progress by
     Lines     a line for each log and evaluation, on standard output (HF: dicts); with disable_tqdm that is all
     Bar       the same figures in a bar on a terminal's standard error, and lines where nobody would see the bar
-    LastLog   the last step is logged
-    figures   the figures of a training log, as text; results: those of an evaluation
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
-Only the first process shows anything. Everything that is logged is in trainer_state.json, and goes to W&B and others
-as before.
+Only the first process shows anything. What is logged, to trainer_state.json, W&B and others, does not depend on it.
 """
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
@@ -44,6 +40,7 @@ def results(logs: Mapping[str, Any], keys: Mapping[str, str]) -> str:
     (none of whose names has a slash, as our own do)."""
     shown = []
     for key, value in logs.items():
+        # keys begin with eval_ or eval_NAME_, so a key metric is known by how its key ends
         known = next((name for name in keys if key.endswith(f"_{name}")), None)
         if known or not ("/" in key or key.endswith(_UNSHOWN)):
             name = key.removesuffix(known) + keys[known] if known else key
@@ -56,7 +53,8 @@ def _number(value: Any) -> str:
 
 
 class Lines(PrinterCallback):
-    """A line for each log of a training, its evaluations and its end."""
+    """A line for each log of a training, its evaluations and its end. A PrinterCallback, so that the caller can remove
+    it by that name, as HF's."""
 
     def __init__(self, key_metrics: Mapping[str, str]):
         self.key_metrics = key_metrics
@@ -95,24 +93,19 @@ class Bar(ProgressCallback):
     def __init__(self, key_metrics: Mapping[str, str]):
         super().__init__()
         self.key_metrics, self.lines = key_metrics, Lines(key_metrics)
-        self.training_bar: Any = None
-        self.prediction_bar: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A bar from the step at which training begins."""
         self.lines.on_train_begin(args, state, control)
-        self.training_bar = self._bar(state, state.max_steps, _BAR, initial=state.global_step, leave=True)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """One step further."""
-        if self.training_bar is not None:
-            self.training_bar.update(state.global_step - self.training_bar.n)
+        self.current_step = state.global_step
+        if state.is_world_process_zero:
+            self.training_bar = _make_bar(state.max_steps, _BAR, initial=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Training logs update the bar, where that is all that a terminal needs; everything else is a line."""
         if self.training_bar is not None and "loss" in logs:
             self.training_bar.set_description_str(figures(logs, self.key_metrics))
-            if sys.stdout.isatty():
+            if not self.training_bar.disable and sys.stdout.isatty():
                 return
         self.lines.on_log(args, state, control, logs)
 
@@ -120,62 +113,33 @@ class Bar(ProgressCallback):
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
         """A short bar of its own, gone when the evaluation is."""
-        if not has_length(eval_dataloader):
-            return
-        if self.prediction_bar is None:
-            self.prediction_bar = self._bar(state, len(eval_dataloader), _EVALUATION, leave=False)
-        if self.prediction_bar is not None:
-            self.prediction_bar.update(1)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Take it away."""
-        if self.prediction_bar is not None:
-            self.prediction_bar.close()
-        self.prediction_bar = None
-
-    on_predict = on_evaluate
+        if self.prediction_bar is None and state.is_world_process_zero and has_length(eval_dataloader):
+            self.prediction_bar = _make_bar(len(eval_dataloader), _EVALUATION, leave=False)
+        super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the bar as it is now."""
-        self.on_evaluate(args, state, control)  # one that an error has left
-        if self.training_bar is not None:
-            self.training_bar.close()
-        self.training_bar = None
+        self.on_evaluate(args, state, control)  # takes away a bar that an error has left
+        super().on_train_end(args, state, control, **kwargs)
         self.lines.on_train_end(args, state, control)
 
-    @staticmethod
-    def _bar(state: Any, total: int, form: str, **options: Any) -> Any:
-        """On the first process's terminal; None elsewhere."""
-        if not state.is_world_process_zero or not sys.stderr.isatty():
-            return None
-        return tqdm(total=total, bar_format=form, dynamic_ncols=True, smoothing=0, **options)
+
+def _make_bar(total: int, form: str, **options: Any) -> Any:
+    """Without a terminal it shows nothing."""
+    return tqdm(total=total, bar_format=form, dynamic_ncols=True, smoothing=0, disable=None, **options)
 
 
 def replace_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
     """Replace the callback that HF's Trainer has just added, for bars or (disable_tqdm) for printing, by ours of that
     kind. The caller's own callbacks stay, and so does a notebook's table."""
+    # the last one of exactly these classes: a subclass is the caller's own
     ours: dict[type, type[Any]] = {ProgressCallback: Bar, PrinterCallback: Lines}
     default = next((one for one in reversed(trainer.callback_handler.callbacks) if type(one) in ours), None)
     if default is not None:
         trainer.remove_callback(default)
         trainer.add_callback(ours[type(default)](key_metrics))
-    trainer.add_callback(LastLog())
 
 
-class LastLog(TrainerCallback):
-    """The last step is logged too, wherever `logging_steps` falls: a short run has a loss to show."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """After HF's own callback has decided about this step."""
-        if state.global_step >= state.max_steps and args.logging_strategy == "steps":
-            control.should_log = True
-
-
-@contextmanager
-def messages_above() -> Iterator[None]:
-    """What is logged meanwhile appears above a bar, not in it."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    with logging_redirect_tqdm():
-        yield
+def messages_above() -> AbstractContextManager:
+    """What is logged inside appears above a bar, not in it."""
+    return logging_redirect_tqdm() if sys.stderr.isatty() else nullcontext()

@@ -13,8 +13,8 @@ from training_for_tests import token_rows, trainer_for
 
 from hf_posttrain import DPOConfig, SFTConfig, SFTTrainer
 from hf_posttrain.check.plan import plan
-from hf_posttrain.engines.engine import gathered
 from hf_posttrain.engines.sequence import cut
+from hf_posttrain.engines.sharded import gathered
 from hf_posttrain.errors import InputError
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from models_for_tests import CONFIGS, tiny_model
 
-from hf_posttrain.generation import decode, rollout
-from hf_posttrain.generation.decode import FewRows, Sampler
+from hf_posttrain.generation import rollout
+from hf_posttrain.generation.rollout import FewRows, Sampler
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
 ENDS = list(range(0, 300, 7))
@@ -26,7 +26,7 @@ def alone(model, prompt, count, ends):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_completions_are_those_of_each_prompt_alone(name):
     model = tiny_model(name)
-    assert decode.can_decode(model)
+    assert rollout.can_decode(model)
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
     found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=3)
@@ -48,7 +48,7 @@ def test_can_decode_knows_plain_caches():
     small = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30}
     for config in (MambaConfig(**small), Qwen3NextConfig(**small, num_attention_heads=2, num_key_value_heads=1)):
         with torch.device("meta"):
-            assert not decode.can_decode(AutoModelForCausalLM.from_config(config))
+            assert not rollout.can_decode(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_step_costs_the_rows_that_go_on_and_a_shared_prompt_is_read_once(monkeypatch):
@@ -106,4 +106,4 @@ def test_logits_that_are_not_finite_are_an_error_and_no_token(broken):
     model = tiny_model().eval()
     torch.nn.init.constant_(model.lm_head.weight, broken)
     with torch.no_grad(), pytest.raises(RuntimeError, match="NaN or infinite"):
-        decode.decode(model, [[5, 6], [7]], 3, [0], Sampler(1.0, 250))
+        rollout.decode(model, [[5, 6], [7]], 3, [0], Sampler(1.0, 250))

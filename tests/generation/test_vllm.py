@@ -20,8 +20,8 @@ from vllm_for_tests import Serving, sampled
 
 from hf_posttrain import OPDConfig
 from hf_posttrain.errors import InputError
+from hf_posttrain.generation import rollout
 from hf_posttrain.generation import vllm as vllm_rollout
-from hf_posttrain.generation import vllm_options
 from hf_posttrain.trainer import saving
 
 TRAINING = {
@@ -102,7 +102,7 @@ def test_each_step_samples_with_the_policys_own_weights(backend, tmp_path):
         found = generate(prompts, seed)
         trainer.model.eval()
         for number, prompt in enumerate(prompts):
-            how = trainer.rollouts.sampling | {"seed": vllm_rollout._mixed(*seed, number)}
+            how = trainer.rollouts.sampling | {"seed": rollout.mix_seed(*seed, number) >> 2}
             assert found[2 * number : 2 * number + 2] == sampled(trainer.model, prompt, **how)
         trainer.model.train()
         return found
@@ -327,11 +327,11 @@ def test_a_missing_package_is_refused(monkeypatch, tmp_path):
 )
 def test_adapters_that_vllm_cannot_serve_are_refused(config, message):
     with pytest.raises(InputError, match=message):
-        vllm_options.max_rank(config)
+        vllm_rollout.max_rank(config)
 
 
 def test_the_rank_is_rounded_up_to_one_that_vllm_has():
-    found = [vllm_options.max_rank(peft.LoraConfig(r=r)) for r in (1, 4, 8, 12, 300, 512)]
+    found = [vllm_rollout.max_rank(peft.LoraConfig(r=r)) for r in (1, 4, 8, 12, 300, 512)]
     assert found == [1, 8, 8, 16, 320, 512]
 
 

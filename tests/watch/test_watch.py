@@ -22,7 +22,8 @@ from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.watch import detectors, guard, nonfinite
+from hf_posttrain.trainer.base import PostTrainer
+from hf_posttrain.watch import guard
 from hf_posttrain.watch import symptoms as watch
 
 RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
@@ -40,7 +41,7 @@ def history(logs=12, every=10, rows=16, epoch=0.01, **columns):
 
 
 def recorded(name):
-    """A run of histories.json, as the detectors see it."""
+    """A run of histories.json, as `look` sees it."""
     run = RUNS[name]
     columns = run["logs"]
     return [
@@ -64,7 +65,7 @@ def rollouts(length, stopped, **columns):
     return history(generation__length=length, generation__stopped=stopped, **columns)
 
 
-# ---- detectors: logs that show a symptom, and logs that nearly do
+# ---- logs that show a symptom, and logs that nearly do
 
 RISING, FALLING = (lambda n: 0.1 * n), (lambda n: -1.0 * n)
 SICK = {
@@ -187,7 +188,7 @@ def test_a_hundred_thousand_logs_cost_little(told, monkeypatch):
     looked = []
 
     def counted(history, *args):
-        assert len(history) <= 4 * detectors.ENDS
+        assert len(history) <= 4 * watch.ENDS
         looked.append(args[-1])
         return {}
 
@@ -199,7 +200,7 @@ def test_a_hundred_thousand_logs_cost_little(told, monkeypatch):
     monkeypatch.undo()
     Seen.count = 0
     watch.look(Seen(watcher.history), TABLE["dpo"].symptoms, (), told)
-    assert 0 < Seen.count < 5 * 4 * detectors.ENDS
+    assert 0 < Seen.count < 5 * 4 * watch.ENDS
     assert watch.look(Seen(watcher.history), TABLE["dpo"].symptoms, (), tuple(watch.SYMPTOMS)) == {}
 
 
@@ -229,13 +230,13 @@ def test_thinned_logs_show_what_all_of_them_do(case, monkeypatch):
     logs = [{**log, "loss": 0.5} for log in logs]
     watcher, first = guarded(method, logs, monkeypatch)
     assert first == expected
-    assert len(watcher.history) < 4 * detectors.ENDS
+    assert len(watcher.history) < 4 * watch.ENDS
 
 
 def test_thinning_keeps_all_that_is_little():
-    logs = history(logs=2 * detectors.ENDS)
-    assert detectors.bounded(logs) == logs
-    assert detectors.bounded([]) == []
+    logs = history(logs=2 * watch.ENDS)
+    assert watch.bounded(logs) == logs
+    assert watch.bounded([]) == []
 
 
 # ---- names
@@ -282,7 +283,7 @@ def spoil(trainer, from_step, rank=0):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_batch_of_the_first_bad_step_is_saved(method, kept, tmp_path, monkeypatch, caplog):
     """Rows 4 to 7 are those of step 3 (2 micro-batches of 1 row): row 4 is in the first."""
-    monkeypatch.setattr(nonfinite, "KEPT", kept)
+    monkeypatch.setattr(guard, "KEPT", kept)
     fix_rollouts(monkeypatch)
     rows = token_rows(method, 12)
     trainer = spoil(trainer_for(
@@ -363,7 +364,7 @@ def test_a_batch_that_cannot_be_kept_is_no_end(error, tmp_path, monkeypatch, cap
         raise error
 
     trainer = spoil(trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, logging_steps=1), 2)
-    monkeypatch.setattr(nonfinite.torch, "save", full)
+    monkeypatch.setattr(guard.torch, "save", full)
     trainer.train()
     reason = "No space left on device" if isinstance(error, OSError) else "failed writing file"
     file = tmp_path / "nonfinite_step_2_rank_0.pt"
@@ -397,11 +398,13 @@ def on_ranks(rank, folder, where):
 def on_a_full_disk(rank, folder):
     """The bad batch is that of rank 1, which cannot write it."""
 
-    def full(self, path, tokenizer):
+    def full(saved, path):
         raise OSError(28, "No space left on device")
 
-    nonfinite.Nonfinite._write = full
-    return on_ranks(rank, folder, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guard.torch, "save", full)
+        patch.setattr(PostTrainer, "_save_checkpoint", lambda *args: None)  # on the same disk
+        return on_ranks(rank, folder, 1)
 
 
 def test_ranks_stop_together_where_one_has_a_full_disk(tmp_path):

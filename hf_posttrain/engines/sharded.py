@@ -1,0 +1,143 @@
+"""Weights that FSDP2 or DeepSpeed's ZeRO-3 cut over the ranks: the policy's, and those of a frozen second model.
+
+    keep_scores_whole   what FSDP2's mixed precision must not round
+    prepare_frozen      cut a second model as the policy is
+    gather_fsdp2, gather_zero3   inside, every rank has all weights of the policy: one gather for a whole generation
+    gathered, copied    weights that DeepSpeed cut while the model was loaded (zero.Init)
+"""
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+
+def plain_class(module: nn.Module) -> Any:
+    """The module's class without what FSDP2 adds to it."""
+    return type(module).__bases__[1] if isinstance(module, FSDPModule) else type(module)
+
+
+def keep_scores_whole(accelerator: Any) -> None:
+    """Mixed precision of FSDP2 without what Accelerate adds: log-probabilities rounded to bf16, and gradients summed
+    over the ranks in bf16."""
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and (policy := plugin.mixed_precision_policy) is not None:
+        plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
+
+
+# ---- frozen models
+
+
+def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
+    """`model`, wrapped and cut as the policy is, in eval mode. offload: shards live in CPU memory."""
+    wrap = _with_fsdp2 if accelerator.is_fsdp2 else _with_zero3
+    wrapped = wrap(model, accelerator, offload)
+    wrapped.eval()
+    return wrapped
+
+
+def _with_fsdp2(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
+    """Accelerate's own wrapping, around the layers of this model's architecture instead of the policy's."""
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    # what this changes in the run's plugin is put back: the policy is wrapped by it too
+    plugin = accelerator.state.fsdp_plugin
+    changed = ("transformer_cls_names_to_wrap", "auto_wrap_policy", "cpu_offload")
+    kept = {name: getattr(plugin, name) for name in changed}
+    layers = {type(module).__name__ for module in model.modules()}
+    if plugin.transformer_cls_names_to_wrap and not layers & set(plugin.transformer_cls_names_to_wrap):
+        plugin.transformer_cls_names_to_wrap = None  # another architecture than the policy's: its own layers
+    if offload:
+        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda")
+    try:
+        return fsdp2_prepare_model(accelerator, model)
+    finally:
+        for name, value in kept.items():
+            setattr(plugin, name, value)
+
+
+def _with_zero3(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
+    """An engine of its own without optimizer."""
+    import deepspeed
+
+    config = _without_training(accelerator)
+    if offload:
+        pinned = accelerator.device.type == "cuda"
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def _without_training(accelerator: Any) -> dict[str, Any]:
+    """DeepSpeed's config of the run, for a model that is not trained."""
+    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    for name in ("optimizer", "scheduler"):
+        config.pop(name, None)
+    config["zero_optimization"].pop("offload_optimizer", None)
+    return config
+
+
+# ---- the policy, gathered
+
+
+@contextmanager
+def gather_zero3(model: Any) -> Iterator[nn.Module]:
+    """The policy inside its DeepSpeed engine with every weight gathered and DeepSpeed's hooks off."""
+    from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
+    weights = model.optimizer.parameter_offload
+    model.empty_partition_cache()  # what a forward prefetched for the next one
+    # DeepSpeed's own context leaves the hook that compares ranks, so it is taken off here and put back
+    weights.fwd_pre_hook.remove()
+    with unwrap_model_for_generation(model):
+        yield model.module
+    compare = lambda *_: weights.get_param_coordinator().reset_step()  # noqa: E731
+    weights.fwd_pre_hook = model.module.register_forward_pre_hook(compare)
+
+
+@contextmanager
+def gather_fsdp2(model: Any, accelerator: Any) -> Iterator[nn.Module]:
+    """The policy without other wrappers, every FSDP2 unit of it gathered, and kept so by forwards."""
+    plugin = accelerator.state.fsdp_plugin
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    layers = set(plugin.transformer_cls_names_to_wrap or model._no_split_modules)
+    try:
+        for unit in units:
+            unit.set_reshard_after_forward(False, recurse=False)
+            unit.unshard()
+        yield accelerator.unwrap_model(model)
+    finally:
+        for unit in units:
+            unit.reshard()  # embeddings and head stay gathered from forward to backward, as Accelerate has it
+            is_layer = type(unit).__name__.removeprefix("FSDP") in layers
+            unit.set_reshard_after_forward(plugin.reshard_after_forward and is_layer, recurse=False)
+
+
+# ---- models that DeepSpeed cut while they were loaded
+
+
+def gathered(*tensors: nn.Parameter | Any) -> AbstractContextManager:
+    """All of these weights on each rank inside, where DeepSpeed cut them."""
+    cut = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not cut:
+        return nullcontext()
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(cut)
+
+
+def copied(model: nn.Module, accelerator: Any) -> nn.Module:
+    """A deep copy of a model; where DeepSpeed has cut its weights they are gathered, copied and cut one by one."""
+    twin = copy.deepcopy(model)
+    for own, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        if hasattr(own, "ds_id"):  # what was copied is an empty stand-in
+            import deepspeed
+
+            with gathered(own):
+                theirs.data = own.detach().clone()
+            deepspeed.zero.Init(nn.ParameterList([theirs]), config_dict_or_path=_without_training(accelerator))
+    return twin

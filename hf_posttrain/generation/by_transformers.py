@@ -1,0 +1,46 @@
+"""transformers' own `generate`, for models whose state between steps is more than keys and values; and a warning of
+what is put aside of a model's generation config."""
+
+import logging
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig
+
+logger = logging.getLogger(__name__)
+_ALTERING = {
+    "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "top_h": None,
+    "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None,
+    "begin_suppress_tokens": None, "sequence_bias": None, "min_length": 0, "min_new_tokens": None,
+    "guidance_scale": None,
+}  # fmt: skip
+
+
+def generate(
+    model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, terminal_ids: list[int], pad_id: int, sampler: Any
+) -> list[list[int]]:
+    """Completions of left-padded prompts, ids and mask [n, L]: each may be followed by padding. sampler: a Sampler."""
+    sampling: dict[str, Any] = {"do_sample": False}
+    if sampler.temperature is not None:
+        sampling = {"do_sample": True, "temperature": sampler.temperature, "top_k": 0, "top_p": 1.0}
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, eos_token_id=terminal_ids, pad_token_id=pad_id, use_cache=True, **sampling
+    )
+    config.suppress_tokens = [*range(sampler.vocabulary, model.config.get_text_config().vocab_size)] or None
+    # transformers fills options that are not set from the model's own generation config: put that aside
+    own, model.generation_config = model.generation_config, config
+    try:  # not synced: whole weights are on each rank, so none waits for another
+        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False)
+    finally:
+        model.generation_config = own
+    return output[:, ids.shape[1] :].tolist()
+
+
+def warn_if_altered(config: GenerationConfig) -> None:
+    """Say which settings of a model's generation config are put aside."""
+    given = {name: (getattr(config, name, None), off) for name, off in _ALTERING.items()}
+    if config.do_sample:
+        given |= {"top_k": (config.top_k, 0), "top_p": (config.top_p, 1.0)}
+    if found := [f"{name}={value}" for name, (value, off) in given.items() if value not in (off, None)]:
+        said = "rollouts ignore the model's generation config (%s): they are drawn from the distribution that is scored"
+        logger.warning(said, ", ".join(found))
