@@ -23,7 +23,7 @@ from ..errors import InputError
 from ..scoring import forward
 from ..scoring.head import LogProb
 from ..scoring.layouts import IGNORE, Branch, Example, collate
-from .engine import weigh_rows
+from .repeated_rows import weigh_rows
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}
 """What is put behind rows to make their length divisible."""

@@ -88,7 +88,7 @@ class KTOTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         labels = None if self.train_dataset is None else self.train_dataset["label"]
         self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
-        self.reference = make_reference(self, ref_model)
+        self.reference = make_reference(self, ref_model, self.both_completions)
         self.delta = RunningMean(self.accelerator)
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
@@ -137,8 +137,8 @@ class KTOTrainer(PostTrainer):
             mismatch = branch_logps(model, self._lay_out(batch["pairs"], first=1))
         return batch | {"ref_logps": ref, "kl": mismatch - ref[:, 1]}
 
-    def reference_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Both completions of each row, in one pass."""
+    def both_completions(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch that the reference scores: the row's own completion and the mismatched one, where there is one."""
         return self._lay_out(batch["pairs"], first=0) if "pairs" in batch else batch
 
     def _lay_out(self, pairs: Pairs, first: int) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class KTOTrainer(PostTrainer):
         """One weighted loss for each row, [B]."""
         part = batch
         if evaluating := "shift" not in batch:  # no backward waits for the KL: both completions in one pass
-            part = self.reference_batch(batch)
+            part = self.both_completions(batch)
             batch = batch | {"ref_logps": self.reference.logps(model, batch)}
         scores = self.score(model, part, LogProb(targets(part)))
         logps = per_branch(scores["value"], part).view(len(batch["index"]), -1)

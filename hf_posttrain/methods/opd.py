@@ -198,7 +198,12 @@ class OPDTrainer(PostTrainer):
             values = scores["value"]
         lengths = per_branch(torch.ones_like(values), batch)
         metrics = self._metrics(scores, batch, lengths)
-        return Losses(values, weights, metrics, scores.get("router_logits"), *self._predicted(scores, batch, lengths))
+        result = Losses(values, weights, metrics, scores.get("router_logits"))
+        if not torch.is_grad_enabled():  # in evaluation every prompt has K rollouts
+            shape = len(batch["index"]), self.args.num_generations
+            summed = [per_branch(scores[name], batch).view(shape) for name in ("student", "teacher")]
+            result.predictions, result.labels = torch.stack(summed, dim=-1), lengths.view(shape)
+        return result
 
     def _policy_gradient(self, model: nn.Module, batch: dict, weights: Tensor) -> tuple[Tensor, dict]:
         """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
@@ -212,14 +217,6 @@ class OPDTrainer(PostTrainer):
         student = scores["value"].detach()
         advantage = credited(teacher - student, batch["owner"], discount)
         return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
-
-    def _predicted(self, scores: dict, batch: dict, lengths: Tensor) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """In evaluation, where every prompt has K rollouts: log-probabilities [B, K, 2] and lengths [B, K]."""
-        if torch.is_grad_enabled():
-            return None, None
-        shape = len(batch["index"]), self.args.num_generations
-        summed = [per_branch(scores[name], batch).view(shape) for name in ("student", "teacher")]
-        return torch.stack(summed, dim=-1), lengths.view(shape)
 
     def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
         """Means over tokens, and of what the student sampled itself (not of the data's completions) over rollouts."""

@@ -71,16 +71,19 @@ class Reference:
     """What a trainer asks for the reference's scores.
 
     score: `branch_logps`, `adapter_off` or an `AdapterCopy`; None where all rows must be scored already. second: the
-    model that it scores, a copy of the policy or the user's; None for the policy itself.
-    starts_equal: is the reference the policy as it was at the start?
+    model that it scores, a copy of the policy or the user's; None for the policy itself. lay_out: from a batch to the
+    one that is scored, where they differ. starts_equal: is the reference the policy as it was at the start?
     """
 
-    def __init__(self, trainer: Any, score: Callable | None, second: Frozen | None, starts_equal: bool):
-        self.trainer, self.score, self.second, self.starts_equal = trainer, score, second, starts_equal
+    def __init__(
+        self, trainer: Any, score: Callable | None, second: Frozen | None, lay_out: Callable | None, starts_equal: bool
+    ):
+        self.trainer, self.score, self.second, self.lay_out = trainer, score, second, lay_out
+        self.starts_equal = starts_equal
         self.checked = False
 
     def logps(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Summed log-probabilities of each branch of `trainer.reference_batch(batch)`: [B, K].
+        """Summed log-probabilities of the K branches of each example, [B, K].
 
         Raises InputError where the rows were not scored beforehand and no reference was kept.
         """
@@ -93,7 +96,8 @@ class Reference:
                 "when the trainer is built, or turn it off to keep a reference model"
             )
         with self.trainer.accelerator.autocast(), self.second or nullcontext(policy) as model:
-            return self.score(model, self.trainer.reference_batch(batch)).view(len(batch["index"]), -1)
+            scored = batch if self.lay_out is None else self.lay_out(batch)
+            return self.score(model, scored).view(len(batch["index"]), -1)
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
         """Warn, once, where policy and reference, one model, differ before the first step. All of one shape."""

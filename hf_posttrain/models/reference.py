@@ -20,7 +20,7 @@ from .section import ModelSection
 logger = logging.getLogger(__name__)
 
 
-def make_reference(trainer: Any, ref_model: nn.Module | str | None) -> Reference:
+def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Callable | None = None) -> Reference:
     """The policy as it is now, or an explicit `ref_model`. Raises InputError for a ref_model that is the policy itself.
 
     With precompute_ref_log_probs the trainer's data sets are scored now and no second model is kept; left to itself
@@ -42,7 +42,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None) -> Reference
         second = Frozen(sharded.copied(policy, accelerator), accelerator)
     if second is not None:
         trainer.set_second_model(second)
-    reference = Reference(trainer, score, second, starts_equal=ref_model is None)
+    reference = Reference(trainer, score, second, lay_out, starts_equal=ref_model is None)
     if precompute:
         _score_beforehand(trainer, reference)
         if second is not None and not (asked or by_adapter):

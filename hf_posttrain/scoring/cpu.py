@@ -94,13 +94,10 @@ class FewRows(TorchFunctionMode):
     """Rows, up to which it is quicker."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and len(args) == 3 and self._is_for(args[0], args[1]):
+        if func is nn.functional.linear and len(args) == 3 and not torch.is_autocast_enabled("cpu"):
             rows, weight, bias = args
-            found = torch.mm(weight, rows.reshape(-1, rows.shape[-1]).T).T.contiguous()
-            return (found if bias is None else found + bias).view(*rows.shape[:-1], -1)
+            plain = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32
+            if plain and 1 < rows.numel() // rows.shape[-1] <= self.MOST:
+                found = torch.mm(weight, rows.reshape(-1, rows.shape[-1]).T).T.contiguous()
+                return (found if bias is None else found + bias).view(*rows.shape[:-1], -1)
         return func(*args, **(kwargs or {}))
-
-    def _is_for(self, rows: Tensor, weight: Tensor) -> bool:
-        plain = rows.device.type == "cpu" and rows.dtype == weight.dtype == torch.float32
-        plain = plain and not torch.is_autocast_enabled("cpu")
-        return plain and 1 < rows.numel() // rows.shape[-1] <= self.MOST

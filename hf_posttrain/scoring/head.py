@@ -231,7 +231,14 @@ class _ScoreTokens(torch.autograd.Function):
         if ctx.head_grad is not None:
             head_grad, ctx.head_grad = ctx.head_grad, None  # a second backward computes it again
             return grad_hidden, *head_grad.result(_promised_scale(grad, ctx.run.weights)), None
-        return grad_hidden, *_late_head_gradient(ctx.run, hidden, weight, bias, grad).result(), None
+        # no promise, or a second backward: each tile again, or as it was kept
+        run, gradient = ctx.run, _HeadGradient(weight, bias)
+        head, hidden = LinearHead(weight, bias, run.head.transform).cast(hidden, run.dtype)
+        buffers = _tile_buffers(hidden, weight.shape[0])
+        for i, rows in enumerate(tiles(hidden.shape[0], weight.shape[0])):
+            raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True, buffers)[1]
+            gradient.add(raw_grad, grad[rows], hidden[rows])
+        return grad_hidden, *gradient.result(), None
 
 
 class _HeadGradient:
@@ -281,16 +288,6 @@ def _run_tile(
     if result.grad is None:
         return result, logits.new_empty(0)
     return result, head.transform.backward(logits, result.grad).to(hidden.dtype)
-
-
-def _late_head_gradient(run: _Run, hidden: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor) -> _HeadGradient:
-    """The head's gradient in the backward, from kept tiles or by computing each again; grad [N]."""
-    head, hidden = LinearHead(weight, bias, run.head.transform).cast(hidden, run.dtype)
-    head_grad, buffers = _HeadGradient(weight, bias), _tile_buffers(hidden, weight.shape[0])
-    for i, rows in enumerate(tiles(hidden.shape[0], weight.shape[0])):
-        raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True, buffers)[1]
-        head_grad.add(raw_grad, grad[rows], hidden[rows])
-    return head_grad
 
 
 def _promised_scale(grad: Tensor, weights: Tensor) -> Tensor:

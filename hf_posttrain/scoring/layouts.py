@@ -129,21 +129,16 @@ def _documents(examples: Sequence[Example]) -> list[Document]:
     documents, owner = [], count()
     for example in examples:
         prompt, start = np.asarray(example.prompt), len(example.prompt) - 1
-        several = len(example.branches) > 1
+        several, none = len(example.branches) > 1, np.empty(0, dtype=np.int64)
         # the prompt's last token is left to the branches: there it predicts the first token of each
-        parts = [_prefix(prompt[:-1], len(example.branches))]
+        seen_by_all, untrained = np.zeros(start, dtype=np.int64), np.full(start, IGNORE)
+        shared_by = np.full(start, len(example.branches))
+        parts = [Document(prompt[:-1], np.arange(start), seen_by_all, untrained, shared_by, none)]
         for k, branch in enumerate(example.branches):
             parts.append(_continued(prompt[-1:], branch, start, k + 1 if several else 0, next(owner)))
         columns = zip(*(vars(part).values() for part in parts), strict=True)
         documents.append(Document(*map(np.concatenate, columns)))
     return documents
-
-
-def _prefix(ids: np.ndarray, branches: int) -> Document:
-    """The prompt but its last token, which no branch trains."""
-    size, none = len(ids), np.empty(0, dtype=np.int64)
-    everyone, untrained = np.zeros(size, dtype=np.int64), np.full(size, IGNORE)
-    return Document(ids, np.arange(size), everyone, untrained, np.full(size, branches), none)
 
 
 def _continued(last_prompt_id: np.ndarray, branch: Branch, start: int, number: int, owner: int) -> Document:

@@ -131,10 +131,6 @@ class PostTrainer(Trainer):
     def prepare_evaluation(self) -> None:
         """What a method needs before it evaluates; all ranks call it."""
 
-    def reference_batch(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with all branches that a reference scores."""
-        return batch
-
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """The last word on the means of a logging interval ("train") or an evaluation ("eval", `loss` among them)."""
         return metrics
