@@ -12,6 +12,7 @@ import peft
 import pytest
 import torch
 from models_for_tests import tiny_model
+from rows_for_tests import raw_row
 from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from training_for_tests import (
@@ -35,6 +36,7 @@ from transformers import (
 
 from hf_posttrain import OPDTrainer, SFTConfig, SFTTrainer
 from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.scoring import choose_layout, cpu
 from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.forward import targets
@@ -259,11 +261,7 @@ def test_streams_train(method, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_raw_rows_in_a_list_train(method, tmp_path):
-    raw = {
-        "sft": {"prompt": "1+1=", "completion": "2"}, "kd": {"prompt": "1+1=", "completion": "2"},
-        "dpo": {"prompt": "1+1=", "chosen": "2", "rejected": "3"}, "opd": {"prompt": "1+1="},
-        "kto": {"prompt": "1+1=", "completion": "2", "label": True},
-    }[method]  # fmt: skip
+    raw = raw_row(TABLE[method].rows, "1+1=", "2", "3")
     rows = [raw, raw | {"prompt": "1+2="}]
     trainer = trainer_for(method, tiny_model(), rows, tmp_path, second=second_for(method))
     trainer.train()
