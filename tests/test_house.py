@@ -1,9 +1,12 @@
 """The shape of the package: which room may import which, no circles, one table of methods, no copies."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
+
+from hf_posttrain.methods import METHODS
 
 PACKAGE = Path(__file__).parents[1] / "hf_posttrain"
 LEVELS = (  # each may import those below it, and its own level without a circle
@@ -99,3 +102,45 @@ def test_the_top_level_is_a_page():
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert sum(path.is_file() for path in entries) <= 4
     assert sum(path.is_dir() for path in entries) <= 13
+
+
+def strings(tree):
+    """(line, text) of the string constants of a module that are not docstrings."""
+    said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in said:
+            yield node.lineno, node.value
+
+
+def test_methods_are_named_in_their_own_room_alone():
+    """No list of methods and no comparison with a name elsewhere; `losses` has losses of the same names."""
+    named = re.compile(rf"\b({'|'.join(METHODS)})\b", re.IGNORECASE)
+    found = [
+        f"{name}:{line}: {text}"
+        for name, tree in modules().items() if room(name) not in ("methods", "losses")
+        for line, text in strings(tree) if named.search(text)
+    ]  # fmt: skip
+    assert not found
+
+
+def test_nothing_is_written_twice():
+    """No six lines of code in a row stand in two places, blank lines, comments and imports aside."""
+    seen, found = {}, []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        lines = [(n, line.strip()) for n, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)]
+        code = [(n, line) for n, line in lines if len(line) > 3 and not line.startswith(("#", "from ", "import "))]
+        for start in range(len(code) - 5):
+            run = tuple(line for _, line in code[start : start + 6])
+            here = f"{path.relative_to(PACKAGE)}:{code[start][0]}"
+            if run in seen:
+                found.append(f"{seen[run]} ~ {here}")
+            seen.setdefault(run, here)
+    assert not found
+
+
+def test_the_map_of_files_is_complete():
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    files = {path.name for path in PACKAGE.rglob("*.py") if path.name != "__init__.py"}
+    named = set(re.findall(r"\b\w+\.py\b", text.partition("## Files")[2].partition("\n## ")[0]))
+    assert files - named == set(), "docs/architecture.md lacks these"
+    assert named - files - {"__init__.py"} == set(), "docs/architecture.md names these, and they are gone"

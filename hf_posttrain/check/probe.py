@@ -71,7 +71,7 @@ class Probe:
         if not np.isfinite(self.loss):
             yield f"the loss of the longest batch is {self.loss}"
         if self.rollouts and self.rollouts.stopped == 0:
-            yield "no rollout ended by itself: raise train.max_completion_length, or train the student by SFT first"
+            yield "no rollout ended by itself: raise train.max_completion_length, or teach the student to end first"
 
 
 def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:

@@ -44,7 +44,7 @@ def settle(args: Any) -> ParallelismConfig | None:
         raise InputError("parallelism_config: cp_size does not work here, use sp_size to cut long rows")
     parts, stage = config.sp_size, args.deepspeed_plugin.zero_stage if args.deepspeed_plugin else 0
     _refuse(f"sequence parallelism (parallelism_config.sp_size={parts})", [
-        (not args.method.sequence_parallel, "is there for method sft alone"),
+        (not args.method.sequence_parallel, f"is not there for method {args.method.name}"),
         (stage not in (2, 3), "needs DeepSpeed with ZeRO stage 2 or 3"),
         (args.world_size % parts, f"needs a number of processes that it divides, not {args.world_size}"),
         (args.layout not in ("auto", "padded"), f"needs one document a row: layout: padded, not {args.layout}"),

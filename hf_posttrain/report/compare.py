@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hf-posttrain compare", allow_abbrev=False,
         description="Lay runs side by side in one page: curves, last values, what differs in their recipes, samples.",
-        epilog="example: hf-posttrain compare outputs/dpo outputs/dpo-beta-0.5 --output compare.html",
+        epilog="example: hf-posttrain compare outputs/first outputs/second --output compare.html",
     )  # fmt: skip
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run's output_dir, or a checkpoint")
     parser.add_argument("--output", metavar="FILE.html", type=Path, default=Path("compare.html"),

@@ -40,7 +40,7 @@ class PostTrainConfig(TrainingArguments):
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
     """The older name of activation_checkpointing_kwargs."""
     bf16: bool | None = None  # type: ignore[assignment]
-    """bf16 autocast; None: on where the GPU has it (and fp16 is not asked for), off on CPU."""
+    """bf16 autocast; None: on where the GPU has it (and fp16 is not set), off on CPU."""
     fsdp: bool | str | None = None  # type: ignore[assignment]
     """True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way."""
     remove_unused_columns: bool = False
@@ -56,7 +56,7 @@ class PostTrainConfig(TrainingArguments):
     dataset_num_proc: int | None = None
     """Processes that tokenise; the rows and their cache are the same for any number."""
     dataset_text_field: str = "text"
-    """Column of plain text, for method sft and kd."""
+    """Column of plain text, for methods that train on whole texts."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed to the chat template, for instance {enable_thinking: false}."""
     apply_chat_template: bool = False

@@ -59,8 +59,8 @@ _INSTEAD = {
     "eval_packing": "evaluation is exact with any batch; leave it out",
     "packing_strategy": "packing is best-fit decreasing",
     "rpo_alpha": "use nll_coef",
-    "loss_type": "kd calls it divergence; sft has one loss",
-    "divergence": "opd calls it loss_type",
+    "loss_type": "distillation on data calls it divergence; other methods without it have one loss",
+    "divergence": "on-policy distillation calls it loss_type",
 }
 
 
