@@ -98,7 +98,7 @@ def check(
         models = parts.load_skeletons(recipe)
         warn_if_too_long(rows["train"], models[0].config, config)
     engine = engine_of(config_file) if config_file else engine_asked(config)
-    memory = estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
+    memory = estimate(recipe, config, trainer_class, rows, engine, device_memory)
     with _remembered_warnings() as more:
         probed = probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
     if config.process_index != 0:

@@ -20,7 +20,7 @@ from ..recipe.sections import Recipe
 from ..scoring import teacher_tiles
 from ..scoring.forward import targets as targets_of
 from ..watch.pace import peak_memory
-from .rehearsal import longest
+from .memory import longest
 
 PROMPTS = 4
 """Of OPD, sampled for the statistics of rollouts."""
