@@ -203,16 +203,14 @@ class Parts:
 
         if beforehand:
             size = getattr(config, "precompute_ref_batch_size", None) or config.per_device_eval_batch_size
-            scoring = self.inference(self.scorer, self.batch("train", size))
-            add("scoring beforehand", scoring, optimizer=0, second_model=second)
+            batch = self.batch("train", size)
+            add("scoring beforehand", self.inference(self.scorer, batch), optimizer=0, second_model=second)
         elif away and exists:
-            several = config.gradient_accumulation_steps > 1
-            passed = self.inference(self.scorer, self.train)
-            add("the teacher's pass", passed, second_model=second, gradients=held["gradients"] * several)
+            gradients = held["gradients"] * (config.gradient_accumulation_steps > 1)
+            add("the teacher's pass", self.inference(self.scorer, self.train), second_model=second, gradients=gradients)
         add("training step", self.training_step(exists), gradients=held["gradients"])
         if (evaluated := self.rows.get("eval")) is not None:
-            batch = self.batch("eval", config.per_device_eval_batch_size)
-            add("evaluation", self.inference(self.policy, batch))
+            add("evaluation", self.inference(self.policy, self.batch("eval", config.per_device_eval_batch_size)))
         # answers of the policy itself: rollouts of an optimizer step, and greedy ones in an evaluation
         if getattr(config, "rollout", None) == "transformers":
             copies = config.num_generations
