@@ -59,8 +59,6 @@ NEEDS = {need.symbol: need for need in [
     # ---- transformers: Trainer, in the order in which a run calls it
     Need("transformers.Trainer.loss_is_scaled_for_ga", "trainer/base.py",
          "True: training_step does not divide the loss by micro-batches"),
-    Need("transformers.Trainer._move_model_to_device", "check/rehearsal.py",
-         "the constructor moves the model by it, and by nothing else"),
     Need("transformers.Trainer.callback_handler.callbacks", "watch/progress.py",
          "HF's flow first, then the caller's, the progress one last"),
     Need("transformers.Trainer._get_train_sampler", "trainer/base.py",
@@ -100,8 +98,6 @@ NEEDS = {need.symbol: need for need in [
          "ours are kept under the class's name, and a key that is no callback survives saving and resuming"),
     # ---- transformers: the rest
     Need("transformers.TrainingArguments._n_gpu", "trainer/config.py", "n_gpu, and no DataParallel where it is 1"),
-    Need("transformers.TrainingArguments._setup_devices", "check/rehearsal.py",
-         "a cached property, so what stands in __dict__ is the device"),
     Need("transformers.TrainingArguments.fsdp_plugin_args", "engines/launch.py check/placement.py",
          "what FSDP's plugin will be given: fsdp_version, state_dict_type, cpu_offload"),
     Need("transformers.TrainingArguments.deepspeed_plugin", "engines/launch.py engines/sequence.py check/placement.py",
@@ -116,7 +112,7 @@ NEEDS = {need.symbol: need for need in [
          "schedule -> the function that takes its options"),
     Need("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", "models/load.py",
          "a loading model is cut by ZeRO-3 while this is set, and not after unset_hf_deepspeed_config()"),
-    Need("transformers.AttentionInterface", "scoring/cpu.py",
+    Need("transformers.AttentionInterface", "scoring/cpu.py check/activations.py",
          "what is registered is called by models of that name, with 4D masks as we made them, one a kind of layer"),
     Need("transformers.AttentionMaskInterface", "scoring/cpu.py", "makes the masks of generation and of padded rows"),
     Need("transformers.PreTrainedModel._can_set_attn_implementation", "scoring/cpu.py",
@@ -168,8 +164,6 @@ NEEDS = {need.symbol: need for need in [
     Need("accelerate.data_loader.SkipBatchSampler", "engines/repeated_rows.py",
          "around the rank's own sampler in a resumed epoch, whose remainder is then not known"),
     Need("accelerate.data_loader.DataLoaderShard.set_epoch", "data/lengths.py", "reaches our sampler", "set_epoch"),
-    Need("accelerate.state.AcceleratorState._reset_state", "check/rehearsal.py",
-         "forgets the engine's plugins, not the process group"),
     Need("accelerate.utils.fsdp_utils.fsdp2_prepare_model", "engines/sharded.py",
          "(accelerator, model); reads the plugin's transformer_cls_names_to_wrap, cpu_offload and policies"),
     Need("accelerate.utils.launch.prepare_multi_gpu_env", "engines/launch.py",
@@ -205,10 +199,6 @@ NEEDS = {need.symbol: need for need in [
          "an attribute of the instance takes its place, with hooks around it", "forward"),
     Need("torch.nn.Linear.forward", "scoring/cpu.py scoring/forward.py",
          "calls nn.functional.linear with three positional arguments", "linear"),
-    Need("torch.utils._python_dispatch.TorchDispatchMode", "check/live.py", "sees every operation, also of a backward"),
-    Need("torch.utils._pytree.tree_leaves", "check/live.py", "the tensors in any nest of results"),
-    Need("torch._subclasses.fake_tensor.FakeTensorMode", "check/shapes.py",
-         "weights without memory, which compute with real tensors"),
     # ---- datasets, evaluate, huggingface_hub, bitsandbytes
     Need("datasets.Dataset._indices", "data/audit.py",
          "None, or a table whose first column has the stored row of each row"),
@@ -393,7 +383,7 @@ def _noted(name):
 
 
 for _name in (
-    "_move_model_to_device", "_get_train_sampler", "_get_dataloader", "_load_from_checkpoint", "get_batch_samples",
+    "_get_train_sampler", "_get_dataloader", "_load_from_checkpoint", "get_batch_samples",
     "_prepare_inputs", "training_step", "prediction_step", "_get_eval_sampler", "save_model", "_save",
     "_load_best_model",
 ):  # fmt: skip
@@ -441,13 +431,6 @@ def test_our_override_can_be_called_as_trainer_calls_it(name, run, resumed):
 def _(run):
     assert [call.result[0].item() for call in run.of("training_step")] == [loss for loss, *_ in run.losses]
     assert len(run.losses) == 3
-
-
-@canary("transformers.Trainer._move_model_to_device")
-def _(run):
-    assert run.calls[0].name == "_move_model_to_device"
-    assert run.calls[0].args == (run.model, torch.device("cpu"))
-    assert ".to(args.device" not in source(Trainer.__init__)
 
 
 @canary("transformers.Trainer.callback_handler.callbacks")
@@ -628,13 +611,6 @@ def _(tmp_path):
     args = TrainingArguments(str(tmp_path), use_cpu=True)
     args._n_gpu = 5
     assert args.n_gpu == 5
-
-
-@canary("transformers.TrainingArguments._setup_devices")
-def _(tmp_path):
-    args = TrainingArguments(str(tmp_path), use_cpu=True)
-    args.__dict__["_setup_devices"] = torch.device("meta")
-    assert args.device == torch.device("meta")
 
 
 @canary("transformers.TrainingArguments.fsdp_plugin_args")
@@ -989,17 +965,6 @@ def _():
     assert sampler.epoch == 3
 
 
-@canary("accelerate.state.AcceleratorState._reset_state")
-def _():
-    accelerate.Accelerator(cpu=True)
-    process = accelerate.PartialState()
-    accelerate.state.AcceleratorState._reset_state()
-    assert accelerate.PartialState()._shared_state is process._shared_state
-    assert process.initialized
-    assert not accelerate.state.AcceleratorState._shared_state
-    accelerate.Accelerator(cpu=True)
-
-
 @canary("accelerate.utils.fsdp_utils.fsdp2_prepare_model")
 def _(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -1173,38 +1138,6 @@ def _():
     with Mode():
         nn.Linear(2, 2, bias=False)(torch.ones(1, 2))
     assert (True, 3, None) in seen or (True, 3, {}) in seen
-
-
-@canary("torch.utils._python_dispatch.TorchDispatchMode", "torch.utils._pytree.tree_leaves")
-def _():
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
-
-    seen = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            result = function(*args, **(kwargs or {}))
-            seen.extend(leaf.shape for leaf in tree_leaves([result, {"more": None}]) if isinstance(leaf, torch.Tensor))
-            return result
-
-    weight = torch.ones(2, 3, requires_grad=True)
-    with Mode():
-        loss = (torch.ones(5, 2) @ weight).sum()
-        seen.clear()
-        loss.backward()
-    assert torch.Size([2, 3]) in seen
-
-
-@canary("torch._subclasses.fake_tensor.FakeTensorMode")
-def _():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        linear = nn.Linear(10**6, 10**6)
-    found = linear(torch.ones(3, 10**6))  # a real tensor, outside the mode
-    assert (found.shape, found.device.type) == ((3, 10**6), "cpu")
-    assert found.untyped_storage().nbytes() == 3 * 10**6 * 4
 
 
 # ---- datasets, evaluate, huggingface_hub, bitsandbytes

@@ -130,7 +130,7 @@ def check(
         models = build.load_skeletons(recipe)
         warn_if_too_long(rows["train"], models[0].config, config)
         engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
-        estimate = memory.estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
+        estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
     if config.process_index != 0:
         return None

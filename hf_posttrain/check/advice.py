@@ -7,132 +7,82 @@ makes it fit.
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from ..recipe.sections import Recipe
 from .placement import Engine
 
-ENGINES = ("zero1", "zero2", "fsdp2", "fsdp2_offload")
-"""Files of accelerate_configs/, from the fastest to the one that needs least."""
+ENGINES = (("zero1", False), ("zero2", False), ("fsdp2", False), ("fsdp2", True))
+"""(name, does it keep weights in host memory), from the fastest to the one that needs least."""
 LEAST = 0.02
 """Of the total: what a change must save to be worth a line."""
+BATCHES = dict.fromkeys(("evaluation", "scoring beforehand", "greedy answers"), "per_device_eval_batch_size")
+BATCHES["generation"] = "generation_batch_size"
+"""Phase -> the batch size that it depends on."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a change makes another of."""
+    """A run that an estimate is of."""
 
     recipe: Recipe
     config: Any
     engine: Engine
 
-    def with_train(self, **fields: Any) -> "Run":
-        """Other values in the train section."""
-        config = copy.copy(self.config)
-        for name, value in fields.items():
-            setattr(config, name, value)
-        return replace(self, config=config)
-
-    def with_model(self, **fields: Any) -> "Run":
-        """Other values in the model section."""
-        return replace(self, recipe=replace(self.recipe, model=replace(self.recipe.model, **fields)))
-
-
-Change = tuple[str, Run] | None
-"""(what to say, the changed run), or None where it does not apply."""
+    def changed(self, section: str, **fields: Any) -> "Run":
+        """The same with other values in a section: train, model, teacher or engine."""
+        if section == "train":
+            config = copy.copy(self.config)
+            vars(config).update(fields)
+            return replace(self, config=config)
+        if section == "engine":
+            return replace(self, engine=replace(self.engine, **fields))
+        changed = replace(getattr(self.recipe, section), **fields)
+        return replace(self, recipe=replace(self.recipe, **{section: changed}))
 
 
 def advice(found: Any, run: Run, again: Callable[[Run], Any]) -> list[str]:
     """Lines for an estimate that does not fit. again: the estimate of a changed run."""
     lines, before = [], found
-    for change in CHANGES:
-        if before.fits or (changed := change(run, before.phase)) is None:
+    for number in range(len(changes(run, found.phase))):
+        applies, section, fields = changes(run, before.phase)[number]
+        if before.fits or not applies:
             continue
-        after = again(changed[1])
+        changed = run.changed(section, **fields)
+        after = again(changed)
         if after.total < (1 - LEAST) * before.total:
-            run, before = changed[1], after
-            lines.append(f"{changed[0]}: {after.total / 2**30:.1f} GiB{', which fits' if after.fits else ''}")
+            run, before = changed, after
+            said = " ".join(f"{section}.{name}={str(value).lower()}" for name, value in fields.items()).replace("'", "")
+            if section == "engine":
+                file = fields["name"] + "_offload" * fields["offload_params"]
+                said = f"accelerate launch --config_file accelerate_configs/{file}.yaml"
+            lines.append(f"{said}: {after.total / 2**30:.1f} GiB{', which fits' if after.fits else ''}")
     if not before.fits:
         lines.append("what is left to change: shorter rows (train.max_length), a smaller model, more or larger devices")
     return lines
 
 
-def checkpointing(run: Run, phase: str) -> Change:
-    """Recompute activations."""
-    if run.config.activation_checkpointing:
-        return None
-    return "train.activation_checkpointing=true", run.with_train(activation_checkpointing=True)
-
-
-def smaller_batches(run: Run, phase: str) -> Change:
-    """A quarter of the rows at a time, the same rows a step: the same numbers."""
-    size, steps = run.config.per_device_train_batch_size, run.config.gradient_accumulation_steps
-    if size == 1:
-        return None
-    fewer = next(n for n in range(max(1, size // 4), 0, -1) if size % n == 0)
-    fields = {"per_device_train_batch_size": fewer, "gradient_accumulation_steps": steps * size // fewer}
-    return " ".join(f"train.{name}={value}" for name, value in fields.items()), run.with_train(**fields)
-
-
-def one_at_a_time(run: Run, phase: str) -> Change:
-    """One row or rollout at a time where it is not the training step that needs most."""
-    names = {"evaluation": "per_device_eval_batch_size", "scoring beforehand": "per_device_eval_batch_size",
-             "greedy answers": "per_device_eval_batch_size", "generation": "generation_batch_size"}  # fmt: skip
-    name = names.get(phase)
-    return name and (f"train.{name}=1", run.with_train(**{name: 1}))  # type: ignore[return-value]
-
-
-def scored_beforehand(run: Run, phase: str) -> Change:
-    """No reference while training."""
-    if getattr(run.config, "precompute_ref_log_probs", True):
-        return None
-    return "train.precompute_ref_log_probs=true", run.with_train(precompute_ref_log_probs=True)
-
-
-def offloaded_teacher(run: Run, phase: str) -> Change:
-    """The teacher on the device only while it scores."""
-    teacher = run.recipe.teacher
-    if teacher is None or teacher.offload or not run.engine.gpu:
-        return None
-    return "teacher.offload=true", replace(run, recipe=replace(run.recipe, teacher=replace(teacher, offload=True)))
-
-
-def on_engine(name: str, run: Run, phase: str) -> Change:
-    """An engine that cuts more, where there are several devices."""
-    kind, _, offload = name.partition("_")
-    same = (run.engine.name, run.engine.offload_params) == (kind, bool(offload))
-    if run.engine.processes == 1 or same or run.engine.offload_params:
-        return None
-    engine = replace(run.engine, name=kind, offload_params=bool(offload), offload_optimizer=bool(offload))
-    return f"accelerate launch --config_file accelerate_configs/{name}.yaml", replace(run, engine=engine)
-
-
-def small_optimizer(run: Run, phase: str) -> Change:
-    """AdamW's state in bytes."""
-    if not run.engine.gpu or "8bit" in str(run.config.optim) or run.engine.name not in ("single", "ddp"):
-        return None
-    return "train.optim=adamw_8bit", run.with_train(optim="adamw_8bit")
-
-
-def lora(run: Run, phase: str) -> Change:
-    """An adapter instead of all weights."""
-    model = run.recipe.model
-    if model.lora is not None or model.adapter or model.from_scratch:
-        return None
-    return "model.lora={r: 16}", run.with_model(lora={"r": 16})
-
-
-def four_bits(run: Run, phase: str) -> Change:
-    """A quantised base."""
-    model = run.recipe.model
-    if not run.engine.gpu or model.quantization != "none" or not (model.lora is not None or model.adapter):
-        return None
-    return "model.quantization=4bit", run.with_model(quantization="4bit")
-
-
-CHANGES: list[Callable[[Run, str], Change]] = [
-    checkpointing, smaller_batches, one_at_a_time, scored_beforehand, offloaded_teacher, smaller_batches,
-    *(partial(on_engine, name) for name in ENGINES), small_optimizer, lora, four_bits,
-]  # fmt: skip
-"""In the order to try."""
+def changes(run: Run, phase: str) -> list[tuple[bool, str, dict[str, Any]]]:
+    """(does it apply, section, its new fields) of all that could be changed, in the order to try. phase: the one that
+    needs most."""
+    config, model, teacher, engine = run.config, run.recipe.model, run.recipe.teacher, run.engine
+    size, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    # a quarter of the rows at a time, and the same rows a step: the same numbers
+    fewer = max(n for n in range(1, max(size // 4, 1) + 1) if size % n == 0)
+    smaller = {"per_device_train_batch_size": fewer, "gradient_accumulation_steps": steps * size // fewer}
+    online, adapted = not getattr(config, "precompute_ref_log_probs", True), model.lora is not None or model.adapter
+    engines = [{"name": name, "offload_params": off, "offload_optimizer": off} for name, off in ENGINES]
+    now, several = (engine.name, engine.offload_params), engine.processes > 1 and not engine.offload_params
+    moments = not engine.changes_weights and "8bit" not in str(config.optim)
+    return [
+        (not config.activation_checkpointing, "train", {"activation_checkpointing": True}),
+        (size > 1, "train", smaller),
+        (phase in BATCHES, "train", {BATCHES.get(phase, ""): 1}),
+        (online, "train", {"precompute_ref_log_probs": True}),
+        (engine.gpu and teacher is not None and not teacher.offload, "teacher", {"offload": True}),
+        (size > 1, "train", smaller),
+        *((several and now != (each["name"], each["offload_params"]), "engine", each) for each in engines),
+        (engine.gpu and moments, "train", {"optim": "adamw_8bit"}),
+        (not adapted and not model.from_scratch, "model", {"lora": {"r": 16}}),
+        (engine.gpu and bool(adapted) and model.quantization == "none", "model", {"quantization": "4bit"}),
+    ]

@@ -20,7 +20,7 @@ from ..recipe.sections import Recipe
 from ..scoring.forward import targets as targets_of
 from ..scoring.teacher_tiles import dense
 from ..watch.pace import peak_memory
-from .rehearsal import longest
+from .memory import longest
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts
 SPAN = 32  # tokens of a rollout that are averaged to one KL

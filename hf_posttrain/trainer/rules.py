@@ -34,7 +34,9 @@ REPORTERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What transformers reports to, and the packages of which it needs one."""
 _REFUSED = {  # field: (off, why it stays off)
-    "label_smoothing_factor": (0.0, "it smooths full logits, which never exist here; losses of pairs have label_smoothing"),
+    "label_smoothing_factor": (
+        0.0, "it smooths full logits, which never exist here; label_smoothing is for preferences between answers"
+    ),
     "use_liger_kernel": (False, "the head is fused already"),
     "torch_compile": (False, "batches change shape at every step; leave it off"),
     "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
