@@ -144,3 +144,12 @@ def test_the_map_of_files_is_complete():
     named = set(re.findall(r"\b\w+\.py\b", text.partition("## Files")[2].partition("\n## ")[0]))
     assert files - named == set(), "docs/architecture.md lacks these"
     assert named - files - {"__init__.py"} == set(), "docs/architecture.md names these, and they are gone"
+
+
+def test_tests_of_known_pains_exist():
+    rows = re.findall(r"^\| \d+ \|.*", (Path(__file__).parent / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 30
+    for row in rows:
+        for file, names in re.findall(r"([\w/]+\.py): ((?:`\w+`(?:, )?)+)", row):
+            text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+            assert all(f"def {name}(" in text for name in re.findall(r"`(\w+)`", names)), f"{file}: {names}"

@@ -87,7 +87,7 @@ def error_line(capsys, *arguments):
         ),
     ],
 )
-def test_pain_33_exit_code_2_from_python_m(folder, text, message):
+def test_exit_code_2_from_python_m(folder, text, message):
     if text:
         (folder / "bad.yaml").write_text(text)
     command = [sys.executable, "-X", "importtime", "-m", "hf_posttrain.run", "bad.yaml"]
@@ -142,13 +142,13 @@ def test_help_imports_no_torch():
         ),
     ],
 )
-def test_pain_33_mistakes_end_before_the_model_loads(folder, no_weights, capsys, overrides, message):
+def test_mistakes_end_before_the_model_loads(folder, no_weights, capsys, overrides, message):
     (folder / "empty.jsonl").write_text("")
     (folder / "bad.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": "q", "answer": ""}\n')
     assert message in error_line(capsys, "sft.yaml", *overrides)
 
 
-def test_pain_26_teacher_with_another_vocabulary_ends_before_the_model_loads(folder, no_weights, capsys, monkeypatch):
+def test_teacher_with_another_vocabulary_ends_before_the_model_loads(folder, no_weights, capsys, monkeypatch):
     stub_method(monkeypatch, "kd")
     line = error_line(capsys, "sft.yaml", "method=kd", "teacher={name_or_path: other, from_scratch: true}")
     assert line.startswith("error: command line: student and teacher have different vocabularies")

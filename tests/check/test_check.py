@@ -141,7 +141,7 @@ def test_two_processes_check_together_and_one_speaks(folder, engine):
     assert not (folder / "out").exists()
 
 
-def test_pain_34_import_budget(folder):
+def test_import_budget(folder):
     """A check takes seconds: it imports torch and transformers, and nothing that only training or a report needs."""
     command = [sys.executable, "-X", "importtime", "-m", "hf_posttrain.run", "recipe.yaml", "--check"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -276,7 +276,7 @@ def test_steps_are_those_of_the_trainer(tmp_path, config):
 # ---- probe
 
 
-def test_pain_34_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):
+def test_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):
     write_rows(folder / "rows.jsonl", [{"prompt": "p" * n, "completion": "c"} for n in (3, 40, 7, 30, 5)])
     before = sorted(folder.rglob("*"))
     found = checked("data.eval=null", with_probe=True).probe

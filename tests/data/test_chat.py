@@ -64,14 +64,14 @@ def test_turn_end_without_template_or_mark_is_eos():
         chat.turn_end_id(tokenizer)
 
 
-def test_pain_07_turn_end_survives_saving(tmp_path):
+def test_turn_end_survives_saving(tmp_path):
     tokenizer = tok.base_tokenizer()
     tokenizer.save_pretrained(tmp_path)
     assert chat.turn_end_id(AutoTokenizer.from_pretrained(tmp_path)) == chat.turn_end_id(tokenizer) == 258
 
 
 @pytest.mark.parametrize("own", [2, [258, 2, 9999], None])
-def test_pain_07_a_config_of_another_tokenizer_ends_no_answer(own):
+def test_a_config_of_another_tokenizer_ends_no_answer(own):
     """As a Llama config with eos 2 beside a tokenizer whose id 2 is an ordinary byte."""
     model = tiny_model("llama")
     model.generation_config.eos_token_id = own
@@ -80,7 +80,7 @@ def test_pain_07_a_config_of_another_tokenizer_ends_no_answer(own):
     assert policy.align_generation(model, tok.base_tokenizer(), ends).eos_token_id == [258, 256]
 
 
-def test_pain_07_special_ends_of_the_generation_config_are_kept():
+def test_special_ends_of_the_generation_config_are_kept():
     model = tiny_model()
     model.generation_config.eos_token_id = [257, 258]
     assert policy.find_terminal_ids(model, tok.byte_tokenizer(), None) == [258, 257]
@@ -110,14 +110,14 @@ def test_tools_and_template_kwargs_reach_the_template():
     assert pair(tok.byte_tokenizer(tok.QWEN3), [USER], [REPLY], template_kwargs=off)[1] == "4<|im_end|>"
 
 
-def test_pain_09_thinking_written_by_the_template_belongs_to_the_completion():
+def test_thinking_written_by_the_template_belongs_to_the_completion():
     prompt, completion = pair(tok.byte_tokenizer(tok.QWEN3), [USER, REPLY, MORE], [LAST])
     assert prompt.endswith("<|im_start|>assistant\n")
     assert "<think>" not in prompt
     assert completion == "<think>\n\n</think>\n\n6<|im_end|>"
 
 
-def test_pain_09_prompt_that_is_no_prefix_raises_and_shows_where():
+def test_prompt_that_is_no_prefix_raises_and_shows_where():
     tokenizer = tok.byte_tokenizer(tok.DEEPSEEK)
     with pytest.raises(InputError, match=r"(?s)prompt has '.*<think>.*conversation has '.*4.*chat_template_kwargs"):
         chat.split_chat(tokenizer, [USER], [REPLY])
@@ -132,7 +132,7 @@ def test_boundary_merge_keeps_the_prompt_as_generation_sees_it():
     assert completion == [ord("b"), 257, 258]  # "b", "cd", </s>
 
 
-def test_pain_08_bos_exactly_once():
+def test_bos_exactly_once():
     tokenizer = tok.bos_tokenizer()
     bos, end = 256, 259
     chat_prompt, chat_completion = chat.split_chat(tokenizer, [USER], [REPLY])
@@ -155,7 +155,7 @@ def test_eos_of_the_tokenizer_itself_is_removed_from_prompts():
 
 
 @pytest.mark.parametrize("tail", ["", "<|im_end|>", "<|im_end|>\n", "<|im_end|>\n<|endoftext|>", 2 * "<|im_end|>"])
-def test_pain_06_end_token_exactly_once(tail):
+def test_end_token_exactly_once(tail):
     assert chat.encode_pairs(tok.byte_tokenizer(), ["q"], ["a" + tail], 258) == [([ord("q")], [ord("a"), 258])]
 
 
@@ -164,20 +164,20 @@ def test_end_token_inside_the_text_does_not_count():
 
 
 @pytest.mark.parametrize("template", [tok.CHATML, tok.CHATML_GENERATION])
-def test_pain_05_assistant_mask_is_the_same_with_and_without_tags(template):
+def test_assistant_mask_is_the_same_with_and_without_tags(template):
     conversation = [{"role": "system", "content": "Be short."}, USER, REPLY, MORE, LAST]
     assert trained(tok.byte_tokenizer(template), conversation) == ["4<|im_end|>", "6<|im_end|>"]
     assert trained(tok.base_tokenizer(template), conversation) == ["4<|im_end|>", "6<|im_end|>"]
 
 
-def test_pain_05_assistant_mask_exact_positions():
+def test_assistant_mask_exact_positions():
     row, mask = chat.assistant_mask(tok.byte_tokenizer(), [USER, REPLY, MORE])
     before = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert row == ids(tok.byte_tokenizer(), before + "4<|im_end|>")  # nothing after the last trained token
     assert mask == [0] * (len(row) - 2) + [1, 1]
 
 
-def test_pain_05_no_assistant_turn_or_unfit_template_raises():
+def test_no_assistant_turn_or_unfit_template_raises():
     for template in (tok.CHATML, tok.CHATML_GENERATION):
         with pytest.raises(InputError, match="no token of this conversation was written by an assistant"):
             chat.assistant_mask(tok.byte_tokenizer(template), [USER])

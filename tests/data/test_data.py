@@ -248,7 +248,7 @@ def test_plain_strings_never_see_the_template():
 # ---- pains
 
 
-def test_pain_03_truncation_never_removes_the_whole_target():
+def test_truncation_never_removes_the_whole_target():
     rows = [{"prompt": "p" * 50, "completion": "c" * n} for n in (3, 9, 50)]
     # 10 tokens: "ccc" + end leaves 6 of the prompt; 10 are needed for 9 c's + end, so 1 + the first 9; the same for 50
     expected = [("pppppp", "ccc" + END), ("p", "c" * 9), ("p", "c" * 9)]
@@ -256,7 +256,7 @@ def test_pain_03_truncation_never_removes_the_whole_target():
     assert texts([{"text": "abcdef"}], "sft", max_length=4) == [("a", "bcd", "bcd")]
 
 
-def test_pain_03_rows_without_target_are_dropped_and_counted(caplog):
+def test_rows_without_target_are_dropped_and_counted(caplog):
     long = {"role": "user", "content": "x" * 300}
     rows = [{"messages": [USER, REPLY, long, LAST]}, {"messages": [USER, REPLY]}]
     kept = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [1, 1]}
@@ -323,14 +323,14 @@ def test_packed_examples_are_measured_one_by_one(caplog):
 
 
 @pytest.mark.parametrize("method", names_where(lambda method: not method.rows.sampled))
-def test_pain_03_every_branch_keeps_a_token_to_train(method):
+def test_every_branch_keeps_a_token_to_train(method):
     kind = METHODS[method].rows
     for out in prepare([raw_row(kind, "p" * 50, "c" * 50)], method, max_length=2):
         assert [len(out[name]) for name in ("prompt_ids", *kind.answers)] == [1] * (1 + len(kind.answers))
         assert out.get("completion_mask", [1]) == [1]
 
 
-def test_pain_04_long_prompt_keeps_its_completions():
+def test_long_prompt_keeps_its_completions():
     row = {"prompt": "p" * 100, "chosen": "good", "rejected": "bad"}
     # 12 tokens, the longer branch has 4 + 1: 7 are left for the prompt of both
     for method in methods_of(PREFERENCE):
@@ -340,7 +340,7 @@ def test_pain_04_long_prompt_keeps_its_completions():
         assert texts([row], method, max_length=12) == [("p" * 7, "good" + END, True), ("p" * 8, "bad" + END, False)]
 
 
-def test_pain_04_prompt_leaves_room_for_the_rollout():
+def test_prompt_leaves_room_for_the_rollout():
     row = {"prompt": "0123456789", "completion": "a long answer"}
     options = {"max_length": 10, "max_completion_length": 6}
     for method in methods_of(PROMPTS):
@@ -350,14 +350,14 @@ def test_pain_04_prompt_leaves_room_for_the_rollout():
 
 
 @pytest.mark.parametrize("template", [tok.CHATML, tok.CHATML_GENERATION])
-def test_pain_05_assistant_only_without_generation_tags(template):
+def test_assistant_only_without_generation_tags(template):
     rows = [{"messages": [USER, REPLY]}]
     assert texts(rows, "sft", tok.byte_tokenizer(template), assistant_only_loss=True) == [(ASKED, *["4" + END] * 2)]
     with pytest.raises(InputError, match=r"train, row 0: assistant_only_loss: no token"):
         prepare([{"messages": [USER]}], "sft", tok.byte_tokenizer(template), assistant_only_loss=True)
 
 
-def test_pain_06_the_end_is_trained_when_pad_is_eos():
+def test_the_end_is_trained_when_pad_is_eos():
     tokenizer = tok.base_tokenizer()  # eos == pad == <|endoftext|> 256, turns end with <|im_end|> 258
     for row, end in (
         ({"prompt": [USER], "completion": [REPLY]}, 258),
@@ -373,7 +373,7 @@ def test_pain_06_the_end_is_trained_when_pad_is_eos():
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
-def test_pain_06_the_end_is_a_target_of_the_batch(layout):
+def test_the_end_is_a_target_of_the_batch(layout):
     """pad == eos, and rows of unequal length: padding is never a target, each row's end always is."""
     rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "abcdefgh"}]
     batch = Collator(supervised_examples, layout)(list(prepare(rows, "sft", tok.base_tokenizer())))
@@ -381,7 +381,7 @@ def test_pain_06_the_end_is_a_target_of_the_batch(layout):
     assert sorted(trained) == sorted([*b"a", *b"abcdefgh", 256, 256])
 
 
-def test_pain_07_rows_end_with_the_turn_end_of_the_template_not_eos():
+def test_rows_end_with_the_turn_end_of_the_template_not_eos():
     tokenizer = tok.base_tokenizer()
     row = {"prompt": [USER], "completion": [REPLY], "chosen": [REPLY], "rejected": [WRONG], "label": True}
     for method in METHODS.values():
@@ -406,14 +406,14 @@ def test_pain_07_rows_end_with_the_turn_end_of_the_template_not_eos():
     ],
 )
 @pytest.mark.parametrize("template", [tok.LLAMA, tok.CHATML])
-def test_pain_08_bos_exactly_once_in_every_format(row, kind, template):
+def test_bos_exactly_once_in_every_format(row, kind, template):
     for method in methods_of(kind):
         out = prepare([row], method, tok.bos_tokenizer(template))[0]
         assert out["prompt_ids"][0] == 256
         assert sum(ids.count(256) for ids in out.values() if isinstance(ids, list)) == 1
 
 
-def test_pain_09_boundary_from_the_full_render_or_an_error_with_its_row():
+def test_boundary_from_the_full_render_or_an_error_with_its_row():
     rows = [{"prompt": [USER], "completion": [REPLY]}]
     assert texts(rows, "sft", tok.byte_tokenizer(tok.QWEN3))[0][:2] == (ASKED, "<think>\n\n</think>\n\n4" + END)
     off = {"enable_thinking": False}
@@ -441,7 +441,7 @@ GOOD = {"prompt": "q", "completion": "a"}
         ({"prompt": [{"text": "q"}], "completion": "a"}, "sft", "row 1: column 'prompt': message 0 has no role"),
     ],
 )
-def test_pain_33_bad_rows_name_row_column_and_expectation(row, method, message, tmp_path):
+def test_bad_rows_name_row_column_and_expectation(row, method, message, tmp_path):
     good = {"messages": [USER, REPLY]} if "messages" in row else GOOD
     rows = load(source(jsonl(tmp_path / "bad.jsonl", [good, row])))
     with pytest.raises(InputError, match="mine, " + message):
@@ -450,7 +450,7 @@ def test_pain_33_bad_rows_name_row_column_and_expectation(row, method, message, 
 
 @pytest.mark.parametrize("method", methods_of(UNPAIRED))
 @pytest.mark.parametrize("label", ["yes", 2, 0.5])
-def test_pain_33_label_that_is_not_boolean(label, method, tmp_path):
+def test_label_that_is_not_boolean(label, method, tmp_path):
     rows = [{**GOOD, "label": True}, {**GOOD, "label": label}]
     with pytest.raises(InputError, match="row 1: column 'label': expected true or false"):
         prepare(load(source(jsonl(tmp_path / "bad.jsonl", rows))), method)
@@ -559,7 +559,7 @@ def test_sources_are_mixed_by_weight(tmp_path):
         ("broken.json", '[\n{"text": "a"},\n{"text": b}]', "line 3 is not valid JSON"),
     ],
 )
-def test_pain_33_unreadable_files(name, content, message, tmp_path):
+def test_unreadable_files(name, content, message, tmp_path):
     jsonl(tmp_path / "train.jsonl", [GOOD])
     if content is not None:
         (tmp_path / name).write_text(content)
@@ -581,7 +581,7 @@ def test_a_broken_file_is_said_once(name, content, streaming, tmp_path, caplog):
     assert "part.jsonl" in caplog.text  # only this log names the file
 
 
-def test_pain_33_wrong_column_or_split(tmp_path):
+def test_wrong_column_or_split(tmp_path):
     path = jsonl(tmp_path / "train.jsonl", [{"question": "q", "answer": "a"}])
     message = r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\); there are question, answer"
     with pytest.raises(InputError, match=message):
@@ -594,14 +594,14 @@ def test_pain_33_wrong_column_or_split(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("weight", [1, 2])
-def test_pain_33_sources_of_different_types(streaming, weight, tmp_path):
+def test_sources_of_different_types(streaming, weight, tmp_path):
     one = jsonl(tmp_path / "one.jsonl", [GOOD])
     two = jsonl(tmp_path / "two.jsonl", [{"prompt": [USER], "completion": [REPLY]}])
     with pytest.raises(InputError, match=r"data.train: the columns of .*one.jsonl, .*two.jsonl are not of the same"):
         load([source(one, streaming=streaming, weight=weight), source(two, streaming=streaming)], "data.train")
 
 
-def test_pain_33_streams_beside_other_sources(tmp_path):
+def test_streams_beside_other_sources(tmp_path):
     one, two = (jsonl(tmp_path / name, [GOOD]) for name in ("one.jsonl", "two.jsonl"))
     with pytest.raises(InputError, match=r"\(.*two.jsonl with streaming: true, .*one.jsonl without\): set it for all"):
         load([source(one), source(two, streaming=True)], "data.train")
@@ -645,7 +645,7 @@ def test_slices_of_saved_sets(saved, name, split, expected, streaming):
         ("one", "train+test", "Unknown split"),
     ],
 )
-def test_pain_33_splits_that_a_saved_set_has_not(saved, name, split, message):
+def test_splits_that_a_saved_set_has_not(saved, name, split, message):
     with pytest.raises(InputError, match=message):
         load(source(saved / name, split=split))
 
@@ -653,7 +653,7 @@ def test_pain_33_splits_that_a_saved_set_has_not(saved, name, split, message):
 # ---- datasets: cache, streams, speed
 
 
-def test_pain_34_second_preparation_hits_the_cache(tmp_path, monkeypatch):
+def test_second_preparation_hits_the_cache(tmp_path, monkeypatch):
     saved = tmp_path / "saved"
     datasets.Dataset.from_list([{"messages": [USER, REPLY]}] * 3).save_to_disk(saved)
 

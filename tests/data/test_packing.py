@@ -56,7 +56,7 @@ def test_packed_rows_hold_every_example_once(caplog):
 
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
-def test_pain_11_packed_examples_train_as_they_do_alone(layout, tmp_path):
+def test_packed_examples_train_as_they_do_alone(layout, tmp_path):
     rows = token_rows("sft", 12)
     packed = pack(indexed(rows), 40)
     assert len(packed) < 6

@@ -89,7 +89,7 @@ CASES = [
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(("engine", "lora"), CASES)
-def test_pain_02_and_35_two_processes_give_the_numbers_of_one(engine, method, lora):
+def test_two_processes_give_the_numbers_of_one(engine, method, lora):
     _, _, logs, weights = on_one(method, lora)
     (name, count, found, weights_found), (*_, found_by_other, _) = on_two(trained_case, engine, method, engine, lora, 2)
     assert (name, count) == (engine, 2)
@@ -144,7 +144,7 @@ def sampled(rank, engine, lora):
     + [pytest.param(*case, marks=pytest.mark.slow)
        for case in (("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", False))],
 )
-def test_pain_28_and_32_ranks_generate_alone_after_one_gather(engine, lora):
+def test_ranks_generate_alone_after_one_gather(engine, lora):
     results = on_two(sampled, engine, engine, lora, timeout=120)
     ((inside, all_in), first, losses), ((inside_other, all_in_other), second, _) = results
     assert set(inside + inside_other) == {0}  # whole weights: no token waits for another rank
@@ -364,7 +364,7 @@ def with_reference(rank, method, precompute, folder):
 
 
 @pytest.mark.parametrize("method", quick("dpo", among=("dpo", "kto")))
-def test_pain_20_the_reference_of_a_policy_loaded_in_pieces(method, tmp_path):
+def test_the_reference_of_a_policy_loaded_in_pieces(method, tmp_path):
     tiny_model().save_pretrained(tmp_path / "model")
     alone = with_reference(None, method, False, str(tmp_path))
     for precompute in (False, True):

@@ -34,7 +34,7 @@ Q = torch.tensor([[0.6, 0.3, 0.1]], dtype=torch.float64)  # student
         ("sppo_hard", 0.0, 36.25), ("sft", 0.0, 2.0),
     ],
 )  # fmt: skip
-def test_pain_19_paired_losses_have_their_closed_form(name, smoothing, expected):
+def test_paired_losses_have_their_closed_form(name, smoothing, expected):
     value = PAIRED[name](PAIRS, PairedOptions(beta=0.1, label_smoothing=smoothing))
     assert value.item() == pytest.approx(expected, abs=1e-6)
 
@@ -147,7 +147,7 @@ def test_discounted_credit():
 @pytest.mark.parametrize(
     ("name", "options"), [(name, {}) for name in DIVERGENCES] + [("jsd", {"beta": b}) for b in (0.0, 1.0)]
 )
-def test_pain_27_extreme_logits_stay_finite(name, options):
+def test_extreme_logits_stay_finite(name, options):
     """Logits of +-1e4 in bfloat16, and -inf padding entries in both models, give finite values and gradients."""
     student = torch.tensor([[1e4, -1e4, 0.0, -torch.inf]], dtype=torch.bfloat16, requires_grad=True)
     teacher = torch.tensor([[-1e4, 1e4, 0.0, -torch.inf]], dtype=torch.bfloat16)

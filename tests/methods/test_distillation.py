@@ -72,7 +72,7 @@ def test_altering_generation_config_is_said(tmp_path, caplog):
     assert "repetition_penalty=1.3" in caplog.text
 
 
-def test_pain_06_rollouts_train_their_end_and_nothing_after_it(tmp_path, monkeypatch):
+def test_rollouts_train_their_end_and_nothing_after_it(tmp_path, monkeypatch):
     """Pad is another id here; a rollout ends with the terminal id, which is a target, and no target follows."""
     fix_rollouts(monkeypatch)
     trainer = trainer_for("opd", tiny_model(), token_rows("opd", 3), tmp_path, second=tiny_model(seed=9))
@@ -150,7 +150,7 @@ def test_a_cached_teacher_is_gone_while_training(tmp_path):
 
 
 @pytest.mark.parametrize("k", [3, 300])
-def test_pain_24_a_cached_top_k_teacher(k, tmp_path):
+def test_a_cached_top_k_teacher(k, tmp_path):
     """k = V equals the teacher online; a small k is close to it and needs no teacher."""
     config = {"divergence": "forward_kl", "temperature": 2.0}
     online = one_step("kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9), **config)
@@ -163,7 +163,7 @@ def test_pain_24_a_cached_top_k_teacher(k, tmp_path):
         assert 0 < online[0] - cached[0] < 0.4 * online[0]  # the tail in one bucket: a lower bound of the divergence
 
 
-def test_pain_24_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeypatch):
+def test_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeypatch):
     from hf_posttrain.models import score_cache
 
     def cached(rows, seed=9):
@@ -186,7 +186,7 @@ def test_pain_24_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeyp
 
 @pytest.mark.parametrize("method", ["kd", "opd"])
 @pytest.mark.parametrize("sizes", [(300, 320), (320, 300)], ids=["teacher padded", "student padded"])
-def test_pain_26_padded_vocabularies_are_sliced(method, sizes, tmp_path, monkeypatch):
+def test_padded_vocabularies_are_sliced(method, sizes, tmp_path, monkeypatch):
     """The same 300 tokens with padding rows in one model: the numbers of the unpadded pair."""
     fix_rollouts(monkeypatch)
     extra = {"kd_coef": 1.0} if method == "kd" else {}
@@ -204,7 +204,7 @@ def test_pain_26_padded_vocabularies_are_sliced(method, sizes, tmp_path, monkeyp
         assert loss == pytest.approx(expected[0], rel=1e-5)
 
 
-def test_pain_26_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path):
+def test_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path):
     """A student with 40 padding rows whose logits are large: rollouts and the sampled objective leave them out."""
     student, teacher = tiny_model(), tiny_model(seed=9)
     student.resize_token_embeddings(340, mean_resizing=False)
@@ -220,7 +220,7 @@ def test_pain_26_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path)
     assert abs(trainer.state.log_history[0]["loss"]) < 100
 
 
-def test_pain_26_a_different_tokenizer_is_refused_at_equal_size(tmp_path):
+def test_a_different_tokenizer_is_refused_at_equal_size(tmp_path):
     teacher, tokenizer = tiny_model(seed=9), byte_tokenizer()
     teacher.save_pretrained(tmp_path / "teacher")
     state = tokenizer.backend_tokenizer.to_str()

@@ -25,7 +25,7 @@ def run(rows, tmp_path, **config):
     return trainer
 
 
-def test_pain_12_batch_size_one_has_a_finite_kl(tmp_path):
+def test_batch_size_one_has_a_finite_kl(tmp_path):
     trainer = run(token_rows("kto"), tmp_path, per_device_train_batch_size=1, max_steps=4, second=tiny_model(seed=9))
     logs = [log for log in trainer.state.log_history if "loss" in log]
     assert len(logs) == 4
@@ -34,7 +34,7 @@ def test_pain_12_batch_size_one_has_a_finite_kl(tmp_path):
         assert log["kl"] == pytest.approx(log["kl"])  # not NaN
 
 
-def test_pain_13_the_order_changes_each_epoch(tmp_path, monkeypatch):
+def test_the_order_changes_each_epoch(tmp_path, monkeypatch):
     seen = []
     trainer = trainer_for(
         "kto", tiny_model(), token_rows("kto", 12), tmp_path, max_steps=6, train_sampling_strategy="random"
@@ -50,7 +50,7 @@ def test_pain_13_the_order_changes_each_epoch(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("labels", [[True] * 6, [False] * 6, [True, False] * 3])
-def test_pain_14_one_class_batches_have_exact_metrics(labels, tmp_path):
+def test_one_class_batches_have_exact_metrics(labels, tmp_path):
     """Every batch of one class; the metrics of an absent class are left out, never NaN."""
     rows = rows_with(labels)
     trainer = run(rows, tmp_path, per_device_train_batch_size=3, max_steps=2, second=tiny_model(seed=9), eval_rows=rows)
@@ -63,7 +63,7 @@ def test_pain_14_one_class_batches_have_exact_metrics(labels, tmp_path):
     assert ("eval_rewards/margins" in metrics) == (len(present) == 2)
 
 
-def test_pain_14_metrics_are_sums_over_counts_of_the_interval(tmp_path):
+def test_metrics_are_sums_over_counts_of_the_interval(tmp_path):
     """Logging every 2 steps of unequal class mixes gives the mean over rows, not the mean of two step means."""
     rows = rows_with([True, True, True, False, True, False, False, False])
     each, both = (run(rows, tmp_path, max_steps=2, logging_steps=n, second=tiny_model(seed=9)) for n in (1, 2))
@@ -76,7 +76,7 @@ def test_pain_14_metrics_are_sums_over_counts_of_the_interval(tmp_path):
     assert log["rewards/margins"] == pytest.approx(log["rewards/chosen"] - log["rewards/rejected"])
 
 
-def test_pain_15_kl_is_logged_unclamped_with_its_clamp_fraction(tmp_path):
+def test_kl_is_logged_unclamped_with_its_clamp_fraction(tmp_path):
     logs = []
     for seed in (1, 9):  # a reference above and one below the policy on average
         trainer = run(token_rows("kto"), tmp_path, max_steps=6, second=tiny_model(seed=seed))
@@ -164,7 +164,7 @@ def test_a_single_prompt_is_refused():
 # ---- weights
 
 
-def test_pain_16_auto_weights_balance_the_classes():
+def test_auto_weights_balance_the_classes():
     assert class_weights("auto", 1.0, [True] * 2 + [False] * 6) == (3.0, 1.0)
     assert class_weights("auto", 1.0, [True] * 6 + [False] * 2) == (1.0, 1.0)  # never below 1
     assert class_weights("auto", "auto", [True] * 6 + [False] * 2) == (1.0, 3.0)
@@ -174,7 +174,7 @@ def test_pain_16_auto_weights_balance_the_classes():
 
 
 @pytest.mark.parametrize("label", [True, False])
-def test_pain_16_gradient_ratio_is_the_configured_weight(label, tmp_path):
+def test_gradient_ratio_is_the_configured_weight(label, tmp_path):
     name = "desirable_weight" if label else "undesirable_weight"
     rows = rows_with([label] * 4)
     once = one_step("kto", tiny_model(), rows, tmp_path, second=tiny_model(seed=9))

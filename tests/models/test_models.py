@@ -183,17 +183,17 @@ def test_lora_config_friendly_names():
     assert (made.target_modules, made.init_lora_weights) == ({"q_proj"}, "pissa_niter_4")
 
 
-def test_pain_26_same_ids_with_other_padding_pass():
+def test_same_ids_with_other_padding_pass():
     models.check_same_vocabulary(byte_tokenizer(), byte_tokenizer(), 259, 320)
 
 
 @pytest.mark.parametrize("other", [bos_tokenizer, words_tokenizer])
-def test_pain_26_other_vocabularies_are_refused_even_at_equal_size(other):
+def test_other_vocabularies_are_refused_even_at_equal_size(other):
     message = refusal(models.check_same_vocabulary, byte_tokenizer(), other(), 300, 300)
     assert "student and teacher have different vocabularies" in message
 
 
-def test_pain_26_swapped_and_added_tokens_are_refused():
+def test_swapped_and_added_tokens_are_refused():
     swapped = bos_tokenizer()  # 260 tokens, as the next one
     grown = byte_tokenizer()
     grown.add_tokens(["<extra>"])
@@ -216,7 +216,7 @@ def test_tokenizer_larger_than_the_model_is_refused(folder):
     )
 
 
-def test_pain_07_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
+def test_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
     tokenizer = base_tokenizer()  # eos is <|endoftext|> 256, turns end with <|im_end|> 258
     model = AutoModelForCausalLM.from_config(tiny_config())
     model.generation_config.eos_token_id = 2  # of another tokenizer
@@ -235,7 +235,7 @@ def test_pain_07_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
     assert out.tolist() == [[65, 66, 258]]
 
 
-def test_pain_07_adapter_model_and_unsaveable_generation_config(folder, adapter, tmp_path):
+def test_adapter_model_and_unsaveable_generation_config(folder, adapter, tmp_path):
     model = models.load_model(ModelSection(folder, adapter=adapter))
     model.generation_config.temperature = 0.6  # without do_sample: HF refuses to save this
     prepare.align_generation(model, byte_tokenizer(), [258])

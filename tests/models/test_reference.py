@@ -31,7 +31,7 @@ def parameters_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def test_pain_18_sft_lora_continues_into_dpo_with_one_base(tmp_path):
+def test_sft_lora_continues_into_dpo_with_one_base(tmp_path):
     sft = trainer_for(
         "sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=3, learning_rate=1e-2, peft_config=lora()
     )
@@ -87,7 +87,7 @@ def test_a_resumed_run_keeps_the_first_reference(tmp_path):
     assert log["rewards/margins"] > 0.1  # against a reference loaded from the checkpoint it would be 0
 
 
-def test_pain_20_a_policy_that_starts_away_from_its_reference_warns(tmp_path, caplog):
+def test_a_policy_that_starts_away_from_its_reference_warns(tmp_path, caplog):
     for dropout, expected in ((False, True), (True, False)):
         caplog.clear()
         model = tiny_model("gpt2")
@@ -107,7 +107,7 @@ def test_disable_dropout_reaches_lora_and_attention(method, tmp_path):
     assert not any(rates)
 
 
-def test_pain_17_cache_notices_what_changes_the_numbers(tmp_path):
+def test_cache_notices_what_changes_the_numbers(tmp_path):
     keys = []
 
     def key_of(model, rows, **config):
@@ -124,7 +124,7 @@ def test_pain_17_cache_notices_what_changes_the_numbers(tmp_path):
     keys.append(base)
 
 
-def test_pain_17_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tmp_path):
+def test_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tmp_path):
     rows = token_rows("dpo")
     trainer = trainer_for(
         "dpo", tiny_model(), rows, tmp_path, eval_rows=rows.select(range(5)), precompute_ref_log_probs=True,
@@ -137,7 +137,7 @@ def test_pain_17_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tm
         trainer.evaluate(trainer.prepare(token_rows("dpo", seed=3), trainer.tokenizer, trainer.args, "other"))
 
 
-def test_pain_17_second_run_takes_the_cache(tmp_path, monkeypatch):
+def test_second_run_takes_the_cache(tmp_path, monkeypatch):
     rows, model = token_rows("dpo", seed=8), tiny_model(seed=8)
     first = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True)
     monkeypatch.setattr(score_cache, "score_rows", lambda *args: pytest.fail("scored again"))
@@ -169,7 +169,7 @@ def test_left_to_itself_the_reference_scores_once_what_is_seen_twice(planned, ca
     assert later["eval_rewards/margins"] > 0.01
 
 
-def test_pain_22_chosen_change_is_logged_and_nll_lifts_it(tmp_path):
+def test_chosen_change_is_logged_and_nll_lifts_it(tmp_path):
     changes = {}
     for coefficient in (0.0, 1.0):
         trainer = trainer_for(

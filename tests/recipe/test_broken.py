@@ -168,7 +168,7 @@ def test_there_are_enough():
 
 
 @pytest.mark.parametrize(("arguments", "expected"), BEFORE_TORCH, ids=[case[0] for case in BEFORE_TORCH])
-def test_pain_34_what_yaml_and_files_show_is_said_before_torch(untouched, arguments, expected):
+def test_what_yaml_and_files_show_is_said_before_torch(untouched, arguments, expected):
     code, lines = command(arguments, "-X", "importtime")
     said, imported = said_and_imported(lines)
     assert code == 2
@@ -178,7 +178,7 @@ def test_pain_34_what_yaml_and_files_show_is_said_before_torch(untouched, argume
 
 
 @pytest.mark.parametrize(("arguments", "expected"), AFTERWARDS, ids=[case[0] for case in AFTERWARDS])
-def test_pain_34_what_tokenizers_and_rows_show_is_said_in_one_line(untouched, capsys, arguments, expected):
+def test_what_tokenizers_and_rows_show_is_said_in_one_line(untouched, capsys, arguments, expected):
     assert run.main(shlex.split(arguments)) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert_is(said, expected, untouched)

@@ -97,7 +97,7 @@ def test_list_of_sources(recipe):
 
 
 @pytest.mark.parametrize("spelling", ["5e-7", "5E-7", "5.0e-7", "'5e-7'", "0.0000005", "+5e-7"])
-def test_pain_33_5e_7_is_a_float_wherever_the_field_is(unchecked, spelling):
+def test_5e_7_is_a_float_wherever_the_field_is(unchecked, spelling):
     loaded = unchecked(DPO.split("train:\n  learning")[0] + f"train: {{learning_rate: {spelling}, weight: {spelling}, "
                     f"maybe: {spelling}, rates: [{spelling}], kwargs: {{min_lr: 5e-7}}}}\n")  # fmt: skip
     config = train_config(loaded, Config)
@@ -142,7 +142,7 @@ def test_values_take_the_type_of_the_field(unchecked, given, field, value):
         ("steps: -1", "dpo.yaml:8: steps must not be negative"),
     ],
 )
-def test_pain_33_train_section_is_checked_against_the_config(unchecked, given, message):
+def test_train_section_is_checked_against_the_config(unchecked, given, message):
     loaded = unchecked(DPO.split("train:\n  learning")[0] + f"train:\n  {given}\n")
     assert refusal(train_config, loaded, Config) == message
 
@@ -178,7 +178,7 @@ def test_pain_33_train_section_is_checked_against_the_config(unchecked, given, m
         ("a: !!int x\n", "YAML syntax error"),
     ],
 )
-def test_pain_33_mistakes_in_the_file_name_the_line_and_the_nearest_key(recipe, text, message):
+def test_mistakes_in_the_file_name_the_line_and_the_nearest_key(recipe, text, message):
     assert message in refusal(recipe, text)
 
 
@@ -340,7 +340,7 @@ def test_a_wrong_key_or_type_or_contradiction_is_said_before_torch_is_imported(t
         ("{alpha: x}", "model.lora.alpha must be a whole number, not 'x'"),
     ],
 )
-def test_pain_33_unknown_lora_names_get_a_suggestion(lora, message, tmp_path):
+def test_unknown_lora_names_get_a_suggestion(lora, message, tmp_path):
     path = tmp_path / "dpo.yaml"
     path.write_text(f"method: dpo\nmodel:\n  name_or_path: x\n  lora: {lora}\ndata: {{train: {{path: y}}}}\n")
     with pytest.raises(InputError) as refused:

@@ -55,7 +55,7 @@ def partners_of(method, rows, tmp_path):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("method", PLAIN)
-def test_pain_10_trainer_equals_plain_full_logits(method, architecture, tmp_path):
+def test_trainer_equals_plain_full_logits(method, architecture, tmp_path):
     rows, policy, second = token_rows(method, 4), tiny_model(architecture), second_for(method, architecture)
     plain = PLAIN[method](
         policy, list(rows), reference=second, teacher=second, partner=partners_of(method, rows, tmp_path),
@@ -77,7 +77,7 @@ def test_fused_scores_train_as_full_logits_do(method, architecture, tmp_path, mo
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("method", METHODS)
-def test_pain_21_layouts_agree(method, architecture, tmp_path):
+def test_layouts_agree(method, architecture, tmp_path):
     expected = step(method, architecture, tmp_path, layout="padded")
     for layout in ("shared", "packed"):
         assert_same_step(step(method, architecture, tmp_path, layout=layout), expected)
@@ -91,7 +91,7 @@ def lora():
     ("architecture", "adapted"), [(name, False) for name in ARCHITECTURES] + [("qwen3", True), ("gemma3", True)]
 )
 @pytest.mark.parametrize("method", METHODS)
-def test_pain_02_accumulation_does_not_matter(method, architecture, adapted, tmp_path):
+def test_accumulation_does_not_matter(method, architecture, adapted, tmp_path):
     runs = []
     for size, accumulation in ((4, 1), (2, 2), (1, 4)):
         torch.manual_seed(3)  # of the adapter
@@ -103,7 +103,7 @@ def test_pain_02_accumulation_does_not_matter(method, architecture, adapted, tmp
 
 @pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
 @pytest.mark.parametrize("method", METHODS)
-def test_pain_01_lora_layouts_agree_with_the_merged_model(method, layout, tmp_path):
+def test_lora_layouts_agree_with_the_merged_model(method, layout, tmp_path):
     """The adapter's loss is that of a full model that holds the merged weights."""
     torch.manual_seed(3)
     adapted = peft.get_peft_model(tiny_model(), lora())
@@ -149,7 +149,7 @@ def test_cached_reference_equals_online(method, architecture, reference, tmp_pat
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_pain_01_flags_of_memory_and_speed_change_nothing(method, tmp_path):
+def test_flags_of_memory_and_speed_change_nothing(method, tmp_path):
     expected = step(method, "qwen3", tmp_path)
     assert_same_step(step(method, "qwen3", tmp_path, activation_checkpointing=True), expected)
     assert_same_step(step(method, "qwen3", tmp_path, dataloader_num_workers=1), expected)

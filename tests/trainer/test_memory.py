@@ -68,7 +68,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("method", "config"), CASES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
 )
-def test_pain_23_no_tensor_of_tokens_by_vocabulary(method, config, tmp_path, monkeypatch):
+def test_no_tensor_of_tokens_by_vocabulary(method, config, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
     second = model(1) if TABLE[method].second == "teacher" else None
     if TABLE[method].rows.sampled:
@@ -83,7 +83,7 @@ def test_pain_23_no_tensor_of_tokens_by_vocabulary(method, config, tmp_path, mon
     assert TOKENS * V > 30 * head.TILE_ELEMENTS  # what full logits would have been
 
 
-def test_pain_23_the_teacher_builds_no_graph(tmp_path, monkeypatch):
+def test_the_teacher_builds_no_graph(tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
     for method in names_where(lambda method: method.second == "teacher"):
         trainer = trainer_for(method, model(), rows(method), tmp_path, second=model(1))

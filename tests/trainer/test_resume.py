@@ -63,7 +63,7 @@ def test_resume_of_every_architecture(method, architecture, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_pain_35_same_seed_same_run_and_another_seed_another(method, tmp_path):
+def test_same_seed_same_run_and_another_seed_another(method, tmp_path):
     seeds = (1, 1, 2)
     runs = [trainer(method, tmp_path / str(n), False, {"max_steps": 3, "seed": s}) for n, s in enumerate(seeds)]
     for run in runs:

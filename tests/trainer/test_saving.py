@@ -140,7 +140,7 @@ def assert_same_logs(found, expected, relative=0.0):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("engine", quick("fsdp2", "zero3", among=ENGINES))
-def test_pain_29_30_31_saved_on_two_and_loaded_on_one(engine, kind, trained):
+def test_saved_on_two_and_loaded_on_one(engine, kind, trained):
     folder, _, weights = trained(engine, "dpo", kind)
     assert_same(weights, loaded(folder / "saved"))
     assert_same(weights, loaded(folder / "checkpoint-5"))
@@ -152,7 +152,7 @@ def test_pain_29_30_31_saved_on_two_and_loaded_on_one(engine, kind, trained):
 
 @pytest.mark.parametrize("engine", quick("zero3", among=ENGINES))
 @pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "full"), ("llama", "modules")])
-def test_pain_29_30_31_experts_and_trained_copies(engine, name, kind, trained):
+def test_experts_and_trained_copies(engine, name, kind, trained):
     """The hub's names of experts differ from the runtime's; modules_to_save are whole modules beside an adapter."""
     folder, _, weights = trained(engine, "sft", kind, model={"name": name}, max_steps=1)
     assert_same(weights, loaded(folder / "saved", name))
@@ -161,7 +161,7 @@ def test_pain_29_30_31_experts_and_trained_copies(engine, name, kind, trained):
         assert_same(merged.state_dict(), loaded(folder / "merged"))
 
 
-def test_pain_30_zero3_that_is_told_not_to_gather(trained):
+def test_zero3_that_is_told_not_to_gather(trained):
     config = engine_arguments("zero3")["deepspeed"]
     config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = False
     folder, _, weights = trained("zero3", "sft", max_steps=1, deepspeed=config)

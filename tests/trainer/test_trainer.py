@@ -221,7 +221,7 @@ def test_metrics_callbacks_and_best_model_work_as_in_hf(tmp_path):
     assert packed["input_ids"].shape[0] < 5
 
 
-def test_pain_35_the_best_model_by_a_metric_of_ours(tmp_path):
+def test_the_best_model_by_a_metric_of_ours(tmp_path):
     """Our metrics are in what evaluate() returns, so one can name the best checkpoint; random state loads safely."""
     trainer = trainer_for(
         "dpo", tiny_model(), token_rows("dpo"), tmp_path, eval_rows=token_rows("dpo", 5, seed=4), max_steps=4,
@@ -383,7 +383,7 @@ def test_a_non_finite_loss_is_shown_and_its_step_named(tmp_path, caplog):
     assert np.isnan(trainer.state.log_history[0]["loss"])
 
 
-def test_pain_02_accumulation_is_no_mean_of_means(tmp_path):
+def test_accumulation_is_no_mean_of_means(tmp_path):
     """Micro-batches of 1 and 9 trained tokens: the loss is the mean over 10 tokens."""
     rows = datasets.Dataset.from_list(
         [{"prompt_ids": [1, 2], "completion_ids": list(range(10, 10 + n)), "completion_mask": [1] * n} for n in (1, 9)]
@@ -395,7 +395,7 @@ def test_pain_02_accumulation_is_no_mean_of_means(tmp_path):
     assert abs(both - sum(single) / 2) > 0.05
 
 
-def test_pain_11_packed_documents_do_not_leak_into_each_other(tmp_path):
+def test_packed_documents_do_not_leak_into_each_other(tmp_path):
     """On sdpa, policy and frozen model: changing one document leaves the scores of the other as they are."""
     model = tiny_model()
     scoring.enable_scoring(model)
@@ -413,7 +413,7 @@ def test_pain_11_packed_documents_do_not_leak_into_each_other(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_pain_07_the_saved_model_stops_where_it_was_trained_to(lora, tmp_path):
+def test_the_saved_model_stops_where_it_was_trained_to(lora, tmp_path):
     config = {"peft_config": peft.LoraConfig(target_modules="all-linear")} if lora else {}
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **config)
     trainer.train()
@@ -445,7 +445,7 @@ def test_activation_checkpointing_is_on_unless_said_otherwise(given, expected, t
     assert dataclasses.replace(config, activation_checkpointing=not expected).activation_checkpointing != expected
 
 
-def test_pain_35_a_cpu_run_has_no_bf16(tmp_path):
+def test_a_cpu_run_has_no_bf16(tmp_path):
     assert trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path).args.bf16 is False
 
 

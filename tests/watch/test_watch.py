@@ -470,7 +470,7 @@ def test_a_learning_rate_that_moves_nothing_is_noticed_once(method, tmp_path, ca
     assert trainer.state.global_step == 70
 
 
-def test_pain_15_a_kl_below_zero_throughout_is_noticed(tmp_path, caplog):
+def test_a_kl_below_zero_throughout_is_noticed(tmp_path, caplog):
     """The reference gives the mismatched completions more than the policy does, at every step."""
     trainer = trainer_for(
         "kto", tiny_model(seed=8), token_rows("kto"), tmp_path, second=tiny_model(), max_steps=60, learning_rate=1e-5,
