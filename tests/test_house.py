@@ -60,6 +60,11 @@ def arrows():
     return {name: {other for other in imports(name, tree, found) if other != name} for name, tree in found.items()}
 
 
+def test_imported_modules_exist(arrows):
+    """Those that are imported within a function too, which nothing else would tell."""
+    assert not [f"{name} -> {other}" for name, others in arrows.items() for other in others if other not in arrows]
+
+
 def test_no_arrow_points_upwards(arrows):
     upwards = [
         f"{name} -> {other}" for name, others in arrows.items() for other in others

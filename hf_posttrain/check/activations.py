@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 
 from ..models import load
 from ..models.section import ModelSection
-from ..models.skeleton import load_skeleton
+from ..models.load import load_skeleton
 from ..scoring import forward
 from .placement import Weights
 
