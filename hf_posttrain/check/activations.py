@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 
 from ..models import load
-from ..models.section import ModelSection
 from ..models.load import load_skeleton
+from ..models.section import ModelSection
 from ..scoring import forward
 from .placement import Weights
 

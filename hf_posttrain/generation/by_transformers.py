@@ -1,5 +1,5 @@
 """transformers' own `generate`, for models whose state between steps is more than keys and values; and a warning of
-what is put aside of a model's generation config."""
+what is ignored of a model's generation config."""
 
 import logging
 from typing import Any
@@ -37,7 +37,7 @@ def generate(
 
 
 def warn_if_altered(config: GenerationConfig) -> None:
-    """Say which settings of a model's generation config are put aside."""
+    """Say which settings of a model's generation config are ignored."""
     given = {name: (getattr(config, name, None), off) for name, off in _ALTERING.items()}
     if config.do_sample:
         given |= {"top_k": (config.top_k, 0), "top_p": (config.top_p, 1.0)}

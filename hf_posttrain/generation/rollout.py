@@ -74,7 +74,7 @@ def generate(
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
     temperature None is greedy; otherwise tokens are drawn from softmax(logits / temperature) over the whole vocabulary,
-    whatever the model's generation config says (it is put aside). Draws from the global generator: see `seeded`.
+    whatever the generation config of the model says. Draws from the global generator: see `seeded`.
     vocabulary: ids from there on (padding of the student's vocabulary that a teacher lacks) are never drawn.
     Prompts are sorted by length and generated batch_size at a time (None: all at once).
     """

@@ -1,4 +1,4 @@
-"""Losses of single labelled answers: KTO and its kin. Every function returns one value per answer; nothing is reduced.
+"""Losses of single labelled answers, such as KTO. Every function returns one value per answer; nothing is reduced.
 
 log_ratio [B] = log pi(answer) - log ref(answer), summed over its tokens; label [B] bool, is the answer desirable?
 shift is a scalar: what the log-ratio is compared with. s = sigmoid, ls = log sigmoid. UNPAIRED names the losses as

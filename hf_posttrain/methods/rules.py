@@ -82,7 +82,7 @@ def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
 
 
 def opd(values: Any) -> Iterator[Problem]:
-    """OPD's losses, and room for its prompts."""
+    """OPD's losses, and tokens left for its prompts."""
     yield from one_of("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
     if values.loss_type != POLICY_GRADIENT:
         yield from _of_divergence("loss_type", values)
@@ -93,9 +93,11 @@ def opd(values: Any) -> Iterator[Problem]:
         yield ("lmbda", "loss_type"), problem
     elif values.beta is not None:
         yield ("beta", "loss_type"), "beta is the interpolation of loss_type jsd, not of policy_gradient: drop it"
-    room, rollout = values.max_length, values.max_completion_length
-    if room is not None and room <= rollout:
-        problem = f"max_length={room} leaves no prompt beside max_completion_length={rollout}: raise it, or lower that"
+    longest, rollout = values.max_length, values.max_completion_length
+    if longest is not None and longest <= rollout:
+        problem = (
+            f"max_length={longest} leaves no prompt next to max_completion_length={rollout}: raise it, or lower that"
+        )
         yield ("max_length", "max_completion_length"), problem
 
 

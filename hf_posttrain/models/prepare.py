@@ -82,7 +82,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             )
         if getattr(peft_config, "is_prompt_learning", False):
             kind = type(peft_config).__name__
-            raise InputError(f"{kind}: only adapters inside the layers (LoRA and its kin) are supported")
+            raise InputError(f"{kind}: only adapters inside the layers (LoRA and the like) are supported")
         if getattr(model, "is_quantized", False):
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model = peft.get_peft_model(model, peft_config)

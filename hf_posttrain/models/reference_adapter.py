@@ -22,7 +22,7 @@ class AdapterCopy:
         self.trained = policy.active_adapter
         config = copy.deepcopy(policy.peft_config[self.trained])
         if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = True  # PiSSA and its kin would change the base once more; the weights come next
+            config.init_lora_weights = True  # PiSSA and the like would change the base once more; the weights come next
         policy.add_adapter(NAME, config)
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
         peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, NAME)

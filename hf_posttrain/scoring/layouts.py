@@ -189,7 +189,7 @@ def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
-    """What every layout ships. Padding goes on counting positions, so that a lone document shows no seam, but not
+    """What every layout ships. Positions go on through padding, as they would in one document, but not
     beyond those of the documents: a model may have no more."""
     shape = len(rows), max(sum(len(d.ids) for d in row) for row in rows)
     fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0}

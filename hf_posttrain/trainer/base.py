@@ -237,7 +237,7 @@ class PostTrainer(Trainer):
             logs |= self.finish_metrics("train", meter.averages(self.accelerator))
         super().log(logs, start_time)
 
-    # ---- what stands in other modules, as functions of a trainer
+    # ---- methods that are functions of other modules
 
     get_batch_samples = step.get_batch_samples
     _prepare_inputs = step.prepare_inputs

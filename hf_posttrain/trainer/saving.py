@@ -153,7 +153,7 @@ def save_merged(trainer: Any, folder: str) -> None:
     inner, trained = policy.get_base_model(), policy.active_adapter
     config = copy.deepcopy(policy.peft_config[trained])
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # its weights come next: PiSSA and its kin would decompose random ones
+        config.init_lora_weights = True  # its weights come next: PiSSA and the like would decompose random ones
     base = sharded.plain_class(inner)(inner.config).to(inner.dtype)
     twin = peft.get_peft_model(base, config, adapter_name=trained)
     others = set(policy.peft_config) - {trained}

@@ -345,7 +345,7 @@ def test_prompt_leaves_room_for_the_rollout():
     options = {"max_length": 10, "max_completion_length": 6}
     for method in methods_of(PROMPTS):
         assert texts([row], method, **options) == [("6789", "a long answer" + END)]
-    with pytest.raises(InputError, match="max_length=6 leaves no prompt beside max_completion_length=6"):
+    with pytest.raises(InputError, match="max_length=6 leaves no prompt next to max_completion_length=6"):
         OPDConfig(output_dir="out", use_cpu=True, max_length=6, max_completion_length=6)
 
 
