@@ -43,7 +43,6 @@ class Reader(Protocol):
 
     @property
     def name(self) -> str: ...
-
     @property
     def rows(self) -> RowKind: ...
 

@@ -40,7 +40,12 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     token left are dropped; counts are logged, of rows with the unknown token too (not of streams).
     Raises InputError for the first bad row.
     """
-    if _is_prepared(dataset, method.rows):
+    own = {*method.rows.columns, "index"}
+    if isinstance(dataset, datasets.IterableDataset):
+        prepared = dataset.features == _features(method.rows, facts=False)
+    else:
+        prepared = own <= {*_columns(dataset)} <= own | ADDED
+    if prepared:
         return dataset
     mapped = tokenised(dataset, method, tokenizer, config, name)
     if isinstance(dataset, datasets.Dataset):
@@ -48,13 +53,6 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         return mapped.select_columns(list(method.rows.columns)).add_column("index", np.arange(len(mapped)))
     kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
     return kept.select_columns(list(method.rows.columns))
-
-
-def _is_prepared(dataset: Any, rows: RowKind) -> bool:
-    if isinstance(dataset, datasets.IterableDataset):
-        return dataset.features == _features(rows, facts=False)
-    own = {*rows.columns, "index"}
-    return own <= {*_columns(dataset)} <= own | ADDED
 
 
 def _columns(dataset: Any) -> list[str]:
@@ -102,10 +100,7 @@ def tokenised(
 
 
 def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
-    """Is its text text in some rows and something else in others?
-
-    There `datasets` keeps text that looks like JSON as JSON: "4" comes back as 4, a quoted word without its quotes.
-    """
+    """Is it text in some rows and something else in others? There `datasets` reads the text "4" as the number 4."""
     kind = dataset.features[column]
     if isinstance(kind, datasets.Json) and column != "label" and not column.endswith("_ids"):
         return any(isinstance(value, str) for value in dataset[column])
@@ -126,10 +121,8 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     if as_chat and (form == "text" or is_ids):
         raise InputError(f"apply_chat_template needs a column 'prompt', the data has {form}")
     if assistant_only and not tokenizer.is_fast:
-        raise InputError(
-            f"assistant_only_loss needs a fast tokenizer: {type(tokenizer).__name__} does not say which characters a "
-            "token stands for"
-        )
+        slow = f"{type(tokenizer).__name__} does not say which characters a token stands for"
+        raise InputError(f"assistant_only_loss needs a fast tokenizer: {slow}")
     if method.rows.sampled and max_length:
         max_length -= option("max_completion_length") or 0
     return Plan(

@@ -139,7 +139,7 @@ REFUSED = [  # row, arguments, what to do
     ({"prompt": "2+2?", "completion": "4", "score": 0.8}, ["--method", "kto"],
      r"column 'score' holds a score \(0.8\).*row\['label'\] = row\['score'\] >= limit; or make pairs for DPO"),
     ({"question": "2+2?", "answer": "4", "liked": "no"}, ["--method", "kto"],
-     "column 'liked' holds 'no', KTO needs true"),
+     "column 'liked' holds 'no', labels for KTO are true or false"),
     ({"prompt": "2+2?", "chosen": "4"}, ["--method", "dpo"],
      "nearest is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
     ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\ndpo reads .*\nkto reads"),
