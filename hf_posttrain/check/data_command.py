@@ -88,11 +88,10 @@ def described(
         lines.append("format: none that is read")
         if nearest:
             found = named(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
-            lacking = ", ".join(nearest.missing)
-            lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {lacking}")
+            lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {', '.join(nearest.missing)}")
         return [*lines, *(f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)], 2
     # it can with other names: those to write, and the first example with them
-    mapping = nearest.mapping
+    mapping = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs}
     tree = {"data": {"train": {"path": name, "columns": columns | mapping}}}
     section = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
     lines.append(f"format: none that is read as it is; the nearest is {nearest.form} ({', '.join(nearest.methods)})")

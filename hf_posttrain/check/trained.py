@@ -53,11 +53,12 @@ class Sample:
     @property
     def boundary(self) -> str:
         """The text on both sides of the first trained token, with line breaks and spaces visible."""
-        first = next((n for n, piece in enumerate(self.pieces) if piece.trained), None)
-        if first is None:
-            return "no token is trained: the student samples its own answers"
-        before = self.pieces[first - 1].text if first else ""
-        return f"{before[-EDGE:]!r} | {self.pieces[first].text[:EDGE]!r}"
+        before = ""
+        for piece in self.pieces:
+            if piece.trained:
+                return f"{before[-EDGE:]!r} | {piece.text[:EDGE]!r}"
+            before = piece.text
+        return "no token is trained: the student samples its own answers"
 
     def title(self) -> str:
         """Where it comes from, and how much of it is trained."""
@@ -94,8 +95,7 @@ class TokenAudit:
     teacher_stops: dict[int, str] | None = None  # ids that end the teacher's answers; rollouts stop at any of both
 
     def warnings(self) -> Iterator[str]:
-        doubled = sum(count for number, count in self.bos_counts.items() if number > 1)
-        if doubled:
+        if doubled := sum(count for number, count in self.bos_counts.items() if number > 1):
             yield f"{doubled} of {self.examples} examples hold {self.bos} more than once: take it out of the texts"
         if self.answers and not self.ended:
             ends = ", ".join(self.stops.values())
@@ -171,8 +171,8 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
         raw, tokenizers = load(source, key), (tokenizer, load_tokenizer(recipe.teacher))
         with suppress(InputError):  # the teacher has no chat template: nothing to compare with
             first = [_first_examples(raw, method, each, config, key, SHOWN) for each in tokenizers]
-            unlike = (a["prompt_ids"] != b["prompt_ids"] for a, b in zip(*first, strict=True))
-            found.differing_prompts = sum(unlike)
+            pairs = zip(*first, strict=True)
+            found.differing_prompts = sum(ours["prompt_ids"] != theirs["prompt_ids"] for ours, theirs in pairs)
 
     # the examples of all sources, and samples of each: the first, the middle and the last
     examples: list[list[Part]] = []

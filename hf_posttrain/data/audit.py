@@ -15,8 +15,7 @@ import pandas as pd
 import pyarrow.compute as pc
 
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
-from .kinds import Reader, RowKind
-from .labels import class_weights
+from .kinds import Reader, RowKind, class_weights
 from .packing import lengths_of
 from .prepare import tokenised
 
@@ -229,8 +228,8 @@ def _found(examples: pd.DataFrame) -> Found:
 def _cuts(examples: pd.DataFrame, reasons: dict[int, str]) -> list[Cut]:
     """The examples of each reason, which is known by its bits; reasons without examples are left out."""
     bits = examples.state & max(reasons)  # the last reason has the bits of all
-    found = [(_found(examples[bits == value]), reason) for value, reason in reasons.items()]
-    return [Cut(each.count, each.first_rows, reason) for each, reason in found if each.count]
+    found = {reason: _found(examples[bits == value]) for value, reason in reasons.items()}
+    return [Cut(each.count, each.first_rows, reason) for reason, each in found.items() if each.count]
 
 
 def _lengths(every: pd.DataFrame, kept: pd.DataFrame, kind: RowKind) -> dict[str, dict[str, float] | None]:

@@ -77,16 +77,14 @@ def read(row: dict, plan: Plan) -> list[Sample]:
 
 def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:
     """Raw samples, all plain text or all messages -> ids. rows: the number of each sample's raw row, for errors."""
-    is_chat = samples[0].is_chat
+    is_chat, texts = samples[0].is_chat, []
     with error_context(plan.name):
         end_id = chat.turn_end_id(tokenizer, plan.template_kwargs) if is_chat else chat.eos_id(tokenizer)
-    to_text = _assistant_ids if plan.assistant_only else _text
-    texts = []
     for sample, row in zip(samples, rows, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             if sample.is_chat is not is_chat:
                 raise InputError(f"columns {plan.form}: some rows hold plain text and some hold messages")
-            texts.append(to_text(sample, tokenizer, plan))
+            texts.append((_assistant_ids if plan.assistant_only else _text)(sample, tokenizer, plan))
     if plan.assistant_only:
         return texts
     # every branch is tokenised with its prompt; a prompt without answers, with an empty one

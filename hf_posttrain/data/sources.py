@@ -75,7 +75,14 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
         raise InputError(f"{source.path} has no rows")
     if path.suffix == ".csv" and len(rows.column_names) == 1 and (other := re.search("[;\t|]", rows.column_names[0])):
         raise InputError(f"{source.path} is separated by {other[0]!r}: a .csv has commas between its fields")
-    rows = _rename(rows, source.columns or {}, source.path)
+    # our names for the columns; another column that has our name is removed
+    columns, there = source.columns or {}, rows.column_names
+    for ours, theirs in columns.items():
+        if theirs not in there:
+            near = nearest(theirs, {*there} - {*columns.values()}, listed=False, aside=True)
+            raise InputError(f"{source.path}: no column {theirs!r} for {ours!r}{near}; there are {named(there)}")
+    rows = rows.remove_columns([ours for ours in columns if ours in there and ours not in columns.values()])
+    rows = rows.rename_columns({theirs: ours for ours, theirs in columns.items()})
     if source.limit is None:
         return rows
     return rows.take(source.limit) if source.streaming else rows.select(range(min(source.limit, len(rows))))
@@ -122,16 +129,6 @@ def decoded(sources: Any, what: str) -> Iterator[None]:
         found = ((source.path, broken(Path(source.path).expanduser())) for source in _as_list(sources))
         places = [f"{path}: {problem}" for path, problem in found if problem]
         raise InputError(f"{what}: {places[0] if places else f'a text is not UTF-8 ({error})'}") from error
-
-
-def _rename(rows: Any, columns: dict[str, str], where: str) -> Any:
-    """`columns` is {our name: theirs}; another column that has our name is removed."""
-    for ours, theirs in columns.items():
-        if theirs not in rows.column_names:
-            near = nearest(theirs, {*rows.column_names} - {*columns.values()}, listed=False, aside=True)
-            raise InputError(f"{where}: no column {theirs!r} for {ours!r}{near}; there are {named(rows.column_names)}")
-    taken = [ours for ours in columns if ours in rows.column_names and ours not in columns.values()]
-    return rows.remove_columns(taken).rename_columns({theirs: ours for ours, theirs in columns.items()})
 
 
 def _as_list(sources: Any) -> list:

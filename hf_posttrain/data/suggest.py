@@ -40,11 +40,6 @@ class Suggestion(NamedTuple):
     columns: dict[str, str]
     missing: tuple[str, ...]
 
-    @property
-    def mapping(self) -> dict[str, str]:
-        """What has to be written: `columns` without those that have our name."""
-        return {ours: theirs for ours, theirs in self.columns.items() if ours != theirs}
-
 
 def kind(value: Any) -> str:
     """Of a value: text, flag (true or false, 1 or 0), number, messages, ids, list, mapping or nothing."""
