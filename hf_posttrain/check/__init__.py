@@ -10,7 +10,6 @@ import logging
 import os
 import textwrap
 from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -97,10 +96,8 @@ def check(
     """Everything about a recipe that shows without training it; None on every rank but the first, which all call it.
 
     config_file: plan and memory are those of a launch by this file of accelerate_configs. device_memory: GiB, in place
-    of this machine's.
-
-    What its train section asks of engines and GPUs is checked where it is launched for them, and otherwise for names
-    and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
+    of this machine's. What the train section asks of engines and GPUs is checked where it is launched for them, and
+    otherwise for names and types alone: a laptop can check for a cluster. Raises InputError for what cannot run.
     """
     # what torch needs seconds for comes first, and in the quick way
     build.imported(METHODS[recipe.method].module)
@@ -117,15 +114,16 @@ def check(
     tokenizer, peft_config = build.check_models(recipe)
     logger, logged = logging.getLogger("hf_posttrain"), BufferingHandler(capacity=10_000)
     logged.setLevel(logging.WARNING)
-    with ExitStack() as stack:
-        logger.addHandler(logged)
-        stack.callback(logger.removeHandler, logged)
+    logger.addHandler(logged)
+    try:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
         models = build.load_skeletons(recipe)
         warn_if_too_long(rows["train"], models[0].config, config)
         engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
         estimate = memory.estimate(recipe, config, trainer_class, rows, tokenizer, engine, device_memory)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
+    finally:
+        logger.removeHandler(logged)
     if config.process_index != 0:
         return None
 

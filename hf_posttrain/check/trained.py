@@ -37,7 +37,7 @@ class Piece:
 
     role: str  # prompt, completion, chosen or rejected
     trained: bool  # does the loss count these tokens?
-    text: str  # what they say, special tokens included, as `printable` has it
+    text: str  # what they say, special tokens included; shortened, control characters written out
     tokens: int  # how many they are
 
 
@@ -131,24 +131,23 @@ def parts(row: dict[str, Any], kind: RowKind) -> Iterator[Part]:
 
 def pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
     """The runs of each part; `write` makes text of some of its values, such as a tokenizer's `decode` of ids."""
-    runs = (
-        (role, trained, [value for value, _ in run]) for role, values, mask in made
-        for trained, run in groupby(zip(values, mask, strict=True), key=lambda pair: bool(pair[1]))
-    )  # fmt: skip
-    return [Piece(role, trained, printable(write(values)), len(values)) for role, trained, values in runs]
+    half, found = LONGEST // 2, []
+    for role, values, mask in made:
+        for trained, run in groupby(zip(values, mask, strict=True), key=lambda pair: bool(pair[1])):
+            part = [value for value, _ in run]
+            text = write(part)
+            # of a long text the beginning and the end; control characters are written out
+            if len(text) > LONGEST:
+                text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
+            text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+            found.append(Piece(role, trained, text, len(part)))
+    return found
 
 
 def marked(runs: Iterable[Piece], colour: bool) -> str:
     """The text of all runs."""
     before, after = (GREEN, PLAIN) if colour else ("[[", "]]")
     return "".join(f"{before}{piece.text}{after}" if piece.trained else piece.text for piece in runs)
-
-
-def printable(text: str) -> str:
-    """The text with its control characters written out; of one longer than LONGEST, the beginning and the end."""
-    half = LONGEST // 2
-    text = text if len(text) <= LONGEST else f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any]) -> TokenAudit:

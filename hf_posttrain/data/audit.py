@@ -161,8 +161,8 @@ def audits(
     names = {key: key for key in raw} | dict(names or {})
     made = {key: audit(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
-        read = (_examples(raw[key], method, tokenizer, config, names[key]) for key in ("train", "eval"))
-        (seen, keys), (rows, _) = read
+        seen, keys = _examples(raw["train"], method, tokenizer, config, names["train"])
+        rows, _ = _examples(raw["eval"], method, tokenizer, config, names["eval"])
         known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)
         made["eval"].overlap = _found(rows[known & (rows.state & NO_TARGET == 0)])
     return made

@@ -122,8 +122,8 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
     turns = turns if sample.prompt is None else chat.join_messages(sample.prompt, turns)
     ids, mask = chat.assistant_mask(tokenizer, turns, *options)
     if sample.prompt is not None and plan.completion_only is not False:
-        context = len(chat.encode(tokenizer, [chat.prompt_text(tokenizer, sample.prompt, *options)])[0])
-        mask = [0] * context + mask[context:]
+        before = len(chat.encode(tokenizer, [chat.prompt_text(tokenizer, sample.prompt, *options)])[0])
+        mask = [0] * before + mask[before:]
     return Sample([], [ids], mask=mask)
 
 

@@ -1,6 +1,6 @@
 """Columns that no method reads -> the nearest format, and what to do about it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ..errors import shown
@@ -55,7 +55,7 @@ def kind(value: Any) -> str:
     return "ids" if value and all(type(item) is int for item in value) else "list"
 
 
-def suggest(rows: list[dict], methods: Iterable[Reader]) -> Suggestion | None:
+def suggest(rows: list[dict], methods: Collection[Reader]) -> Suggestion | None:
     """The format that the rows come nearest to among those that `methods` read; None where no column is alike."""
     theirs = {column.lower().replace("-", "_").replace(" ", "_"): column for column in rows[0]}
     kinds = {column: {kind(row[column]) for row in rows if row.get(column) is not None} for column in rows[0]}
@@ -75,7 +75,7 @@ def suggest(rows: list[dict], methods: Iterable[Reader]) -> Suggestion | None:
     return min(found, key=lambda suggestion: len(suggestion.missing), default=None)
 
 
-def no_mapping(rows: list[dict], nearest: Suggestion | None, methods: Iterable[Reader]) -> str | None:
+def no_mapping(rows: list[dict], nearest: Suggestion | None, methods: Collection[Reader]) -> str | None:
     """What to do with layouts that new names alone do not make readable; None where this is none that is known."""
     columns = rows[0]
     if {"instruction", "input", "output"} <= {*columns} and any(row["input"] for row in rows):
@@ -91,7 +91,7 @@ def no_mapping(rows: list[dict], nearest: Suggestion | None, methods: Iterable[R
     return None
 
 
-def label_advice(column: str, value: Any, methods: Iterable[Reader]) -> str:
+def label_advice(column: str, value: Any, methods: Collection[Reader]) -> str:
     """How to make labels of a column that holds scores or words, for those of `methods` that train on labels."""
     labelled = " or ".join(method.name.upper() for method in methods if method.rows.labelled)
     paired = " or ".join(method.name.upper() for method in methods if method.rows.paired)
