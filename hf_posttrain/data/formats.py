@@ -77,7 +77,7 @@ def read_format(row: dict, form: str) -> Sample:
             return Sample(None, [clean_messages(row[form])], tools=_tools(row))
     # a prompt, and answers to it
     answers = []
-    for column in (column for column in columns if column in ("completion", "chosen", "rejected")):
+    for column in (name for name in columns if name not in ("prompt", "label")):
         value = _value(row, column)
         if isinstance(value, list) and value[-1]["role"] != "assistant":
             raise InputError(f"column {column!r}: the last turn is {shown(value[-1]['role'])}, expected 'assistant'")

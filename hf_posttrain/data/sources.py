@@ -63,6 +63,7 @@ def _times(rows: datasets.Dataset, weight: float) -> datasets.Dataset:
 
 
 def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
+    """The rows of one source, with our names for its columns."""
     path = Path(source.path).expanduser()
     try:
         rows = _read(path, source)
