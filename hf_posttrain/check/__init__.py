@@ -1,8 +1,7 @@
 """Preflight: what would this recipe train on, and does it fit? Seconds on CPU, no training, nothing is written.
 
-    check        a recipe -> Check, on the first rank
-    Check        its parts, each with lines() for people and warnings(): data/audit.py (rows), trained.py (tokens),
-                 plan.py, memory.py, probe.py
+A `Check` has five parts, each with lines() for people and warnings(): data/audit.py (rows), trained.py (tokens),
+plan.py, memory.py and probe.py.
 """
 
 import dataclasses
@@ -10,8 +9,7 @@ import json
 import logging
 import os
 import textwrap
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -28,9 +26,7 @@ _USUAL = (
     "save_steps", "seed", "report_to",
 )  # fmt: skip
 """Options of all methods whose defaults are shown."""
-_WRAPPER = textwrap.TextWrapper(
-    110, initial_indent="  ", subsequent_indent="    ", replace_whitespace=False, break_on_hyphens=False
-)
+_WRAPPER = textwrap.TextWrapper(110, "  ", "    ", replace_whitespace=False, break_on_hyphens=False)
 
 
 @dataclass
@@ -72,29 +68,26 @@ class Check:
         def paint(words: str, code: str) -> str:
             return f"{code}{words}{PLAIN}" if colour else words
 
+        # title and lines of each section
+        sections: list[tuple[str, Iterable[str]]] = [("Recipe", [
+            f"method {self.method}, model {self.recipe['model']['name_or_path']}, read from {self.path}",
+            "given: " + ", ".join(f"{name}={value}" for name, value in self.given.items()),
+            "defaulted: " + ", ".join(f"{name}={value}" for name, value in self.defaulted.items()),
+        ])]  # fmt: skip
+        sections += [(f"Data: {audit.name}", audit.lines()) for audit in self.data.values()]
+        sections.append(("Tokens", self.tokens.lines()))
+        for sample in self.tokens.samples:
+            sections.append((sample.title(), [*sample.lines(colour), f"boundary: {sample.boundary}"]))
+        for title, part in (("Plan", self.plan), ("Memory", self.memory), ("Probe", self.probe)):
+            sections += [(title, part.lines())] if part else []
+        # the page: sections, then notes, warnings and the verdict
         page = []
-        for title, lines in self._sections(colour):
-            page += ["", paint(title, BOLD)]
-            page += [part for line in lines for part in _WRAPPER.wrap(line) or [""]]
+        for title, lines in sections:
+            page += ["", paint(title, BOLD), *(part for line in lines for part in _WRAPPER.wrap(line) or [""])]
         page += ["", *(f"{paint('note', YELLOW)}: {note}" for note in self.notes)]
         page += [f"{paint('warning', RED)}: {warning}" for warning in self.warnings]
         verdict = "It can run, but would not train well." if self.status else "It can run."
         return "\n".join([*page, paint(verdict, BOLD)])
-
-    def _sections(self, colour: bool) -> Iterator[tuple[str, Iterable[str]]]:
-        """(title, lines) in the order of the page."""
-        yield "Recipe", [
-            f"method {self.method}, model {self.recipe['model']['name_or_path']}, read from {self.path}",
-            "given: " + ", ".join(f"{name}={value}" for name, value in self.given.items()),
-            "defaulted: " + ", ".join(f"{name}={value}" for name, value in self.defaulted.items()),
-        ]
-        yield from ((f"Data: {audit.name}", audit.lines()) for audit in self.data.values())
-        yield "Tokens", self.tokens.lines()
-        for sample in self.tokens.samples:
-            yield sample.title(), [*sample.lines(colour), f"boundary: {sample.boundary}"]
-        for title, part in (("Plan", self.plan), ("Memory", self.memory), ("Probe", self.probe)):
-            if part is not None:
-                yield title, part.lines()
 
 
 def check(
@@ -103,10 +96,8 @@ def check(
     """Everything about a recipe that shows without training it; None on every rank but the first, which all call it.
 
     config_file: plan and memory are those of a launch by this file of accelerate_configs. device_memory: GiB, in place
-    of this machine's.
-
-    What its train section asks of engines and GPUs is checked where it is launched for them, and otherwise for names
-    and types alone, so that a laptop can check what a cluster is to run. Raises InputError for what cannot run.
+    of this machine's. What the train section asks of engines and GPUs is checked where it is launched for them, and
+    otherwise for names and types alone: a laptop can check for a cluster. Raises InputError for what cannot run.
     """
     # what torch needs seconds for comes first, and in the quick way
     build.imported(METHODS[recipe.method].module)
@@ -123,37 +114,29 @@ def check(
     tokenizer, peft_config = build.check_models(recipe)
     logger, logged = logging.getLogger("hf_posttrain"), BufferingHandler(capacity=10_000)
     logged.setLevel(logging.WARNING)
-    with ExitStack() as stack:
-        logger.addHandler(logged)
-        stack.callback(logger.removeHandler, logged)
+    logger.addHandler(logged)
+    try:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
         models = build.load_skeletons(recipe)
         warn_if_too_long(rows["train"], models[0].config, config)
         engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
+    finally:
+        logger.removeHandler(logged)
     if config.process_index != 0:
         return None
 
-    # on the first rank alone: what needs no other
-    return Check(
-        path=str(recipe.path),
-        method=recipe.method,
-        recipe=recipe.to_dict(),
-        given=recipe.to_dict()["train"],
-        defaulted=_defaulted(recipe, trainer_class, config),
-        data=audit_data(recipe, tokenizer, config),
-        tokens=trained.audit_tokens(recipe, tokenizer, config, models),
-        plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
-        memory=estimate,
-        probe=probed,
-        notes=[record.getMessage() for record in logged.buffer],
-    )
-
-
-def _defaulted(recipe: Recipe, trainer_class: Any, config: Any) -> dict[str, Any]:
-    """The values of what the recipe leaves open, as they are used."""
+    # on the first rank alone: the options that the recipe leaves open, and what needs no other rank
     known = {option.name for option in dataclasses.fields(config)} - recipe.train.keys()
     own = vars(trainer_class.config_class)["__annotations__"]
     values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
-    return {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
+    defaulted = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
+    resolved = recipe.to_dict()
+    return Check(
+        str(recipe.path), recipe.method, resolved, resolved["train"], defaulted,
+        data=audit_data(recipe, tokenizer, config),
+        tokens=trained.audit_tokens(recipe, tokenizer, config, models),
+        plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
+        memory=estimate, probe=probed, notes=[record.getMessage() for record in logged.buffer],
+    )  # fmt: skip

@@ -1,10 +1,7 @@
 """`hf-posttrain data FILE`: what a data file is to each method, and its first example as it would be trained.
 
-    main         arguments, exit codes: 0 it can be read, 1 with `columns` that it prints, 2 it cannot
-    described    the same for rows that are read: text and exit code
-
-The file is read as a stream, so that a large one is as quick as a small one: ROWS rows are looked at. What reads rows
-and shows them is imported once it is needed, so that --help is quick.
+The file is read as a stream, so that a large one is as quick as a small one. What reads rows is imported once it is
+needed, so that --help is quick.
 """
 
 import argparse
@@ -17,7 +14,6 @@ from typing import Any
 import yaml
 
 from ..data import suggest
-from ..data.kinds import Reader
 from ..errors import InputError, error_context, named
 from ..methods import METHODS
 from ..models.section import ModelSection
@@ -27,7 +23,7 @@ ROWS = 100  # that are looked at
 _EXAMPLES = """examples:
   hf-posttrain data mine.jsonl
   hf-posttrain data mine.jsonl prompt=question completion=answer --model Qwen/Qwen3-0.6B
-  hf-posttrain data pairs.parquet --method dpo
+  hf-posttrain data pairs.parquet --split test
 
 exit code: 0 the columns are read as they are; 1 write the `columns:` that are printed into the recipe; 2 the file
 cannot be read, and the text says what to change
@@ -39,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="hf-posttrain data",
         description="Show the format of a data file, the columns that are read and its first example as it is trained.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
     parser.add_argument("file", metavar="FILE", help="a .jsonl, .json, .csv or .parquet file, a folder or a hub name")
     parser.add_argument("columns", metavar="ours=theirs", nargs="*", default=[], help="columns of the recipe's source")
     parser.add_argument("--method", choices=METHODS, help="for this method alone; otherwise for all of them")
@@ -76,7 +70,6 @@ def described(
     lines = [f"{name}: columns {named(rows[0])}"]
     forms, problems = _readable(rows, methods)
     nearest = suggest.suggest(rows, [METHODS[method] for method in methods])
-
     # it can be read as it is, unless all that is read are prompts, and answers are there under another name
     bare = {*forms.values()} == {"prompt"} and nearest is not None and len(nearest.columns) > 1 and not nearest.missing
     if forms and not bare:
@@ -86,22 +79,19 @@ def described(
         lines.append("columns: " + named(f"{ours} from {columns.get(ours, ours)}" for ours in used))
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
         return [*lines, *_first_example(rows[0], forms, tokenizer)], 0
-
     # it cannot, and other names of columns would not help
     if problems:
         return [*lines, *(f"{method}: {problem}" for method, problem in problems.items())], 2
-    if advice := suggest.no_mapping(rows, nearest):
+    if advice := suggest.no_mapping(rows, nearest, METHODS.values()):
         return [*lines, "format: none that is read", advice], 2
     if nearest is None or nearest.missing:
         lines.append("format: none that is read")
         if nearest:
             found = named(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
-            lacking = ", ".join(nearest.missing)
-            lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {lacking}")
+            lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {', '.join(nearest.missing)}")
         return [*lines, *(f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)], 2
-
     # it can with other names: those to write, and the first example with them
-    mapping = nearest.mapping
+    mapping = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs}
     tree = {"data": {"train": {"path": name, "columns": columns | mapping}}}
     section = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
     lines.append(f"format: none that is read as it is; the nearest is {nearest.form} ({', '.join(nearest.methods)})")
@@ -118,7 +108,7 @@ def described(
 
 def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
     """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row)."""
-    from ..data.encode import read
+    from ..data.encode import Plan, read
     from ..data.formats import detect
 
     forms, problems = {}, {}
@@ -130,23 +120,19 @@ def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str],
         try:
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
-                    read(row, _plan(METHODS[method], form))
+                    read(row, Plan(method, METHODS[method].rows, form, "data"))
             forms[method] = form
         except InputError as error:
-            problems[method] = f"{error}{suggest.remedy(row, form)}"
+            problems[method] = str(error)
+            # a column of the right name that grades answers by scores or words
+            if form.endswith(" + label") and suggest.kind(row.get("label")) in ("text", "number"):
+                problems[method] += f"; {suggest.label_advice('label', row['label'], METHODS.values())}"
     return forms, problems
-
-
-def _plan(method: Reader, form: str) -> Any:
-    """To read rows without a tokenizer and a Config."""
-    from ..data.encode import Plan
-
-    return Plan(method.name, method.rows, form, "data")
 
 
 def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:
     """The first example, of the method that reads most of it: what is trained is green or in [[brackets]]."""
-    from ..data.encode import read
+    from ..data.encode import Plan, read
     from ..data.prepare import plan_for, tokenise
     from .trained import Piece, marked, parts, pieces
 
@@ -158,7 +144,7 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
         batch = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
         made, write = {column: values[0] for column, values in batch.items()}, tokenizer.decode
     else:  # a row as the file has it, in the columns of a prepared one: a value is a text, a message or an id
-        sample = read(row, _plan(method, form))[0]
+        sample = read(row, Plan(name, method.rows, form, "data"))[0]
         found = zip(("prompt_ids", *method.rows.answers), (sample.prompt, *sample.branches), strict=False)
         made = {column: [part] if part and isinstance(part, str) else part or [] for column, part in found}
         made, write = made | {"completion_mask": sample.mask}, _as_text

@@ -1,7 +1,4 @@
-"""What training would do: optimizer steps, tokens a step, layout, and what padding and shared prompts cost or save.
-
-    plan    prepared rows, Config, models without weights -> Plan
-"""
+"""What training would do: optimizer steps, tokens a step, layout, and what padding and shared prompts cost or save."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -41,10 +38,8 @@ class Plan:
         yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {of}"
         yield f"layout: {self.layout} ({self.why})"
         if self.tokens_per_step is not None:
-            yield (
-                f"about {self.tokens_per_step} tokens a step, {self.trained_per_step} of them trained;"
-                f" padding {self.padding:.1%}, saved by shared prompts {self.saved:.1%}"
-            )
+            yield (f"about {self.tokens_per_step} tokens a step, {self.trained_per_step} of them trained;"
+                   f" padding {self.padding:.1%}, saved by shared prompts {self.saved:.1%}")  # fmt: skip
 
     def warnings(self) -> Iterator[str]:
         if self.steps < 1:
@@ -61,29 +56,16 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     per_step = config.per_device_train_batch_size * config.gradient_accumulation_steps * (processes // sharing)
     if not isinstance(rows, datasets.Dataset):
         return Plan(None, processes, per_step, config.max_steps, None, layout, why)
-    steps, epochs = _steps(len(rows), config, processes, sharing)
-    tokens, trained, padding, saved = _measure(rows, trainer_class, config, layout)
-    of_step = round(tokens * per_step), round(trained * per_step)
-    return Plan(len(rows), processes, per_step, steps, epochs, layout, why, *of_step, padding, saved)
-
-
-def _steps(rows: int, config: Any, processes: int, sharing: int) -> tuple[int, float]:
-    """(optimizer steps, epochs) as HF's Trainer counts them: the last step of an epoch may be smaller.
-
-    Processes that share rows draw batches of their own all the same, and train on each of them together.
-    """
-    per_batch = config.per_device_train_batch_size * processes
-    batches = rows // per_batch if config.dataloader_drop_last else math.ceil(rows / per_batch)
-    in_epoch = max(math.ceil(batches * sharing / config.gradient_accumulation_steps), 1)
-    if config.max_steps > 0:
-        return config.max_steps, config.max_steps / in_epoch
-    return math.ceil(in_epoch * config.num_train_epochs), config.num_train_epochs
-
-
-def _measure(rows: datasets.Dataset, trainer_class: Any, config: Any, layout: str) -> tuple[float, float, float, float]:
-    """Of micro-batches drawn at random: tokens of a row, those that are trained, and the shares `padding` and `saved`
-    of Plan."""
+    # optimizer steps as HF's Trainer counts them: the last of an epoch may be smaller; processes that share rows draw
+    # batches of their own all the same, and train on each of them together
     size = config.per_device_train_batch_size
+    batches = len(rows) / (size * processes)
+    batches = math.floor(batches) if config.dataloader_drop_last else math.ceil(batches)
+    in_epoch = max(math.ceil(batches * sharing / config.gradient_accumulation_steps), 1)
+    steps, epochs = math.ceil(in_epoch * config.num_train_epochs), config.num_train_epochs
+    if config.max_steps > 0:
+        steps, epochs = config.max_steps, config.max_steps / in_epoch
+    # tokens, padding and what shared prompts save, of micro-batches drawn at random
     order = np.random.default_rng(0).permutation(len(rows))[: size * MICRO_BATCHES].tolist()
     counts = np.zeros(4)
     for start in range(0, len(order), size):
@@ -97,4 +79,7 @@ def _measure(rows: datasets.Dataset, trainer_class: Any, config: Any, layout: st
         weights = batch["router_weights"]  # 0 on padding alone
         counts += [int((weights > 0).sum()), len(batch["scored"]), weights.numel(), packed["input_ids"].numel()]
     tokens, trained, positions, separate = counts.tolist()
-    return tokens / len(order), trained / len(order), 1 - tokens / positions, 1 - tokens / separate
+    return Plan(
+        len(rows), processes, per_step, steps, epochs, layout, why, round(tokens / len(order) * per_step),
+        round(trained / len(order) * per_step), padding=1 - tokens / positions, saved=1 - tokens / separate,
+    )  # fmt: skip

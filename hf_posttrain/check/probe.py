@@ -1,11 +1,9 @@
-"""The longest batch, run for real: one optimizer step with the weights, in a folder that is thrown away.
-
-    probe    what it took and, where the student samples, what its rollouts are like
-"""
+"""The longest batch, run for real: one optimizer step with the weights, in a folder that is thrown away."""
 
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 import datasets
@@ -60,10 +58,8 @@ class Probe:
         )
         if self.rollouts:
             lengths, stopped = self.rollouts.lengths, self.rollouts.stopped
-            yield (
-                f"{len(lengths)} rollouts: {np.mean(lengths):.0f} tokens ({min(lengths)} to {max(lengths)}), "
-                f"{stopped:.0%} ended by themselves"
-            )
+            spread = f"{np.mean(lengths):.0f} tokens ({min(lengths)} to {max(lengths)})"
+            yield f"{len(lengths)} rollouts: {spread}, {stopped:.0%} ended by themselves"
             spans = (f"{SPAN * n}: {kl:.3g}" for n, kl in enumerate(self.rollouts.kl_by_position))
             yield f"KL to the teacher from token {', '.join(spans)}"
 
@@ -71,7 +67,8 @@ class Probe:
         if not np.isfinite(self.loss):
             yield f"the loss of the longest batch is {self.loss}"
         if self.rollouts and self.rollouts.stopped == 0:
-            yield "no rollout ended by itself: raise train.max_completion_length, or teach the student to end first"
+            remedy = "raise train.max_completion_length, or first train the student on finished answers"
+            yield f"no rollout ended by itself: {remedy}"
 
 
 def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
@@ -87,35 +84,32 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
         trainer_class, config = build.configure(replace(recipe, train=recipe.train | once))
         step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         chosen = datasets.Dataset.from_list(longest(rows, step))
-        trainer = trainer_class(
-            args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=chosen,
-            **build.load_models(recipe, config),
-        )  # fmt: skip
+        given = {"args": config, "processing_class": tokenizer, "peft_config": peft_config, "train_dataset": chosen}
+        trainer = trainer_class(**given, **build.load_models(recipe, config))
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
         rollouts = sampled(trainer, chosen) if method.rows.sampled else None
-    size = min(config.per_device_train_batch_size, len(chosen))
     first, ids = chosen.select([0]), [name for name in chosen.column_names if name.endswith("_ids")]
-    tokens = sum(int(lengths_of(first, name).sum()) for name in ids)
-    peak, seconds = peak_memory(config.device), metrics["train_runtime"]
-    return Probe(size, tokens, seconds, peak, metrics["train_loss"], rollouts)
+    return Probe(
+        min(config.per_device_train_batch_size, len(chosen)), sum(int(lengths_of(first, name).sum()) for name in ids),
+        metrics["train_runtime"], peak_memory(config.device), metrics["train_loss"], rollouts,
+    )  # fmt: skip
 
 
 def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     """Rollouts of the first prompts: lengths, stops, and the KL of student to teacher by position."""
     drawn = [rows[number] for number in range(min(PROMPTS, len(rows)))]
     [batch] = trainer.roll_out([trainer.data_collator(drawn)], 0)
+    tokens = targets_of(batch)
     with torch.no_grad():
-        states = trainer.teacher.states(batch)
-        tile = dense(reverse_kl, states, targets_of(batch), trainer.args.temperature, ce_coef=0.0)
+        tile = dense(reverse_kl, trainer.teacher.states(batch), tokens, trainer.args.temperature, ce_coef=0.0)
         kl = trainer.score(trainer.model_wrapped, batch, tile)["value"].double()
     # tokens of a rollout are in order within the batch, those of others may be in between
-    of_each = [kl[batch["owner"] == number] for number in range(len(batch["sampled"]))]
-    lengths = [len(tokens) for tokens in of_each]
-    means = [
-        torch.cat([tokens[start : start + SPAN] for tokens in of_each]).mean().item()
-        for start in range(0, max(lengths), SPAN)
-    ]
-    ends = torch.isin(batch["last_id"], torch.tensor(trainer.terminal_ids, device=kl.device))
-    return Rollouts(lengths, ends.double().mean().item(), means)
+    of_each = [batch["owner"] == number for number in range(len(batch["row"]))]
+    spans = zip_longest(*(kl[own].split(SPAN) for own in of_each), fillvalue=kl[:0])
+    ends = torch.isin(tokens, torch.tensor(trainer.terminal_ids, device=kl.device))
+    return Rollouts(
+        [int(own.sum()) for own in of_each], float(np.mean([ends[own].any().item() for own in of_each])),
+        [torch.cat(span).mean().item() for span in spans],
+    )  # fmt: skip

@@ -1,13 +1,12 @@
 """What is trained: examples as text with their trained tokens marked, and how examples begin and end.
 
-    parts           a prepared row -> role, ids and mask of its prompt and of each answer
-    pieces          parts -> runs of tokens that are all trained or all not, as text
-    marked          runs -> one text: what is trained is green, or in [[brackets]] where there is no colour
-    audit_tokens    the first rows of every source of a recipe -> TokenAudit, with samples
+A prepared row has `parts`, the ids and mask of its prompt and each answer, whose runs of tokens that are all trained or
+all not are `pieces` of text.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -38,7 +37,7 @@ class Piece:
 
     role: str  # prompt, completion, chosen or rejected
     trained: bool  # does the loss count these tokens?
-    text: str  # what they say, special tokens included, as `printable` has it
+    text: str  # what they say, special tokens included; shortened, control characters written out
     tokens: int  # how many they are
 
 
@@ -54,11 +53,12 @@ class Sample:
     @property
     def boundary(self) -> str:
         """The text on both sides of the first trained token, with line breaks and spaces visible."""
-        first = next((n for n, piece in enumerate(self.pieces) if piece.trained), None)
-        if first is None:
-            return "no token is trained: the student samples its own answers"
-        before = self.pieces[first - 1].text if first else ""
-        return f"{before[-EDGE:]!r} | {self.pieces[first].text[:EDGE]!r}"
+        before = ""
+        for piece in self.pieces:
+            if piece.trained:
+                return f"{before[-EDGE:]!r} | {piece.text[:EDGE]!r}"
+            before = piece.text
+        return "no token is trained: the student samples its own answers"
 
     def title(self) -> str:
         """Where it comes from, and how much of it is trained."""
@@ -95,22 +95,19 @@ class TokenAudit:
     teacher_stops: dict[int, str] | None = None  # ids that end the teacher's answers; rollouts stop at any of both
 
     def warnings(self) -> Iterator[str]:
-        doubled = sum(count for number, count in self.bos_counts.items() if number > 1)
-        if doubled:
+        if doubled := sum(count for number, count in self.bos_counts.items() if number > 1):
             yield f"{doubled} of {self.examples} examples hold {self.bos} more than once: take it out of the texts"
         if self.answers and not self.ended:
             ends = ", ".join(self.stops.values())
             yield f"no answer ends with a trained {ends}: the model would never learn to stop; raise train.max_length"
         if self.padded > PADDED_SHARE * self.examples:
-            yield (
-                f"{self.padded} of {self.examples} examples hold the padding token {self.pad}: it was in the texts, or"
-                " stands for what this tokenizer does not know: clean them, or use another tokenizer"
-            )
+            why = "it was in the texts, or stands for what this tokenizer does not know"
+            remedy = "clean them, or use another tokenizer"
+            yield f"{self.padded} of {self.examples} examples hold the padding token {self.pad}: {why}: {remedy}"
         if self.differing_prompts:
-            yield (
-                f"the teacher's own template writes {self.differing_prompts} of the first {SHOWN} prompts otherwise"
-                " than the student's: it would score text unlike what it was trained on (model.chat_template names one)"
-            )
+            why = "it would score text unlike what it was trained on (model.chat_template names one)"
+            of = f"{self.differing_prompts} of the first {SHOWN} prompts"
+            yield f"the teacher's own template writes {of} otherwise than the student's: {why}"
 
     def lines(self) -> Iterator[str]:
         counts = ", ".join(f"{number} x in {count}" for number, count in sorted(self.bos_counts.items()))
@@ -134,11 +131,17 @@ def parts(row: dict[str, Any], kind: RowKind) -> Iterator[Part]:
 
 def pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
     """The runs of each part; `write` makes text of some of its values, such as a tokenizer's `decode` of ids."""
-    runs = (
-        (role, trained, [value for value, _ in run]) for role, values, mask in made
-        for trained, run in groupby(zip(values, mask, strict=True), key=lambda pair: bool(pair[1]))
-    )  # fmt: skip
-    return [Piece(role, trained, printable(write(values)), len(values)) for role, trained, values in runs]
+    half, found = LONGEST // 2, []
+    for role, values, mask in made:
+        for trained, run in groupby(zip(values, mask, strict=True), key=lambda pair: bool(pair[1])):
+            part = [value for value, _ in run]
+            text = write(part)
+            # of a long text the beginning and the end; control characters are written out
+            if len(text) > LONGEST:
+                text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
+            text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+            found.append(Piece(role, trained, text, len(part)))
+    return found
 
 
 def marked(runs: Iterable[Piece], colour: bool) -> str:
@@ -147,18 +150,10 @@ def marked(runs: Iterable[Piece], colour: bool) -> str:
     return "".join(f"{before}{piece.text}{after}" if piece.trained else piece.text for piece in runs)
 
 
-def printable(text: str) -> str:
-    """The text with its control characters written out; of one longer than LONGEST, the beginning and the end."""
-    half = LONGEST // 2
-    text = text if len(text) <= LONGEST else f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-
-
 def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any]) -> TokenAudit:
     """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked).
 
-    models: the policy, and the teacher where there is one; they need no weights. Raises InputError for a row that
-    cannot be read.
+    models: the policy, and the teacher where there is one, without weights. Raises InputError for a bad row.
     """
     from ..models.load import load_tokenizer
     from ..models.prepare import find_terminal_ids
@@ -170,8 +165,13 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token, pad_is_eos=pad == eos)
     if recipe.teacher:
-        found.teacher_stops = stops[1]
-        found.differing_prompts = _differing_prompts(recipe, [tokenizer, load_tokenizer(recipe.teacher)], config)
+        found.teacher_stops, found.differing_prompts = stops[1], 0
+        key, source = next(recipe.sources())
+        raw, tokenizers = load(source, key), (tokenizer, load_tokenizer(recipe.teacher))
+        with suppress(InputError):  # the teacher has no chat template: nothing to compare with
+            first = [_first_examples(raw, method, each, config, key, SHOWN) for each in tokenizers]
+            pairs = zip(*first, strict=True)
+            found.differing_prompts = sum(ours["prompt_ids"] != theirs["prompt_ids"] for ours, theirs in pairs)
 
     # the examples of all sources, and samples of each: the first, the middle and the last
     examples: list[list[Part]] = []
@@ -196,17 +196,6 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     found.answers = len(trained)
     found.ended = sum(ids[-1] in found.stops and bool(mask[-1]) for ids, mask in trained)
     return found
-
-
-def _differing_prompts(recipe: Recipe, tokenizers: Sequence[Any], config: Any) -> int:
-    """Of the first rows of data.train: how many have other prompt ids with the second tokenizer than with the first."""
-    key, source = next(recipe.sources())
-    method, raw = METHODS[recipe.method], load(source, key)
-    try:
-        rows = [_first_examples(raw, method, tokenizer, config, key, SHOWN) for tokenizer in tokenizers]
-    except InputError:  # the teacher has no chat template: nothing to compare with
-        return 0
-    return sum(student["prompt_ids"] != teacher["prompt_ids"] for student, teacher in zip(*rows, strict=True))
 
 
 def _first_examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str, count: int) -> list[dict]:

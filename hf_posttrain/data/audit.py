@@ -1,11 +1,11 @@
 """The data audit: what preparing a data set makes of its rows, counted.
 
-It reads the examples of `prepare.tokenised`, which are in the cache of `datasets` once training has prepared them, as
-columns: no loop over rows. Duplicates and overlap compare prompts and answers as they were before they were cut.
+It reads the columns of `prepare.tokenised`, which `datasets` has in its cache once training has prepared them.
+Duplicates and overlap compare prompts and answers as they were before they were cut.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,7 @@ import pandas as pd
 import pyarrow.compute as pc
 
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
-from .kinds import Reader, RowKind
-from .labels import class_weights
+from .kinds import Reader, RowKind, class_weights
 from .packing import lengths_of
 from .prepare import tokenised
 
@@ -29,15 +28,13 @@ BALANCE = 4.0
 """Weight of one class of labels over that of the other above which it is warned."""
 _FINDINGS = {  # field of DataAudit: what `lines` call it, share of the kept examples above which it is warned, warning
     "duplicates": ("duplicates", 0.25, "examples repeat an earlier one: remove them"),
-    "unknown": (
-        "with the unknown token", 0.1, "examples hold the unknown token: clean them, or use another tokenizer",
-    ),
+    "unknown": ("with the unknown token", 0.1,
+                "examples hold the unknown token: clean them, or use another tokenizer"),
     "stubs": ("with a single trained token", 0.5, "examples train a single token: are the columns the right ones?"),
     "conflicts": ("under both labels", 0.01, "answers are labelled desirable and undesirable: keep one label"),
     "identical": ("with chosen = rejected", 0.01, "pairs have the same chosen and rejected answer: remove them"),
-    "overlap": (
-        "also in train", 0, "examples are in the training set too, so they measure memory: remove them from one",
-    ),
+    "overlap": ("also in train", 0,
+                "examples are in the training set too, so they measure memory: remove them from one"),
 }  # fmt: skip
 _DROPPED = {NO_TARGET: "no trained token", NO_TARGET | COMPLETION_CUT: "no trained token left by max_length"}
 _TRUNCATED = {
@@ -66,7 +63,7 @@ class Cut(Found):
 
 @dataclass
 class DataAudit:
-    """What is in a data set as it is trained. Counts are of examples: a pair is one for DPO and two for KTO."""
+    """What is in a data set as it is trained. Counts are of examples: a pair is two where answers are labelled."""
 
     name: str
     max_length: int | None
@@ -123,35 +120,35 @@ class DataAudit:
 
     def warnings(self) -> list[str]:
         """What would ruin training or make evaluation worthless, a sentence each that says what to do."""
-        return [f"{self.name}: {problem}" for problem in self._problems()]
-
-    def _problems(self) -> Iterator[str]:
         if not self.kept:
-            yield f"all {self.examples} examples are dropped, with no trained token: raise max_length"
-            return
+            return [f"{self.name}: all {self.examples} examples are dropped, with no trained token: raise max_length"]
+        # what max_length takes away
+        found = []
         dropped, truncated = self.examples - self.kept, sum(cut.count for cut in self.truncated)
         endless = sum(cut.count for cut in self.truncated if "completion" in cut.reason)
         longest = (self.lengths["uncut"] or {}).get("max")
         remedy = f"raise max_length from {self.max_length} (the longest has {longest} tokens) or shorten the rows"
         if dropped > DROPPED_SHARE * self.examples:
-            yield f"{dropped} of {self.examples} examples are dropped, with no trained token: {remedy}"
+            found.append(f"{dropped} of {self.examples} examples are dropped, with no trained token: {remedy}")
         if endless > ENDLESS_SHARE * self.kept:
-            yield f"{endless} of {self.kept} examples lose the end of a completion, which says where to stop: {remedy}"
+            cut = "lose the end of a completion, which says where to stop"
+            found.append(f"{endless} of {self.kept} examples {cut}: {remedy}")
         elif truncated > TRUNCATED_SHARE * self.kept:
-            yield f"{truncated} of {self.kept} examples are truncated: {remedy}"
-        for key, found in self.findings().items():
+            found.append(f"{truncated} of {self.kept} examples are truncated: {remedy}")
+        for key, each in self.findings().items():
             _, share, problem = _FINDINGS[key]
-            if found.count > share * self.kept:
-                rows = ", ".join(map(str, found.first_rows))
-                yield f"{found.count} of {self.kept} {problem} (first rows {rows})"
+            if each.count > share * self.kept:
+                rows = ", ".join(map(str, each.first_rows))
+                found.append(f"{each.count} of {self.kept} {problem} (first rows {rows})")
         # the balance of labels is a matter of training alone
         if self.classes and not self.name.startswith("eval"):
             counts = " and ".join(f"{count} {label}" for label, count in self.classes.items())
             if self.balance is None:
-                yield f"{counts} examples: one label alone does not say what to prefer, both are needed"
+                found.append(f"{counts} examples: one label alone does not say what to prefer, both are needed")
             elif not 1 / BALANCE <= self.balance <= BALANCE:
                 rarer = "undesirable_weight" if self.balance > 1 else "desirable_weight"
-                yield f"{counts} examples, which weigh {self.balance:.3g} to 1: set train.{rarer}=auto"
+                found.append(f"{counts} examples, which weigh {self.balance:.3g} to 1: set train.{rarer}=auto")
+        return [f"{self.name}: {problem}" for problem in found]
 
 
 def audits(
@@ -164,9 +161,8 @@ def audits(
     names = {key: key for key in raw} | dict(names or {})
     made = {key: audit(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
-        (seen, keys), (rows, _) = (
-            _examples(raw[key], method, tokenizer, config, names[key]) for key in ("train", "eval")
-        )
+        seen, keys = _examples(raw["train"], method, tokenizer, config, names["train"])
+        rows, _ = _examples(raw["eval"], method, tokenizer, config, names["eval"])
         known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)
         made["eval"].overlap = _found(rows[known & (rows.state & NO_TARGET == 0)])
     return made
@@ -185,18 +181,10 @@ def audit(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str = "tr
     new = kept[~kept.is_copy]
     repeats = new[new.duplicated([*keys, "label"] if kind.labelled else keys)]
     made = DataAudit(
-        name=name,
-        max_length=getattr(config, "max_length", None),
-        rows_read=every.row.nunique() if streamed else len(raw),
-        streamed=streamed,
-        examples=len(every),
-        dropped=_cuts(every[lost], _DROPPED),
-        truncated=_cuts(kept, _TRUNCATED),
-        lengths=_lengths(every, kept, kind),
-        stubs=_found(kept[kept.trained == 1]),
-        duplicates=_found(repeats),
-        unknown=_found(kept[kept.unknown]),
-    )
+        name, getattr(config, "max_length", None), every.row.nunique() if streamed else len(raw), streamed, len(every),
+        dropped=_cuts(every[lost], _DROPPED), truncated=_cuts(kept, _TRUNCATED), lengths=_lengths(every, kept, kind),
+        stubs=_found(kept[kept.trained == 1]), duplicates=_found(repeats), unknown=_found(kept[kept.unknown]),
+    )  # fmt: skip
     if kind.paired:
         made.identical = _found(kept[kept.state & ALIKE > 0])
     if kind.labelled:
@@ -240,8 +228,8 @@ def _found(examples: pd.DataFrame) -> Found:
 def _cuts(examples: pd.DataFrame, reasons: dict[int, str]) -> list[Cut]:
     """The examples of each reason, which is known by its bits; reasons without examples are left out."""
     bits = examples.state & max(reasons)  # the last reason has the bits of all
-    found = [(_found(examples[bits == value]), reason) for value, reason in reasons.items()]
-    return [Cut(each.count, each.first_rows, reason) for each, reason in found if each.count]
+    found = {reason: _found(examples[bits == value]) for value, reason in reasons.items()}
+    return [Cut(each.count, each.first_rows, reason) for reason, each in found.items() if each.count]
 
 
 def _lengths(every: pd.DataFrame, kept: pd.DataFrame, kind: RowKind) -> dict[str, dict[str, float] | None]:
@@ -254,13 +242,11 @@ def _lengths(every: pd.DataFrame, kept: pd.DataFrame, kind: RowKind) -> dict[str
         lengths |= {"desirable": kept.completion_ids[kept.label], "undesirable": kept.completion_ids[~kept.label]}
     lengths["total"] = kept.prompt_ids + answers.max(axis=1)
     lengths |= {"trained": kept.trained if kind.masked else [], "uncut": every.uncut}
-    return {what: _spread(np.asarray(values)) for what, values in lengths.items()}
-
-
-def _spread(lengths: np.ndarray) -> dict[str, float] | None:
-    """Percentiles are lengths that occur: the smallest that so many percent do not exceed."""
-    if not len(lengths):
-        return None
-    p50, p95, p99 = np.percentile(lengths, (50, 95, 99), method="inverted_cdf").tolist()
-    spread = {"min": int(lengths.min()), "p50": p50, "p95": p95, "p99": p99, "max": int(lengths.max())}
-    return {**spread, "mean": round(float(lengths.mean()), 1)}
+    spreads: dict[str, dict[str, float] | None] = dict.fromkeys(lengths)
+    for what, tokens in lengths.items():
+        if len(tokens):
+            # percentiles are lengths that occur: the smallest that so many percent do not exceed
+            quantiles = np.percentile(tokens, (0, 50, 95, 99, 100), method="inverted_cdf").tolist()
+            spread = dict(zip(("min", "p50", "p95", "p99", "max"), quantiles, strict=True))
+            spreads[what] = {**spread, "mean": round(float(np.mean(tokens)), 1)}
+    return spreads

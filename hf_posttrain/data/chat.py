@@ -1,10 +1,5 @@
 """Chat templates and token boundaries: messages -> text -> ids, and which ids the assistant wrote.
 
-    render           messages -> text
-    split_chat       prompt and completion messages -> (prompt text, completion text)
-    encode_pairs     (prompt text, completion text) -> (prompt ids, completion ids), with the end token exactly once
-    assistant_mask   a conversation -> its ids and a 0/1 mask of what assistants wrote
-
 The boundary comes from rendered text: what generation would see must be how the full conversation begins. An
 `InputError` names the problem; the caller adds file and row. `template_kwargs` go to the template.
 """
@@ -12,7 +7,7 @@ The boundary comes from rendered text: what generation would see must be how the
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -95,8 +90,7 @@ def split_chat(tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion:
 
 def shared_length(first: Sequence, second: Sequence) -> int:
     """Length of the longest common prefix of two strings or lists."""
-    differ = (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
-    return next(differ, min(len(first), len(second)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _after(start: str, full: str) -> str:
@@ -162,18 +156,21 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
                    template_kwargs: dict | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
     """Ids of the conversation and a 0/1 mask of equal length: 1 for each assistant's content and its turn end.
 
-    Turns without content are not trained. Nothing follows the last 1.
-
-    Raises:
-        InputError: no assistant turn, or the text before a turn differs from what generation would see.
+    Turns without content are not trained. Nothing follows the last 1. Raises InputError if there is no assistant turn,
+    or the text before a turn differs from what generation would see.
     """
     end_id = turn_end_id(tokenizer, template_kwargs)
     # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
     tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
     ids, mask = (_tagged_mask if tagged else _rendered_mask)(tokenizer, messages, tools, template_kwargs, end_id)
-    # 2. an end alone says nothing: a model trained on it would learn to answer with silence
-    mask = _without_empty_turns(tokenizer, ids, mask, end_id)
+    # 2. without ends right after an end, and turns of nothing but an end: they would teach to answer with silence
+    once = [m and not (n and ids[n] == ids[n - 1] == end_id) for n, m in enumerate(mask)]
+    mask = []
+    for is_turn, pairs in groupby(zip(once, ids, strict=True), key=lambda pair: bool(pair[0])):
+        turn = [i for _, i in pairs]
+        wrote = is_turn and str(tokenizer.decode(turn, skip_special_tokens=True)).strip()
+        mask += [int(bool(wrote))] * len(turn)
     if not any(mask):
         raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
@@ -183,17 +180,6 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     prefix = _prefix_ids(tokenizer)
     prefix = [] if ids[: len(prefix)] == prefix else prefix
     return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
-
-
-def _without_empty_turns(tokenizer, ids: list[int], mask: list[int], end_id: int) -> list[int]:
-    """The mask without turns that hold nothing but their end, and without ends right after an end."""
-    once = [m and not (n and ids[n] == ids[n - 1] == end_id) for n, m in enumerate(mask)]
-    kept: list[int] = []
-    for is_turn, pairs in groupby(zip(once, ids, strict=True), key=lambda pair: bool(pair[0])):
-        turn = [i for _, i in pairs]
-        wrote = is_turn and str(tokenizer.decode(turn, skip_special_tokens=True)).strip()
-        kept += [int(bool(wrote))] * len(turn)
-    return kept
 
 
 def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
@@ -220,7 +206,18 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple
     # from the last turn to the first, since each must end before `limit`, the character where the next one begins
     mask, limit = [0] * len(ids), len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
-        begin = _turn_begin(tokenizer, messages[:n], full, tools, template_kwargs)
+        if n:
+            start = render(tokenizer, messages[:n], tools, template_kwargs, add_generation_prompt=True)
+            begin = len(full) - len(_after(start, full))
+        else:
+            # templates do not render an empty conversation: take the header that opens an answer to some other message
+            probe = [{"role": "user", "content": "hello"}]
+            asked = render(tokenizer, probe, None, template_kwargs)
+            header = _after(asked, render(tokenizer, probe, None, template_kwargs, add_generation_prompt=True))
+            begin = full.find(header) + len(header)
+            if header not in full or not header:
+                how = f"the assistant speaks first, and {header!r} does not open its turn"
+                raise InputError(f"assistant_only_loss: {how}")
         # the content may hold the text of the turn end, so the end is looked for after the content, where that is
         # rendered as it is; of a last turn without an end, everything is trained
         content = messages[n]["content"].strip()
@@ -230,18 +227,3 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple
         first, stop = bisect_left(starts, begin), next(ends, after if messages[n + 1 :] else len(ids))
         mask[first:stop], limit = [1] * (stop - first), begin
     return ids, mask
-
-
-def _turn_begin(tokenizer, before: Messages, full: str, tools, template_kwargs) -> int:
-    """The character of `full` where generation after the messages `before` would begin."""
-    if before:
-        start = render(tokenizer, before, tools, template_kwargs, add_generation_prompt=True)
-        return len(full) - len(_after(start, full))
-    # templates do not render an empty conversation: take the header that opens an answer to some other message
-    probe = [{"role": "user", "content": "hello"}]
-    asked = render(tokenizer, probe, None, template_kwargs)
-    header = _after(asked, render(tokenizer, probe, None, template_kwargs, add_generation_prompt=True))
-    place = full.find(header)
-    if place < 0 or not header:
-        raise InputError(f"assistant_only_loss: the assistant speaks first, and {header!r} does not open its turn")
-    return place + len(header)

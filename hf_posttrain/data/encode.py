@@ -35,9 +35,9 @@ class Plan(NamedTuple):
 def read(row: dict, plan: Plan) -> list[Sample]:
     """The samples of a row for this method: one, or of labelled rows two where the row is a pair.
 
-    Raises InputError for a missing column (`datasets` puts None where only some rows of a file have it), for a value of
-    the wrong kind, and for ids outside the vocabulary.
+    Raises InputError for a missing column, for a value of the wrong kind, and for ids outside the vocabulary.
     """
+    # `datasets` puts None where only some rows of a file have a column
     present = [column for column, value in row.items() if value is not None]
     for column in plan.form.split(" + "):
         if column not in present:
@@ -56,10 +56,10 @@ def read(row: dict, plan: Plan) -> list[Sample]:
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
     # prompt and answers are one kind, and answers of messages begin with an assistant's
     if isinstance(sample.prompt, list) and "_ids" not in plan.form:
-        for role in (answer[0]["role"] for answer in sample.branches if isinstance(answer, list)):
-            if role != "assistant":
-                begin = f"a completion begins with the turn of {shown(role)}"
-                raise InputError(f"columns {plan.form}: {begin}, expected 'assistant'")
+        roles = [answer[0]["role"] for answer in sample.branches if isinstance(answer, list)]
+        if wrong := [role for role in roles if role != "assistant"]:
+            begin = f"a completion begins with the turn of {shown(wrong[0])}"
+            raise InputError(f"columns {plan.form}: {begin}, expected 'assistant'")
     if len({type(part) for part in (sample.prompt, *sample.branches) if part is not None}) > 1:
         raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")
     # a pair is two labelled examples
@@ -76,20 +76,15 @@ def read(row: dict, plan: Plan) -> list[Sample]:
 
 
 def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:
-    """Raw samples -> ids. All are plain text or all are messages; the whole batch is tokenised together.
-
-    rows: the number of each sample's raw row, for messages.
-    """
-    is_chat = samples[0].is_chat
+    """Raw samples, all plain text or all messages -> ids. rows: the number of each sample's raw row, for errors."""
+    is_chat, texts = samples[0].is_chat, []
     with error_context(plan.name):
         end_id = chat.turn_end_id(tokenizer, plan.template_kwargs) if is_chat else chat.eos_id(tokenizer)
-    to_text = _assistant_ids if plan.assistant_only else _text
-    texts = []
     for sample, row in zip(samples, rows, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             if sample.is_chat is not is_chat:
                 raise InputError(f"columns {plan.form}: some rows hold plain text and some hold messages")
-            texts.append(to_text(sample, tokenizer, plan))
+            texts.append((_assistant_ids if plan.assistant_only else _text)(sample, tokenizer, plan))
     if plan.assistant_only:
         return texts
     # every branch is tokenised with its prompt; a prompt without answers, with an empty one
@@ -127,8 +122,8 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
     turns = turns if sample.prompt is None else chat.join_messages(sample.prompt, turns)
     ids, mask = chat.assistant_mask(tokenizer, turns, *options)
     if sample.prompt is not None and plan.completion_only is not False:
-        context = len(chat.encode(tokenizer, [chat.prompt_text(tokenizer, sample.prompt, *options)])[0])
-        mask = [0] * context + mask[context:]
+        before = len(chat.encode(tokenizer, [chat.prompt_text(tokenizer, sample.prompt, *options)])[0])
+        mask = [0] * before + mask[before:]
     return Sample([], [ids], mask=mask)
 
 

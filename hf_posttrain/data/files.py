@@ -39,7 +39,21 @@ def source_problem(source: str) -> str | None:
     """What is wrong with the path of a data source; None for a good one and for a name on the hub."""
     path = Path(source).expanduser()
     if path.is_file():
-        return _file_problem(path)
+        if path.suffix not in BUILDERS:
+            instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""
+            return f"{path} has an unknown extension; known are {', '.join(BUILDERS)}{instead}"
+        with path.open("rb") as file:
+            head = file.read(4096)
+            if not head.strip() and not any(line.strip() for line in file):
+                return f"{path} is empty"
+        # the first bytes tell files apart that have a name of another kind
+        if head.startswith(b"version https://git-lfs"):
+            return f"{path} is a pointer of Git LFS, not the data: git lfs pull"
+        if path.suffix == ".parquet" and not head.startswith(b"PAR1"):
+            return f"{path} is no Parquet file: it does not begin with PAR1"
+        if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+            return f"{path} is text in UTF-16: save it in UTF-8"
+        return None
     if path.is_dir():
         return None if any(path.iterdir()) else f"the folder {path} is empty"
     # what cannot be a name on the hub must be a path, and this one is missing
@@ -52,29 +66,8 @@ def source_problem(source: str) -> str | None:
     return None
 
 
-def _file_problem(path: Path) -> str | None:
-    if path.suffix not in BUILDERS:
-        instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""
-        return f"{path} has an unknown extension; known are {', '.join(BUILDERS)}{instead}"
-    with path.open("rb") as file:
-        head = file.read(4096)
-        if not head.strip() and not any(line.strip() for line in file):
-            return f"{path} is empty"
-    # the first bytes tell files apart that have a name of another kind
-    if head.startswith(b"version https://git-lfs"):
-        return f"{path} is a pointer of Git LFS, not the data: git lfs pull"
-    if path.suffix == ".parquet" and not head.startswith(b"PAR1"):
-        return f"{path} is no Parquet file: it does not begin with PAR1"
-    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return f"{path} is text in UTF-16: save it in UTF-8"
-    return None
-
-
 def broken(path: Path) -> str | None:
-    """The first line that is not UTF-8, not a JSON object or (CSV) wider than the first line; None if all are fine.
-
-    Reads the whole file, or each file of a folder.
-    """
+    """The first line, of a file or all files of a folder, that is not UTF-8, not a JSON object or (CSV) too wide."""
     if path.is_dir():
         found = ((file, broken(file)) for file in sorted(path.rglob("*")) if file.is_file())
         return next((f"{file.relative_to(path)}, {problem}" for file, problem in found if problem), None)

@@ -1,8 +1,7 @@
 """One raw row -> a `Sample`, and which format a data set has.
 
 A format is the columns that it needs, joined by " + ", such as "prompt + completion"; `kinds` says which formats each
-kind of rows is made from. A value that is not what its column must hold raises `InputError` with the column and what
-was expected.
+kind of rows is made from.
 """
 
 import json
@@ -47,16 +46,27 @@ def detect(columns: list[str], method: Reader) -> str:
 
 def read_format(row: dict, form: str) -> Sample:
     """The raw sample of a row that has the columns of `form`. Raises InputError for a value of the wrong kind."""
-    columns = form.split(" + ")
-    label = _label(row) if "label" in columns else None
+    columns, label = form.split(" + "), None
+    if "label" in columns:
+        if not isinstance(row["label"], bool | int | np.bool_) or row["label"] not in (0, 1):
+            raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(row['label'])}")
+        label = bool(row["label"])
+    # ids, which are taken as they are
     if form == "input_ids":
-        return _read_input_ids(row)
+        ids, labels = _ids(row, "input_ids"), row.get("labels")
+        if labels is None:
+            return Sample([], [ids], mask=_mask(row.get("completion_mask"), ids))
+        fitting = isinstance(labels, list) and len(labels) == len(ids)
+        if not fitting or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
+            raise InputError("column 'labels': expected -100 or the token of 'input_ids' at the same position")
+        return Sample([], [ids], mask=[int(label != -100) for label in labels])
     if "prompt_ids" in columns:
         # a prompt alone may have an answer next to it, which on-policy methods keep for evaluation
         columns += ["completion_ids"] if form == "prompt_ids" and "completion_ids" in row else []
         branches = [_ids(row, column) for column in columns if column.endswith("_ids") and column != "prompt_ids"]
         mask = _mask(row.get("completion_mask"), branches[0]) if "completion_ids" in columns else None
         return Sample(_ids(row, "prompt_ids"), branches, label, mask)
+    # a whole text or conversation
     if form == "text":
         if not isinstance(row["text"], str) or not row["text"].strip():
             raise InputError(f"column 'text': expected a text that is not empty, found {shown(row['text'])}")
@@ -65,13 +75,21 @@ def read_format(row: dict, form: str) -> Sample:
     if form in ("messages", "conversations"):
         with error_context(f"column {form!r}"):
             return Sample(None, [clean_messages(row[form])], tools=_tools(row))
-    answers = [_completion(row, column) for column in columns if column in ("completion", "chosen", "rejected")]
+    # a prompt, and answers to it
+    answers = []
+    for column in (name for name in columns if name not in ("prompt", "label")):
+        value = _value(row, column)
+        if isinstance(value, list) and value[-1]["role"] != "assistant":
+            raise InputError(f"column {column!r}: the last turn is {shown(value[-1]['role'])}, expected 'assistant'")
+        text = value if isinstance(value, str) else value[-1]["content"]
+        if not text.strip() and (isinstance(value, str) or not value[-1].get("tool_calls")):
+            raise InputError(f"column {column!r}: empty completion")
+        answers.append(value)
     # pairs without a prompt share their beginning; so do whole conversations next to a prompt that is text
     text_prompt = isinstance(row.get("prompt"), str)
-    if "chosen" in columns and ("prompt" not in row or (text_prompt and isinstance(answers[0], list))):
-        prompt, answers = _split_shared(*answers)
-    else:
-        prompt = _value(row, "prompt")
+    if "chosen" not in columns or ("prompt" in row and not (text_prompt and isinstance(answers[0], list))):
+        return Sample(_value(row, "prompt"), answers, label, tools=_tools(row))
+    prompt, answers = _split_shared(*answers)
     return Sample(prompt, answers, label, tools=_tools(row))
 
 
@@ -86,16 +104,6 @@ def _value(row: dict, column: str) -> str | Messages:
         return clean_messages(value)
 
 
-def _completion(row: dict, column: str) -> str | Messages:
-    value = _value(row, column)
-    if isinstance(value, list) and value[-1]["role"] != "assistant":
-        raise InputError(f"column {column!r}: the last turn is {shown(value[-1]['role'])}, expected 'assistant'")
-    text = value if isinstance(value, str) else value[-1]["content"]
-    if not text.strip() and (isinstance(value, str) or not value[-1].get("tool_calls")):
-        raise InputError(f"column {column!r}: empty completion")
-    return value
-
-
 def _split_shared(chosen: str | Messages, rejected: str | Messages) -> tuple[Any, list]:
     """(prompt, [chosen, rejected]): the longest common beginning is the prompt, in whole messages, or in text up to a
     word or line boundary (a space belongs to the completions, a line break to the prompt). No branch is left empty."""
@@ -106,12 +114,6 @@ def _split_shared(chosen: str | Messages, rejected: str | Messages) -> tuple[Any
     elif n == 0:
         raise InputError("columns 'chosen' and 'rejected': the conversations share no first message to be the prompt")
     return chosen[:n], [chosen[n:], rejected[n:]]
-
-
-def _label(row: dict) -> bool:
-    if not isinstance(row["label"], bool | int | np.bool_) or row["label"] not in (0, 1):
-        raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(row['label'])}")
-    return bool(row["label"])
 
 
 def _tools(row: dict) -> list | None:
@@ -132,16 +134,6 @@ def _ids(row: dict, column: str) -> list[int]:
     if not isinstance(value, list) or not all(type(i) is int and i >= 0 for i in value):
         raise InputError(f"column {column!r}: expected a list of token ids, found {shown(value)}")
     return value
-
-
-def _read_input_ids(row: dict) -> Sample:
-    ids, labels = _ids(row, "input_ids"), row.get("labels")
-    if labels is None:
-        return Sample([], [ids], mask=_mask(row.get("completion_mask"), ids))
-    fitting = isinstance(labels, list) and len(labels) == len(ids)
-    if not fitting or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
-        raise InputError("column 'labels': expected -100 or the token of 'input_ids' at the same position")
-    return Sample([], [ids], mask=[int(label != -100) for label in labels])
 
 
 def _mask(mask: Any, ids: list[int]) -> list[int] | None:

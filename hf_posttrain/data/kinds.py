@@ -1,21 +1,23 @@
 """The kinds of rows that methods train on: their columns once prepared, and the raw columns they come from."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from ..errors import InputError
+
+logger = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True)
 class RowKind:
     """What prepared rows of a kind hold, besides `index`, the number of the row."""
 
-    columns: tuple[str, ...]
-    """Of prepared rows: ids of the prompt, ids of each answer, then what else there is."""
-    formats: tuple[str, ...]
-    """The formats that such rows are made from, in order of preference: raw columns, joined by " + "."""
-    needs_prompt: bool = True
-    """Has each row a prompt? Otherwise the first token of a lone text takes its place."""
-    sampled: bool = False
-    """Are answers sampled while training, so that a row needs none?"""
+    columns: tuple[str, ...]  # of prepared rows: ids of the prompt, ids of each answer, then what else there is
+    formats: tuple[str, ...]  # that such rows are made from, in order of preference: raw columns, joined by " + "
+    needs_prompt: bool = True  # has each row a prompt? Otherwise the first token of a lone text takes its place
+    sampled: bool = False  # are answers sampled while training, so that a row needs none?
 
     @property
     def answers(self) -> tuple[str, ...]:
@@ -43,7 +45,6 @@ class Reader(Protocol):
 
     @property
     def name(self) -> str: ...
-
     @property
     def rows(self) -> RowKind: ...
 
@@ -64,3 +65,24 @@ PROMPTS = RowKind(
     ("prompt_ids", "prompt + completion", "prompt", "messages", "conversations"),
     sampled=True,
 )
+
+
+def class_weights(
+    desirable: float | str, undesirable: float | str, labels: Sequence[bool] | None
+) -> tuple[float, float]:
+    """Weights of labelled rows with `auto` resolved: the rarer class is raised until both weigh the same in total.
+
+    Without labels, auto is 1. Raises InputError for auto on labels of one class.
+    """
+    known = [1.0 if weight == "auto" else float(weight) for weight in (desirable, undesirable)]
+    if labels is None or "auto" not in (desirable, undesirable):
+        return known[0], known[1]
+    good = sum(labels)
+    counts = good, len(labels) - good
+    if not all(counts):
+        raise InputError(f"class weight auto needs both labels, the data has {good} desirable of {len(labels)} rows")
+    for one, other, weight in ((0, 1, desirable), (1, 0, undesirable)):
+        if weight == "auto":
+            known[one] = max(1.0, known[other] * counts[other] / counts[one])
+    logger.info("class weights: desirable %.3g, undesirable %.3g", *known)
+    return known[0], known[1]

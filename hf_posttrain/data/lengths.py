@@ -43,13 +43,11 @@ def with_lengths(rows: Any, args: Any) -> Any:
     wanted = args.train_sampling_strategy == "group_by_length"
     if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
         return rows
-    lengths = [sum(_tokens(ids) for name, ids in row.items() if name.endswith("_ids")) for row in rows]
+    ids = rows.select_columns([name for name in rows.column_names if name.endswith("_ids")])
+    # a packed row has a list of ids for each of its examples
+    packed = isinstance(rows.features["prompt_ids"].feature, datasets.List)
+    lengths = [sum(len(part) for value in row.values() for part in (value if packed else [value])) for row in ids]
     return rows.add_column(args.length_column_name, lengths)
-
-
-def _tokens(ids: list) -> int:
-    """Of an example, or of the examples of a packed row."""
-    return sum(map(len, ids)) if ids and isinstance(ids[0], list) else len(ids)
 
 
 def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str = "train") -> None:

@@ -10,9 +10,7 @@ _ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _OTHER_NAMES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"}
 _MISTAKEN = _ROLES | _OTHER_NAMES | {"bot": "assistant"}
 """What a role may have been meant to be, in small letters: the role that templates know."""
-_SHAREGPT = _ROLES | _OTHER_NAMES | {
-    "function_call": "assistant", "observation": "tool", "function_response": "tool",
-}  # fmt: skip
+_SHAREGPT = _ROLES | _OTHER_NAMES | {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
 """What `from` may be: the role."""
 
 
@@ -46,12 +44,8 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
     where = f"message {n} ({shown(role)[1:-1]})"
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise InputError(f"{where}: tool_calls is {shown(calls)}, expected a list of calls")
-    # a turn of calls alone needs no content
-    return {**message, "content": _text_of(message.get("content", "" if calls else None), where)}
-
-
-def _text_of(content: Any, where: str) -> str:
-    """Content is a string, or a list of parts `{type: text, text}`, whose texts follow one another."""
+    # a turn of calls alone needs no content; others have a string, or parts whose texts follow one another
+    content = message.get("content", "" if calls else None)
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -60,7 +54,7 @@ def _text_of(content: Any, where: str) -> str:
     if not isinstance(content, str):
         raise InputError(f"{where}: content is {shown(content)}, expected a string")
     check_unicode(content, f"{where}: content")
-    return content
+    return {**message, "content": content}
 
 
 def check_unicode(text: str, what: str) -> None:

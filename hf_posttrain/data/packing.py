@@ -18,9 +18,8 @@ logger = logging.getLogger(__package__)
 def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datasets.Dataset:
     """Rows of at most `max_length` tokens, prompts and completions together, each a list of whole examples.
 
-    Every column becomes a list, one entry an example; `index` numbers the packed rows, which stand in the order of
-    their first examples. Cached by `datasets`; logs one line. Rows that are packed already are returned as they are.
-    Raises InputError for an example that is longer than `max_length`.
+    Every column becomes a list, one entry an example; `index` numbers the packed rows, in the order of their first
+    examples. Rows that are packed already are returned as they are. Raises InputError for an example that is too long.
     """
     if isinstance(rows.features["completion_ids"].feature, datasets.List):
         return rows
@@ -38,12 +37,10 @@ def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datase
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Numbers of the items in each bin: the longest first, each into the fullest bin that it fits into.
-
-    An item costs one binary search, among the distinct numbers of tokens that bins have left.
-    """
+    """Numbers of the items in each bin: the longest first, each into the fullest bin that it fits into."""
     bins: list[list[int]] = []
-    sizes: list[int] = []  # what bins have left: distinct numbers, sorted
+    # an item costs one binary search, among what bins have left: distinct numbers, sorted
+    sizes: list[int] = []
     bins_with: dict[int, list[int]] = defaultdict(list)  # what is left -> bins
     for item in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         place = bisect_left(sizes, lengths[item])

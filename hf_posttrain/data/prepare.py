@@ -16,11 +16,11 @@ from .kinds import Reader, RowKind
 logger = logging.getLogger(__package__)
 
 FACTS = {  # what is known of each example: its type in Arrow
-    "row": "int64",  # number of the raw row
-    "state": "int8",  # bits of `fit`
-    "unknown": "bool",  # has it the unknown token?
-    "uncut": "int64",  # tokens of the prompt and the longest branch before they were cut
-    "trained": "int64",  # tokens with a loss, of the longest branch; 0 where answers are yet to be sampled
+    "row": datasets.Value("int64"),  # number of the raw row
+    "state": datasets.Value("int8"),  # bits of `fit`
+    "unknown": datasets.Value("bool"),  # has it the unknown token?
+    "uncut": datasets.Value("int64"),  # tokens of the prompt and the longest branch before they were cut
+    "trained": datasets.Value("int64"),  # with a loss, of the longest branch; 0 where answers are yet to be sampled
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
 }
 ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
@@ -31,30 +31,44 @@ _MIXED = "rows differ in kind there, and text that looks like JSON is then read 
 def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
     """Token ids for `method`: exactly method.rows.columns, and `index` (row number) unless the data set is a stream.
 
-    Rows that have these columns already are returned as they are; of a stream, if they have their types (lists of
-    int32) too. Such rows of your own are neither validated nor cut.
-    Reads max_length, max_completion_length, completion_only_loss, assistant_only_loss, dataset_text_field,
-    dataset_num_proc, apply_chat_template and chat_template_kwargs from `config`.
+    Rows that have these columns already are returned as they are, neither validated nor cut; of a stream, if they have
+    their types (lists of int32) too.
     max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left, then branches from
     the right. Where answers are sampled, max_length - max_completion_length bounds the prompt. Rows with no trained
     token left are dropped; counts are logged, of rows with the unknown token too (not of streams).
     Raises InputError for the first bad row.
     """
-    if _is_prepared(dataset, method.rows):
-        return dataset
-    mapped = tokenised(dataset, method, tokenizer, config, name)
-    if isinstance(dataset, datasets.Dataset):
-        mapped = _count(mapped, len(dataset), getattr(config, "max_length", None), name)
-        return mapped.select_columns(list(method.rows.columns)).add_column("index", np.arange(len(mapped)))
-    kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
-    return kept.select_columns(list(method.rows.columns))
-
-
-def _is_prepared(dataset: Any, rows: RowKind) -> bool:
+    own = {*method.rows.columns, "index"}
     if isinstance(dataset, datasets.IterableDataset):
-        return dataset.features == _features(rows, facts=False)
-    own = {*rows.columns, "index"}
-    return own <= {*_columns(dataset)} <= own | ADDED
+        prepared = dataset.features == _features(method.rows, facts=False)
+    else:
+        prepared = own <= {*_columns(dataset)} <= own | ADDED
+    if prepared:
+        return dataset
+    mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)
+    if isinstance(dataset, datasets.IterableDataset):
+        kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
+        return kept.select_columns(columns)
+
+    # one line of counts, and one of unknown tokens
+    facts = mapped.with_format("numpy")
+    state, row, unknown = (facts[column][:] for column in ("state", "row", "unknown"))
+    lost = state & NO_TARGET > 0
+    dropped, truncated = row[lost], int((~lost & (state & (PROMPT_CUT | COMPLETION_CUT) > 0)).sum())
+    line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
+    line += f", {truncated} truncated (max_length {getattr(config, 'max_length', None)}), {len(dropped)} dropped"
+    if len(dropped):
+        line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
+    logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
+    if len(dropped) == len(mapped):
+        raise InputError(f"{line}: nothing to train on; raise max_length")
+    if len(strange := np.unique(row[~lost & unknown])):
+        logger.warning(
+            "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
+            "them, or use another tokenizer", name, len(strange), ", ".join(map(str, strange[:5])),
+        )  # fmt: skip
+    kept = mapped.select(np.flatnonzero(~lost)) if len(dropped) else mapped
+    return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
 
 
 def _columns(dataset: Any) -> list[str]:
@@ -62,10 +76,9 @@ def _columns(dataset: Any) -> list[str]:
 
 
 def _features(rows: RowKind, facts: bool = True) -> datasets.Features:
-    types = {"label": "bool", "prompt_key": "int64", **FACTS}
+    types = {"label": datasets.Value("bool"), "prompt_key": datasets.Value("int64"), **FACTS}
     ids = datasets.List(datasets.Value("int32"))
-    kinds = {name: types.get(name, ids) for name in (*rows.columns, *(FACTS if facts else ()))}
-    return datasets.Features({k: datasets.Value(kind) if isinstance(kind, str) else kind for k, kind in kinds.items()})
+    return datasets.Features({name: types.get(name, ids) for name in (*rows.columns, *(FACTS if facts else ()))})
 
 
 def tokenised(
@@ -90,6 +103,7 @@ def tokenised(
     }  # fmt: skip
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
+    # where mixed values are to blame, the message says so
     mixed = [column for column in plan.form.split(" + ") if _is_mixed(dataset, column)]
     try:
         workers = getattr(config, "dataset_num_proc", None)
@@ -102,10 +116,7 @@ def tokenised(
 
 
 def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
-    """Is its text text in some rows and something else in others?
-
-    There `datasets` keeps text that looks like JSON as JSON: "4" comes back as 4, a quoted word without its quotes.
-    """
+    """Is it text in some rows and something else in others? There `datasets` reads the text "4" as the number 4."""
     kind = dataset.features[column]
     if isinstance(kind, datasets.Json) and column != "label" and not column.endswith("_ids"):
         return any(isinstance(value, str) for value in dataset[column])
@@ -126,10 +137,8 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     if as_chat and (form == "text" or is_ids):
         raise InputError(f"apply_chat_template needs a column 'prompt', the data has {form}")
     if assistant_only and not tokenizer.is_fast:
-        raise InputError(
-            f"assistant_only_loss needs a fast tokenizer: {type(tokenizer).__name__} does not say which characters a "
-            "token stands for"
-        )
+        slow = f"{type(tokenizer).__name__} does not say which characters a token stands for"
+        raise InputError(f"assistant_only_loss needs a fast tokenizer: {slow}")
     if method.rows.sampled and max_length:
         max_length -= option("max_completion_length") or 0
     return Plan(
@@ -176,28 +185,6 @@ def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedToken
 def _key(ids: list[int]) -> int:
     """A hash of ids that is the same in every process, as a signed 64-bit number."""
     return xxhash.xxh64_intdigest(np.array(ids, dtype="<i4").tobytes()) - 2**63
-
-
-def _count(mapped: datasets.Dataset, read: int, max_length: int | None, name: str) -> datasets.Dataset:
-    """The examples that train something. Logs one line of counts, and one of unknown tokens."""
-    columns = mapped.with_format("numpy")
-    state, row = columns["state"][:], columns["row"][:]
-    lost = state & NO_TARGET > 0
-    dropped, truncated = row[lost], int((~lost & (state & (PROMPT_CUT | COMPLETION_CUT) > 0)).sum())
-    line = f"{name}: {read} rows read" + (f" as {len(mapped)} examples" if len(mapped) != read else "")
-    line += f", {truncated} truncated (max_length {max_length}), {len(dropped)} dropped"
-    if len(dropped):
-        line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
-    logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
-    if len(dropped) == len(mapped):
-        raise InputError(f"{line}: nothing to train on; raise max_length")
-    unknown = np.unique(row[~lost & columns["unknown"][:]])
-    if len(unknown):
-        logger.warning(
-            "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
-            "them, or use another tokenizer", name, len(unknown), ", ".join(map(str, unknown[:5])),
-        )  # fmt: skip
-    return mapped.select(np.flatnonzero(~lost)) if len(dropped) else mapped
 
 
 def _keep_streamed(state: int, row: int, name: str) -> bool:

@@ -1,9 +1,6 @@
-"""Columns that no method reads -> the nearest format, and what to do about it.
+"""Columns that no method reads -> the nearest format, and what to do about it."""
 
-A column is taken for one of ours if it has a usual name of it and values of a kind that it may hold.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from ..errors import shown
@@ -43,11 +40,6 @@ class Suggestion(NamedTuple):
     columns: dict[str, str]
     missing: tuple[str, ...]
 
-    @property
-    def mapping(self) -> dict[str, str]:
-        """What has to be written: `columns` without those that have our name."""
-        return {ours: theirs for ours, theirs in self.columns.items() if ours != theirs}
-
 
 def kind(value: Any) -> str:
     """Of a value: text, flag (true or false, 1 or 0), number, messages, ids, list, mapping or nothing."""
@@ -63,32 +55,27 @@ def kind(value: Any) -> str:
     return "ids" if value and all(type(item) is int for item in value) else "list"
 
 
-def suggest(rows: list[dict], methods: Sequence[Reader]) -> Suggestion | None:
+def suggest(rows: list[dict], methods: Collection[Reader]) -> Suggestion | None:
     """The format that the rows come nearest to among those that `methods` read; None where no column is alike."""
+    theirs = {column.lower().replace("-", "_").replace(" ", "_"): column for column in rows[0]}
+    kinds = {column: {kind(row[column]) for row in rows if row.get(column) is not None} for column in rows[0]}
     found = []
     for form in _FORMS:
+        # each of our columns takes the first of theirs that has a usual name of it and fitting values
         columns: dict[str, str] = {}
         for ours in form.split(" + "):
-            if theirs := _standing_for(ours, rows, columns):
-                columns[ours] = theirs
+            wanted = {_KINDS[ours]} if ours in _KINDS else {"text", "messages"}
+            for column in filter(None, map(theirs.get, _NAMES[ours].split())):
+                if column not in columns.values() and kinds[column] and kinds[column] <= wanted:
+                    columns[ours] = column
+                    break
         readers = tuple(method.name for method in methods if form in method.rows.formats)
         if columns and readers:
             found.append(Suggestion(form, readers, columns, tuple(c for c in form.split(" + ") if c not in columns)))
     return min(found, key=lambda suggestion: len(suggestion.missing), default=None)
 
 
-def _standing_for(ours: str, rows: list[dict], taken: dict[str, str]) -> str | None:
-    """The column that could be `ours`, by its name and the kind of its values."""
-    names = {column.lower().replace("-", "_").replace(" ", "_"): column for column in rows[0]}
-    for column in filter(None, map(names.get, _NAMES[ours].split())):
-        kinds = {kind(row[column]) for row in rows if row.get(column) is not None}
-        wanted = {_KINDS[ours]} if ours in _KINDS else {"text", "messages"}
-        if column not in taken.values() and kinds and kinds <= wanted:
-            return column
-    return None
-
-
-def no_mapping(rows: list[dict], nearest: Suggestion | None) -> str | None:
+def no_mapping(rows: list[dict], nearest: Suggestion | None, methods: Collection[Reader]) -> str | None:
     """What to do with layouts that new names alone do not make readable; None where this is none that is known."""
     columns = rows[0]
     if {"instruction", "input", "output"} <= {*columns} and any(row["input"] for row in rows):
@@ -100,23 +87,20 @@ def no_mapping(rows: list[dict], nearest: Suggestion | None) -> str | None:
     # answers with a column that grades them otherwise than by true and false
     if nearest and "label" in nearest.missing and {"prompt", "completion"} <= {*nearest.columns}:
         grades = (name for name in f"{_NAMES['label']} {_SCORES}".split() if name in columns)
-        return next((_label_advice(name, columns[name]) for name in grades), None)
+        return next((label_advice(name, columns[name], methods) for name in grades), None)
     return None
 
 
-def remedy(row: dict, form: str) -> str:
-    """The end of the message about a refused row: what to do, where that is known."""
-    graded = form.endswith(" + label") and kind(row.get("label")) in ("text", "number")
-    return f"; {_label_advice('label', row['label'])}" if graded else ""
-
-
-def _label_advice(column: str, value: Any) -> str:
+def label_advice(column: str, value: Any, methods: Collection[Reader]) -> str:
+    """How to make labels of a column that holds scores or words, for those of `methods` that train on labels."""
+    labelled = " or ".join(method.name.upper() for method in methods if method.rows.labelled)
+    paired = " or ".join(method.name.upper() for method in methods if method.rows.paired)
     if kind(value) == "number":
         return (
-            f"column {column!r} holds a score ({shown(value)}), KTO needs true or false: choose a limit and write"
-            f" row['label'] = row[{column!r}] >= limit; or make pairs for DPO of two answers to a prompt"
+            f"column {column!r} holds a score ({shown(value)}), labels for {labelled} are true or false: choose a limit"
+            f" and write row['label'] = row[{column!r}] >= limit; or make pairs for {paired} of two answers to a prompt"
         )
     return (
-        f"column {column!r} holds {shown(value)}, KTO needs true or false: write row['label'] = row[{column!r}] =="
-        f" {shown(value)} where that is the good answer"
+        f"column {column!r} holds {shown(value)}, labels for {labelled} are true or false: write row['label'] ="
+        f" row[{column!r}] == {shown(value)} where that is the good answer"
     )

@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
-from ..data.labels import class_weights
+from ..data.kinds import class_weights
 from ..errors import InputError
 from ..losses.unpaired import UNPAIRED
 from ..models.frozen import branch_logps

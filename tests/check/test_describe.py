@@ -9,7 +9,6 @@ import yaml
 from tokenizers_for_tests import byte_tokenizer
 
 from hf_posttrain.check import data_command as describe
-from hf_posttrain.data import sources
 from hf_posttrain.data.encode import Plan, read
 from hf_posttrain.data.formats import detect
 from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
@@ -19,6 +18,7 @@ from hf_posttrain.data.suggest import kind
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.recipe.sections import Source
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
@@ -139,7 +139,7 @@ REFUSED = [  # row, arguments, what to do
     ({"prompt": "2+2?", "completion": "4", "score": 0.8}, ["--method", "kto"],
      r"column 'score' holds a score \(0.8\).*row\['label'\] = row\['score'\] >= limit; or make pairs for DPO"),
     ({"question": "2+2?", "answer": "4", "liked": "no"}, ["--method", "kto"],
-     "column 'liked' holds 'no', KTO needs true"),
+     "column 'liked' holds 'no', labels for KTO are true or false"),
     ({"prompt": "2+2?", "chosen": "4"}, ["--method", "dpo"],
      "nearest is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
     ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\ndpo reads .*\nkto reads"),
@@ -200,10 +200,11 @@ def test_names_of_columns_are_on_one_line(described, row):
 def test_messages_about_columns_are_one_line(tmp_path):
     row = {ODD: "2+2?", "prompt": "2+2?", "completion": None}
     plan = Plan("sft", METHODS["sft"].rows, "prompt + completion", "train")
-    rows = datasets.Dataset.from_list([{ODD: "2+2?"}])
+    datasets.Dataset.from_list([{ODD: "2+2?"}]).to_json(str(tmp_path / "rows.jsonl"))
+    source = Source(str(tmp_path / "rows.jsonl"), columns={"prompt": "nothing"})
     for refused in (
         lambda: detect([ODD], METHODS["sft"]), lambda: read(row, plan),
-        lambda: sources._rename(rows, {"prompt": "nothing"}, "train"),
+        lambda: load(source, "train"),
     ):  # fmt: skip
         with pytest.raises(InputError) as caught:
             refused()
