@@ -280,5 +280,5 @@ def longest(rows: Any, count: int, columns: tuple[str, ...] = ()) -> list[dict]:
     if not isinstance(rows, datasets.Dataset):
         rows = datasets.Dataset.from_list(list(islice(rows, STREAM_ROWS)))
     names = columns or tuple(name for name in rows.column_names if name.endswith("_ids"))
-    lengths = np.sum([lengths_of(rows, name) for name in names], axis=0)
+    lengths = np.sum([lengths_of(rows, name, of_rows=True) for name in names], axis=0)
     return [rows[int(i)] for i in np.argsort(-lengths, kind="stable")[:count]]

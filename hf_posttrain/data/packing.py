@@ -61,11 +61,13 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(items) for items in bins)
 
 
-def lengths_of(rows: datasets.Dataset, column: str) -> np.ndarray:
-    """[examples] tokens of each example in a column of ids."""
+def lengths_of(rows: datasets.Dataset, column: str, of_rows: bool = False) -> np.ndarray:
+    """Tokens in a column of ids: [examples] of each example, or [rows] of each row, which may hold several."""
     ids = rows.with_format("arrow")[column][:]
-    packed = isinstance(rows.features[column].feature, datasets.List)
-    return np.asarray(pc.list_value_length(pc.list_flatten(ids) if packed else ids))
+    if not isinstance(rows.features[column].feature, datasets.List):
+        return np.asarray(pc.list_value_length(ids))
+    lengths = np.asarray(pc.list_value_length(pc.list_flatten(ids)))
+    return np.bincount(pc.list_parent_indices(ids), lengths, len(rows)).astype(int) if of_rows else lengths
 
 
 def _gather(rows: datasets.Dataset, bins: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:
