@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import InputError, nearest_path
+from ..methods import METHODS
 
 _USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [OPTIONS]] [--preprocess-only]
        hf-posttrain data FILE ...
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="hf-posttrain",
         usage=_USAGE,
-        description="Post-train a causal language model (SFT, DPO, KTO, KD, OPD) as a recipe says.",
+        description=f"Post-train a causal language model ({', '.join(METHODS).upper()}) as a recipe says.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
