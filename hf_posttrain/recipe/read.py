@@ -1,9 +1,4 @@
-"""A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly.
-
-    load_recipe(path, overrides)        -> Recipe; everything that YAML alone shows is checked, without torch
-    read_recipe(path, overrides)        the first half of it: without the rules, and with `train` as it stands
-    train_config(recipe, config_class)  -> the method's Config from the `train` section
-    refuse(recipe, problems)            the first problem as an InputError
+"""A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly and without torch.
 
 Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12: " or "command line: ".
 """
@@ -39,7 +34,7 @@ _ELSEWHERE = {
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
-    """Read and check a recipe file and its `section.key=value` overrides.
+    """Read a recipe file and its overrides, and check everything that YAML alone shows.
 
     Relative paths are taken from the current directory or, where nothing is there, from the recipe's folder.
     Raises InputError for a missing or malformed file, an unknown or missing key (with the nearest valid one), a wrong
@@ -65,11 +60,24 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         method = tree.get("method")
     given = build(fields_of(Recipe), tree, "", lambda key: place_of(places, key), _advice(method))
     recipe = Recipe(**given, path=path, places=places)
-    _resolve_paths(recipe)
-    # `lora` is a plain mapping of peft's names and our friendly ones
+
+    def found(name: str | None) -> Any:
+        """A path with its home folder, and in the recipe's folder where it is there and not here."""
+        if not name:
+            return name
+        here = os.path.expanduser(name)
+        near = path.parent / here
+        # unlike Path.exists, this is False in a folder that may not be entered
+        return str(near) if os.path.exists(near) and not os.path.exists(here) else here
+
     for key, section in recipe.models():
+        for name in ("name_or_path", "adapter", "chat_template"):
+            setattr(section, name, found(getattr(section, name)))
+        # `lora` is a plain mapping of peft's names and our friendly ones
         if section.lora is not None:
             section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", {f"{key}.lora.rank": "use r"}.get)
+    for _, source in recipe.sources():
+        source.path = found(source.path)
     return recipe
 
 
@@ -139,19 +147,3 @@ def _advice(method: Any) -> Callable[[str], str | None]:
         return None
 
     return instead
-
-
-def _resolve_paths(recipe: Recipe) -> None:
-    """Home folders and paths relative to the recipe, in place."""
-
-    def found(name: str | None) -> str | None:
-        name = os.path.expanduser(name) if name else name
-        near = recipe.path.parent / name if name else None
-        here, there = (os.path.exists(path or "") for path in (name, near))  # False where not to be entered
-        return str(near) if there and not here else name
-
-    for _, section in recipe.models():
-        section.name_or_path = found(section.name_or_path) or ""
-        section.adapter, section.chat_template = found(section.adapter), found(section.chat_template)
-    for _, source in recipe.sources():
-        source.path = found(source.path) or ""

@@ -1,9 +1,6 @@
 """What the names and types of a recipe's keys allow and that still makes no sense, as far as YAML alone shows it.
 
-    between_sections    in the model, teacher and data sections
-    with_train          in the train section, and between it and the others
-
-Both yield (dotted keys, sentence), without importing torch.
+All rules yield (dotted keys, sentence), without importing torch.
 """
 
 import re
@@ -45,8 +42,8 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
     if method in with_teacher and recipe.teacher is None:
         yield ("method",), f"method {method} needs a teacher section (teacher.name_or_path: ...)"
     if method not in with_teacher and recipe.teacher:
-        problem = f"method {method} uses no teacher; that section belongs to {' and '.join(with_teacher)}"
-        yield ("teacher", "method"), problem
+        users = " and ".join(with_teacher)
+        yield ("teacher", "method"), f"method {method} uses no teacher; that section belongs to {users}"
     # both models, and what only one of them can have
     for key, section in recipe.models():
         yield from _of_model(section, key)
