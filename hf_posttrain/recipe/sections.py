@@ -84,10 +84,12 @@ class Recipe:
             for number, source in enumerate(given if isinstance(given, list) else [given]):
                 yield f"data.{name}.{number}" if isinstance(given, list) else f"data.{name}", source
 
-    def to_yaml(self) -> str:
-        """The recipe as resolved, which `load_recipe` reads back: every key of every section; of `train` the given
-        ones, without secrets."""
+    def to_dict(self) -> dict[str, Any]:
+        """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""
         tree = dataclasses.asdict(self)
         tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
-        sections = {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
-        return f"# resolved from {self.path}\n" + write_tree(sections)
+        return {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
+
+    def to_yaml(self) -> str:
+        """The same as YAML, which `load_recipe` reads back."""
+        return f"# resolved from {self.path}\n" + write_tree(self.to_dict())
