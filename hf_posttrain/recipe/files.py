@@ -39,16 +39,15 @@ def inputs(recipe: Recipe) -> Iterator[Problem]:
 
 def training(recipe: Recipe) -> Iterator[Problem]:
     """What keeps a run from loading weights, reporting, writing its output_dir and resuming."""
-    for key, section in recipe.models():
-        folder, problem = Path(section.name_or_path), ""
-        if folder.is_dir() and not section.from_scratch and not any(folder.glob("*.safetensors")):
-            if not any(folder.glob("*.bin")):
-                problem = "has no weights (*.safetensors): from_scratch: true begins with random ones"
-            elif not section.trust_remote_code:
-                problem = ("has pickled weights alone (*.bin), which can run code: trust_remote_code: true reads them"
-                           " all the same")  # fmt: skip
-        if problem:
-            yield (f"{key}.name_or_path",), f"{key}.name_or_path: {folder} {problem}"
+    for name, section in recipe.models():
+        key, folder = f"{name}.name_or_path", Path(section.name_or_path)
+        if section.from_scratch or not folder.is_dir() or any(folder.glob("*.safetensors")):
+            continue
+        if not any(folder.glob("*.bin")):
+            yield (key,), f"{key}: {folder} has no weights (*.safetensors): from_scratch: true begins with random ones"
+        elif not section.trust_remote_code:
+            why = "which can run code: trust_remote_code: true reads them all the same"
+            yield (key,), f"{key}: {folder} has pickled weights alone (*.bin), {why}"
     for name in reporters(recipe.train.get("report_to")):
         packages = REPORTERS.get(name, ())
         if packages and not any(map(importlib.util.find_spec, packages)):
