@@ -1,4 +1,4 @@
-"""A recipe's data section -> the trainer's data sets, tokenised once a machine, into a cache for ranks and later runs."""
+"""A recipe's data section -> the trainer's data sets, tokenised once a machine into a cache for all runs."""
 
 from pathlib import Path
 from typing import Any

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import InputError, LaunchError
 from ..methods import METHODS
@@ -21,7 +21,6 @@ from .fields import Fields, build, fields_of, lora_fields, outdated, owners, tra
 from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
-Config = TypeVar("Config")
 _ELSEWHERE = {
     "model_name_or_path": "model.name_or_path", "model.path": "model.name_or_path", "model.name": "model.name_or_path",
     "teacher.path": "teacher.name_or_path", "teacher.name": "teacher.name_or_path", "torch_dtype": "model.dtype",
@@ -44,7 +43,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     refuse(recipe, rules.between_sections(recipe))
     # the train section stays as it is given; its rules are asked of an object with all fields of the Config
     fields = partial(train_fields, recipe.method)
-    given = _checked(recipe, fields, recipe.train, "train", _advice(recipe.method))
+    given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
     refuse(recipe, rules.with_train(recipe, values))
     return recipe
@@ -54,11 +53,10 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """The same with names and types alone, and not those of `train`. Raises InputError."""
     path = Path(path)
     tree, places = read_tree(path, overrides)
-    method = None
     if isinstance(tree, dict):
         tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
-        method = tree.get("method")
-    given = build(fields_of(Recipe), tree, "", lambda key: place_of(places, key), _advice(method))
+    method = tree.get("method") if isinstance(tree, dict) else None
+    given = build(fields_of(Recipe), tree, "", partial(place_of, places), partial(_advise, method))
     recipe = Recipe(**given, path=path, places=places)
 
     def found(name: str | None) -> Any:
@@ -81,13 +79,13 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return recipe
 
 
-def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
+def train_config(recipe: Recipe, config_class: Any) -> Any:
     """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float).
 
     Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a
     package that an option needs and that is not installed.
     """
-    values = build(fields_of(config_class), recipe.train, "train", recipe.where, _advice(recipe.method))
+    values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
     try:
         return config_class(**values)
     except LaunchError:
@@ -100,10 +98,7 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
 
 
 def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:
-    """Raises InputError for the first of the problems, (dotted keys, sentence), with the place of each key.
-
-    One without keys is not of the recipe.
-    """
+    """Raises InputError for the first of the problems, with the place of each key; one without keys is general."""
     for keys, problem in problems:
         if not keys:
             raise InputError(problem)
@@ -124,26 +119,22 @@ def _checked(recipe: Recipe, fields: Callable[..., Fields], values: Any, key: st
     return build(fields(imported=True), values, key, recipe.where, advice)
 
 
-def _advice(method: Any) -> Callable[[str], str | None]:
-    """What to write instead of a key that does not exist, in a recipe of this method, which may be unknown itself.
+def _advise(method: Any, key: str) -> str | None:
+    """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere.
 
-    The function gives the end of a message, such as "write model.lora", or None for a name that is known nowhere.
+    method: of the recipe, as it is given.
     """
-    method = method if method in METHODS else None
-
-    def instead(key: str) -> str | None:
-        section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-        if section == "train" and (newer := renamed.advice(name)):
-            return newer
-        if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
-            return f"write {meant}"
-        sections = {"model": fields_of(ModelSection), "data.train": fields_of(Source), "data": fields_of(DataSection),
-                    "model.lora": lora_fields(), "train": train_fields(method or next(iter(METHODS)))}  # fmt: skip
-        for other, names in sections.items():
-            if name in names and other != section:
-                return f"write {other}.{name}"
-        if section in ("", "train") and (methods := owners(name)):
-            return f"it is of method {' or '.join(methods)}, not of {method}"
-        return None
-
-    return instead
+    method = next((name for name in METHODS if name == method), None)
+    section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
+    if section == "train" and (newer := renamed.advice(name)):
+        return newer
+    if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
+        return f"write {meant}"
+    sections = {"model": fields_of(ModelSection), "data.train": fields_of(Source), "data": fields_of(DataSection),
+                "model.lora": lora_fields(), "train": train_fields(method or next(iter(METHODS)))}  # fmt: skip
+    for other, names in sections.items():
+        if name in names and other != section:
+            return f"write {other}.{name}"
+    if section in ("", "train") and (methods := owners(name)):
+        return f"it is of method {' or '.join(methods)}, not of {method}"
+    return None
