@@ -53,7 +53,15 @@ class Samples(TrainerCallback):
                 expected = {"expected": decode(right, skip_special_tokens=True)} if right else {}
                 self.samples.append({"prompt": decode(prompt), "before": answer, "after": None} | expected)
             if resumed:
-                self._read_answers_before()
+                # Whatever the file of the run that is resumed holds
+                with warn_on_error("sample answers from before training are missing"):
+                    earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
+                    before = {sample["prompt"]: sample["before"] for sample in earlier}
+                    for sample in self.samples:
+                        sample["before"] = before.get(sample["prompt"])
+                    if not all(sample["prompt"] in before for sample in self.samples):
+                        lacking = f"{self.file} of the resumed run lacks them"
+                        logger.info("no sample answers from before training: %s", lacking)
             self._save()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -79,16 +87,6 @@ class Samples(TrainerCallback):
     def _save(self) -> None:
         with warn_on_error(FAILED):
             write_json(self.file, self.samples)
-
-    def _read_answers_before(self) -> None:
-        """Take the answers from before training out of the file of the run that is resumed, whatever it holds."""
-        with warn_on_error("sample answers from before training are missing"):
-            earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
-            before = {sample["prompt"]: sample["before"] for sample in earlier}
-            for sample in self.samples:
-                sample["before"] = before.get(sample["prompt"])
-            if not all(sample["prompt"] in before for sample in self.samples):
-                logger.info("no sample answers from before training: %s of the resumed run lacks them", self.file)
 
 
 def find_obstacle(trainer: Any) -> str | None:
