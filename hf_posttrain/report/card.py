@@ -53,13 +53,10 @@ def _front_matter(run: Run) -> str:
     # A name on the hub may also be a folder of the machine that trained, which run.json knows.
     local = run.record.get("base_model_is_local") or not is_hub_name(run.base_model)
     return ModelCardData(
-        base_model=None if local else run.base_model,
-        datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
-        library_name="peft" if run.adapter else "transformers",
-        pipeline_tag="text-generation",
-        tags=[tag for tag in tags if tag],
-        model_name=run.name,
-    ).to_yaml()
+        base_model=None if local else run.base_model, datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
+        library_name="peft" if run.adapter else "transformers", pipeline_tag="text-generation",
+        tags=[tag for tag in tags if tag], model_name=run.name,
+    ).to_yaml()  # fmt: skip
 
 
 def is_hub_name(name: str) -> bool:

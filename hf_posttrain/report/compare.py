@@ -99,9 +99,7 @@ def _same_evaluation_data(runs: list[Run]) -> bool:
 
 def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
     """(metric and split, for each run its value and: is it the best?), the latter among evaluations on the same data.
-
-    reason: of `explain_incomparable`; with one, losses get no mark.
-    """
+    reason: of `explain_incomparable`; with one, losses get no mark."""
     same_data = _same_evaluation_data(runs)
     keys = {key for run in runs for key in run.history}
     rows = []

@@ -1,4 +1,4 @@
-"""Writes report.html: a run as one page that needs no other file; and what all pages and cards say of how it went."""
+"""Fills the templates of pages and cards; and what they say of how a run went."""
 
 import math
 from typing import Any
@@ -15,11 +15,6 @@ MACHINERY = (
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
 )  # fmt: skip
 """Arguments, or how they begin, on which neither the weights nor what a loss measures depend."""
-
-
-def write(run: Run) -> None:
-    """Write the page into the run's folder."""
-    (run.folder / NAME).write_text(render("report.html", run=run), encoding="utf-8")
 
 
 def render(template: str, **content: Any) -> str:

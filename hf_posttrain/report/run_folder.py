@@ -1,7 +1,4 @@
-"""Reads a run's folder: everything that the run has left so far; what is missing is empty.
-
-Nothing is unpickled, and the values of access tokens are not kept.
-"""
+"""Reads a run's folder: what the run has left so far. Nothing is unpickled, and access tokens are not kept."""
 
 import json
 import math

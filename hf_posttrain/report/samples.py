@@ -62,7 +62,8 @@ class Samples(TrainerCallback):
                     if not all(sample["prompt"] in before for sample in self.samples):
                         lacking = f"{self.file} of the resumed run lacks them"
                         logger.info("no sample answers from before training: %s", lacking)
-            self._save()
+            with warn_on_error(FAILED):  # other ranks do not wait for the file
+                write_json(self.file, self.samples)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The answers of after; none where SIGTERM asks for a quick end."""
@@ -72,7 +73,8 @@ class Samples(TrainerCallback):
             for sample, answer in zip(self.samples, self.generate(self.asked), strict=False):  # other ranks have none
                 sample["after"] = answer
             if state.is_world_process_zero:
-                self._save()
+                with warn_on_error(FAILED):
+                    write_json(self.file, self.samples)
 
     def generate(self, asked: list[tuple[list[int], list[int]]]) -> list[Any]:
         """A text for each question on the first process, none on others; all ranks call it."""
@@ -83,10 +85,6 @@ class Samples(TrainerCallback):
         texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True) if found else []
         ends = trainer.terminal_ids
         return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]
-
-    def _save(self) -> None:
-        with warn_on_error(FAILED):
-            write_json(self.file, self.samples)
 
 
 def find_obstacle(trainer: Any) -> str | None:
@@ -104,10 +102,8 @@ def find_obstacle(trainer: Any) -> str | None:
 
 
 def pick_questions(rows: Any) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, ids of the right answer, or none) of a few rows, evenly spread over a data set, first of a stream.
-
-    rows: prepared ones, packed or not; of a dict of data sets the first.
-    """
+    """(prompt ids, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
+    set (of a dict the first), the first of a stream."""
     if isinstance(rows, dict):
         rows = next(iter(rows.values()))
     if isinstance(rows, datasets.Dataset):
