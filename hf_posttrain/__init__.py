@@ -1,4 +1,4 @@
-"""Post-training of language models on transformers.Trainer: SFT, DPO, KTO, KD and OPD.
+"""Post-training of language models on transformers.Trainer, by the methods of `methods`.
 
 Each trainer is imported when it is first asked for, so that `import hf_posttrain` stays fast.
 """

@@ -1,4 +1,4 @@
-"""Exceptions: a user's mistake, and a run that was ended; and what messages say of places, values and unknown names."""
+"""Exceptions, and what messages say of places, values and unknown names."""
 
 import difflib
 import os
@@ -13,10 +13,7 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 class InputError(ValueError):
-    """A mistake in what the user gave: its message says what, where (file, line, row, key) and what to do.
-
-    The command prints the message alone and exits with 2; in Python it is an ordinary `ValueError`.
-    """
+    """A mistake in what the user gave: its message, which the command prints alone, says what, where and what to do."""
 
 
 class LaunchError(InputError):
@@ -47,10 +44,8 @@ def named(names: Iterable[str]) -> str:
 
 
 def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = False) -> str:
-    """The end of a message about an unknown name: the nearest valid one or, if `listed`, the few valid ones.
-
-    aside: in brackets, where the message goes on.
-    """
+    """The end of a message about an unknown name: the nearest valid one (in brackets if the message goes on, `aside`)
+    or, if `listed`, the few valid ones."""
     names = sorted(names)
     close = difflib.get_close_matches(name.replace("-", "_").lower(), names, n=1)
     if close:

@@ -2,13 +2,7 @@
 
     accelerate launch -m hf_posttrain.run RECIPE.yaml [section.key=value ...]
 
-    main          arguments, exit codes: 0; 1 where train.stop_on ended the run; 2 for a mistake in the input, in one
-                  line on stderr; 130 for Ctrl-C
-    run           the steps in order; everything that can be wrong is found before weights are loaded
-    finish        what is left in train.output_dir
-    preprocess    --preprocess-only: the steps up to the data, which later runs find in the cache
-    preflight     --check: what it would train on, and does it fit
-
+Exit codes: 0; 1 where train.stop_on ended the run; 2 for a mistake in the input, in one line on stderr; 130 for Ctrl-C.
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
@@ -38,7 +32,7 @@ PATIENCE = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a recipe; returns the exit code. InputError becomes one line on stderr and 2, anything else a traceback."""
+    """Run what the arguments ask for; returns the exit code. An error that is none of ours becomes a traceback."""
     # only the first process talks; the variable is read when datasets is imported
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     logging.basicConfig(format="%(message)s")
@@ -46,7 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not first:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     try:
-        return _command(sys.argv[1:] if argv is None else list(argv))
+        argv = sys.argv[1:] if argv is None else list(argv)
+        if argv and argv[0] in OTHERS:
+            logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+            return parts.imported(OTHERS[argv[0]]).main(argv[1:])
+        arguments = parse(argv)
+        if arguments.check:
+            return preflight(arguments)
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
+        preprocess(recipe) if arguments.preprocess_only else run(recipe)
+        return 0
     except InputError as error:
         # a launcher ends all ranks when the first one leaves: one that is still there has a mistake of its own
         if not first:
@@ -62,19 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _command(argv: list[str]) -> int:
-    """Run what the arguments ask for; returns the exit code."""
-    if argv and argv[0] in OTHERS:
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-        return parts.imported(OTHERS[argv[0]]).main(argv[1:])
-    arguments = parse(argv)
-    if arguments.check:
-        return preflight(arguments)
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
-    preprocess(recipe) if arguments.preprocess_only else run(recipe)
-    return 0
-
-
 def run(recipe: Recipe) -> dict[str, float]:
     """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded.
 
@@ -83,11 +73,17 @@ def run(recipe: Recipe) -> dict[str, float]:
     # what is wrong is said in the order of what it takes to know it: the recipe and its files, torch, tokenizers, rows
     trainer_class, config = parts.configure(recipe, training=True)
     from . import report
-    from .recipe.datasets import prepare_data
+    from .recipe.datasets import audit_data, prepare_data
 
     tokenizer, peft_config = parts.check_models(recipe, config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
-    audit = audited(recipe, tokenizer, config)
+    # the first process says what the data hold, and what in them would ruin training
+    audits = audit_data(recipe, tokenizer, config) if config.process_index == 0 else {}
+    for audit in audits.values():
+        logger.info("%s", audit.short())
+    warnings = [warning for audit in audits.values() for warning in audit.warnings()]
+    for warning in warnings:
+        logger.warning("%s", warning)
     # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
     trainer = trainer_class(
@@ -95,7 +91,8 @@ def run(recipe: Recipe) -> dict[str, float]:
         eval_dataset=rows.get("eval"), **parts.load_models(recipe, config),
     )  # fmt: skip
     if trainer.is_world_process_zero():
-        (Path(config.output_dir) / "audit.json").write_text(json.dumps(audit, indent=1) + "\n", encoding="utf-8")
+        found = {"warnings": warnings, "data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
+        (Path(config.output_dir) / "audit.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     report.follow(trainer)
     metrics = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint).metrics
     # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
@@ -106,7 +103,11 @@ def run(recipe: Recipe) -> dict[str, float]:
         metrics = finish(trainer, recipe, metrics)
     trainer.save_state()
     if trainer.is_world_process_zero():
-        write_report(config.output_dir)
+        try:
+            report.write(config.output_dir)
+        except Exception as error:  # no failure of the run
+            problem = f"{type(error).__name__}: {error}"
+            logger.warning("no report (%s); hf_posttrain.report.write(%r) makes it", problem, config.output_dir)
     if trainer.stopped:
         trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others
         raise RunStopped(trainer.stopped)
@@ -115,49 +116,24 @@ def run(recipe: Recipe) -> dict[str, float]:
     return metrics
 
 
-def audited(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """The data audit as JSON, on the first process, which logs a line of each data set and what would ruin training;
-    nothing on the others."""
-    from .recipe.datasets import audit_data
-
-    audits = audit_data(recipe, tokenizer, config) if config.process_index == 0 else {}
-    for audit in audits.values():
-        logger.info("%s", audit.short())
-    warnings = [warning for audit in audits.values() for warning in audit.warnings()]
-    for warning in warnings:
-        logger.warning("%s", warning)
-    return {"warnings": warnings, "data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
-
-
-def write_report(folder: str) -> None:
-    """report.html, curves.png and the model card. What goes wrong there is said, and is no failure of the run."""
-    from . import report
-
-    try:
-        report.write(folder)
-    except Exception as error:
-        problem = f"{type(error).__name__}: {error}"
-        logger.warning("no report (%s); hf_posttrain.report.write(%r) makes it", problem, folder)
-
-
 def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:
     """Save the trained model and the recipe as resolved, then evaluate; returns the metrics of both."""
     trainer.save_model()  # and adapter, tokenizer, generation config
     if trainer.is_world_process_zero():
         (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-
-    def keep(split: str, found: dict[str, float]) -> dict[str, float]:
-        trainer.log_metrics(split, found)
-        trainer.save_metrics(split, found)
-        return found
-
     if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
-        keep("train", metrics)
-    return metrics if recipe.data.eval is None else metrics | keep("eval", trainer.evaluate())
+        trainer.log_metrics("train", metrics)
+        trainer.save_metrics("train", metrics)
+    if recipe.data.eval is not None:
+        found = trainer.evaluate()
+        trainer.log_metrics("eval", found)
+        trainer.save_metrics("eval", found)
+        metrics = metrics | found
+    return metrics
 
 
 def preprocess(recipe: Recipe) -> None:
-    """Check and tokenise the data as `run` would, into the cache of `datasets`; print a line of each data set.
+    """--preprocess-only: tokenise the data as `run` would, into the cache of `datasets`; print a line of each data set.
 
     Runs on any machine: what the train section asks of engines and GPUs is checked for its names and types alone.
     """

@@ -1,10 +1,4 @@
-"""A recipe's sections -> the objects that a run is made of. In the order of a run:
-
-    check_inputs        what the file system shows, before torch
-    configure           the method's Trainer class and Config; of_any_machine: without what wants a launcher or a GPU
-    check_models        tokenizer and LoRA config, after all that can be said of the models without weights
-    make_output_dir     train.output_dir
-    load_models         policy and teacher; load_skeletons: without weights
+"""A recipe's sections -> the objects that a run is made of, in functions that stand in the order of a run.
 
 Heavy imports come with the first use, so that errors of the recipe are quick. Mistakes are InputErrors with a place.
 """
@@ -24,14 +18,12 @@ from .sections import Recipe
 
 logger = logging.getLogger(__name__)
 
-OF_THE_MACHINE = (
-    "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "tf32", "rollout", "vllm_",
-)  # fmt: skip
+OF_THE_MACHINE = "deepspeed", "fsdp", "parallelism_config", "tf32", "rollout", "vllm_"
 """Keys of the train section, or how they begin, that want a launcher or a GPU and do not change the data."""
 
 
 def check_inputs(recipe: Recipe, training: bool = False) -> None:
-    """The files that are read and, for a training, what it writes. Raises InputError at once."""
+    """The files that are read and, for a training, what it writes, before torch. Raises InputError at once."""
     refuse(recipe, files.inputs(recipe))
     if training:
         refuse(recipe, files.training(recipe))
@@ -51,9 +43,8 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
 
     config = train_config(recipe, config_class(method))
     for name, section in recipe.models():
-        bits, key = section.quantization, f"{name}.quantization"
-        if bits != "none" and (problem := quantisation_problem(bits, config)):
-            raise InputError(f"{recipe.where(key)}: {key}: {problem}")
+        if section.quantization != "none" and (problem := quantisation_problem(section.quantization, config)):
+            raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
     # "auto" passes over what is not whole
     wanted = config.resume_from_checkpoint if training else None
     if wanted not in (None, "auto") and (absent := lacking(Path(wanted), config.save_only_model)):
@@ -119,8 +110,8 @@ def load_skeletons(recipe: Recipe) -> list[Any]:
     from ..models.load import load_skeleton
 
     found = []
-    for key, section in recipe.models():
-        with error_context(recipe.where(key)):
+    for name, section in recipe.models():
+        with error_context(recipe.where(name)):
             found.append(load_skeleton(section))
     return found
 
@@ -145,11 +136,11 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
     from ..models import load as models
 
     set_seed(config.seed)
-    place: dict[str, Any] = {"device": config.device, "storage": launch.quantised_storage(config)}
-    with error_context(recipe.where("model.name_or_path")):
-        loaded: dict[str, Any] = {"model": models.load_model(recipe.model, **place)}
-    if recipe.teacher:
-        with error_context(recipe.where("teacher.name_or_path")):
-            loaded["teacher_model"] = models.load_model(recipe.teacher, trainable=False, **place)
-        loaded["teacher_offload"] = recipe.teacher.offload
+    storage = launch.quantised_storage(config)
+    loaded: dict[str, Any] = {}
+    for name, section in recipe.models():
+        policy = section is recipe.model
+        with error_context(recipe.where(f"{name}.name_or_path")):
+            model = models.load_model(section, device=config.device, storage=storage, trainable=policy)
+        loaded |= {"model": model} if policy else {"teacher_model": model, "teacher_offload": section.offload}
     return loaded

@@ -1,20 +1,18 @@
 """The command's arguments: what may stand on the line, in any order, and what --help says.
 
-    parse(argv)  -> Namespace of recipe, overrides, preprocess_only, check and its options
-
-Every mistake is an InputError that begins with "command line: ". `data` and `compare` as first word are commands of
-their own, which `run.main` takes before it parses.
+`data` and `compare` as first word are commands of their own, which `run.main` takes before it parses.
 """
 
 import argparse
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import InputError, nearest_path
+from ..methods import METHODS
 
 _USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [OPTIONS]] [--preprocess-only]
        hf-posttrain data FILE ...
@@ -58,24 +56,40 @@ class Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and the options.
 
-    Raises InputError for an unknown option (with the nearest), options that do not go together, and no recipe.
+    Raises InputError, "command line: ...", for an unknown option (with the nearest), options that do not go together,
+    and no recipe.
     """
     parser = Parser(
-        prog="hf-posttrain",
-        usage=_USAGE,
-        description="Post-train a causal language model (SFT, DPO, KTO, KD, OPD) as a recipe says.",
-        epilog=_EPILOG,
+        prog="hf-posttrain", usage=_USAGE, epilog=_EPILOG, allow_abbrev=False,
+        description=f"Post-train a causal language model ({', '.join(METHODS).upper()}) as a recipe says.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    )  # fmt: skip
     parser.add_argument("words", metavar="RECIPE.yaml, section.key=value", nargs="*",
                         help="the recipe file, and what replaces values of it")  # fmt: skip
     for name, (reading, meaning) in _OPTIONS.items():
         parser.add_argument(name, help=meaning, **reading)
     arguments, unknown = parser.parse_known_intermixed_args(argv)
     words = vars(arguments).pop("words")
-    for problem in _problems(arguments, unknown):
-        parser.error(problem)
+    # words that begin with a dash and are no option
+    for option in unknown:
+        key = option.lstrip("-")
+        if _OVERRIDE.match(key):
+            written = key if "." in key.partition("=")[0] else f"train.{key}"
+            parser.error(f"{option!r} is not section.key=value: write {written}, without dashes")
+        close = difflib.get_close_matches(option, _OPTIONS, n=1)
+        otherwise = "a key of the recipe is written section.key=value, without dashes"
+        parser.error(f"unknown option {option}; {f'did you mean {close[0]}?' if close else otherwise}")
+    # options that do not go together, and their values
+    for name in ("probe", "json", "config_file", "device_memory"):
+        if getattr(arguments, name) and not arguments.check:
+            parser.error(f"--{name} is an option of --check: add that, or drop --{name}")
+    file, memory = arguments.config_file, arguments.device_memory
+    if file and not file.is_file():
+        parser.error(f"--config_file: there is no file {file}{nearest_path(file)}")
+    if memory is not None and not 0 < memory < float("inf"):
+        parser.error(f"--device_memory must be a number of GiB above 0, not {memory}")
+    if arguments.check and arguments.preprocess_only:
+        parser.error("--check and --preprocess-only exclude each other: drop one")
     # the first word that is no override is the recipe, wherever it stands; its name may hold an `=`
     at = next((n for n, word in enumerate(words) if not _OVERRIDE.match(word) or os.path.isfile(word)), None)
     if at is None:
@@ -83,25 +97,3 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"there is no recipe{given}: hf-posttrain RECIPE.yaml [section.key=value ...]")
     arguments.recipe, arguments.overrides = words[at], words[:at] + words[at + 1 :]
     return arguments
-
-
-def _problems(arguments: argparse.Namespace, unknown: Sequence[str]) -> Iterator[str]:
-    """What is wrong with options, and with words that begin with a dash and are none."""
-    for option in unknown:
-        key = option.lstrip("-")
-        if _OVERRIDE.match(key):
-            written = key if "." in key.partition("=")[0] else f"train.{key}"
-            yield f"{option!r} is not section.key=value: write {written}, without dashes"
-        close = difflib.get_close_matches(option, _OPTIONS, n=1)
-        otherwise = "a key of the recipe is written section.key=value, without dashes"
-        yield f"unknown option {option}; {f'did you mean {close[0]}?' if close else otherwise}"
-    for name in ("probe", "json", "config_file", "device_memory"):
-        if getattr(arguments, name) and not arguments.check:
-            yield f"--{name} is an option of --check: add that, or drop --{name}"
-    file, memory = arguments.config_file, arguments.device_memory
-    if file and not file.is_file():
-        yield f"--config_file: there is no file {file}{nearest_path(file)}"
-    if memory is not None and not 0 < memory < float("inf"):
-        yield f"--device_memory must be a number of GiB above 0, not {memory}"
-    if arguments.check and arguments.preprocess_only:
-        yield "--check and --preprocess-only exclude each other: drop one"

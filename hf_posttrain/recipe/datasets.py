@@ -1,9 +1,4 @@
-"""A recipe's data section -> the trainer's data sets, tokenised and cached.
-
-    prepare_data    read, checked and tokenised: once a machine, every rank and every later run takes it from the cache
-    audit_data      what that made of the rows, counted
-    summary         what a prepared data set holds, and where it is cached
-"""
+"""A recipe's data section -> the trainer's data sets, tokenised once a machine into a cache for all runs."""
 
 from pathlib import Path
 from typing import Any
@@ -39,8 +34,9 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
 
 def audit_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
-    raw = {name: load(sources, name) for name, sources in recipe.data.given()}
-    names = {name: _with_file(name, sources) for name, sources in recipe.data.given()}
+    given = dict(recipe.data.given())
+    raw = {name: load(sources, name) for name, sources in given.items()}
+    names = {name: _with_file(name, sources) for name, sources in given.items()}
     return audits(raw, METHODS[recipe.method], tokenizer, config, names)
 
 

@@ -1,10 +1,5 @@
 """Which keys a recipe's sections have, of which types, and a mapping checked against them.
 
-    fields_of(cls)                      name -> Field of a dataclass
-    train_fields(method), lora_fields() the same of a method's Config and of `model.lora`, from fields.json: no torch
-    build(fields, values, key, where)   a mapping -> keyword arguments: every name known, every value of its type
-    members(annotation), choices(kind)  what an annotation allows
-
 A key is dotted (`data.train.0.path`); `where(key)` says its place ("recipes/kto.yaml:12" or "command line").
 """
 
@@ -12,7 +7,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import EnumMeta
 from functools import cache
 from importlib.metadata import version
@@ -47,10 +42,8 @@ _WORDS = {
 class Field(NamedTuple):
     """A key's type and default."""
 
-    kind: Any
-    """An annotation."""
-    default: Any = dataclasses.MISSING
-    """MISSING where the key must be given."""
+    kind: Any  # an annotation
+    default: Any = dataclasses.MISSING  # of a key that must be given
 
 
 Fields = Mapping[str, Field]
@@ -67,10 +60,10 @@ def fields_of(cls: Any) -> dict[str, Field]:
 
 def train_fields(method: str, imported: bool = False) -> dict[str, Field]:
     """The fields of the method's Config. imported: from the class itself, as for a method that fields.json lacks."""
-    own = None if imported else _stored().get(f"train.{method}")
-    if own is None:
+    stored = _stored()
+    if imported or f"train.{method}" not in stored:
         return fields_of(config_class(METHODS[method]))
-    return _read(_stored()["train"] | own)
+    return _read(stored["train"] | stored[f"train.{method}"])
 
 
 def lora_fields(imported: bool = False) -> dict[str, Field]:
@@ -84,7 +77,7 @@ def lora_fields(imported: bool = False) -> dict[str, Field]:
 
 
 def owners(name: str) -> list[str]:
-    """The methods that have a field `name` of their own, or with another default than others."""
+    """The methods of fields.json that have a field `name` of their own, or with another default than others."""
     return [method for method in METHODS if name in _stored().get(f"train.{method}", {})]
 
 
@@ -119,15 +112,15 @@ def build(fields: Fields, values: Any, key: str, where: Where, advice: Advice = 
     for an unknown name, a wrong type and a missing name.
     """
     if not isinstance(values, dict):
-        problem = f"{key or 'the recipe'} must be a mapping of keys to values, not {_in_yaml(values)}"
-        raise InputError(f"{where(key)}: {problem}")
+        what = key or "the recipe"
+        raise InputError(f"{where(key)}: {what} must be a mapping of keys to values, not {_in_yaml(values)}")
     # unknown names first: a wrong type often follows from one
     for name in values:
         if name not in fields:
-            place, full = where(join(key, name)), join(key, name)
-            if instead := advice(full):
-                raise InputError(f"{place}: {full} does not exist: {instead}")
-            raise InputError(f"{place}: unknown {'key' if key else 'section'} {full}{nearest(str(name), fields)}")
+            full, what = join(key, name), "key" if key else "section"
+            instead = advice(full)
+            problem = f"{full} does not exist: {instead}" if instead else f"unknown {what} {full}"
+            raise InputError(f"{where(full)}: {problem}{'' if instead else nearest(str(name), fields)}")
     built = {name: _typed(value, fields[name].kind, join(key, name), where, advice) for name, value in values.items()}
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING:
@@ -136,10 +129,7 @@ def build(fields: Fields, values: Any, key: str, where: Where, advice: Advice = 
 
 
 def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) -> Any:
-    """`value` as the annotation wants it; a dataclass is built from a mapping.
-
-    Numbers and switches may be written as text. Raises InputError with place, key, what was expected and was given.
-    """
+    """`value` as the annotation wants it: numbers from texts too, a dataclass from a mapping. Raises InputError."""
     kinds = members(annotation)
     # sections, and lists of them, have keys of their own
     for kind in kinds:
@@ -152,8 +142,12 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
     try:
         return _coerced(value, kinds)
     except ValidationError:
-        options = [str(option) for kind in kinds for option in choices(kind)]
-        hint = (nearest(value, options, listed=False) or _as_mapping(value, kinds)) if isinstance(value, str) else ""
+        hint, section = "", next(filter(dataclasses.is_dataclass, kinds), None)
+        if isinstance(value, str):
+            hint = nearest(value, [str(option) for kind in kinds for option in choices(kind)], listed=False)
+            # a text where a section is wanted is meant for the section's first key
+            if section and not hint:
+                hint = f"; write {{{dataclasses.fields(section)[0].name}: {value}}}"
         problem = f"{key} must be {_expected(kinds)}, not {_in_yaml(value)}{hint}"
         raise InputError(f"{where(key)}: {problem}") from None
 
@@ -192,34 +186,22 @@ def choices(kind: Any) -> list[Any]:
     return list(typing.get_args(kind)) if typing.get_origin(kind) is Literal else []
 
 
-def _expected(kinds: Iterable[Any]) -> str:
+def _expected(kinds: tuple[Any, ...]) -> str:
     """What may stand there, in words."""
     words = [str(option) for kind in kinds for option in choices(kind)]
     if len(words) > 12:
         words = [f"one of {len(words)} names"]
-    words += [_word(kind) for kind in kinds if not choices(kind)]
+    for kind in kinds:
+        origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
+        word = "a mapping" if dataclasses.is_dataclass(origin) else _WORDS.get(origin, getattr(origin, "__name__", ""))
+        if origin is list and arguments:
+            word += f", each item {_expected(members(arguments[0]))}"
+        elif origin is dict and arguments and arguments[1] is not Any:
+            word += f", each value {_expected(members(arguments[1]))}"
+        words += [] if choices(kind) else [word or str(origin)]
     return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
-
-
-def _word(kind: Any) -> str:
-    """What messages call a type."""
-    origin, arguments = typing.get_origin(kind) or kind, typing.get_args(kind)
-    if origin is list and arguments:
-        return f"a list, each item {_expected(members(arguments[0]))}"
-    if origin is dict and arguments and arguments[1] is not Any:
-        return f"a mapping, each value {_expected(members(arguments[1]))}"
-    if dataclasses.is_dataclass(origin):
-        return "a mapping"
-    return _WORDS.get(origin, getattr(origin, "__name__", str(origin)))
-
-
-def _as_mapping(value: str, kinds: tuple[Any, ...]) -> str:
-    """The end of a message about a text where a section is wanted: its first key is what the text is meant for."""
-    sections = [kind for kind in kinds if dataclasses.is_dataclass(kind)]
-    return f"; write {{{dataclasses.fields(sections[0])[0].name}: {value}}}" if sections else ""
 
 
 def _in_yaml(value: Any) -> str:
     """A value as a message shows it, as YAML has it where that differs from Python."""
-    said = shown(value)
-    return {"None": "null", "True": "true", "False": "false"}.get(said, said)
+    return {"None": "null", "True": "true", "False": "false"}.get(shown(value), shown(value))

@@ -1,9 +1,5 @@
 """What the file system shows of a recipe's models, data and folders, before anything slow is imported.
 
-    inputs          models, tokenizers, adapters and data files, as problems (dotted keys, sentence)
-    training        what only a run needs: weights, packages, output_dir, the checkpoint to resume
-    template_problem    a chat template's file
-
 A name that the hub may have is left to the hub, unless HF_HUB_OFFLINE is set and its cache has none of that name.
 """
 
@@ -20,7 +16,7 @@ from jinja2 import Environment, TemplateSyntaxError
 
 from ..data.files import or_unreadable, source_problem
 from ..errors import nearest_path
-from ..models.section import TOKENIZER_FILES, ModelSection, is_local
+from ..models.section import TOKENIZER_FILES, is_local
 from ..trainer.method import Problem
 from ..trainer.rules import REPORTERS
 from ..watch.symptoms import listed
@@ -44,9 +40,15 @@ def inputs(recipe: Recipe) -> Iterator[Problem]:
 
 def training(recipe: Recipe) -> Iterator[Problem]:
     """What keeps a run from loading weights, reporting, writing its output_dir and resuming."""
-    for key, section in recipe.models():
-        if not section.from_scratch and (problem := _lacks_weights(section)):
-            yield (f"{key}.name_or_path",), f"{key}.name_or_path: {section.name_or_path} {problem}"
+    for name, section in recipe.models():
+        key, folder = f"{name}.name_or_path", Path(section.name_or_path)
+        if section.from_scratch or not folder.is_dir() or any(folder.glob("*.safetensors")):
+            continue
+        if not any(folder.glob("*.bin")):
+            yield (key,), f"{key}: {folder} has no weights (*.safetensors): from_scratch: true begins with random ones"
+        elif not section.trust_remote_code:
+            why = "which can run code: trust_remote_code: true reads them all the same"
+            yield (key,), f"{key}: {folder} has pickled weights alone (*.bin), {why}"
     for name in listed(recipe.train.get("report_to")):
         packages = REPORTERS.get(name, ())
         if packages and not any(map(importlib.util.find_spec, packages)):
@@ -93,7 +95,7 @@ def _model_problem(folder: Path) -> str | None:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         return f"{folder}/config.json is not valid JSON ({error})"
-    if not any(True for pattern in TOKENIZER_FILES for _ in folder.glob(pattern)):
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
         return f"folder {folder} has no tokenizer (tokenizer.json and tokenizer_config.json)"
     return None
 
@@ -111,31 +113,17 @@ def _missing(name: str, recipe: Recipe) -> str | None:
     if path.exists() or (not is_local(name) and (not hub.HF_HUB_OFFLINE or cached.is_dir())):
         return None
     offline = "" if is_local(name) else ", and with HF_HUB_OFFLINE the hub is not asked"
-    return f"{name}: no such folder{offline}{_trained_by(path, recipe) or nearest_path(path)}"
-
-
-def _trained_by(path: Path, recipe: Recipe) -> str:
-    """The end of a message about a missing path: the recipe in the same folder that would write it."""
+    hint = nearest_path(path)
+    # better than a similar name: the recipe in the same folder that would write it
     for sibling in sorted(recipe.path.parent.glob("*.yaml")):
         try:
             written = yaml.safe_load(sibling.read_text(encoding="utf-8"))["train"]["output_dir"]
             if path.is_relative_to(written) and not sibling.samefile(recipe.path):
-                return f"; {sibling} trains it: run that first"
+                hint = f"; {sibling} trains it: run that first"
+                break
         except (OSError, yaml.YAMLError, UnicodeDecodeError, KeyError, TypeError):  # another kind of file, or none
             continue
-    return ""
-
-
-def _lacks_weights(section: ModelSection) -> str | None:
-    """Why a folder's weights cannot be loaded."""
-    folder = Path(section.name_or_path)
-    if not folder.is_dir() or any(folder.glob("*.safetensors")):
-        return None
-    if not any(folder.glob("*.bin")):
-        return "has no weights (*.safetensors): from_scratch: true begins with random ones"
-    if section.trust_remote_code:
-        return None
-    return "has pickled weights alone (*.bin), which can run code: trust_remote_code: true reads them all the same"
+    return f"{name}: no such folder{offline}{hint}"
 
 
 @or_unreadable

@@ -1,9 +1,4 @@
-"""A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly.
-
-    load_recipe(path, overrides)        -> Recipe; everything that YAML alone shows is checked, without torch
-    read_recipe(path, overrides)        the first half of it: without the rules, and with `train` as it stands
-    train_config(recipe, config_class)  -> the method's Config from the `train` section
-    refuse(recipe, problems)            the first problem as an InputError
+"""A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly and without torch.
 
 Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12: " or "command line: ".
 """
@@ -14,7 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import InputError, LaunchError
 from ..methods import METHODS
@@ -26,7 +21,6 @@ from .fields import Fields, build, fields_of, lora_fields, outdated, owners, tra
 from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
-Config = TypeVar("Config")
 _ELSEWHERE = {
     "model_name_or_path": "model.name_or_path", "model.path": "model.name_or_path", "model.name": "model.name_or_path",
     "teacher.path": "teacher.name_or_path", "teacher.name": "teacher.name_or_path", "torch_dtype": "model.dtype",
@@ -39,7 +33,7 @@ _ELSEWHERE = {
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
-    """Read and check a recipe file and its `section.key=value` overrides.
+    """Read a recipe file and its overrides, and check everything that YAML alone shows.
 
     Relative paths are taken from the current directory or, where nothing is there, from the recipe's folder.
     Raises InputError for a missing or malformed file, an unknown or missing key (with the nearest valid one), a wrong
@@ -49,7 +43,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     refuse(recipe, rules.between_sections(recipe))
     # the train section stays as it is given; its rules are asked of an object with all fields of the Config
     fields = partial(train_fields, recipe.method)
-    given = _checked(recipe, fields, recipe.train, "train", _advice(recipe.method))
+    given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
     refuse(recipe, rules.with_train(recipe, values))
     return recipe
@@ -59,27 +53,39 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     """The same with names and types alone, and not those of `train`. Raises InputError."""
     path = Path(path)
     tree, places = read_tree(path, overrides)
-    method = None
     if isinstance(tree, dict):
         tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
-        method = tree.get("method")
-    given = build(fields_of(Recipe), tree, "", lambda key: place_of(places, key), _advice(method))
+    method = tree.get("method") if isinstance(tree, dict) else None
+    given = build(fields_of(Recipe), tree, "", partial(place_of, places), partial(_advise, method))
     recipe = Recipe(**given, path=path, places=places)
-    _resolve_paths(recipe)
-    # `lora` is a plain mapping of peft's names and our friendly ones
+
+    def found(name: str | None) -> Any:
+        """A path with its home folder, and in the recipe's folder where it is there and not here."""
+        if not name:
+            return name
+        here = os.path.expanduser(name)
+        near = path.parent / here
+        # unlike Path.exists, this is False in a folder that may not be entered
+        return str(near) if os.path.exists(near) and not os.path.exists(here) else here
+
     for key, section in recipe.models():
+        for name in ("name_or_path", "adapter", "chat_template"):
+            setattr(section, name, found(getattr(section, name)))
+        # `lora` is a plain mapping of peft's names and our friendly ones
         if section.lora is not None:
             section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", {f"{key}.lora.rank": "use r"}.get)
+    for _, source in recipe.sources():
+        source.path = found(source.path)
     return recipe
 
 
-def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
+def train_config(recipe: Recipe, config_class: Any) -> Any:
     """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float).
 
     Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a
     package that an option needs and that is not installed.
     """
-    values = build(fields_of(config_class), recipe.train, "train", recipe.where, _advice(recipe.method))
+    values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
     try:
         return config_class(**values)
     except LaunchError:
@@ -92,10 +98,7 @@ def train_config(recipe: Recipe, config_class: type[Config]) -> Config:
 
 
 def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:
-    """Raises InputError for the first of the problems, (dotted keys, sentence), with the place of each key.
-
-    One without keys is not of the recipe.
-    """
+    """Raises InputError for the first of the problems, with the place of each key; one without keys is general."""
     for keys, problem in problems:
         if not keys:
             raise InputError(problem)
@@ -116,42 +119,22 @@ def _checked(recipe: Recipe, fields: Callable[..., Fields], values: Any, key: st
     return build(fields(imported=True), values, key, recipe.where, advice)
 
 
-def _advice(method: Any) -> Callable[[str], str | None]:
-    """What to write instead of a key that does not exist, in a recipe of this method, which may be unknown itself.
+def _advise(method: Any, key: str) -> str | None:
+    """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere.
 
-    The function gives the end of a message, such as "write model.lora", or None for a name that is known nowhere.
+    method: of the recipe, as it is given.
     """
-    method = method if method in METHODS else None
-
-    def instead(key: str) -> str | None:
-        section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-        if section == "train" and (newer := renamed.advice(name)):
-            return newer
-        if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
-            return f"write {meant}"
-        sections = {"model": fields_of(ModelSection), "data.train": fields_of(Source), "data": fields_of(DataSection),
-                    "model.lora": lora_fields(), "train": train_fields(method or next(iter(METHODS)))}  # fmt: skip
-        for other, names in sections.items():
-            if name in names and other != section:
-                return f"write {other}.{name}"
-        if section in ("", "train") and (methods := owners(name)):
-            return f"it is of method {' or '.join(methods)}, not of {method}"
-        return None
-
-    return instead
-
-
-def _resolve_paths(recipe: Recipe) -> None:
-    """Home folders and paths relative to the recipe, in place."""
-
-    def found(name: str | None) -> str | None:
-        name = os.path.expanduser(name) if name else name
-        near = recipe.path.parent / name if name else None
-        here, there = (os.path.exists(path or "") for path in (name, near))  # False where not to be entered
-        return str(near) if there and not here else name
-
-    for _, section in recipe.models():
-        section.name_or_path = found(section.name_or_path) or ""
-        section.adapter, section.chat_template = found(section.adapter), found(section.chat_template)
-    for _, source in recipe.sources():
-        source.path = found(source.path) or ""
+    method = next((name for name in METHODS if name == method), None)
+    section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
+    if section == "train" and (newer := renamed.advice(name)):
+        return newer
+    if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
+        return f"write {meant}"
+    sections = {"model": fields_of(ModelSection), "data.train": fields_of(Source), "data": fields_of(DataSection),
+                "model.lora": lora_fields(), "train": train_fields(method or next(iter(METHODS)))}  # fmt: skip
+    for other, names in sections.items():
+        if name in names and other != section:
+            return f"write {other}.{name}"
+    if section in ("", "train") and (methods := owners(name)):
+        return f"it is of method {' or '.join(methods)}, not of {method}"
+    return None

@@ -1,9 +1,6 @@
 """What the names and types of a recipe's keys allow and that still makes no sense, as far as YAML alone shows it.
 
-    between_sections    in the model, teacher and data sections
-    with_train          in the train section, and between it and the others
-
-Both yield (dotted keys, sentence), without importing torch.
+All rules yield (dotted keys, sentence), without importing torch.
 """
 
 import re
@@ -12,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..methods import METHODS
-from ..models.section import ModelSection
 from ..trainer.method import BELOW_ONE, COUNT, POSITIVE, Limit, Problem
 from ..trainer.rules import beyond, merge_problem, one_of, problems
 from .files import template_problem
@@ -27,9 +23,7 @@ _EXCLUDE_EACH_OTHER = (  # keys of a model section, and why
      " first"),
     ("adapter", "lora", "continue an adapter or begin a new one"),
 )  # fmt: skip
-ATTENTION = (
-    "auto", "eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
-)  # fmt: skip
+ATTENTION = "auto", "eager", "sdpa", "flex_attention", *(f"flash_attention_{version}" for version in (2, 3, 4))
 """What transformers knows by itself; a kernel of the hub is owner/name, and a model's own code may bring others."""
 _WANTS_EVAL = {
     "load_best_model_at_end": (True,), "eval_strategy": ("steps", "epoch"), "eval_on_start": (True,),
@@ -45,47 +39,42 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
     if method in with_teacher and recipe.teacher is None:
         yield ("method",), f"method {method} needs a teacher section (teacher.name_or_path: ...)"
     if method not in with_teacher and recipe.teacher:
-        problem = f"method {method} uses no teacher; that section belongs to {' and '.join(with_teacher)}"
-        yield ("teacher", "method"), problem
-    # both models, and what only one of them can have
+        users = " and ".join(with_teacher)
+        yield ("teacher", "method"), f"method {method} uses no teacher; that section belongs to {users}"
     for key, section in recipe.models():
-        yield from _of_model(section, key)
+        if not section.name_or_path.strip():
+            yield (f"{key}.name_or_path",), f"{key}.name_or_path is empty"
+        given = {name for name, value in vars(section).items() if value not in (None, False, "none", "")}
+        for one, other, why in _EXCLUDE_EACH_OTHER:
+            if {one, other} <= given:
+                keys = f"{key}.{one}", f"{key}.{other}"
+                yield keys, f"{keys[0]} and {keys[1]} exclude each other: {why.format(key=key)}"
+        if key == "model" and "quantization" in given and not given & {"adapter", "lora"}:
+            problem = "model.quantization needs model.lora or model.adapter: all weights cannot be trained"
+            yield ("model.quantization",), problem
+        # kernels of the hub, and what a model's own code brings, cannot be known here
+        if not section.trust_remote_code and not re.search("[/|]", section.attn_implementation):
+            yield from one_of(f"{key}.attn_implementation", section.attn_implementation, ATTENTION)
+        if section.chat_template and (wrong := template_problem(section.chat_template)):
+            yield (f"{key}.chat_template",), f"{key}.chat_template: {wrong}"
+        if section.lora is not None:
+            yield from _below(f"{key}.lora", beyond(_LORA_LIMITS, SimpleNamespace(**section.lora)))
+            if section.lora.get("target_modules") in ("", []):
+                yield (f"{key}.lora.target_modules",), f"{key}.lora.target_modules must not be empty"
+    # what only one of the two models can have
     if recipe.model.offload:
         problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
         yield ("model.offload",), problem
     if recipe.teacher and recipe.teacher.lora is not None:
         problem = "teacher.lora makes no sense: the teacher is not trained (teacher.adapter loads one)"
         yield ("teacher.lora",), problem
-    for name, given in recipe.data.given():
-        if given == []:
+    for name, sources in recipe.data.given():
+        if sources == []:
             yield (f"data.{name}",), f"data.{name} is an empty list of sources: name one at least"
     for key, source in recipe.sources():
         if not source.path.strip():
             yield (f"{key}.path",), f"{key}.path is empty"
         yield from _below(key, beyond(_SOURCE_LIMITS, source))
-
-
-def _of_model(section: ModelSection, key: str) -> Iterator[Problem]:
-    """What makes no sense in `model` or `teacher`."""
-    if not section.name_or_path.strip():
-        yield (f"{key}.name_or_path",), f"{key}.name_or_path is empty"
-    given = {name for name, value in vars(section).items() if value not in (None, False, "none", "")}
-    for one, other, why in _EXCLUDE_EACH_OTHER:
-        if {one, other} <= given:
-            keys = f"{key}.{one}", f"{key}.{other}"
-            yield keys, f"{keys[0]} and {keys[1]} exclude each other: {why.format(key=key)}"
-    if key == "model" and "quantization" in given and not given & {"adapter", "lora"}:
-        problem = "model.quantization needs model.lora or model.adapter: all weights cannot be trained"
-        yield ("model.quantization",), problem
-    # kernels of the hub, and what a model's own code brings, cannot be known here
-    if not section.trust_remote_code and not re.search("[/|]", section.attn_implementation):
-        yield from one_of(f"{key}.attn_implementation", section.attn_implementation, ATTENTION)
-    if section.chat_template and (wrong := template_problem(section.chat_template)):
-        yield (f"{key}.chat_template",), f"{key}.chat_template: {wrong}"
-    if section.lora is not None:
-        yield from _below(f"{key}.lora", beyond(_LORA_LIMITS, SimpleNamespace(**section.lora)))
-        if section.lora.get("target_modules") in ("", []):
-            yield (f"{key}.lora.target_modules",), f"{key}.lora.target_modules must not be empty"
 
 
 def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:

@@ -1,11 +1,4 @@
-"""The sections of a recipe as dataclasses; `models.section` has that of a model.
-
-    method: kto
-    model:  {name_or_path, from_scratch, dtype, ...}       ModelSection
-    teacher: the same keys, for methods with a teacher     ModelSection
-    data:   {train: source or list, eval: ...}             DataSection of Source
-    train:  every TrainingArguments field and the method's own
-"""
+"""The sections of a recipe as dataclasses; `models.section` has that of a model."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -88,10 +81,8 @@ class Recipe:
     def sources(self) -> Iterator[tuple[str, Source]]:
         """(dotted key, source) of everything that is read."""
         for name, given in self.data.given():
-            if isinstance(given, list):
-                yield from ((f"data.{name}.{i}", source) for i, source in enumerate(given))
-            else:
-                yield f"data.{name}", given
+            for number, source in enumerate(given if isinstance(given, list) else [given]):
+                yield f"data.{name}.{number}" if isinstance(given, list) else f"data.{name}", source
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""

@@ -1,9 +1,5 @@
 """A YAML file with overrides, as a plain tree that remembers where each key stands.
 
-    read_tree(path, overrides)  -> (tree, places): the file with every `section.key=value` applied
-    write_tree(tree)            -> text that reads back as the same tree
-    place_of(places, key)       -> "recipes/kto.yaml:12" or "command line"
-
 Plain scalars follow YAML 1.2 (5e-7 is a float, `no` is a text); a duplicate key is an error. A key is dotted.
 """
 
@@ -30,13 +26,13 @@ _OVERRIDE = re.compile(r"\w+(\.[\w-]+)*")
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with the plain scalars of YAML 1.2."""
+    """With the plain scalars of YAML 1.2 alone."""
 
     yaml_implicit_resolvers: dict = {}
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes whatever YAML 1.1 or 1.2 would take for something else than a text."""
+    """Quotes whatever YAML 1.1 or 1.2 would take for something else than a text, and repeats instead of aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -50,14 +46,13 @@ for _kind, (_pattern, _first) in _PLAIN_SCALARS.items():
 def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str, str]]:
     """Read a YAML file and apply `section.key=value` overrides; returns its value and {dotted key: place}.
 
-    Raises InputError, with place and problem in one line, for a missing or unreadable file, a syntax error, a duplicate
-    key, and an override that has another form or leads nowhere.
+    A place is "recipes/kto.yaml:12" or "command line". Raises InputError, in one line, for a missing or unreadable
+    file, a syntax error, a duplicate key, and an override that has another form or leads nowhere.
     """
     if path.is_dir():
         raise InputError(f"{path} is a folder; a recipe is a YAML file")
     if not path.exists():
-        folder = path.parent
-        hint = nearest_path(path) if folder.is_dir() else f": there is no folder {folder}"
+        hint = nearest_path(path) if path.parent.is_dir() else f": there is no folder {path.parent}"
         raise InputError(f"no recipe {path}{hint}")
     try:
         text = path.read_text(encoding="utf-8")
@@ -66,7 +61,17 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
     tree, places = _parse(text, lambda line: f"{path}:{line}")
     places[""] = str(path)
     for override in overrides:
-        tree = _override(tree, override, places)
+        key, equals, value = override.partition("=")
+        if not equals or not _OVERRIDE.fullmatch(key):
+            raise InputError(f"command line: {override!r} is not section.key=value, such as train.learning_rate=5e-7")
+        parsed, _ = _parse(value, lambda _: f"command line: {override}")  # noqa: B023 (called at once)
+        tree = _assign(tree, key.split("."), parsed)
+        # what stood below the key is gone; sections that the override has made are of the command line too
+        places = {known: place for known, place in places.items() if not known.startswith(f"{key}.")}
+        places[key] = "command line"
+        while "." in key:
+            key = key.rpartition(".")[0]
+            places.setdefault(key, "command line")
     return tree, places
 
 
@@ -97,9 +102,8 @@ def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]
         # PyYAML's errors differ in where they have line and problem; int() and recursion have none
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
-        context = getattr(error, "context", None)
-        while_doing = f" {context}" if context else ""
-        raise InputError(f"{place(mark.line + 1 if mark else 1)}: YAML syntax error{while_doing}: {problem}") from None
+        context = f" {said}" if (said := getattr(error, "context", None)) else ""
+        raise InputError(f"{place(mark.line + 1 if mark else 1)}: YAML syntax error{context}: {problem}") from None
 
 
 def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: dict[str, int], above: tuple) -> None:
@@ -117,23 +121,6 @@ def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: d
             raise InputError(f"{place(line)}: duplicate key {full} (first in line {lines[full]})")
         lines[full] = line
         _note_lines(child, full, place, lines, (*above, node))
-
-
-def _override(tree: Any, text: str, places: dict[str, str]) -> Any:
-    """`tree` with one `section.key=value` applied; `places` then says "command line" for that key."""
-    key, equals, value = text.partition("=")
-    if not equals or not _OVERRIDE.fullmatch(key):
-        raise InputError(f"command line: {text!r} is not section.key=value, such as train.learning_rate=5e-7")
-    parsed, _ = _parse(value, lambda _: f"command line: {text}")
-    tree = _assign(tree, key.split("."), parsed)
-    # what stood below the key is gone; sections that the override has made are of the command line too
-    for below in [k for k in places if k.startswith(f"{key}.")]:
-        del places[below]
-    places[key] = "command line"
-    while "." in key:
-        key = key.rpartition(".")[0]
-        places.setdefault(key, "command line")
-    return tree
 
 
 def _assign(tree: Any, names: Sequence[str], value: Any, key: str = "") -> Any:

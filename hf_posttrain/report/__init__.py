@@ -41,6 +41,6 @@ def write(folder: str | Path) -> None:
 
     run = read(folder)
     charts.write_picture(run)
-    page.write(run)
+    (run.folder / page.NAME).write_text(page.render("report.html", run=run), encoding="utf-8")
     card.write(run)
     logger.info("report: %s", run.folder / page.NAME)

@@ -28,7 +28,10 @@ def write(run: Run) -> None:
         file = run.folder / SECOND
         logger.info("%s is not ours and stays; the model card is in %s", run.folder / NAME, file)
     text = render(
-        "card.md", run=run, front_matter=_front_matter(run), marker=CARD_MARKER, cell=_escape_cell, code=_format_code,
+        "card.md", run=run, front_matter=_front_matter(run), marker=CARD_MARKER,
+        # In a cell of a Markdown table, and as inline code: on one line, bars and brackets as they are
+        cell=lambda text: re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split())),
+        code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
         papers=list_papers(run.row, run.arguments, run.adapter or bool(run.lora)),
         chat='"chat_template"' in _read_text(run.folder / "tokenizer_config.json"),
     )  # fmt: skip
@@ -50,13 +53,10 @@ def _front_matter(run: Run) -> str:
     # A name on the hub may also be a folder of the machine that trained, which run.json knows.
     local = run.record.get("base_model_is_local") or not is_hub_name(run.base_model)
     return ModelCardData(
-        base_model=None if local else run.base_model,
-        datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
-        library_name="peft" if run.adapter else "transformers",
-        pipeline_tag="text-generation",
-        tags=[tag for tag in tags if tag],
-        model_name=run.name,
-    ).to_yaml()
+        base_model=None if local else run.base_model, datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
+        library_name="peft" if run.adapter else "transformers", pipeline_tag="text-generation",
+        tags=[tag for tag in tags if tag], model_name=run.name,
+    ).to_yaml()  # fmt: skip
 
 
 def is_hub_name(name: str) -> bool:
@@ -71,13 +71,3 @@ def list_papers(row: Method | None, arguments: Mapping[str, Any], lora: bool) ->
     losses = [given] if isinstance(given, str) else given
     found = [row.paper, *map(row.loss_papers.get, losses)] if row else []
     return [paper for paper in dict.fromkeys([*found, papers.LORA if lora else None]) if paper]
-
-
-def _escape_cell(text: Any) -> str:
-    """Text for a cell of a Markdown table: on one line, its bars and brackets as they are."""
-    return re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split()))
-
-
-def _format_code(text: Any) -> str:
-    """Text as inline code, on one line."""
-    return f"`{' '.join(str(text).split()).replace('`', chr(39))}`"

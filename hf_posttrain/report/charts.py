@@ -1,4 +1,4 @@
-"""Charts of what runs logged: which metrics share one, how matplotlib draws them, and the same in words and numbers.
+"""Charts of what runs logged, as matplotlib draws them, and the same in words and numbers.
 
 templates/charts.yaml says which metrics share one; any other (of compute_metrics, say) gets its own at the end. A page
 gets each chart as a small SVG, and a run's folder all of them in one picture, curves.png.
@@ -47,8 +47,7 @@ class Line(NamedTuple):
     label: str  # its name in the legend
     colour: int
     series: Series
-    dash: str = ""
-    """Class in style.css: "dashed" for evaluation, d0 to d3 to tell runs apart without colours; "" is solid."""
+    dash: str = ""  # class in style.css: "dashed" for evaluation, d0 to d3 to tell runs apart without colours
 
     @property
     def look(self) -> str:
@@ -208,6 +207,8 @@ def write_picture(run: Run) -> None:
 
 def _draw(chart: Chart, axes: Any) -> None:
     """Lines, grid and labels; of a long and noisy line the running mean, over what was logged in a faint colour."""
+    from matplotlib.ticker import MaxNLocator
+
     for line in chart.lines:
         mean, colour = smooth(line.series), f"C{line.colour}"
         if mean:
@@ -217,15 +218,9 @@ def _draw(chart: Chart, axes: Any) -> None:
         if len(line.series.steps) <= MARKED:
             face = colour if line.dash == "dashed" else "white"
             axes.plot(*line.series, "o", color=colour, markerfacecolor=face, clip_on=False, gid=f".mark {line.look}")
-    _set_ticks(chart, axes)
     below: Any = {"xytext": (-22, -9), "textcoords": "offset points", "ha": "right", "va": "top", "color": "#55606e"}
     axes.annotate("step", (0, 0), xycoords="axes fraction", gid=".y", **below)
-
-
-def _set_ticks(chart: Chart, axes: Any) -> None:
-    """About five round numbers on each axis: from 0 to the last step, and around the values."""
-    from matplotlib.ticker import MaxNLocator
-
+    # About five round numbers on each axis: from 0 to the last step, and around the values
     points = [point for line in chart.lines for point in line.series.finite()] or [(0.0, 0.0)]
     steps, values = zip(*points, strict=True)
     last, low, high = max(1.0, *steps), min(values), max(values)
@@ -263,18 +258,17 @@ def _label_ticks(ticks: Any) -> list[str]:
 
 def describe(chart: Chart) -> str:
     """What the lines do, in a sentence for each."""
-    return " ".join(f"{line.label}: {_describe_course(line.series)}." for line in chart.lines)
-
-
-def _describe_course(series: Series) -> str:
-    finite = series.finite()
-    if not finite:
-        return "no finite value"
-    lowest, highest = (extreme(finite, key=lambda point: point[1]) for extreme in (min, max))
-    points = {"from": finite[0], "to": finite[-1], "lowest": lowest, "highest": highest}
-    said = [f"{name} {format_number(value)} at step {format_number(step)}" for name, (step, value) in points.items()]
-    missing = len(series.steps) - len(finite)
-    return ", ".join(said + ([f"{missing} values not finite"] if missing else []))
+    sentences = []
+    for line in chart.lines:
+        said, finite = ["no finite value"], line.series.finite()
+        if finite:
+            lowest, highest = (extreme(finite, key=lambda point: point[1]) for extreme in (min, max))
+            points = {"from": finite[0], "to": finite[-1], "lowest": lowest, "highest": highest}
+            said = [f"{word} {format_number(y)} at step {format_number(x)}" for word, (x, y) in points.items()]
+            if missing := len(line.series.steps) - len(finite):
+                said.append(f"{missing} values not finite")
+        sentences.append(f"{line.label}: {', '.join(said)}.")
+    return " ".join(sentences)
 
 
 def tabulate(chart: Chart) -> tuple[list[list[str]], bool]:

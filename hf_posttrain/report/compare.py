@@ -45,27 +45,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def render_comparison(folders: Sequence[Path], output: Path) -> str:
-    """The page; its links to reports are relative to `output`.
-
-    Raises InputError as `run_folder.read` does, and for fewer than two runs.
-    """
+    """The page; its links to reports are relative to `output`. Raises InputError for fewer than two runs, or none."""
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError("compare needs at least two different runs: hf-posttrain compare outputs/a outputs/b")
     # In the page a run is told by its name, in the order of the command.
     runs = dict(zip(name_runs(folders), map(read, folders), strict=True))
     reason = explain_incomparable([*runs.values()])
+    # Links to the reports that are there, and each prompt with what every run that was asked it answered
+    links: dict[str, str] = {}
+    prompts: dict[str, dict[str, Any]] = {}
+    for name, run in runs.items():
+        if (file := run.folder.resolve() / page.NAME).exists():
+            links[name] = Path(os.path.relpath(file, output.resolve().parent)).as_posix()
+        for sample in run.samples:
+            entry = prompts.setdefault(sample["prompt"], {"prompt": sample["prompt"], "answers": {}})
+            entry["answers"][name] = sample["after"]
+            entry["expected"] = entry.get("expected") or sample.get("expected")
+    # A run from Python has no recipe: what stands in for it
+    settings = [
+        run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
+        for run in runs.values()
+    ]
     return page.render(
-        "compare.html",
-        runs=runs,
-        links={name: _link_report(run, output) for name, run in runs.items()},
+        "compare.html", runs=runs, links=links, reason=reason, prompts=[*prompts.values()],
         facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},
         warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in page.list_warnings(run)],
         drawn=make_charts({name: run.history for name, run in runs.items()}),
-        finals=rank_last_values([*runs.values()], reason),
-        reason=reason,
-        differences=list_differences([_settings(run) for run in runs.values()]),
-        prompts=_collect_samples(runs),
-    )
+        finals=rank_last_values([*runs.values()], reason), differences=list_differences(settings),
+    )  # fmt: skip
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
@@ -92,9 +99,7 @@ def _same_evaluation_data(runs: list[Run]) -> bool:
 
 def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
     """(metric and split, for each run its value and: is it the best?), the latter among evaluations on the same data.
-
-    reason: of `explain_incomparable`; with one, losses get no mark.
-    """
+    reason: of `explain_incomparable`; with one, losses get no mark."""
     same_data = _same_evaluation_data(runs)
     keys = {key for run in runs for key in run.history}
     rows = []
@@ -118,31 +123,9 @@ def list_differences(trees: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def _settings(run: Run) -> dict[str, Any]:
-    """The recipe, or what stands in for it after a run from Python."""
-    return run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
-
-
 def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
     """Dotted key -> value."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         found |= _flatten(value, f"{above}{name}.") if isinstance(value, dict) and value else {above + name: value}
     return found
-
-
-def _link_report(run: Run, output: Path) -> str | None:
-    """From the page to the run's report, where there is one."""
-    file = run.folder.resolve() / page.NAME
-    return Path(os.path.relpath(file, output.resolve().parent)).as_posix() if file.exists() else None
-
-
-def _collect_samples(runs: dict[str, Run]) -> list[dict[str, Any]]:
-    """Each prompt with what every run that was asked it answered."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, run in runs.items():
-        for sample in run.samples:
-            entry = found.setdefault(sample["prompt"], {"prompt": sample["prompt"], "answers": {}})
-            entry["answers"][name] = sample["after"]
-            entry["expected"] = entry.get("expected") or sample.get("expected")
-    return [*found.values()]

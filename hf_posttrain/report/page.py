@@ -1,4 +1,4 @@
-"""Writes report.html: a run as one page that needs no other file; and what all pages and cards say of how it went."""
+"""Fills the templates of pages and cards; and what they say of how a run went."""
 
 import math
 from typing import Any
@@ -17,19 +17,12 @@ MACHINERY = (
 """Arguments, or how they begin, on which neither the weights nor what a loss measures depend."""
 
 
-def write(run: Run) -> None:
-    """Write the page into the run's folder."""
-    (run.folder / NAME).write_text(render("report.html", run=run), encoding="utf-8")
-
-
 def render(template: str, **content: Any) -> str:
     """A file of templates/, filled; in HTML everything is escaped. They may call charts.py and the functions below."""
     from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
 
-    environment = Environment(
-        loader=PackageLoader(__package__), undefined=StrictUndefined, autoescape=select_autoescape(),
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+    environment = Environment(loader=PackageLoader(__package__), undefined=StrictUndefined,
+                              autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     functions = (list_facts, list_last_values, list_options, list_warnings, format_number)
     environment.globals |= {"charts": charts} | {function.__name__: function for function in functions}
     return environment.get_template(template).render(**content)
@@ -44,8 +37,7 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
         if series := run.history.get(f"eval_{metric}", run.history.get(metric)):
             remark = f"{split}, from {format_number(series.values[0])}" if len(series.steps) > 1 else split
             found.append((TITLES.get(metric, metric), format_number(series.values[-1]), remark))
-    taken, planned = run.steps
-    epochs = run.state.get("epoch")
+    (taken, planned), epochs = run.steps, run.state.get("epoch")
     remark = "" if epochs is None else f"{format_number(epochs)} epochs"
     found.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
     if seconds := run.results.get("train_runtime"):

@@ -38,10 +38,7 @@ SHARED = {
 
 @contextmanager
 def warn_on_error(consequence: str, raised: bool = False) -> Iterator[None]:
-    """For files that are kept for people to read: an error inside becomes a warning, and the run goes on.
-
-    consequence: how the warning begins. raised: let errors out after all.
-    """
+    """An error inside becomes a warning that begins with `consequence`, and the run goes on. raised: let it out."""
     try:
         yield
     except Exception as error:
@@ -120,13 +117,16 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     left_out = {field.name for field in fields(TrainingArguments)} - SHARED
     # Under ZeRO-3 a rank has only its shard of a weight, and the number is in ds_numel.
     weights = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad) for weight in model.parameters()]
-    cuda = args.device.type == "cuda"
+    cuda, lora = args.device.type == "cuda", None
+    if isinstance(model, peft.PeftModel):
+        given = model.active_peft_config.to_dict()
+        lora = {name: given.get(name) for name in ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")}
+        # PEFT may have spelt the modules out for each layer.
+        if not isinstance(modules := lora["target_modules"], str | None):
+            lora["target_modules"] = sorted({module.rpartition(".")[2] for module in modules})
     return {
-        "method": trainer.method.name,
-        "base_model": name,
-        "base_model_is_local": Path(name).exists(),
+        "method": trainer.method.name, "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
         "arguments": {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out},
-        "lora": _describe_adapter(model.active_peft_config) if isinstance(model, peft.PeftModel) else None,
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
         "rows_per_step": trainer.get_total_train_batch_size(args),
         "engine": launch.describe_launch(trainer).removeprefix("on engine "),
@@ -134,14 +134,4 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"hf_posttrain": __version__, "python": platform.python_version()}
         | {package: version(package) for package in PACKAGES},
-    }
-
-
-def _describe_adapter(config: peft.PeftConfig) -> dict[str, Any]:
-    """Its rank and where it is."""
-    given = config.to_dict()
-    found = {name: given.get(name) for name in ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")}
-    # PEFT may have spelt the modules out for each layer.
-    if not isinstance(found["target_modules"], str | None):
-        found["target_modules"] = sorted({name.rpartition(".")[2] for name in found["target_modules"]})
-    return found
+    }  # fmt: skip

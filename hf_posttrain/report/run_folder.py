@@ -1,7 +1,4 @@
-"""Reads a run's folder: everything that the run has left so far; what is missing is empty.
-
-Nothing is unpickled, and the values of access tokens are not kept.
-"""
+"""Reads a run's folder: what the run has left so far. Nothing is unpickled, and access tokens are not kept."""
 
 import json
 import math
@@ -71,52 +68,42 @@ class Run:
 
 
 def read(folder: str | Path) -> Run:
-    """The run in `folder`, an output_dir or a checkpoint in one.
-
-    Raises InputError where there is no folder, no trainer_state.json in it or its checkpoints, or a broken file.
-    """
+    """The run in `folder`, an output_dir or a checkpoint. Raises InputError where there is none, or a broken file."""
     folder = Path(folder)
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder}: give a run's output_dir")
-    state_file = _find_state(folder)
-    state, record = _read_json(state_file), _hide_tokens(_read_json(folder / "run.json", {}))
-    # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
-    results, recipe = folder / "all_results.json", folder / "recipe.yaml"
-    tree, text = ({}, "") if _is_outdated(recipe, state_file, record) else _read_recipe(recipe)
-    # The recipe says what was wanted, run.json what was done; a run from Python has no recipe.
-    model, data = tree.get("model", {}), tree.get("data", {})
-    method = str(tree.get("method") or record.get("method") or "")
-    given = {split: data.get(split) or [] for split in ("train", "eval")}
-    return Run(
-        folder=folder,
-        name=folder.resolve().name,
-        state=state,
-        steps=(int(state.get("global_step", 0)), int(state.get("max_steps", 0))),
-        history=read_history(state.get("log_history", [])),
-        recipe=tree,
-        recipe_text=text,
-        record=record,
-        results={} if _is_outdated(results, state_file, record) else _read_json(results),
-        audit=_read_json(folder / "audit.json", {}),
-        samples=_read_json(folder / "samples.json", []),
-        method=method,
-        row=METHODS.get(method),
-        base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
-        arguments=tree.get("train", {}) | record.get("arguments", {}),
-        adapter=(folder / "adapter_config.json").exists(),
-        lora=record.get("lora") or model.get("lora") or {},
-        sources={split: found if isinstance(found, list) else [found] for split, found in given.items()},
-    )
-
-
-def _find_state(folder: Path) -> Path:
-    """The run's own, written when it ends, unless a checkpoint is newer: a run that is resumed, or not over."""
+    # The state is the run's own, written when it ends, unless a checkpoint is newer: the run is resumed, or not over.
     numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
     newest = sorted((int(number), path) for number, path in numbered if number.isdecimal())[-1:]
     candidates = [path for path in (folder / STATE, *(path for _, path in newest)) if path.exists()]
     if not candidates:
         raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
-    return max(candidates, key=lambda path: path.stat().st_mtime)
+    state_file = max(candidates, key=lambda path: path.stat().st_mtime)
+    state, record = _read_json(state_file), _hide_tokens(_read_json(folder / "run.json", {}))
+    # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
+    results, recipe = folder / "all_results.json", folder / "recipe.yaml"
+    tree, text = {}, ""
+    if not _is_outdated(recipe, state_file, record):
+        given, _ = read_tree(recipe)
+        tree = _hide_tokens(given)
+        text = recipe.read_text(encoding="utf-8") if tree == given else write_tree(tree)
+    # The recipe says what was wanted, run.json what was done; a run from Python has no recipe.
+    model, data = tree.get("model", {}), tree.get("data", {})
+    method = str(tree.get("method") or record.get("method") or "")
+    sources = {split: data.get(split) or [] for split in ("train", "eval")}
+    return Run(
+        folder=folder, name=folder.resolve().name,
+        state=state, steps=(int(state.get("global_step", 0)), int(state.get("max_steps", 0))),
+        history=read_history(state.get("log_history", [])),
+        recipe=tree, recipe_text=text, record=record,
+        results={} if _is_outdated(results, state_file, record) else _read_json(results),
+        audit=_read_json(folder / "audit.json", {}), samples=_read_json(folder / "samples.json", []),
+        method=method, row=METHODS.get(method),
+        base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
+        arguments=tree.get("train", {}) | record.get("arguments", {}),
+        adapter=(folder / "adapter_config.json").exists(), lora=record.get("lora") or model.get("lora") or {},
+        sources={split: found if isinstance(found, list) else [found] for split, found in sources.items()},
+    )  # fmt: skip
 
 
 def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:
@@ -129,13 +116,6 @@ def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:
         return True
     # Not younger than the end of a run, after which `source`, a checkpoint's state, was written
     return source != over and over.exists() and written <= over.stat().st_mtime
-
-
-def _read_recipe(file: Path) -> tuple[dict[str, Any], str]:
-    """The file as a tree and as text, without secrets: written anew where one is hidden."""
-    tree, _ = read_tree(file)
-    shown = _hide_tokens(tree)
-    return shown, file.read_text(encoding="utf-8") if shown == tree else write_tree(shown)
 
 
 def _hide_tokens(tree: Any) -> Any:

@@ -53,8 +53,17 @@ class Samples(TrainerCallback):
                 expected = {"expected": decode(right, skip_special_tokens=True)} if right else {}
                 self.samples.append({"prompt": decode(prompt), "before": answer, "after": None} | expected)
             if resumed:
-                self._read_answers_before()
-            self._save()
+                # Whatever the file of the run that is resumed holds
+                with warn_on_error("sample answers from before training are missing"):
+                    earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
+                    before = {sample["prompt"]: sample["before"] for sample in earlier}
+                    for sample in self.samples:
+                        sample["before"] = before.get(sample["prompt"])
+                    if not all(sample["prompt"] in before for sample in self.samples):
+                        lacking = f"{self.file} of the resumed run lacks them"
+                        logger.info("no sample answers from before training: %s", lacking)
+            with warn_on_error(FAILED):  # other ranks do not wait for the file
+                write_json(self.file, self.samples)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The answers of after; none where SIGTERM asks for a quick end."""
@@ -64,7 +73,8 @@ class Samples(TrainerCallback):
             for sample, answer in zip(self.samples, self.generate(self.asked), strict=False):  # other ranks have none
                 sample["after"] = answer
             if state.is_world_process_zero:
-                self._save()
+                with warn_on_error(FAILED):
+                    write_json(self.file, self.samples)
 
     def generate(self, asked: list[tuple[list[int], list[int]]]) -> list[Any]:
         """A text for each question on the first process, none on others; all ranks call it."""
@@ -75,20 +85,6 @@ class Samples(TrainerCallback):
         texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True) if found else []
         ends = trainer.terminal_ids
         return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]
-
-    def _save(self) -> None:
-        with warn_on_error(FAILED):
-            write_json(self.file, self.samples)
-
-    def _read_answers_before(self) -> None:
-        """Take the answers from before training out of the file of the run that is resumed, whatever it holds."""
-        with warn_on_error("sample answers from before training are missing"):
-            earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
-            before = {sample["prompt"]: sample["before"] for sample in earlier}
-            for sample in self.samples:
-                sample["before"] = before.get(sample["prompt"])
-            if not all(sample["prompt"] in before for sample in self.samples):
-                logger.info("no sample answers from before training: %s of the resumed run lacks them", self.file)
 
 
 def find_obstacle(trainer: Any) -> str | None:
@@ -106,10 +102,8 @@ def find_obstacle(trainer: Any) -> str | None:
 
 
 def pick_questions(rows: Any) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, ids of the right answer, or none) of a few rows, evenly spread over a data set, first of a stream.
-
-    rows: prepared ones, packed or not; of a dict of data sets the first.
-    """
+    """(prompt ids, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
+    set (of a dict the first), the first of a stream."""
     if isinstance(rows, dict):
         rows = next(iter(rows.values()))
     if isinstance(rows, datasets.Dataset):

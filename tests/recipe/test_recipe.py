@@ -158,8 +158,10 @@ def test_train_section_is_checked_against_the_config(unchecked, given, message):
         (DPO.replace("columns", "colums"), "dpo.yaml:6: unknown key data.train.colums; did you mean 'columns'?"),
         (
             DPO.replace("dpo\n", "dpoo\n"),
-            "dpo.yaml:1: method must be sft, dpo, kto, kd or opd, not 'dpoo'; did you mean 'dpo'?",
+            f"dpo.yaml:1: method must be {' or '.join([', '.join([*METHODS][:-1]), [*METHODS][-1]])}, not 'dpoo';"
+            " did you mean 'dpo'?",
         ),
+        (DPO.replace("dpo\n", "[dpo]\n"), f"dpo.yaml:1: method must be {next(iter(METHODS))}, "),
         (DPO.replace("method: dpo\n", ""), "dpo.yaml: method is missing"),
         (DPO.replace("path: pairs.jsonl, ", ""), "dpo.yaml:6: data.train.path is missing"),
         (DPO.replace("org/name", "3"), "dpo.yaml:3: model.name_or_path must be a string, not 3"),

@@ -55,18 +55,32 @@ PINNED = pytest.mark.skipif(
     any(version(name) != known for name, known in STORED["versions"].items()),
     reason="fields.json is that of the versions in constraints.txt",
 )
+IN_FILE = [name.removeprefix("train.") for name in STORED if name.startswith("train.")]
+"""The methods that fields.json has; one that it lacks is imported, which a recipe's mistakes have to wait for."""
+
+
+def written_fields(methods):
+    """What `make fields` would write of these methods."""
+    spec = importlib.util.spec_from_file_location("docs_fields", Path(__file__).parents[2] / "docs/fields.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.text(methods)
 
 
 @PINNED
 def test_the_data_file_is_what_the_installed_packages_give():
-    spec = importlib.util.spec_from_file_location("docs_fields", Path(__file__).parents[2] / "docs/fields.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert fields.FILE.read_text(encoding="utf-8") == script.text(), "run `make fields`"
+    assert fields.FILE.read_text(encoding="utf-8") == written_fields(IN_FILE), "run `make fields`"
 
 
 @PINNED
-@pytest.mark.parametrize("method", METHODS)
+def test_a_method_of_the_data_file_whose_config_has_changed_is_told(monkeypatch):
+    monkeypatch.setattr(config_class("dpo").__dataclass_fields__["beta"], "default", 0.7)
+    stored, written = STORED, json.loads(written_fields(IN_FILE))
+    assert [name for name in stored if stored[name] != written[name]] == ["train.dpo"]
+
+
+@PINNED
+@pytest.mark.parametrize("method", IN_FILE)
 def test_the_data_file_has_the_fields_and_defaults_of_the_config(method):
     known, differing = train_fields(method), []
     config_fields = [field for field in dataclasses.fields(config_class(method)) if field.init]
@@ -83,12 +97,6 @@ def test_the_data_file_has_the_fields_and_defaults_of_the_config(method):
 def test_the_data_file_has_the_fields_of_peft_and_the_friendly_names():
     known = {field.name for field in dataclasses.fields(peft.LoraConfig) if field.init}
     assert lora_fields().keys() == known | {"alpha", "dropout"}
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_the_data_file_stands_for_every_method(method):
-    """One that it lacks is imported, which a recipe's mistakes would have to wait for."""
-    assert f"train.{method}" in STORED, "run `make fields`"
 
 
 @pytest.fixture
@@ -204,6 +212,7 @@ def test_what_makes_sense_is_let_through(values):
 
 def test_owners_of_a_field():
     assert owners("rollout") == ["opd"]
-    assert owners("beta") == ["dpo", "kto", "kd", "opd"]
-    assert owners("learning_rate") == list(METHODS)
+    assert {*owners("beta")} >= {"dpo", "kto", "kd", "opd"}
+    assert "sft" not in owners("beta")
+    assert owners("learning_rate")[:2] == ["sft", "dpo"]  # each with its own default
     assert owners("max_length") == []  # of all, from PostTrainConfig
