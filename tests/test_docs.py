@@ -7,7 +7,7 @@ Blocks of a page run one after the other in a folder where hub names are local f
     python    executed, names are kept for the page's next block
     yaml      loaded as a recipe; a fragment is laid over a small recipe of the page's method
     json      each line is a row that some method reads
-    text      formulas and output
+    text      formulas and output; mermaid: drawings
 
 A word behind the language is the file that the block is (`mine.yaml`), or a fragment's method. Commands in running text
 are parsed, not run.
@@ -286,7 +286,7 @@ def test_every_block_of_a_page_runs(page, folder):
         elif block.language == "json":
             rows_of(block)
         else:
-            assert block.language == "text", f"{place}: a block of {block.language or 'no language'}"
+            assert block.language in ("text", "mermaid"), f"{place}: a block of {block.language or 'no language'}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -432,13 +432,3 @@ def test_formats_of_the_readme_are_read_by_their_method():
     for _, line, method in table(text, "## Your own data"):
         row = TABLE[method.partition(",")[0]]
         assert detect(list(json.loads(code(line)[0])), row) in row.rows.formats
-
-
-def test_the_house_is_as_the_readme_says():
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8").split("## The house\n")[1].split("\n## ")[0]
-    named = set(re.findall(r"\b(\w+\.py)\b", text))
-    modules = {path.name for path in (REPOSITORY / "hf_posttrain").glob("*.py")} - {"__init__.py"}
-    packages = {path.parent.name for path in (REPOSITORY / "hf_posttrain").glob("*/__init__.py")}
-    assert modules <= named, modules - named
-    assert all(f"{package}/" in text for package in packages), packages
-    assert all(list(REPOSITORY.rglob(one)) for one in named), named
