@@ -315,7 +315,7 @@ def test_a_teacher_that_is_not_cut_leaves_the_device_after_each_use(offload, tmp
         tiny_model(), config, token_rows("kd"), None, byte_tokenizer(), teacher_model=teacher, teacher_offload=offload
     ).train()
     use, away = (config.device, None), ("cpu",)
-    assert moves == ([use, away] * 4 if offload else [use] * 4) + [away]  # a check of its scores and three steps
+    assert moves == ([use, away] * 4 if offload else [use]) + [away]  # a check of its scores and three steps
 
 
 def beside(rank, method, engine, dropout, size):
