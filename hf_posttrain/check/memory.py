@@ -46,36 +46,21 @@ PARTS = ("parameters", "gradients", "optimizer", "second_model", "activations", 
 class MemoryEstimate:
     """Bytes on each device at the peak of the part of the run that needs most."""
 
-    engine: str
-    """Which engine, and on how many processes."""
-    phase: str
-    """At whose peak this is: training step, evaluation, generation, ..."""
-    parameters: int
-    """Weights of the policy, with the layers that an engine gathers."""
-    gradients: int
-    """Of the trained weights, with the buckets that they travel in."""
-    optimizer: int
-    """Its state, with the float32 weights that DeepSpeed keeps."""
-    second_model: int
-    """Reference or teacher."""
-    activations: int
-    """All other tensors: activations, a tile of the head, masks, the cache of generation."""
-    other: int
-    """What the process has without tensors; on a GPU its context, and what vLLM keeps."""
-    total: int
-    """All of these."""
-    available: int | None
-    """Bytes of the device; None where it is not in this machine."""
-    host: int
-    """Bytes that an engine keeps in host memory for this device."""
-    batch: dict[str, Any]
-    """rows and tokens of the longest micro-batch, and its layout."""
-    phases: dict[str, int] = field(default_factory=dict)
-    """The total of each part of the run."""
-    notes: list[str] = field(default_factory=list)
-    """What is not in it."""
-    advice: list[str] = field(default_factory=list)
-    """What to change if it does not fit, in the order to try, each on top of those before."""
+    engine: str  # its name, and on how many processes
+    phase: str  # at whose peak this is: training step, evaluation, generation, ...
+    parameters: int  # weights of the policy, with the layers that an engine gathers
+    gradients: int  # of the trained weights, with the buckets that they travel in
+    optimizer: int  # its state, with the float32 weights that DeepSpeed keeps
+    second_model: int  # reference or teacher
+    activations: int  # all other tensors: activations, a tile of the head, masks, the cache of generation
+    other: int  # what the process has without tensors; on a GPU its context, and what vLLM keeps
+    total: int  # all of these
+    available: int | None  # bytes of the device; None where it is not in this machine
+    host: int  # bytes that an engine keeps in host memory for this device
+    batch: dict[str, Any]  # rows and tokens of the longest micro-batch, and its layout
+    phases: dict[str, int] = field(default_factory=dict)  # the total of each part of the run
+    notes: list[str] = field(default_factory=list)  # what is not in it
+    advice: list[str] = field(default_factory=list)  # what to change if it does not fit, each on top of those before
 
     @property
     def fits(self) -> bool:

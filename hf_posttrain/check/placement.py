@@ -87,10 +87,8 @@ class Weights:
     trained: int = 0
     numbers: int = 0
     trained_numbers: int = 0
-    gathered: int = 0
-    """How many a device has whole at once where an engine cuts them: outside of layers, and those of two layers."""
-    quantised: bool = False
-    """Frozen weights are quantised: no engine casts them."""
+    gathered: int = 0  # how many are whole at once where an engine cuts them: outside of layers, and of two layers
+    quantised: bool = False  # the frozen ones: no engine casts them
 
 
 def state_bytes(optim: Any, weights: Weights) -> int:
