@@ -59,6 +59,11 @@ class DPOConfig(PostTrainConfig):
             self.beta = 2.0 if "simpo" in self.loss_type else 0.1
 
 
+def pair_examples(row: dict) -> list[Example]:
+    """A prompt with two branches: the chosen answer and the rejected one."""
+    return [Example(row["prompt_ids"], [Branch(row["chosen_ids"]), Branch(row["rejected_ids"])])]
+
+
 class DPOTrainer(PostTrainer):
     """DPO of a causal LM; further argument: `ref_model`. Rows: prompt, chosen, rejected.
 
@@ -77,8 +82,8 @@ class DPOTrainer(PostTrainer):
 
     @staticmethod
     def examples(row: dict) -> list[Example]:
-        """A prompt with two branches: the chosen answer and the rejected one."""
-        return [Example(row["prompt_ids"], [Branch(row["chosen_ids"]), Branch(row["rejected_ids"])])]
+        """See `pair_examples`."""
+        return pair_examples(row)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One loss for each pair, [B]."""
