@@ -67,6 +67,18 @@ _ROWS = (
         },
     ),
     Method(
+        "cpo", "contrastive preference optimisation", PREFERENCE, "examples",
+        key_metrics={"rewards/accuracies": "accuracy", "rewards/margins": "margin"},
+        paper=Paper(
+            "xu2024contrastive", "2401.08417", 2024,
+            "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",
+            "Haoran Xu and Amr Sharaf and Yunmo Chen and Weiting Tan and Lingfeng Shen and Benjamin Van Durme"
+            " and Kenton Murray and Young Jin Kim",
+        ),
+        limits={"beta": POSITIVE, "cpo_alpha": NOT_NEGATIVE},
+        symptoms={"label_leak": _PREFERENCE_SYMPTOMS["label_leak"]},
+    ),
+    Method(
         "kd", "knowledge distillation", SUPERVISED, "tokens", second="teacher",
         key_metrics={"distill/divergence": "divergence"},
         paper=Paper(

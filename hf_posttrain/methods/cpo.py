@@ -1,0 +1,75 @@
+"""Contrastive preference optimisation: pairs without a reference, and the NLL of the chosen answer.
+
+    loss = mean over pairs of  -log s(beta (log pi(chosen) - log pi(rejected)))  +  cpo_alpha * NLL(chosen) / |chosen|
+
+Log-probabilities are summed over trained tokens; the second term keeps the chosen answers likely.
+Source: Xu et al. 2024 (arXiv 2401.08417); the NLL is taken per token, as the authors' code does.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..losses.preference import PAIRED, PairedOptions, Pairs
+from ..scoring.forward import per_branch, targets
+from ..scoring.head import LogProb
+from ..scoring.layouts import Example
+from ..trainer.base import PostTrainer
+from ..trainer.config import PostTrainConfig
+from ..trainer.loss_units import Losses
+from . import METHODS
+from .dpo import pair_examples
+
+
+@dataclass
+class CPOConfig(PostTrainConfig):
+    """Options of CPO; every other field of TrainingArguments and PostTrainConfig works as well."""
+
+    method: ClassVar = METHODS["cpo"]
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    disable_dropout: bool = True
+    """Set every dropout of the policy to 0."""
+    beta: float = 0.1
+    """How steeply the preference loss falls with the difference of the log-probabilities."""
+    cpo_alpha: float = 1.0
+    """Weight of the chosen answer's NLL per token; 0 leaves it out."""
+
+
+class CPOTrainer(PostTrainer):
+    """CPO of a causal LM. Rows: prompt, chosen, rejected.
+
+    `compute_metrics` gets log-probabilities [B, 2] (chosen, rejected) and, as label_ids, trained lengths [B, 2].
+    """
+
+    config_class = CPOConfig
+
+    @staticmethod
+    def examples(row: dict) -> list[Example]:
+        """As for DPO."""
+        return pair_examples(row)
+
+    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+        """One loss for each pair, [B]."""
+        scores = self.score(model, batch, LogProb(targets(batch)))
+        logps = per_branch(scores["value"], batch).view(-1, 2)
+        lengths = per_branch(torch.ones_like(scores["value"]), batch).view(-1, 2)
+
+        # DPO's loss with a reference to which all answers are equally likely
+        pairs, options = Pairs(logps, torch.zeros_like(logps), lengths), PairedOptions(self.args.beta)
+        nll = PAIRED["sft"](pairs, options)
+        values = PAIRED["sigmoid"](pairs, options) + self.args.cpo_alpha * nll
+        metrics = self._metrics(logps.detach()) | {"nll_loss": (nll, None)}
+        return Losses(values, self.weights(batch), metrics, scores.get("router_logits"), logps.detach(), lengths)
+
+    def _metrics(self, logps: Tensor) -> dict[str, tuple[Tensor, None]]:
+        """Rewards: beta times the log-probability of an answer."""
+        chosen, rejected = (self.args.beta * logps).unbind(1)
+        metrics = {
+            "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
+            "rewards/accuracies": (chosen > rejected).float(),
+            "logps/chosen": logps[:, 0], "logps/rejected": logps[:, 1],
+        }  # fmt: skip
+        return {name: (values, None) for name, values in metrics.items()}
