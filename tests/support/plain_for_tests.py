@@ -35,6 +35,14 @@ def dpo(model, rows, reference, beta=0.1, **_):
     return sum(losses) / len(losses)
 
 
+def cpo(model, rows, beta=0.1, cpo_alpha=1.0, **_):
+    losses = []
+    for row in rows:
+        chosen, rejected = (logp(model, row["prompt_ids"], row[k]) for k in ("chosen_ids", "rejected_ids"))
+        losses.append(-logsigmoid(beta * (chosen - rejected)) - cpo_alpha * chosen / len(row["chosen_ids"]))
+    return sum(losses) / len(losses)
+
+
 def kto(model, rows, reference, partner, beta=0.1, **_):
     ratio = lambda prompt, answer: logp(model, prompt, answer) - logp(reference, prompt, answer).detach()  # noqa: E731
     with torch.no_grad():
@@ -67,7 +75,7 @@ def opd(model, rows, teacher, rollouts, **_):
     return total / count
 
 
-PLAIN = {"sft": sft, "dpo": dpo, "kto": kto, "kd": kd, "opd": opd}
+PLAIN = {"sft": sft, "dpo": dpo, "cpo": cpo, "kto": kto, "kd": kd, "opd": opd}
 
 
 def slow_score(model, batch, tile, weights=None, router_logits=False):
