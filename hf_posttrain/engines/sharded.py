@@ -64,11 +64,9 @@ def _with_fsdp2(model: nn.Module, accelerator: Any, offload: CPUOffloadPolicy | 
 
 def _without_training(accelerator: Any) -> dict[str, Any]:
     """DeepSpeed's config of the run, for a model that is not trained."""
-    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-    for name in ("optimizer", "scheduler"):
-        config.pop(name, None)
-    config["zero_optimization"].pop("offload_optimizer", None)
-    return config
+    whole = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    whole["zero_optimization"].pop("offload_optimizer", None)
+    return {name: value for name, value in whole.items() if name not in ("optimizer", "scheduler")}
 
 
 # ---- the policy, gathered

@@ -132,10 +132,7 @@ class Guard(TrainerCallback):
 
     def _save(self, path: Path) -> str | None:
         """Write `broken` for `torch.load`: step, loss, rows (their `index` in the prepared data, -1 where it has none),
-        text (of each row of tokens) and the tensors themselves.
-
-        Returns why it could not be kept, such as a full disk, in a line; it does not raise, since other ranks wait.
-        """
+        text (of each row of tokens) and the tensors themselves. Returns, in a line, why it could not be kept."""
         assert self.broken is not None
         step, loss, batch = self.broken
         try:
@@ -145,7 +142,7 @@ class Guard(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = batch["index"].tolist()
             torch.save({"step": step, "loss": loss.item(), "rows": rows, "text": text, "batch": batch}, path)
-        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeErrors
+        except (OSError, RuntimeError) as error:  # a full disk, torch's writer; not raised, since other ranks wait
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             return str(getattr(error, "strerror", None) or error).partition("\n")[0]

@@ -162,8 +162,7 @@ class Pace:
 
     def count(self, weights: Tensor) -> None:
         """Add a micro-batch: `router_weights` [R, L], which are 0 for padding alone."""
-        found = (weights > 0).sum()
-        self.tokens = found if self.tokens is None else self.tokens + found
+        self.tokens = (weights > 0).sum() + (0 if self.tokens is None else self.tokens)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

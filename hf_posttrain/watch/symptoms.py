@@ -24,10 +24,9 @@ _REWARDS = ("rewards/chosen", "rewards/rejected")
 
 
 def chosen_falling(history: History) -> str | None:
-    """Both answers fall, the rejected one faster.
+    """Both answers fall, the rejected one faster: the loss sees the margin alone, and so looks well.
 
-    The loss sees the margin alone, so it looks well; probability goes to answers that nobody wrote, and the policy
-    degrades (arXiv 2402.13228, 2410.08847).
+    Probability goes to answers that nobody wrote, and the policy degrades (arXiv 2402.13228, 2410.08847).
     """
     names = ("logps/chosen", "logps/chosen_change", "rewards/margins")
     logs = [log for log in history if all(name in log for name in names)]
@@ -50,8 +49,8 @@ def chosen_falling(history: History) -> str | None:
 def kl_zero(history: History) -> str | None:
     """KTO's KL estimate is 0 at every step: below it, and so clamped, or exactly there.
 
-    The reference point of the loss is then the constant 0 and no longer the policy's own drift: with rewards of both
-    classes on one side of it the loss saturates, or stays at 0.5.
+    The loss then compares rewards with the constant 0 instead of the policy's own drift: with rewards of both classes
+    on one side of it the loss saturates, or stays at 0.5.
     """
     # in healthy runs noise clamps many, but not all of ten
     logs = _last(history, 10, "step", 50)
@@ -61,11 +60,8 @@ def kl_zero(history: History) -> str | None:
 
 
 def no_learning(history: History) -> str | None:
-    """Rewards stay at 0 although the learning rate has passed its warm-up.
-
-    A learning rate meant for another kind of training (LoRA wants ten times that of all weights), or bf16 weights
-    that swallow the updates.
-    """
+    """Rewards stay at 0 although the learning rate has passed its warm-up: it is meant for another kind of training
+    (LoRA wants ten times that of all weights), or bf16 weights swallow the updates."""
     logs = history[_peak(history) :]
     if len(logs) < 5 or logs[-1]["step"] - logs[0]["step"] < 50:
         return None
@@ -77,11 +73,8 @@ def no_learning(history: History) -> str | None:
 
 
 def label_leak(history: History) -> str | None:
-    """From the second log on, and on rows that were never seen before, every preference is predicted right.
-
-    What is learned in so few steps is no preference, but a mark of the label: a length, a template, a truncated end,
-    the model that wrote the answer.
-    """
+    """From the second log on, and on rows that were never seen before, every preference is predicted right: by a mark
+    of the label, such as a length, a template, a truncated end, or the model that wrote the answer."""
     # without the first log, where policy and reference are equal
     logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
     accuracy = [log.get("rewards/accuracies", 0.0) for log in logs]
@@ -103,11 +96,8 @@ def clipped_rollouts(history: History) -> str | None:
 
 
 def empty_rollouts(history: History) -> str | None:
-    """Rollouts are a terminal token and nothing before it.
-
-    The prompt looks finished to the student (it ends in a turn end, or the template adds no opening of the answer), or
-    the student has collapsed into silence.
-    """
+    """Rollouts are a terminal token alone: the prompt looks finished to the student (it ends in a turn end, or the
+    template adds no opening of the answer), or the student has collapsed into silence."""
     logs = _last(history, 3, "rows", 64)
     # the terminal token counts into the length; a rollout that is cut after one token has not ended
     short = logs and all(log.get("generation/length", 2.0) <= 1.1 for log in logs)
