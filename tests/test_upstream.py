@@ -27,6 +27,7 @@ from unittest.mock import patch
 
 import accelerate
 import datasets
+import evaluate
 import peft
 import pytest
 import torch
@@ -198,7 +199,7 @@ NEEDS = {need.symbol: need for need in [
          "an attribute of the instance takes its place, with hooks around it", "forward"),
     Need("torch.nn.Linear.forward", "scoring/cpu.py scoring/forward.py",
          "calls nn.functional.linear with three positional arguments", "linear"),
-    # ---- datasets, huggingface_hub, bitsandbytes
+    # ---- datasets, evaluate, huggingface_hub, bitsandbytes
     Need("datasets.Dataset._indices", "data/audit.py",
          "None, or a table whose first column has the stored row of each row"),
     Need("datasets.IterableDataset._resolve_features", "data/sources.py",
@@ -206,6 +207,9 @@ NEEDS = {need.symbol: need for need in [
     Need("datasets.ReadInstruction.to_absolute", "data/sources.py", "parts with splitname, from_ and to"),
     Need("datasets.packaged_modules", "data/sources.py",
          "a reader logs under its module's name what it raises as well"),
+    Need("evaluate.Metric._info", "generation/exact_match.py",
+         "with _compute, all that a metric has to define; it needs no network"),
+    Need("evaluate.Metric._compute", "generation/exact_match.py", "see _info"),
     Need("huggingface_hub.constants.HF_HUB_CACHE", "recipe/files.py",
          "a model of the hub is in its folder models--OWNER--NAME", "models--"),
     Need("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "models/prepare.py",
@@ -1136,7 +1140,7 @@ def _():
     assert (True, 3, None) in seen or (True, 3, {}) in seen
 
 
-# ---- datasets, huggingface_hub, bitsandbytes
+# ---- datasets, evaluate, huggingface_hub, bitsandbytes
 
 
 @canary("datasets.Dataset._indices")
@@ -1172,6 +1176,19 @@ def _(tmp_path, caplog):
     with pytest.raises(datasets.exceptions.DatasetGenerationError), caplog.at_level(logging.ERROR):
         datasets.load_dataset("json", data_files=str(tmp_path / "broken.json"), cache_dir=str(tmp_path))
     assert importlib.import_module(logger.name).logger is logger
+
+
+@canary("evaluate.Metric._info", "evaluate.Metric._compute")
+def _():
+    class Ours(evaluate.Metric):
+        def _info(self):
+            features = datasets.Features({name: datasets.Value("string") for name in ("predictions", "references")})
+            return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+        def _compute(self, predictions, references):
+            return {"equal": predictions == references}
+
+    assert Ours().compute(predictions=["a"], references=["a"]) == {"equal": True}
 
 
 @canary("huggingface_hub.constants.HF_HUB_CACHE")
@@ -1277,7 +1294,7 @@ def test_the_scan_sees_every_way_to_use_a_private_name():
     assert found == {"_dynamo", "_pytree", "_one", "_two", "_three", "_save", "_four"}
 
 
-UPSTREAM = ("transformers", "accelerate", "peft", "datasets", "torch", "deepspeed")
+UPSTREAM = ("transformers", "accelerate", "peft", "datasets", "evaluate", "torch", "deepspeed")
 
 
 def our_classes():

@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterable
 from decimal import Context, InvalidOperation
+from functools import partial
 from typing import Any
 
 import datasets
+import evaluate
 import torch
 
 from ..errors import InputError
@@ -26,13 +28,32 @@ def final_answer(text: str) -> str:
     Thousands separators, currency signs and a trailing period or `.0` do not count: "$1,200.00" is "1200".
     """
     # the marked answer, by the first mark that is there; the last one counts, since solutions may try several
-    answer = next((found[-1] for pattern in _PATTERNS if (found := re.findall(pattern, text))), text)
-    # one spelling for equal answers
+    for pattern in _PATTERNS:
+        if found := re.findall(pattern, text):
+            return _normal(found[-1])
+    return _normal(text)
+
+
+def _normal(answer: str) -> str:
+    """One spelling for equal answers."""
     answer = answer.strip().strip("$.").replace(",", "").replace("$", "")
     try:
         return f"{_EXACT.create_decimal(answer).normalize(_EXACT):f}"
     except InvalidOperation:
         return answer.lower()
+
+
+class ExactMatch(evaluate.Metric):
+    """Share of predictions whose final answer equals the reference's: {"exact_match": float in 0..1}."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        features = datasets.Features({name: datasets.Value("string") for name in ("predictions", "references")})
+        given = "predictions and references: texts that end in an answer"
+        return evaluate.MetricInfo(description="", citation="", inputs_description=given, features=features)
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, float]:
+        hits = [final_answer(p) == final_answer(r) for p, r in zip(predictions, references, strict=True)]
+        return {"exact_match": sum(hits) / max(len(hits), 1)}
 
 
 def answerable(rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]]]:
@@ -49,17 +70,19 @@ def answerable(rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
-    """The share of prompts whose greedy answer has the same final answer as the data: see `answerable`, `final_answer`.
+    """The share of prompts whose greedy answer has the final answer of the data (of its chosen or desirable answer).
 
-    All ranks call it: each answers its share of the rows.
+    Raises InputError for rows without a prompt or an answer.
     """
     prompts, gold = answerable(rows)
     args, accelerator = trainer.args, trainer.accelerator
+    # each rank answers its share of the rows; hits and answers are added up over the ranks
     mine = slice(accelerator.process_index, None, accelerator.num_processes)
     answers = trainer.generate(prompts[mine], args.eval_max_completion_length, batch_size=args.eval_batch_size)
-    pairs = zip(answers, gold[mine], strict=True)
-    texts = (trainer.tokenizer.batch_decode(list(pair), skip_special_tokens=True) for pair in pairs)
-    hits = [final_answer(answer) == final_answer(reference) for answer, reference in texts]
-    counts = torch.tensor([float(sum(hits)), len(hits)], device=accelerator.device)
-    right, count = accelerator.reduce(counts, "sum").tolist()
+    decode = partial(trainer.tokenizer.batch_decode, skip_special_tokens=True)
+    hits = torch.zeros(2, device=accelerator.device)
+    if answers:  # a rank may have none
+        score = ExactMatch().compute(predictions=decode(answers), references=decode(gold[mine]))["exact_match"]
+        hits += torch.tensor([score * len(answers), len(answers)], device=accelerator.device)
+    right, count = accelerator.reduce(hits, "sum").tolist()
     return right / count

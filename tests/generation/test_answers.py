@@ -1,11 +1,9 @@
 """Final answers of solutions, their exact match, and which rows can be asked and graded."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation.exact_match import answerable, exact_match, final_answer
+from hf_posttrain.generation.exact_match import ExactMatch, answerable, final_answer
 
 
 @pytest.mark.parametrize(
@@ -41,19 +39,10 @@ def test_final_answer(text, answer):
 
 
 def test_exact_match_is_the_share_of_equal_final_answers():
-    predictions, references = ["so 36", "The answer is 12.", "A: 7", "none"], ["#### 36", "12.0", "8", "5"]
-
-    def codes(texts):
-        return [list(map(ord, text)) for text in texts]
-
-    rows = [{"prompt_ids": [1, 2], "completion_ids": ids} for ids in codes(references)]
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(eval_max_completion_length=9, eval_batch_size=2),
-        accelerator=SimpleNamespace(process_index=0, num_processes=1, device=None, reduce=lambda counts, _: counts),
-        generate=lambda prompts, *_, **__: codes(predictions),
-        tokenizer=SimpleNamespace(batch_decode=lambda batch, **_: ["".join(map(chr, ids)) for ids in batch]),
-    )
-    assert exact_match(trainer, rows) == 0.5
+    predictions = ["so 36", "The answer is 12.", "A: 7", "none"]
+    assert ExactMatch().compute(predictions=predictions, references=["#### 36", "12.0", "8", "5"]) == {
+        "exact_match": 0.5
+    }
 
 
 def test_rows_that_can_be_asked_and_graded():
