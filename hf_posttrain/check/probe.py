@@ -17,7 +17,7 @@ from ..recipe import build
 from ..recipe.sections import Recipe
 from ..scoring.forward import targets as targets_of
 from ..scoring.teacher_tiles import dense
-from ..watch.pace import peak_memory
+from ..watch.progress import peak_memory
 from .memory import longest
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts

@@ -1,12 +1,5 @@
-"""The engine that the config and the launcher ask for, and what of it is refused at the start of a run.
-
-    check_engine        by the config and environment alone: PostTrainConfig calls it
-    check_model         a quantised model on an engine that cannot cut its weights
-    check_accelerator   did Accelerate build what was asked for?
-    main_process_first  the first process of each machine before its others, however long it takes
-
-What is refused would train wrong numbers, something else than was asked for, or fail late.
-"""
+"""The engine that the config and the launcher ask for, and what is refused at the start of a run: that which would
+train wrong numbers, something else than was asked for, or fail late."""
 
 import os
 import time
@@ -27,12 +20,9 @@ _START_ALL = "start all with torchrun --nproc_per_node N or accelerate launch --
 class Asked(NamedTuple):
     """The engine that is asked for."""
 
-    fsdp: int
-    """FSDP's version, 0 without FSDP."""
-    state_dict_type: str
-    """FSDP saves FULL_STATE_DICT or SHARDED_STATE_DICT."""
-    zero: int | None
-    """ZeRO's stage, None without DeepSpeed."""
+    fsdp: int  # FSDP's version, 0 without FSDP
+    state_dict_type: str  # what FSDP saves: FULL_STATE_DICT or SHARDED_STATE_DICT
+    zero: int | None  # ZeRO's stage, None without DeepSpeed
 
     @property
     def shards(self) -> str | None:
@@ -40,9 +30,8 @@ class Asked(NamedTuple):
         return "FSDP2" if self.fsdp else "ZeRO-3" if self.zero == 3 else None
 
 
-def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
+def asked(args: Any, env: Mapping[str, str] = os.environ) -> Asked:
     """What `args`, a method's Config, asks for; the launcher's environment where it says nothing of FSDP."""
-    env = os.environ if env is None else env
     zero = None if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)  # from either of them
     if args.fsdp:
         plugin = args.fsdp_plugin_args or {}  # none on XLA
@@ -53,35 +42,33 @@ def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
     return Asked(0, "", zero)
 
 
-def check_engine(args: Any, env: Mapping[str, str] | None = None) -> None:
+def check_engine(args: Any, env: Mapping[str, str] = os.environ) -> None:
     """Raises LaunchError for an engine or a launch that must not train. args: a Config after HF's `__post_init__`."""
-    for problem in _problems(args, os.environ if env is None else env):
-        raise LaunchError(problem)
-
-
-def _problems(args: Any, env: Mapping[str, str]) -> Iterator[str]:
     # a process that trains alone though several were started: each would train and save the same
-    alone, sizes = args.world_size == 1, {name: int(env.get(name) or 1) for name in _SIZES}
-    for name in (name for name, size in sizes.items() if alone and size > 1):
-        yield f"{name} says {sizes[name]} processes, and this one would train alone: {_START_ALL}"
-    several = env.get("MASTER_ADDR") == "127.0.0.1" and {"MASTER_PORT", "ACCELERATE_MIXED_PRECISION"} <= env.keys()
-    if alone and "RANK" not in env and several:  # set for the one that it starts
-        yield f"accelerate launch was asked for several processes and started one: {_START_ALL}"
+    if args.world_size == 1:
+        for name in _SIZES:
+            if (size := int(env.get(name) or 1)) > 1:
+                raise LaunchError(f"{name} says {size} processes, and this one would train alone: {_START_ALL}")
+        several = env.get("MASTER_ADDR") == "127.0.0.1" and {"MASTER_PORT", "ACCELERATE_MIXED_PRECISION"} <= env.keys()
+        if "RANK" not in env and several:  # set for the one that it starts
+            raise LaunchError(f"accelerate launch was asked for several processes and started one: {_START_ALL}")
     if (args.fsdp or args.deepspeed) and "LOCAL_RANK" not in env:
-        name = "fsdp" if args.fsdp else "deepspeed"
-        yield f"{name} needs a launcher, on one GPU too: torchrun --nproc_per_node N -m hf_posttrain.run RECIPE.yaml"
+        name, command = "fsdp" if args.fsdp else "deepspeed", "torchrun --nproc_per_node N -m hf_posttrain.run"
+        raise LaunchError(f"{name} needs a launcher, on one GPU too: {command} RECIPE.yaml")
     # the launcher's environment against the config
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
     if precision in ("bf16", "fp16") and not (args.bf16 or args.fp16):
-        yield (
+        raise LaunchError(
             f"the launcher's mixed_precision is {precision}, but bf16 and fp16 are off here: say {precision}: true,"
             " or mixed_precision: 'no' in the accelerate config"
         )
     engine = asked(args, env)
     if engine.fsdp == 1:
-        yield "FSDP1 is deprecated and not supported: set version: 2 in fsdp_config (accelerate: fsdp_version: 2)"
+        raise LaunchError(
+            "FSDP1 is deprecated and not supported: set version: 2 in fsdp_config (accelerate: fsdp_version: 2)"
+        )
     if "SHARDED" in engine.state_dict_type and args.load_best_model_at_end:
-        yield (
+        raise LaunchError(
             "load_best_model_at_end crashes or loads wrong weights with FSDP2's SHARDED_STATE_DICT:"
             " set state_dict_type: FULL_STATE_DICT in fsdp_config (accelerate: fsdp_state_dict_type)"
         )
@@ -102,8 +89,7 @@ def check_accelerator(accelerator: Any, args: Any) -> None:
 def main_process_first(args: Any) -> Iterator[None]:
     """The first process of each machine runs the block, then all others do: they find in the cache what it wrote.
 
-    TrainingArguments has a method of that name, in which they wait in a collective and so give up after ddp_timeout
-    (30 minutes by default). args: a Config.
+    TrainingArguments' method of that name waits in a collective, which gives up after ddp_timeout. args: a Config.
     """
     if args.local_process_index != 0:
         _wait_for_all()
@@ -131,11 +117,11 @@ def _wait_for_all() -> None:
 
 def describe_launch(trainer: Any) -> str:
     """Engine, processes, rows of an optimizer step and precision."""
-    args, accelerator = trainer.args, trainer.accelerator
-    rows = trainer.get_total_train_batch_size(args)
+    args, count = trainer.args, trainer.accelerator.num_processes
     precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no mixed precision"
-    processes = "1 process" if accelerator.num_processes == 1 else f"{accelerator.num_processes} processes"
-    return f"on engine {engines.name(accelerator)}, {processes}, {rows} rows a step, {precision}"
+    processes = f"{count} process{'es' * (count > 1)}"
+    rows = trainer.get_total_train_batch_size(args)
+    return f"on engine {engines.name(trainer.accelerator)}, {processes}, {rows} rows a step, {precision}"
 
 
 def check_model(model: Any, args: Any) -> None:

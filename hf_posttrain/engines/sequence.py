@@ -1,8 +1,7 @@
 """Sequence parallelism: the ranks of a group hold a part of each row, so that longer rows fit (DeepSpeed Ulysses).
 
 Inside attention a rank has whole rows and some of the heads. Everything else looks at one position at a time, so a rank
-scores the tokens of its own part, and tokens, losses, metrics and gradients are added up over all ranks just as with
-data parallelism. In eval mode nothing is cut: every rank has whole rows of its own.
+scores the tokens of its own part, and sums over ranks are taken as with data parallelism. In eval mode nothing is cut.
 
 Legend: R rows, L row length, P parts of a row.
 """
@@ -25,14 +24,13 @@ from ..scoring.head import LogProb
 from ..scoring.layouts import IGNORE, Branch, Example, collate
 from .repeated_rows import weigh_rows
 
-_FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}
-"""What is put behind rows to make their length divisible."""
+_FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}  # put behind rows to make them divisible
 
 
 def settle(args: Any) -> ParallelismConfig | None:
     """The parallelism of `args`, a PostTrainConfig: its own, or that of `accelerate launch`; None where there is none.
 
-    Processes that no size speaks of are data parallel. Raises InputError for what cannot be honoured.
+    Raises InputError for what cannot be honoured.
     """
     config = args.parallelism_config
     if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
@@ -54,9 +52,8 @@ def settle(args: Any) -> ParallelismConfig | None:
         (not args.average_tokens_across_devices, "counts over all ranks: set average_tokens_across_devices: true"),
         (not args.accelerator_config.even_batches, "needs batches of one size: set even_batches: true"),
     ])  # fmt: skip
-    if config.data_parallel_size == 1:
-        config = replace(config, dp_shard_size=args.world_size // parts)
-    return config
+    # processes that no size speaks of are data parallel
+    return config if config.data_parallel_size > 1 else replace(config, dp_shard_size=args.world_size // parts)
 
 
 def _refuse(what: str, mistakes: list[tuple[Any, str]]) -> None:
@@ -89,7 +86,7 @@ def check_model(model: PreTrainedModel, router_coef: float, args: Any) -> None:
 
 
 def split(trainer: Any, adapter: Any) -> Any:
-    """The training loader that Trainer prepared, with batches cut as `batch.collate` lays them out.
+    """The training loader that Trainer prepared, with its batches cut.
 
     adapter: DeepSpeed's, which cuts tensors [rows, tokens] alone; without sequence parallelism the loader itself.
     Raises InputError where the model scores otherwise in parts than it does in one.
@@ -105,27 +102,28 @@ def split(trainer: Any, adapter: Any) -> Any:
 def _check_parts(trainer: Any, adapter: Any) -> None:
     """Score the same rows whole and cut, as `choose_layout.check` does for layouts."""
     model, parts = trainer.model_wrapped, adapter.sp_world_size
-    if getattr(forward.causal_lm(model).config.get_text_config(), "attention_dropout", 0):
+    inner = forward.causal_lm(model)
+    if getattr(inner.config.get_text_config(), "attention_dropout", 0):
         return  # it would be random
+
+    def summed(batch: dict[str, Tensor]) -> Tensor:
+        """All log-probabilities, a scalar."""
+        batch = {name: tensor.to(trainer.args.device) for name, tensor in batch.items()}
+        return forward.score(model, batch, LogProb(forward.targets(batch)))["value"].sum()
+
     example = Example([5, 9, 6], [Branch([7, 8, 5, 9, 6, 7, 9])])
     rows = collate([example] * trainer.args.train_batch_size, "padded")
     # in eval mode nothing is cut: the rows whole, and then with attention alone in training mode, which Ulysses cuts
     with torch.no_grad(), forward.eval_mode(model):
-        whole = _summed(model, rows, trainer.args.device)
-        for module in forward.causal_lm(model).modules():
+        whole = summed(rows)
+        for module in inner.modules():
             if hasattr(module, "is_causal"):  # an attention
                 module.training = True
-        part = _summed(model, cut(rows, adapter.sp_rank, parts), trainer.args.device)
+        part = summed(cut(rows, adapter.sp_rank, parts))
     found = trainer.accelerator.reduce(part) * parts / trainer.accelerator.num_processes
     if not (found - whole).abs() / len(rows["scored"]) <= (1e-3 if trainer.exact else 0.3):
-        name = type(forward.causal_lm(model)).__name__
+        name = type(inner).__name__
         raise InputError(f"sequence parallelism gives {name} other numbers than its own forward: it cannot be used")
-
-
-def _summed(model: torch.nn.Module, batch: dict[str, Tensor], device: torch.device) -> Tensor:
-    """Sum of all log-probabilities, a scalar."""
-    batch = {name: tensor.to(device) for name, tensor in batch.items()}
-    return forward.score(model, batch, LogProb(forward.targets(batch)))["value"].sum()
 
 
 class _Parts(IterableDataset):
@@ -152,8 +150,7 @@ class _Parts(IterableDataset):
 def cut(batch: dict[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
     """Part number `part` of each row of a padded batch: [R, L] -> [R, L / P], L rounded up.
 
-    scored and owner are those of the part; what belongs to rows stays whole. Masks are gone: attention is causal, and
-    padding is behind the tokens.
+    scored and owner are those of the part; what belongs to rows stays whole.
     """
     rows, length = batch["input_ids"].shape
     size = -(-length // parts)
@@ -166,6 +163,7 @@ def cut(batch: dict[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
     # places in the flattened rows: those of this part, in its own count
     row, column = batch["scored"] // length, batch["scored"] % length - start
     mine = (column >= 0) & (column < size)
+    # no mask: attention is causal, and padding is behind the tokens
     whole = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
     return whole | pieces | {
         "position_ids": torch.arange(start, start + size).repeat(rows, 1),

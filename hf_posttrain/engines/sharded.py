@@ -1,10 +1,4 @@
-"""Weights that FSDP2 or DeepSpeed's ZeRO-3 cut over the ranks: the policy's, and those of a frozen second model.
-
-    keep_scores_whole   what FSDP2's mixed precision must not round
-    prepare_frozen      cut a second model as the policy is
-    gather_fsdp2, gather_zero3   inside, every rank has all weights of the policy: one gather for a whole generation
-    gathered, copied    weights that DeepSpeed cut while the model was loaded (zero.Init)
-"""
+"""Weights that FSDP2 or DeepSpeed's ZeRO-3 cut over the ranks: the policy's, and those of a frozen second model."""
 
 import copy
 import dataclasses
@@ -35,13 +29,21 @@ def keep_scores_whole(accelerator: Any) -> None:
 
 def prepare_frozen(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
     """`model`, wrapped and cut as the policy is, in eval mode. offload: shards live in CPU memory."""
-    wrap = _with_fsdp2 if accelerator.is_fsdp2 else _with_zero3
-    wrapped = wrap(model, accelerator, offload)
+    pinned = accelerator.device.type == "cuda"
+    if accelerator.is_fsdp2:
+        return _with_fsdp2(model, accelerator, CPUOffloadPolicy(pin_memory=pinned) if offload else None).eval()
+    import deepspeed
+
+    # an engine of its own without optimizer
+    config = _without_training(accelerator)
+    if offload:
+        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
+    wrapped = deepspeed.initialize(model=model, config=config)[0]
     wrapped.eval()
     return wrapped
 
 
-def _with_fsdp2(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
+def _with_fsdp2(model: nn.Module, accelerator: Any, offload: CPUOffloadPolicy | None) -> nn.Module:
     """Accelerate's own wrapping, around the layers of this model's architecture instead of the policy's."""
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
@@ -52,8 +54,7 @@ def _with_fsdp2(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
     layers = {type(module).__name__ for module in model.modules()}
     if plugin.transformer_cls_names_to_wrap and not layers & set(plugin.transformer_cls_names_to_wrap):
         plugin.transformer_cls_names_to_wrap = None  # another architecture than the policy's: its own layers
-    if offload:
-        plugin.cpu_offload = CPUOffloadPolicy(pin_memory=accelerator.device.type == "cuda")
+    plugin.cpu_offload = offload or plugin.cpu_offload
     try:
         return fsdp2_prepare_model(accelerator, model)
     finally:
@@ -61,24 +62,11 @@ def _with_fsdp2(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
             setattr(plugin, name, value)
 
 
-def _with_zero3(model: nn.Module, accelerator: Any, offload: bool) -> nn.Module:
-    """An engine of its own without optimizer."""
-    import deepspeed
-
-    config = _without_training(accelerator)
-    if offload:
-        pinned = accelerator.device.type == "cuda"
-        config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": pinned}
-    return deepspeed.initialize(model=model, config=config)[0]
-
-
 def _without_training(accelerator: Any) -> dict[str, Any]:
     """DeepSpeed's config of the run, for a model that is not trained."""
-    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-    for name in ("optimizer", "scheduler"):
-        config.pop(name, None)
-    config["zero_optimization"].pop("offload_optimizer", None)
-    return config
+    whole = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    whole["zero_optimization"].pop("offload_optimizer", None)
+    return {name: value for name, value in whole.items() if name not in ("optimizer", "scheduler")}
 
 
 # ---- the policy, gathered

@@ -1,5 +1,4 @@
-"""transformers' own `generate`, for models whose state between steps is more than keys and values; and a warning of
-what is ignored of a model's generation config."""
+"""transformers' own `generate`, for models whose state between steps is more than keys and values."""
 
 import logging
 from typing import Any
@@ -8,6 +7,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 logger = logging.getLogger(__name__)
+# options that change the distribution, with the value that does not
 _ALTERING = {
     "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "top_h": None,
     "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": None,
@@ -38,9 +38,8 @@ def generate(
 
 def warn_if_altered(config: GenerationConfig) -> None:
     """Say which settings of a model's generation config are ignored."""
-    given = {name: (getattr(config, name, None), off) for name, off in _ALTERING.items()}
-    if config.do_sample:
-        given |= {"top_k": (config.top_k, 0), "top_p": (config.top_p, 1.0)}
-    if found := [f"{name}={value}" for name, (value, off) in given.items() if value not in (off, None)]:
+    harmless = _ALTERING | ({"top_k": 0, "top_p": 1.0} if config.do_sample else {})
+    given = {name: getattr(config, name, None) for name in harmless}
+    if found := [f"{name}={value}" for name, value in given.items() if value not in (harmless[name], None)]:
         said = "rollouts ignore the model's generation config (%s): they are drawn from the distribution that is scored"
         logger.warning(said, ", ".join(found))

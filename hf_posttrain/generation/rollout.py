@@ -1,9 +1,5 @@
 """Sampling from exactly the distribution that is scored, and greedy answers for evaluation.
 
-    OwnModel    OPD's rollouts by the policy itself; `vllm` has two other backends with the same methods
-    generate    completions of many prompts, in batches
-    decode      completions of one batch, token by token
-
 `transformers.generate` computes a whole static batch until its last row ends; in `decode` a step costs the rows that go
 on. It is for plain decoder caches (`can_decode`); other models are left to transformers, see `by_transformers`.
 
@@ -28,7 +24,7 @@ from . import by_transformers
 
 
 class OwnModel:
-    """OPD's rollouts by the policy itself."""
+    """OPD's rollouts by the policy itself; `vllm` has two other backends with the same methods."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
@@ -48,10 +44,8 @@ class OwnModel:
 class Sampler:
     """How the next token is chosen."""
 
-    temperature: float | None
-    """Draws from softmax(logits / temperature); None is greedy."""
-    vocabulary: int
-    """Ids from there on are never chosen."""
+    temperature: float | None  # draws from softmax(logits / temperature); None is greedy
+    vocabulary: int  # ids from there on are never chosen
 
     def __call__(self, logits: Tensor) -> Tensor:
         """[n, V] -> [n], an id that does not exist where a logit is NaN or infinite."""
@@ -73,9 +67,8 @@ def generate(
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
-    temperature None is greedy; otherwise tokens are drawn from softmax(logits / temperature) over the whole vocabulary,
-    whatever the generation config of the model says. Draws from the global generator: see `seeded`.
-    vocabulary: ids from there on (padding of the student's vocabulary that a teacher lacks) are never drawn.
+    temperature, vocabulary: see `Sampler`, whatever the model's generation config says (a teacher may lack ids that pad
+    the student's vocabulary). Draws from the global generator: see `seeded`.
     Prompts are sorted by length and generated batch_size at a time (None: all at once).
     """
     inner = causal_lm(model)
@@ -103,12 +96,9 @@ def generate(
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of a layer in buffers with room for the next tokens: a step does not copy all that came before.
+    """Keys and values of a layer in buffers with space for more tokens: a step does not copy all that came before."""
 
-    A step that does not fit gets new ones, with room for SPARE tokens more.
-    """
-
-    SPARE = 128
+    SPARE = 128  # tokens more that fit into new buffers, which a step gets that does not fit
     buffers: Sequence[Tensor] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -126,7 +116,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, with the room behind them."""
+        """Keep these rows, with the space behind them."""
         if length := self.get_seq_length():
             self.buffers = [buffer[indices] for buffer in self.buffers]
             self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)

@@ -1,8 +1,7 @@
 """OPD's rollouts by vLLM: an engine in each training process (`Colocated`), or `vllm serve` over HTTP (`Server`).
 
 Both have the methods of `rollout.OwnModel`: synchronise() gives vLLM the policy's weights, and all ranks call it;
-generate(prompts, seed) samples K rollouts of each prompt. Tokens go in and come out as ids. What vLLM cannot do is
-refused by `check_installed` and `check`, most of it before weights are loaded.
+generate(prompts, seed) samples K rollouts of each prompt. What vLLM cannot do is refused, mostly before loading.
 
     weights         Colocated                                       Server
     all             in memory                                       a folder in output_dir, which the server must see
@@ -27,7 +26,6 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +41,13 @@ from ..scoring import forward as scoring
 from . import rollout
 
 logger = logging.getLogger(__name__)
-_REQUESTS = 256
-"""How many requests a process has open at the server; each is a prompt and its K rollouts."""
+_REQUESTS = 256  # that a process has open at the server; each is a prompt and its K rollouts
+_TIMEOUT = 3600  # seconds that one answer of the server may take
+# vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
 _NEVER, _MOST_BIASED = -100.0, 1024
-"""vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)."""
-_TIMEOUT = 3600
-"""Seconds that one answer of the server may take."""
+# LoRA in vLLM: max_lora_rank (config/lora.py), and initialisations that leave the base as it is (lora/peft_helper.py)
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM allows as max_lora_rank (config/lora.py)."""
 _INITIALISATIONS = (True, False, "gaussian", "eva", "orthogonal")
-"""Of LoRA: the others change the base too (lora/peft_helper.py)."""
 _BEYOND_LORA = (
     "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication",
     "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config",
@@ -79,7 +74,15 @@ class _Backend:
         check(trainer.args, self.lora)
         self.trainer, self.sampling, self.count = trainer, sampling(trainer), 0
         self.adapter: Any = None
-        self._temporary, self.folder = _shared_folder(trainer)
+        # a new folder in output_dir, the same on all ranks; what removes it when the run ends is kept by the first
+        self.temporary = None
+        if trainer.is_world_process_zero():
+            parent = Path(trainer.args.output_dir).resolve()
+            parent.mkdir(parents=True, exist_ok=True)
+            self.temporary = tempfile.TemporaryDirectory(prefix="vllm-", dir=parent)
+            os.chmod(self.temporary.name, 0o755)  # a server may be another user's
+        [folder] = broadcast_object_list([self.temporary and self.temporary.name])
+        self.folder = Path(folder)
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int]) -> list[list[int]]:
         """K rollouts of each prompt, one prompt after the other: tokens up to and with the first terminal id.
@@ -90,19 +93,19 @@ class _Backend:
             return []
         # of 62 bits, since vLLM adds the number of the rollout to it
         seeds = [rollout.mix_seed(*seed, number) >> 2 for number in range(len(prompts))]
-        rollouts = [list(ids) for group in self._sampled(prompts, seeds) for ids in group]
+        rollouts = [list(ids) for group in self._sample(prompts, seeds) for ids in group]
         if not all(rollouts):
             raise RuntimeError("vLLM gave an empty rollout: see its log")
         if max(map(max, rollouts)) >= self.trainer.vocabulary:
             raise RuntimeError("vLLM drew an id of the vocabulary's padding: set rollout: transformers")
         return rollouts
 
-    def _sampled(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
         """Token ids, [prompts][K][tokens]."""
         raise NotImplementedError
 
-    def _written(self) -> Path:
-        """A folder with the policy as it is now, or with its adapter alone. All ranks call it."""
+    def _write(self) -> Path:
+        """The policy as it is now, or its adapter alone, to a new folder, which is returned. All ranks call it."""
         self.count += 1
         folder = self.folder / str(self.count)
         self.trainer.save_model(str(folder), _internal_call=True)  # whole under every engine, and read again
@@ -111,7 +114,7 @@ class _Backend:
         return folder if name == "default" else folder / name  # as PEFT has it
 
     def _remove(self, number: int) -> None:
-        """The weights that were written as `number`. All ranks call it, and none goes on before the first rank does."""
+        """Remove the weights that were written as `number`. All ranks call it, the first one waits for all others."""
         self.trainer.accelerator.wait_for_everyone()
         if self.trainer.is_world_process_zero():
             shutil.rmtree(self.folder / str(number), ignore_errors=True)
@@ -128,11 +131,11 @@ class Colocated(_Backend):
 
         # the base of a LoRA policy never changes: it is sent once, and then an adapter each time
         if self.llm is None:
-            self.llm = self._started()
+            self.llm = self._start()
             if self.lora:
                 self._give_weights()
         if self.lora:
-            written = self._written()
+            written = self._write()
             self.adapter = LoRARequest(lora_name=str(self.count), lora_int_id=self.count, lora_path=str(written))
             self._remove(self.count - 1)  # the newest stays: vLLM may read it again
         else:
@@ -140,8 +143,8 @@ class Colocated(_Backend):
         # what is cached of prompts is of the old weights
         self.llm.reset_prefix_cache()
 
-    def _started(self) -> Any:
-        """vLLM's engine with the student's config and random weights."""
+    def _start(self) -> Any:
+        """Start vLLM's engine with the student's config and random weights."""
         from vllm import LLM
 
         trainer, accelerator = self.trainer, self.trainer.accelerator
@@ -164,8 +167,7 @@ class Colocated(_Backend):
                 max_model_len=min(filter(None, lengths), default=None),
                 gpu_memory_utilization=trainer.args.vllm_gpu_memory_utilization or 0.3,
                 enable_prefix_caching=True,  # K rollouts read their prompt once
-                distributed_executor_backend="uni" if accelerator.num_processes == 1 else "external_launcher",
-                **lora,
+                distributed_executor_backend="uni" if accelerator.num_processes == 1 else "external_launcher", **lora,
             )  # fmt: skip
 
     def _give_weights(self) -> None:
@@ -174,7 +176,7 @@ class Colocated(_Backend):
             weights = iter(hub_weights(model).items())
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
-    def _sampled(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
         from vllm import SamplingParams
 
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
@@ -198,7 +200,7 @@ class Server(_Backend):
     def synchronise(self) -> None:
         """The server reads the weights, or the adapter under a new name, from a folder. Raises InputError."""
         # an adapter's name is new each time: vLLM would take one that it knows from its cache
-        path, previous = str(self._written()), self.adapter
+        path, previous = str(self._write()), self.adapter
         if self.lora:
             self.adapter = f"{self.folder.name}-{self.count}"
         if self.trainer.is_world_process_zero() and self.lora:
@@ -211,7 +213,7 @@ class Server(_Backend):
                 raise InputError(f"the vLLM server {self.url} has requests of others: it must serve this run alone")
         self._remove(self.count - 1 if self.lora else self.count)  # the newest adapter stays: vLLM may read it again
 
-    def _sampled(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
         """A request for each prompt, since each has its own seed; vLLM batches what is open."""
 
         def ask(prompt: Sequence[int], seed: int) -> list[Sequence[int]]:
@@ -231,10 +233,8 @@ def sampling(trainer: Any) -> dict[str, Any]:
     args, size = trainer.args, scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
     padding = range(trainer.vocabulary, size)
     if len(padding) > _MOST_BIASED:
-        raise InputError(
-            f"the student's vocabulary has {len(padding)} ids that the teacher lacks, and vLLM can be kept from drawing"
-            f" {_MOST_BIASED}: set rollout: transformers"
-        )
+        lacks = f"the student's vocabulary has {len(padding)} ids that the teacher lacks"
+        raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set rollout: transformers")
     return {
         "n": args.num_generations, "max_tokens": args.max_completion_length, "temperature": args.temperature,
         "top_p": 1.0, "top_k": 0, "min_p": 0.0,
@@ -248,30 +248,14 @@ def hub_weights(model: nn.Module) -> dict[str, Tensor]:
     """The weights as `from_pretrained` reads them, {name: tensor}, without those of an adapter."""
     # not by state_dict(), which would cut FSDP2's weights again: parameters, and the buffers that are saved
     inner = scoring.causal_lm(model)
-    buffers = [
-        (f"{prefix}.{name}", buffer)
-        for prefix, module in inner.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    ]
-    weights = {
-        re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach()
-        for name, tensor in chain(inner.named_parameters(), buffers)
-        if ".lora_" not in name
-    }
+    tensors: dict[str, Tensor] = dict(inner.named_parameters())
+    for prefix, module in inner.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}"] = buffer
+    plain = {re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach() for name, tensor in tensors.items()}
+    weights = {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
     return dict(revert_weight_conversion(inner, weights))
-
-
-def _shared_folder(trainer: Any) -> tuple[Any, Path]:
-    """(what removes it when the run ends, a new folder in output_dir), the same on all ranks."""
-    temporary = None
-    if trainer.is_world_process_zero():
-        parent = Path(trainer.args.output_dir).resolve()
-        parent.mkdir(parents=True, exist_ok=True)
-        temporary = tempfile.TemporaryDirectory(prefix="vllm-", dir=parent)
-        os.chmod(temporary.name, 0o755)  # a server may be another user's
-    [name] = broadcast_object_list([temporary and temporary.name])
-    return temporary, Path(name)
 
 
 # ---- what is refused
@@ -297,12 +281,9 @@ def served(config: Any) -> dict[str, Any]:
     Raises InputError where it cannot be asked or takes fewer tokens than max_length.
     """
     card = json.loads(call(config.vllm_server_base_url, "/v1/models"))["data"][0]  # the base, then adapters
-    longest = card["max_model_len"]
-    if config.max_length is not None and longest < config.max_length:
-        raise InputError(
-            f"max_length={config.max_length} is more than the vLLM server's --max-model-len {longest}: lower "
-            "max_length, or start the server with more"
-        )
+    if config.max_length is not None and card["max_model_len"] < config.max_length:
+        longest = f"the vLLM server's --max-model-len {card['max_model_len']}: lower max_length, or start it with more"
+        raise InputError(f"max_length={config.max_length} is more than {longest}")
     return card
 
 
@@ -324,12 +305,8 @@ def max_rank(config: Any) -> int:
 
 
 def call(base_url: str, path: str, body: dict[str, Any] | None = None) -> str:
-    """What the server answers to a GET, or to a POST of `body`.
-
-    Raises InputError, with what to do, where there is no server or it refuses.
-    """
-    url = base_url.rstrip("/") + path
-    data = None if body is None else json.dumps(body).encode()
+    """What the server answers to a GET, or to a POST of `body`. Raises InputError where there is none or it refuses."""
+    url, data = base_url.rstrip("/") + path, None if body is None else json.dumps(body).encode()
     try:
         asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         with urllib.request.urlopen(asked, timeout=_TIMEOUT) as answer:
@@ -339,7 +316,5 @@ def call(base_url: str, path: str, body: dict[str, Any] | None = None) -> str:
         hint = f": {_NEEDS[path]}" if error.code == 404 and path in _NEEDS else ""
         raise InputError(f"vllm_server_base_url: {url} answered {error.code} ({said}){hint}") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
-        raise InputError(
-            f"vllm_server_base_url: no vLLM server answers at {url} ({getattr(error, 'reason', error)}): start it with "
-            "vllm serve, or correct the URL"
-        ) from error
+        where = f"no vLLM server answers at {url} ({getattr(error, 'reason', error)})"
+        raise InputError(f"vllm_server_base_url: {where}: start it with vllm serve, or correct the URL") from error

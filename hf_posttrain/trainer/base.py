@@ -29,7 +29,7 @@ from ..scoring.choose_layout import choose_layout, trusted_layout
 from ..scoring.layouts import Collator, Example
 from ..watch import progress
 from ..watch.guard import Guard
-from ..watch.pace import LogLastStep, Pace
+from ..watch.progress import LogLastStep, Pace
 from . import checkpoint, evaluation, saving, step
 from .config import PostTrainConfig
 from .loss_units import Losses, Meter

@@ -20,11 +20,11 @@ from . import symptoms
 logger = logging.getLogger(__name__)
 KEPT = 32
 """Micro-batches that are kept until their losses are read: at each log, or when there are so many."""
+# what is kept of a batch, not copied: some 32 bytes a token, where the rest would be ten times that
 OF_BATCH = (
     "index", "row_weights", "label", "ref_logps", "shift",
     "input_ids", "position_ids", "shift_labels", "router_weights",
 )  # fmt: skip
-"""What is kept of a batch, not copied: some 32 bytes a token, where the rest would be ten times that."""
 
 
 class Noted(NamedTuple):
@@ -38,29 +38,28 @@ class Noted(NamedTuple):
 class Guard(TrainerCallback):
     """Watches over a training run of `trainer`, a PostTrainer. All ranks decide together.
 
-    A run that is ended saves nothing more and is not evaluated: what it has saved before stays as it is. To be added
-    after whatever else asks for a checkpoint.
+    A run that is ended saves nothing more and is not evaluated. To be added after whatever else asks for a checkpoint.
     """
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.stop_on = symptoms.listed(trainer.args.stop_on)
-        self.stopped: str | None = None
-        """Why the last run was ended, in a line; None where it was not."""
+        self._begin([])
+
+    def _begin(self, logs: list[dict[str, float]]) -> None:
+        self.stopped: str | None = None  # why the last run was ended, in a line
         self.warned: set[str] = set()
-        self.history: list[Mapping[str, float]] = []
-        """Logs, a bounded number of them."""
+        self.history: list[Mapping[str, float]] = []  # logs, a bounded number of them
         self.pending: list[Noted] = []
-        self.broken: Noted | None = None
-        """This rank's first micro-batch whose loss was not finite."""
+        self.broken: Noted | None = None  # this rank's first micro-batch whose loss was not finite
+        for log in logs:
+            self._remember(log)
 
     # ---- events
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin anew, or with the logs of the checkpoint that training resumes from."""
-        self.stopped, self.warned, self.history, self.pending, self.broken = None, set(), [], [], None
-        for log in state.log_history:
-            self._remember(log)
+        self._begin(state.log_history)
 
     def note(self, loss: Tensor, step: int, batch: dict[str, Any]) -> None:
         """Remember the loss (a scalar) of a micro-batch; every KEPT of them the device is waited for."""
@@ -81,13 +80,10 @@ class Guard(TrainerCallback):
         self._act(found, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """No checkpoint of broken weights, where these end the run: look before one that no log precedes.
-
-        Before an evaluation too: with save_strategy best, that it is saved is decided by Trainer at once behind it.
-        """
+        """No checkpoint of broken weights, where these end the run: look before one that no log precedes."""
+        # before an evaluation too: with save_strategy best, Trainer may save right after it
         saves = control.should_save or control.should_evaluate
-        looks = "nan" in self.stop_on and saves and not control.should_log
-        if looks or self.stopped:
+        if self.stopped or ("nan" in self.stop_on and saves and not control.should_log):
             self._act(self._nonfinite(), state, control)
 
     on_epoch_end = on_step_end
@@ -136,10 +132,7 @@ class Guard(TrainerCallback):
 
     def _save(self, path: Path) -> str | None:
         """Write `broken` for `torch.load`: step, loss, rows (their `index` in the prepared data, -1 where it has none),
-        text (of each row of tokens) and the tensors themselves.
-
-        Returns why it could not be kept, such as a full disk, in a line; it does not raise, since other ranks wait.
-        """
+        text (of each row of tokens) and the tensors themselves. Returns, in a line, why it could not be kept."""
         assert self.broken is not None
         step, loss, batch = self.broken
         try:
@@ -149,7 +142,7 @@ class Guard(TrainerCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             rows = batch["index"].tolist()
             torch.save({"step": step, "loss": loss.item(), "rows": rows, "text": text, "batch": batch}, path)
-        except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeErrors
+        except (OSError, RuntimeError) as error:  # a full disk, torch's writer; not raised, since other ranks wait
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             return str(getattr(error, "strerror", None) or error).partition("\n")[0]

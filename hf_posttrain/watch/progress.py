@@ -1,7 +1,4 @@
-"""What a run shows while it trains: one bar on a terminal, and elsewhere one line for each log.
-
-    Lines     a line for each log and evaluation, on standard output (HF: dicts); with disable_tqdm that is all
-    Bar       the same figures in a bar on a terminal's standard error, and lines where nobody would see the bar
+"""What a run shows while it trains: one bar on a terminal, and elsewhere one line for each log. `Pace` counts tokens.
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
@@ -10,15 +7,19 @@ Only the first process shows anything. What is logged, to trainer_state.json, W&
 
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import psutil
+import torch
+from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
-from transformers import PrinterCallback, ProgressCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import has_length
 
+GIB = 2**30
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
@@ -53,13 +54,14 @@ def _number(value: Any) -> str:
 
 
 class Lines(PrinterCallback):
-    """A line for each log of a training, its evaluations and its end. A PrinterCallback, so that the caller can remove
-    it by that name, as HF's."""
+    """A line on standard output for each log of a training, its evaluations and its end. With disable_tqdm that is all.
+
+    A PrinterCallback, so that the caller can remove it by that name, as HF's.
+    """
 
     def __init__(self, key_metrics: Mapping[str, str]):
         self.key_metrics = key_metrics
-        self.begun: tuple[float, int] | None = None
-        """While training: the time and step at which it began."""
+        self.begun: tuple[float, int] | None = None  # while training: the time and step at which it began
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Start the clock; a resumed run begins in the middle."""
@@ -88,7 +90,7 @@ class Lines(PrinterCallback):
 
 
 class Bar(ProgressCallback):
-    """A bar with the latest figures, where standard error is a terminal, and `Lines`."""
+    """A bar with the latest figures, where standard error is a terminal, and `Lines` where nobody would see them."""
 
     def __init__(self, key_metrics: Mapping[str, str]):
         super().__init__()
@@ -109,13 +111,11 @@ class Bar(ProgressCallback):
                 return
         self.lines.on_log(args, state, control, logs)
 
-    def on_prediction_step(
-        self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kw: Any) -> None:
         """A short bar of its own, gone when the evaluation is."""
         if self.prediction_bar is None and state.is_world_process_zero and has_length(eval_dataloader):
             self.prediction_bar = _make_bar(len(eval_dataloader), _EVALUATION, leave=False)
-        super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
+        super().on_prediction_step(args, state, control, eval_dataloader, **kw)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the bar as it is now."""
@@ -143,3 +143,60 @@ def replace_callback(trainer: Any, key_metrics: Mapping[str, str]) -> None:
 def messages_above() -> AbstractContextManager:
     """What is logged inside appears above a bar, not in it."""
     return logging_redirect_tqdm() if sys.stderr.isatty() else nullcontext()
+
+
+# ---- what each training log has besides losses and metrics
+
+
+class Pace:
+    """How fast a logging interval trained.
+
+    Counted are the tokens that the policy reads with gradient, padding aside: a prompt once in the shared layout and
+    once for each answer in others. KTO's passes for the KL estimate are not, nor are generated tokens as they are
+    drawn, but their time is; that of evaluations and checkpoints is not.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: Tensor | None = None
+        self.since = time.perf_counter()
+
+    def count(self, weights: Tensor) -> None:
+        """Add a micro-batch: `router_weights` [R, L], which are 0 for padding alone."""
+        self.tokens = (weights > 0).sum() + (0 if self.tokens is None else self.tokens)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside is not training."""
+        start = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - start
+
+    def read(self, processes: int) -> tuple[Tensor, Tensor] | None:
+        """Of the interval since the last call: ([tokens, seconds / processes], whose sums over the ranks give tokens a
+        second; GiB at the peak so far). None where no token was counted. Nothing waits for the device."""
+        now, tokens = time.perf_counter(), self.tokens
+        seconds, self.tokens, self.since = (now - self.since) / processes, None, now
+        if tokens is None:
+            return None
+        pair = torch.stack([tokens.float(), tokens.new_tensor(seconds, dtype=torch.float32)])
+        return pair, tokens.new_tensor(peak_memory(tokens.device) / GIB, dtype=torch.float32)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory so far, in bytes: allocated on a CUDA device, or resident of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource  # not on Windows
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class LogLastStep(TrainerCallback):
+    """With logging_strategy steps the last step is logged too, so that a short run has a loss to show."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """After HF's own callback has decided about this step."""
+        if state.global_step >= state.max_steps and args.logging_strategy == "steps":
+            control.should_log = True

@@ -1,12 +1,8 @@
-"""What goes wrong in training runs, seen in their logs.
+"""What goes wrong in training runs, seen in their logs: `look` finds the SYMPTOMS that a history shows.
 
-    NAMES       the names that `train.stop_on` takes: nan, and those of SYMPTOMS
-    SYMPTOMS    name -> Symptom: how it shows in the logs
-    look        logs -> the symptoms that show, and what to do about them
-
-A symptom is found by a pure function from a history to the figures that show it, as text, or None where nothing is
-wrong. A history is the training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was
-logged. One odd log is no symptom: every function wants several in a row.
+A history is the training logs so far, oldest first: each with `step`, `rows` (trained so far), and whatever was logged.
+A symptom is found by a pure function from a history to the figures that show it, as text, or None. One odd log is no
+symptom: every function wants several in a row.
 
 NaN losses are found in `guard`, which also warns and stops. Nothing here imports torch, so recipes are checked fast.
 """
@@ -18,46 +14,19 @@ from typing import NamedTuple, TypeAlias
 from ..errors import nearest
 
 History: TypeAlias = Sequence[Mapping[str, float]]
-Finder: TypeAlias = Callable[[History], str | None]
 ENDS = 200
 """Logs at both ends that `bounded` keeps. More than any number of logs, steps or rows that a symptom wants: what shows
 from the start is seen, or refuted, within the first ENDS."""
-
-
-class Symptom(NamedTuple):
-    """A way in which runs go wrong. The table of methods says which methods have it, and what to change."""
-
-    find: Finder
-    """History -> the figures that show it, or None."""
-    says: str
-    """What it is."""
-    unless: str
-    """The loss_type that means to do this."""
-
-
-SYMPTOMS: dict[str, Symptom] = {}
-"""In the order in which they are looked for, which is that of the functions below."""
-
-
-def symptom(says: str, unless: str = "") -> Callable[[Finder], Finder]:
-    """Put a function into SYMPTOMS, under its own name."""
-
-    def register(find: Finder) -> Finder:
-        SYMPTOMS[find.__name__] = Symptom(find, says, unless)
-        return find
-
-    return register
+_REWARDS = ("rewards/chosen", "rewards/rejected")
 
 
 # ---- preference methods
 
 
-@symptom("chosen answers become less likely while the margin rises", unless="apo_down")
 def chosen_falling(history: History) -> str | None:
-    """Both answers fall, the rejected one faster.
+    """Both answers fall, the rejected one faster: the loss sees the margin alone, and so looks well.
 
-    The loss sees the margin alone, so it looks well; probability goes to answers that nobody wrote, and the policy
-    degrades (arXiv 2402.13228, 2410.08847).
+    Probability goes to answers that nobody wrote, and the policy degrades (arXiv 2402.13228, 2410.08847).
     """
     names = ("logps/chosen", "logps/chosen_change", "rewards/margins")
     logs = [log for log in history if all(name in log for name in names)]
@@ -66,25 +35,22 @@ def chosen_falling(history: History) -> str | None:
     # means over three logs at both ends: does the margin rise?
     first, last = logs[:3], logs[-3:]
     before, margin = (mean(log["rewards/margins"] for log in part) for part in (first, last))
-    if not all(map(_has_fallen, last)) or not margin > max(before, 0):
+    if not margin > max(before, 0):
         return None
-    change, now = last[-1]["logps/chosen_change"], last[-1]["logps/chosen"]
+    # fallen: by 1 nat (log-probability of a whole answer) below the reference, and by a fifth of what the reference
+    # gives it; a run that ends well moves by a few per cent
+    falls = [(log["logps/chosen_change"], log["logps/chosen"]) for log in last]
+    if not all(change <= -1.0 and change <= 0.2 * (now - change) for change, now in falls):
+        return None
+    change, now = falls[-1]
     return f"logps/chosen_change {change:.3g}, from {now - change:.4g}; rewards/margins {before:.2g} -> {margin:.2g}"
 
 
-def _has_fallen(log: Mapping[str, float]) -> bool:
-    """By 1 nat (log-probability of a whole answer) below the reference, and by a fifth of what the reference gives it.
-    A run that ends well moves by a few per cent."""
-    change = log["logps/chosen_change"]
-    return change <= -1.0 and change <= 0.2 * (log["logps/chosen"] - change)
-
-
-@symptom("the KL estimate is stuck at 0")
 def kl_zero(history: History) -> str | None:
     """KTO's KL estimate is 0 at every step: below it, and so clamped, or exactly there.
 
-    The reference point of the loss is then the constant 0 and no longer the policy's own drift: with rewards of both
-    classes on one side of it the loss saturates, or stays at 0.5.
+    The loss then compares rewards with the constant 0 instead of the policy's own drift: with rewards of both classes
+    on one side of it the loss saturates, or stays at 0.5.
     """
     # in healthy runs noise clamps many, but not all of ten
     logs = _last(history, 10, "step", 50)
@@ -93,76 +59,22 @@ def kl_zero(history: History) -> str | None:
     return f"kl {mean(log['kl'] for log in logs):.2g} over the last {len(logs)} logs, never above 0"
 
 
-@symptom("the policy does not leave its reference")
 def no_learning(history: History) -> str | None:
-    """Rewards stay at 0 although the learning rate has passed its warm-up.
-
-    A learning rate meant for another kind of training (LoRA wants ten times that of all weights), or bf16 weights
-    that swallow the updates.
-    """
+    """Rewards stay at 0 although the learning rate has passed its warm-up: it is meant for another kind of training
+    (LoRA wants ten times that of all weights), or bf16 weights swallow the updates."""
     logs = history[_peak(history) :]
     if len(logs) < 5 or logs[-1]["step"] - logs[0]["step"] < 50:
         return None
     # rewards without a reference are no log-ratios: such methods do not log the change of chosen answers
     if not logs[0].get("learning_rate", 0) > 0 or "logps/chosen_change" not in logs[-1] or any(map(_has_moved, logs)):
         return None
-    largest, rate = max(abs(reward) for log in logs for reward in _rewards(log)), logs[0]["learning_rate"]
+    largest, rate = max(abs(log.get(name, 0.0)) for log in logs for name in _REWARDS), logs[0]["learning_rate"]
     return f"no mean reward above {largest:.1g} at a learning rate of {rate:.2g}"
 
 
-def _rewards(log: Mapping[str, float]) -> list[float]:
-    return [log[name] for name in ("rewards/chosen", "rewards/rejected") if name in log]
-
-
-def _has_moved(log: Mapping[str, float]) -> bool:
-    return not all(abs(reward) < 1e-3 for reward in _rewards(log))
-
-
-# ---- methods that sample rollouts
-
-
-@symptom("rollouts are cut at max_completion_length instead of ending")
-def clipped_rollouts(history: History) -> str | None:
-    """The student is not taught to end its answers, and time goes into tokens behind the point where it should have."""
-    logs = _last(history, 3, "rows", 64)
-    if not logs or not all(log.get("generation/stopped", 1.0) <= 0.05 for log in logs):
-        return None
-    return f"generation/stopped {logs[-1]['generation/stopped']:.2g}, length {logs[-1]['generation/length']:.4g}"
-
-
-@symptom("rollouts are empty")
-def empty_rollouts(history: History) -> str | None:
-    """Rollouts are a terminal token and nothing before it.
-
-    The prompt looks finished to the student (it ends in a turn end, or the template adds no opening of the answer), or
-    the student has collapsed into silence.
-    """
-    logs = _last(history, 3, "rows", 64)
-    # the terminal token counts into the length; a rollout that is cut after one token has not ended
-    short = logs and all(log.get("generation/length", 2.0) <= 1.1 for log in logs)
-    if not short or logs[-1]["generation/stopped"] < 0.9:
-        return None
-    return f"generation/length {logs[-1]['generation/length']:.3g}, the terminal token counted"
-
-
-@symptom("no rollout has ever ended by itself")
-def no_eos(history: History) -> str | None:
-    """The student cannot know how answers end: its terminal token is another one than those that count, or it is a
-    base model that has never seen any."""
-    ended = any(log.get("generation/stopped", 1.0) > 0 for log in history)
-    return "generation/stopped 0 in all logs" if _last(history, 5, "rows", 128) and not ended else None
-
-
-# ---- preference methods again
-
-
-@symptom("every preference was predicted right almost from the start")
 def label_leak(history: History) -> str | None:
-    """From the second log on, and on rows that were never seen before, every preference is predicted right.
-
-    What is learned in so few steps is no preference, but a mark of the label: a length, a template, a truncated end,
-    the model that wrote the answer.
-    """
+    """From the second log on, and on rows that were never seen before, every preference is predicted right: by a mark
+    of the label, such as a length, a template, a truncated end, or the model that wrote the answer."""
     # without the first log, where policy and reference are equal
     logs = [log for log in history[1:] if log.get("epoch", 0.0) <= 1]
     accuracy = [log.get("rewards/accuracies", 0.0) for log in logs]
@@ -172,33 +84,55 @@ def label_leak(history: History) -> str | None:
     return f"rewards/accuracies {mean(accuracy):.4g} from step {history[0]['step'] + 1:.0f} on"
 
 
-# ---- histories
+# ---- methods that sample rollouts
 
 
-def _last(history: History, count: int, key: str, least: float) -> History:
-    """The last `count` logs; none where there are fewer, or where `key` (step, rows) grew by less than `least`."""
-    before = history[-count - 1][key] if len(history) > count else 0.0
-    return history[-count:] if len(history) >= count and history[-1][key] - before >= least else []
+def clipped_rollouts(history: History) -> str | None:
+    """The student is not taught to end its answers, and time goes into tokens behind the point where it should have."""
+    logs = _last(history, 3, "rows", 64)
+    if not logs or not all(log.get("generation/stopped", 1.0) <= 0.05 for log in logs):
+        return None
+    return f"generation/stopped {logs[-1]['generation/stopped']:.2g}, length {logs[-1]['generation/length']:.4g}"
 
 
-def _peak(history: History) -> int:
-    """The first log of the highest learning rate."""
-    return max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
+def empty_rollouts(history: History) -> str | None:
+    """Rollouts are a terminal token alone: the prompt looks finished to the student (it ends in a turn end, or the
+    template adds no opening of the answer), or the student has collapsed into silence."""
+    logs = _last(history, 3, "rows", 64)
+    # the terminal token counts into the length; a rollout that is cut after one token has not ended
+    short = logs and all(log.get("generation/length", 2.0) <= 1.1 for log in logs)
+    if not short or logs[-1]["generation/stopped"] < 0.9:
+        return None
+    return f"generation/length {logs[-1]['generation/length']:.3g}, the terminal token counted"
 
 
-def bounded(history: History) -> list[Mapping[str, float]]:
-    """Of many logs the first and last ENDS, the peak of the learning rate, and the last that refutes `no_learning`.
-
-    Later logs after these show the same as after all of them, where a run is looked at from its start.
-    """
-    count = len(history)
-    last_moved = next((n for n in range(count - 1, -1, -1) if _has_moved(history[n])), 0)
-    kept = {*range(min(ENDS, count)), _peak(history), last_moved, *range(max(count - ENDS, 0), count)}
-    return [history[n] for n in sorted(kept)] if history else []
+def no_eos(history: History) -> str | None:
+    """The student cannot know how answers end: its terminal token is another one than those that count, or it is a
+    base model that has never seen any."""
+    ended = any(log.get("generation/stopped", 1.0) > 0 for log in history)
+    return "generation/stopped 0 in all logs" if _last(history, 5, "rows", 128) and not ended else None
 
 
-# ---- what others call
+# ---- all of them
 
+
+class Symptom(NamedTuple):
+    """A way in which runs go wrong. The table of methods says which methods have it, and what to change."""
+
+    find: Callable[[History], str | None]  # the figures that show it
+    says: str  # what it is
+    unless: str = ""  # the loss_type that means to do this
+
+
+SYMPTOMS = {  # in the order in which they are looked for
+    "chosen_falling": Symptom(chosen_falling, "chosen answers become less likely while the margin rises", "apo_down"),
+    "kl_zero": Symptom(kl_zero, "the KL estimate is stuck at 0"),
+    "no_learning": Symptom(no_learning, "the policy does not leave its reference"),
+    "clipped_rollouts": Symptom(clipped_rollouts, "rollouts are cut at max_completion_length instead of ending"),
+    "empty_rollouts": Symptom(empty_rollouts, "rollouts are empty"),
+    "no_eos": Symptom(no_eos, "no rollout has ever ended by itself"),
+    "label_leak": Symptom(label_leak, "every preference was predicted right almost from the start"),
+}
 NAMES = ("nan", *SYMPTOMS)
 """What `train.stop_on` takes."""
 
@@ -217,6 +151,39 @@ def look(
         if figures := one.find(history):
             found[name] = f"step {history[-1]['step']:.0f}: {one.says} ({figures}). {remedies[name]}."
     return found
+
+
+# ---- histories
+
+
+def _last(history: History, count: int, key: str, least: float) -> History:
+    """The last `count` logs; none where there are fewer, or where `key` (step, rows) grew by less than `least`."""
+    before = history[-count - 1][key] if len(history) > count else 0.0
+    return history[-count:] if len(history) >= count and history[-1][key] - before >= least else []
+
+
+def _peak(history: History) -> int:
+    """The first log of the highest learning rate."""
+    return max(range(len(history)), key=lambda n: history[n].get("learning_rate", 0.0), default=0)
+
+
+def _has_moved(log: Mapping[str, float]) -> bool:
+    """Is a mean reward off 0?"""
+    return not all(abs(log.get(name, 0.0)) < 1e-3 for name in _REWARDS)
+
+
+def bounded(history: History) -> list[Mapping[str, float]]:
+    """Of many logs the first and last ENDS, the peak of the learning rate, and the last that refutes `no_learning`.
+
+    Later logs after these show the same as after all of them, where a run is looked at from its start.
+    """
+    count = len(history)
+    last_moved = next((n for n in reversed(range(count)) if _has_moved(history[n])), 0)
+    kept = {*range(min(ENDS, count)), _peak(history), last_moved, *range(max(count - ENDS, 0), count)}
+    return [history[n] for n in sorted(kept)] if history else []
+
+
+# ---- what stop_on takes
 
 
 def listed(given: list[str] | str | None) -> list[str]:

@@ -4,6 +4,7 @@ import contextlib
 import io
 import logging
 import re
+import time
 import types
 
 import pytest
@@ -14,7 +15,7 @@ from training_for_tests import METHODS, fix_rollouts, names_where, second_model,
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
 
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.watch import pace, progress
+from hf_posttrain.watch import progress
 
 LINE = re.compile(r"step \d+/6  loss \d\S*  (\w[\w ]* -?[\d.e-]+  )*[\d,]+ tokens/s  \d\d:\d\d<\d\d:\d\d")
 
@@ -194,8 +195,8 @@ def test_hugging_faces_name_still_removes_it(disabled, tmp_path, capsys):
 
 def a_second_a_step(trainer, monkeypatch):
     """A clock by which every step takes one second, and evaluations or checkpoints none."""
-    clock = types.SimpleNamespace(perf_counter=lambda: float(trainer.state.global_step))
-    monkeypatch.setattr(pace, "time", clock)
+    clock = types.SimpleNamespace(perf_counter=lambda: float(trainer.state.global_step), monotonic=time.monotonic)
+    monkeypatch.setattr(progress, "time", clock)
     trainer.pace.since = 0.0
 
 
@@ -233,7 +234,7 @@ def counted(rank, folder):
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         a_second_a_step(trainer, patch)
-        patch.setattr(pace, "peak_memory", lambda device: (1 + rank) * pace.GIB)
+        patch.setattr(progress, "peak_memory", lambda device: (1 + rank) * progress.GIB)
         trainer.train()
     return {name: trainer.state.log_history[0][name] for name in ("tokens_per_second", "peak_memory_gib")}
 
@@ -248,8 +249,8 @@ def test_ranks_are_added_up_and_the_largest_memory_counts(tmp_path):
 
 def test_evaluations_and_checkpoints_are_not_training_time(monkeypatch):
     clock = types.SimpleNamespace(perf_counter=iter([0.0, 10.0, 40.0, 50.0]).__next__)
-    monkeypatch.setattr(pace, "time", clock)
-    training = pace.Pace()
+    monkeypatch.setattr(progress, "time", clock)
+    training = progress.Pace()
     training.count(torch.tensor([[2, 1, 1, 0]]))
     training.count(torch.tensor([[1, 1], [1, 0]]))
     with training.paused():  # 10 to 40
@@ -261,7 +262,7 @@ def test_evaluations_and_checkpoints_are_not_training_time(monkeypatch):
 
 @pytest.mark.gpu
 def test_peak_memory_of_a_gpu_is_what_was_allocated():
-    before = pace.peak_memory(torch.device("cuda"))
+    before = progress.peak_memory(torch.device("cuda"))
     held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
-    assert pace.peak_memory(torch.device("cuda")) >= max(before, 2**30)
+    assert progress.peak_memory(torch.device("cuda")) >= max(before, 2**30)
     del held
