@@ -38,10 +38,7 @@ def check_model(section: ModelSection) -> PretrainedConfig:
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of `section`, with a pad token, and the chat template file if one is given.
-
-    Raises InputError where there is no tokenizer.
-    """
+    """The tokenizer of `section`, with a pad token and its own chat template if given. Raises InputError for none."""
     name = section.name_or_path
     with names_the_source("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
@@ -127,7 +124,14 @@ def load_model(
         else:
             # pickled weights can run code, as a model's own code can
             kwargs |= {"config": config, "use_safetensors": None if section.trust_remote_code else True}
-            kwargs |= _quantization(section, kwargs["dtype"], device, storage)
+            if section.quantization != "none":
+                kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
+                    load_in_4bit=section.quantization == "4bit", load_in_8bit=section.quantization == "8bit",
+                    bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                    bnb_4bit_compute_dtype=kwargs["dtype"], bnb_4bit_quant_storage=storage,
+                )  # fmt: skip
+                # on GPU such weights must be placed while they are loaded
+                kwargs |= {} if device.type == "cpu" else {"device_map": {"": device}}
             model = transformers.AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
     if section.adapter:
         model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
@@ -160,20 +164,6 @@ def weights_dtype(section: ModelSection, config: PretrainedConfig, whole: bool, 
     if section.dtype == "auto":
         return getattr(config.get_text_config(), "dtype", None) or torch.float32
     return getattr(torch, section.dtype)
-
-
-def _quantization(
-    section: ModelSection, dtype: torch.dtype, device: torch.device, storage: torch.dtype
-) -> dict[str, Any]:
-    """from_pretrained's arguments for bitsandbytes; on GPU weights must be placed while they are loaded."""
-    if section.quantization == "none":
-        return {}
-    bits = transformers.BitsAndBytesConfig(
-        load_in_4bit=section.quantization == "4bit", load_in_8bit=section.quantization == "8bit",
-        bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage,
-    )  # fmt: skip
-    return {"quantization_config": bits} | ({} if device.type == "cpu" else {"device_map": {"": device}})
 
 
 def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig | None:

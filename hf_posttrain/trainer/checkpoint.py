@@ -17,10 +17,8 @@ from ..engines import engine
 from ..errors import InputError
 
 logger = logging.getLogger(__name__)
-SAVING = ".saving"
-"""Folder in output_dir where a checkpoint is until it is complete."""
-LAUNCH = "launch"
-"""Key of `launched` among the callbacks' states in trainer_state.json."""
+SAVING = ".saving"  # folder in output_dir where a checkpoint is until it is complete
+LAUNCH = "launch"  # key of `launched` among the callbacks' states in trainer_state.json
 _PARTS = {  # what a checkpoint holds, under the names of each engine
     "weights": ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp_0", "global_step*"),
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
@@ -59,18 +57,15 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         if (run / name).exists():  # the same step of an earlier run
             (run / name).rename(run / SAVING / "replaced")
         new.rename(run / name)
-        for old in _surplus(run, args.save_total_limit, state.best_model_checkpoint):
-            old.rename(run / SAVING / old.name)
+        if (limit := args.save_total_limit or 0) > 0:
+            # oldest first; the best and the newest stand last and are always kept
+            known = state.best_model_checkpoint
+            found = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True, best_model_checkpoint=known)]
+            kept = max(limit, len({found[-1], Path(known or found[-1])}))
+            for old in found[:-kept]:
+                old.rename(run / SAVING / old.name)
         shutil.rmtree(run / SAVING)
     accelerator.wait_for_everyone()
-
-
-def _surplus(run: Path, limit: int | None, best: str | None) -> list[Path]:
-    """The oldest checkpoints beyond save_total_limit, as HF counts them: the newest and the best are kept."""
-    found = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
-    kept = {found[-1], *([Path(best)] if best else [])}
-    count = len(found) - max(limit, len(kept)) if limit and limit > 0 else 0
-    return [path for path in found if path not in kept][: max(count, 0)]
 
 
 def launched(trainer: Any) -> dict[str, Any]:
@@ -86,10 +81,7 @@ def launched(trainer: Any) -> dict[str, Any]:
 
 
 def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
-    """The newest complete `checkpoint-N` in `output_dir`, or None. What is passed over is named in the log.
-
-    weights_only: of a run with save_only_model.
-    """
+    """The newest complete `checkpoint-N` in `output_dir`, or None. weights_only: of a run with save_only_model."""
     numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
     for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
         if not (absent := lacking(path, weights_only)):
@@ -126,7 +118,7 @@ def lacking(folder: Path, weights_only: bool) -> list[str]:
     wanted = {"weights": _PARTS["weights"]} if weights_only else _PARTS
     absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
     try:
-        state = _state(folder)
+        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         state["global_step"]
     except (OSError, ValueError, KeyError):
         return [*absent, "trainer_state.json"]
@@ -145,7 +137,8 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
             f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
             f"DeepSpeed cannot resume it: {restart}"
         )
-    then, now = _state(checkpoint).get("stateful_callbacks", {}).get(LAUNCH), launched(trainer)
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    then, now = state.get("stateful_callbacks", {}).get(LAUNCH), launched(trainer)
     if then is None:
         return  # not written by this package
     # one process and DDP write the same files, whole on rank 0
@@ -165,8 +158,3 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
             f"{now['rows_per_step']}, so rows would be skipped or seen twice: keep per_device_train_batch_size x "
             "gradient_accumulation_steps x processes, or set ignore_data_skip to begin the epoch again"
         )
-
-
-def _state(folder: Path) -> dict[str, Any]:
-    """trainer_state.json."""
-    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ the first of them when it is made, so that Python users meet the same rules.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..errors import InputError, nearest
+from ..errors import nearest
 from ..watch import symptoms
 from .method import BELOW_ONE, COUNT, NOT_NEGATIVE, Limit, Method, Problem
 
@@ -148,12 +148,6 @@ def merge_problem(has_adapter: bool, quantised: bool) -> str | None:
             "full-precision base afterwards"
         )
     return None
-
-
-def check(config: Any, method: Method) -> None:
-    """Raises InputError with the first problem of a Config."""
-    for _, problem in problems(config, method):
-        raise InputError(problem)
 
 
 def beyond(limits: Mapping[str, Limit], values: Any) -> Iterator[Problem]:
