@@ -5,7 +5,7 @@ Weights are read from safetensors files unless trust_remote_code is set.
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,9 @@ def check_model(section: ModelSection) -> PretrainedConfig:
     if section.adapter:
         with names_the_source("adapter", section.adapter):
             peft.PeftConfig.from_pretrained(section.adapter)
-    with names_the_source("model", section.name_or_path):
-        return transformers.AutoConfig.from_pretrained(
-            section.name_or_path, trust_remote_code=section.trust_remote_code
-        )
+    name = section.name_or_path
+    with names_the_source("model", name):
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
 
 
 # ---- tokenizers
@@ -143,10 +142,8 @@ def load_skeleton(section: ModelSection) -> PreTrainedModel:
     config = check_model(section)
     with names_the_source("model", section.name_or_path), whole_weights(), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, **_options(section))
-    try:
+    with suppress(OSError):  # it may have none of its own
         model.generation_config = transformers.GenerationConfig.from_pretrained(section.name_or_path)
-    except OSError:  # it has none of its own
-        model.generation_config = transformers.GenerationConfig.from_model_config(config)
     return model
 
 

@@ -123,8 +123,7 @@ def rows_key(rows: datasets.Dataset) -> str:
     digest = xxhash.xxh3_128()
     for table in rows.with_format("arrow").iter(1000):
         bare = table.replace_schema_metadata(None).combine_chunks()
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, bare.schema) as writer:
+        with pa.ipc.new_stream(sink := pa.BufferOutputStream(), bare.schema) as writer:
             writer.write_table(bare)
         digest.update(memoryview(sink.getvalue()))
     return digest.hexdigest()

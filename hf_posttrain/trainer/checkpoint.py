@@ -81,20 +81,19 @@ def launched(trainer: Any) -> dict[str, Any]:
 
 
 def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
-    """The newest complete `checkpoint-N` in `output_dir`, or None. weights_only: of a run with save_only_model."""
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
-    for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
+    """The newest complete `checkpoint-N` in `output_dir`, or None; the log names it, and what is passed over.
+
+    weights_only: of a run with save_only_model.
+    """
+    for path in map(Path, reversed(sort_checkpoints(str(output_dir)))):
+        if not re.fullmatch(r"checkpoint-\d+", path.name):
+            continue  # HF takes checkpoint-5-tmp for one too
         if not (absent := lacking(path, weights_only)):
+            logger.info("resuming %s", path)
             return str(path)
         logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
+    logger.info("no complete checkpoint in %s: a fresh start", output_dir)
     return None
-
-
-def newest(args: Any) -> str | None:
-    """`find_checkpoint` for a Config, said in the log."""
-    found = find_checkpoint(args.output_dir, args.save_only_model)
-    logger.info("resuming %s" if found else "no complete checkpoint in %s: a fresh start", found or args.output_dir)
-    return found
 
 
 def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
@@ -103,9 +102,10 @@ def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
     Raises InputError where True finds none, and where this run could not go on as the one that wrote it.
     """
     if wanted in (True, "auto"):
-        [found] = broadcast_object_list([newest(trainer.args)])  # the first rank's view of the disk
+        folder, weights_only = trainer.args.output_dir, trainer.args.save_only_model
+        [found] = broadcast_object_list([find_checkpoint(folder, weights_only)])  # the first rank's view of the disk
         if found is None and wanted is True:
-            raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {trainer.args.output_dir}")
+            raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {folder}")
         wanted = found
     if isinstance(wanted, str):
         check_launch(trainer, Path(wanted))

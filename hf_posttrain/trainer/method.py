@@ -62,8 +62,7 @@ class Method:
     paper: Paper | None = None  # where it comes from
     loss_papers: Mapping[str, Paper] = field(default_factory=dict)  # loss_type -> its paper, where it has its own
     limits: Mapping[str, Limit] = field(default_factory=dict)  # option -> what its number must keep to; null is allowed
-    rules: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
-    """What its options exclude: each takes an object with the Config's fields, as given."""
+    rules: tuple[Callable[[Any], Iterable[Problem]], ...] = ()  # what the Config's fields, as given, exclude
     symptoms: Mapping[str, str] = field(default_factory=dict)
     """Name in `watch.symptoms` -> what to change when a run shows it. Symptoms that are not here do not apply."""
     sequence_parallel: bool = False  # can its rows be cut over ranks?
