@@ -52,10 +52,8 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer itself, with a pad token: an unused one of its vocabulary, or else eos. Raises InputError without.
-
-    It may be a trained token, since the masks of this package come from lengths, never from the pad id.
-    """
+    """The tokenizer itself, with a pad token: an unused one of its vocabulary, or eos. Raises InputError without."""
+    # it may be a trained token, since the masks of this package come from lengths, never from the pad id
     if tokenizer.pad_token_id is None:
         spare = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
@@ -82,10 +80,8 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, name: st
 def check_same_vocabulary(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, student_size: int, teacher_size: int
 ) -> None:
-    """Raises InputError unless both tokenizers map the same tokens to the same ids, and both models have all of them.
-
-    The sizes of the models' vocabularies may differ, as padding does; equal sizes prove nothing.
-    """
+    """Raises InputError unless both tokenizers map the same tokens to the same ids, and both models have them all."""
+    # the sizes of the models' vocabularies may differ, as padding does; equal sizes prove nothing
     check_tokenizer_fits(student, student_size, "the student")
     check_tokenizer_fits(teacher, teacher_size, "the teacher")
     ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))

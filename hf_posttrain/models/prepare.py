@@ -34,27 +34,23 @@ def resolve_model(
 
 
 def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
-    """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config.
-
-    Of the latter only special tokens of this tokenizer: a config that belongs to another one names ordinary words.
-    """
+    """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config."""
     ids = [chat.turn_end_id(tokenizer, template_kwargs)] if tokenizer.chat_template else []
     config = getattr(forward.causal_lm(model), "generation_config", None)
     own = getattr(config, "eos_token_id", None)
+    # only special tokens of this tokenizer: a config that belongs to another one names ordinary words
     special = chat.special_ids(tokenizer)
     ids += [tokenizer.eos_token_id, *(i for i in (own if isinstance(own, list) else [own]) if i in special)]
     return [i for i in dict.fromkeys(ids) if i is not None]
 
 
 def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
-    """Make generation stop at every id of `ends` and at eos, in memory and after saving and loading.
-
-    Returns the generation config to save. The model's config gets the tokenizer's special ids.
-    """
+    """Make generation stop at every id of `ends` and at eos, in memory and, by the config that is returned, saved."""
     inner = forward.causal_lm(model)
     if getattr(inner, "generation_config", None) is None:
         inner.generation_config = GenerationConfig.from_model_config(inner.config)
     generation, config = inner.generation_config, inner.config.get_text_config()
+    # both configs get the tokenizer's special ids
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         if (value := getattr(tokenizer, name)) is not None:
             setattr(config, name, value)

@@ -54,10 +54,8 @@ def add_scores(
 
 
 def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, accelerator: Any) -> datasets.Dataset:
-    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
-
-    The first rank's key counts: on the others a sharded model may be empty until it is prepared.
-    """
+    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them."""
+    # the first rank's key counts: on the others a sharded model may be empty until it is prepared
     [name] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{what}-{name}"
     if all(gather_object([folder.exists()])):

@@ -33,10 +33,7 @@ _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 
 @contextmanager
 def complete_or_invisible(trainer: Any) -> Iterator[str]:
-    """The folder `output_dir/.saving` for the trainer's checkpoint, which is then renamed, and older ones deleted.
-
-    A kill at any moment leaves the previous checkpoint the newest. All ranks enter together.
-    """
+    """The folder `output_dir/.saving` for a checkpoint, which is then renamed; older ones are deleted. On all ranks."""
     args, state, accelerator = trainer.args, trainer.state, trainer.accelerator
     run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
     if args.should_save:
@@ -53,7 +50,7 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         files = {str(file.relative_to(new)): file.stat().st_size for file in new.rglob("*") if file.suffix in _TENSORS}
         state.stateful_callbacks[LAUNCH] = launched(trainer) | {"files": files}
         state.save_to_json(str(new / "trainer_state.json"))
-        # a folder is there as a whole or not at all: it is renamed in, and renamed away before it is deleted
+        # a kill at any moment leaves whole folders: one is renamed in, and renamed away before it is deleted
         if (run / name).exists():  # the same step of an earlier run
             (run / name).rename(run / SAVING / "replaced")
         new.rename(run / name)

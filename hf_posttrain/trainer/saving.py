@@ -30,8 +30,7 @@ _WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bi
 def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """Every weight under every engine, read again and compared; merged where merge_lora says so. All ranks call it.
 
-    Raises RuntimeError where what was saved is not the whole model, and InputError where an adapter and a whole
-    model would share a folder.
+    Raises RuntimeError where that is not the whole model, InputError where adapter and model would share a folder.
     """
     folder = output_dir or self.args.output_dir
     # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
@@ -118,8 +117,7 @@ def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter_only)
         whole: Any = get_model_state_dict(model, options=options)
         return whole
-    stage = engine.zero_stage(accelerator)
-    if not stage:
+    if not (stage := engine.zero_stage(accelerator)):
         return None
     from deepspeed.utils import safe_get_full_fp32_param
 
