@@ -19,7 +19,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe.read import load_recipe
-from hf_posttrain.trainer.checkpoint import find_checkpoint, newest
+from hf_posttrain.trainer.checkpoint import find_checkpoint
 
 REPOSITORY = Path(__file__).parents[1]
 SFT = """\
@@ -343,11 +343,11 @@ def test_newest_complete_checkpoint(tmp_path, caplog):
 def test_what_is_resumed(folder, caplog, monkeypatch):
     made = stub_method(monkeypatch, "sft")
     caplog.set_level("INFO", "hf_posttrain")
-    found = lambda: newest(types.SimpleNamespace(output_dir="out", save_only_model=False))  # noqa: E731
-    assert found() is None
+    assert find_checkpoint("out") is None
     assert "no complete checkpoint in out: a fresh start" in caplog.text
     path = checkpoint(folder / "out/checkpoint-1")
-    assert found() == "out/checkpoint-1"
+    assert find_checkpoint("out") == "out/checkpoint-1"
+    assert "resuming out/checkpoint-1" in caplog.text
     run.run(load_recipe("sft.yaml", ["train.resume_from_checkpoint=auto"]))
     run.run(load_recipe("sft.yaml", [f"train.resume_from_checkpoint={path}"]))
     assert [done[0] for _, done in made] == [("train", "auto"), ("train", path)]  # auto: the first rank decides

@@ -105,7 +105,7 @@ NEEDS = {need.symbol: need for need in [
     Need("transformers.trainer_utils.has_length", "trainer/evaluation.py trainer/step.py watch/progress.py",
          "False for streams, whose len() raises"),
     Need("transformers.trainer_utils.sort_checkpoints", "trainer/checkpoint.py",
-         "folders checkpoint-N, the oldest first"),
+         "folders checkpoint-N, the oldest first, but the best next to last"),
     Need("transformers.trainer_pt_utils.LengthGroupedSampler", "data/lengths.py",
          "its state is in __dict__, its order that of .generator"),
     Need("transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION", "trainer/config.py",
@@ -146,11 +146,11 @@ NEEDS = {need.symbol: need for need in [
     # ---- peft
     Need("peft.PeftModel.forward", "scoring/forward.py",
          "calls the base model's own forward attribute, with keywords that it does not know", "get_base_model"),
-    Need("peft.PeftModel.peft_config", "models/reference_adapter.py trainer/saving.py",
+    Need("peft.PeftModel.peft_config", "models/reference.py trainer/saving.py",
          "save_pretrained saves the adapters in it, all but default in a folder of their own"),
     Need("peft.PeftModel.create_or_update_model_card", "report/card.py",
          "its empty card can be told by these words", "[More Information Needed]"),
-    Need("peft.get_peft_model_state_dict", "models/reference_adapter.py trainer/saving.py",
+    Need("peft.get_peft_model_state_dict", "models/reference.py trainer/saving.py",
          "one adapter's tensors, which set_peft_model_state_dict takes for another"),
     Need("peft.utils.ModulesToSaveWrapper", "scoring/forward.py",
          "original_module, modules_to_save[name], disable_adapters, active_adapters", "modules_to_save"),
@@ -646,6 +646,9 @@ def _(tmp_path):
         (tmp_path / f"checkpoint-{number}").mkdir()
     found = transformers.trainer_utils.sort_checkpoints(str(tmp_path), use_mtime=True)
     assert [Path(path).name for path in found] == ["checkpoint-9", "checkpoint-10", "checkpoint-11"]
+    best = str(tmp_path / "checkpoint-9")
+    found = transformers.trainer_utils.sort_checkpoints(str(tmp_path), use_mtime=True, best_model_checkpoint=best)
+    assert [Path(path).name for path in found] == ["checkpoint-10", "checkpoint-9", "checkpoint-11"]
 
 
 @canary("transformers.trainer_pt_utils.LengthGroupedSampler")

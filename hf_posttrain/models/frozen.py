@@ -6,6 +6,7 @@
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +34,8 @@ class Frozen:
             cpu.attend_by_document(forward.causal_lm(model))
         self.model, self.accelerator, self.offload = model.eval(), accelerator, offload
         self.sharded = engine.shards(accelerator)
+        # prepared: it stays on the device from now on, as its engine has cut it
         self.on_device = self.prepared = False
-        """prepared: it stays on the device from now on, as its engine has cut it."""
 
     def __enter__(self) -> nn.Module:
         # in most steps it is there already
@@ -67,20 +68,16 @@ def adapter_off(policy: nn.Module, batch: dict[str, Any]) -> Tensor:
         return branch_logps(policy, batch)
 
 
+@dataclass
 class Reference:
-    """What a trainer asks for the reference's scores.
+    """What a trainer asks for the reference's scores."""
 
-    score: `branch_logps`, `adapter_off` or an `AdapterCopy`; None where all rows must be scored already. second: the
-    model that it scores, a copy of the policy or the user's; None for the policy itself. lay_out: from a batch to the
-    one that is scored, where they differ. starts_equal: is the reference the policy as it was at the start?
-    """
-
-    def __init__(
-        self, trainer: Any, score: Callable | None, second: Frozen | None, lay_out: Callable | None, starts_equal: bool
-    ):
-        self.trainer, self.score, self.second, self.lay_out = trainer, score, second, lay_out
-        self.starts_equal = starts_equal
-        self.checked = False
+    trainer: Any
+    score: Callable | None  # `branch_logps`, `adapter_off` or an `AdapterCopy`; None: all rows must be scored already
+    second: Frozen | None  # the model that it scores, a copy of the policy or the user's; None: the policy itself
+    lay_out: Callable | None  # from a batch to the one that is scored, where they differ
+    starts_equal: bool  # is the reference the policy as it was at the start?
+    checked: bool = False  # by `check_start`
 
     def logps(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
         """Summed log-probabilities of the K branches of each example, [B, K].

@@ -5,7 +5,7 @@ Weights are read from safetensors files unless trust_remote_code is set.
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,16 @@ def check_model(section: ModelSection) -> PretrainedConfig:
     if section.adapter:
         with names_the_source("adapter", section.adapter):
             peft.PeftConfig.from_pretrained(section.adapter)
-    with names_the_source("model", section.name_or_path):
-        return transformers.AutoConfig.from_pretrained(
-            section.name_or_path, trust_remote_code=section.trust_remote_code
-        )
+    name = section.name_or_path
+    with names_the_source("model", name):
+        return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
 
 
 # ---- tokenizers
 
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """The tokenizer of `section`, with a pad token, and the chat template file if one is given.
-
-    Raises InputError where there is no tokenizer.
-    """
+    """The tokenizer of `section`, with a pad token and its own chat template if given. Raises InputError for none."""
     name = section.name_or_path
     with names_the_source("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
@@ -56,10 +52,8 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
 
 
 def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer itself, with a pad token: an unused one of its vocabulary, or else eos. Raises InputError without.
-
-    It may be a trained token, since the masks of this package come from lengths, never from the pad id.
-    """
+    """The tokenizer itself, with a pad token: an unused one of its vocabulary, or eos. Raises InputError without."""
+    # it may be a trained token, since the masks of this package come from lengths, never from the pad id
     if tokenizer.pad_token_id is None:
         spare = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
@@ -86,10 +80,8 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, name: st
 def check_same_vocabulary(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, student_size: int, teacher_size: int
 ) -> None:
-    """Raises InputError unless both tokenizers map the same tokens to the same ids, and both models have all of them.
-
-    The sizes of the models' vocabularies may differ, as padding does; equal sizes prove nothing.
-    """
+    """Raises InputError unless both tokenizers map the same tokens to the same ids, and both models have them all."""
+    # the sizes of the models' vocabularies may differ, as padding does; equal sizes prove nothing
     check_tokenizer_fits(student, student_size, "the student")
     check_tokenizer_fits(teacher, teacher_size, "the teacher")
     ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))
@@ -127,7 +119,14 @@ def load_model(
         else:
             # pickled weights can run code, as a model's own code can
             kwargs |= {"config": config, "use_safetensors": None if section.trust_remote_code else True}
-            kwargs |= _quantization(section, kwargs["dtype"], device, storage)
+            if section.quantization != "none":
+                kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
+                    load_in_4bit=section.quantization == "4bit", load_in_8bit=section.quantization == "8bit",
+                    bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+                    bnb_4bit_compute_dtype=kwargs["dtype"], bnb_4bit_quant_storage=storage,
+                )  # fmt: skip
+                # on GPU such weights must be placed while they are loaded
+                kwargs |= {} if device.type == "cpu" else {"device_map": {"": device}}
             model = transformers.AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
     if section.adapter:
         model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
@@ -139,10 +138,8 @@ def load_skeleton(section: ModelSection) -> PreTrainedModel:
     config = check_model(section)
     with names_the_source("model", section.name_or_path), whole_weights(), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, **_options(section))
-    try:
+    with suppress(OSError):  # it may have none of its own
         model.generation_config = transformers.GenerationConfig.from_pretrained(section.name_or_path)
-    except OSError:  # it has none of its own
-        model.generation_config = transformers.GenerationConfig.from_model_config(config)
     return model
 
 
@@ -160,20 +157,6 @@ def weights_dtype(section: ModelSection, config: PretrainedConfig, whole: bool, 
     if section.dtype == "auto":
         return getattr(config.get_text_config(), "dtype", None) or torch.float32
     return getattr(torch, section.dtype)
-
-
-def _quantization(
-    section: ModelSection, dtype: torch.dtype, device: torch.device, storage: torch.dtype
-) -> dict[str, Any]:
-    """from_pretrained's arguments for bitsandbytes; on GPU weights must be placed while they are loaded."""
-    if section.quantization == "none":
-        return {}
-    bits = transformers.BitsAndBytesConfig(
-        load_in_4bit=section.quantization == "4bit", load_in_8bit=section.quantization == "8bit",
-        bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=storage,
-    )  # fmt: skip
-    return {"quantization_config": bits} | ({} if device.type == "cpu" else {"device_map": {"": device}})
 
 
 def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig | None:

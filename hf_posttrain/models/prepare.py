@@ -15,6 +15,7 @@ from . import load
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
+_DROPOUT_RATES = ("attention_dropout", "dropout", "activation_dropout", "attn_dropout", "layerdrop")
 
 
 def resolve_model(
@@ -33,29 +34,23 @@ def resolve_model(
 
 
 def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
-    """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config.
-
-    Of the latter only special tokens of this tokenizer: a config that belongs to another one names ordinary words.
-    """
-    ids = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    if tokenizer.chat_template:
-        ids.insert(0, chat.turn_end_id(tokenizer, template_kwargs))
+    """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config."""
+    ids = [chat.turn_end_id(tokenizer, template_kwargs)] if tokenizer.chat_template else []
     config = getattr(forward.causal_lm(model), "generation_config", None)
     own = getattr(config, "eos_token_id", None)
+    # only special tokens of this tokenizer: a config that belongs to another one names ordinary words
     special = chat.special_ids(tokenizer)
-    ids += [i for i in (own if isinstance(own, list) else [own]) if i in special]
-    return list(dict.fromkeys(ids))
+    ids += [tokenizer.eos_token_id, *(i for i in (own if isinstance(own, list) else [own]) if i in special)]
+    return [i for i in dict.fromkeys(ids) if i is not None]
 
 
 def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
-    """Make generation stop at every id of `ends` and at eos, in memory and after saving and loading.
-
-    Returns the generation config to save. The model's config gets the tokenizer's special ids.
-    """
+    """Make generation stop at every id of `ends` and at eos, in memory and, by the config that is returned, saved."""
     inner = forward.causal_lm(model)
     if getattr(inner, "generation_config", None) is None:
         inner.generation_config = GenerationConfig.from_model_config(inner.config)
     generation, config = inner.generation_config, inner.config.get_text_config()
+    # both configs get the tokenizer's special ids
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         if (value := getattr(tokenizer, name)) is not None:
             setattr(config, name, value)
@@ -86,11 +81,15 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         if getattr(model, "is_quantized", False):
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model = peft.get_peft_model(model, peft_config)
-    if args.disable_dropout:
-        disable_dropout(model)
-    # on CPU bitsandbytes repacks weights in a first forward without gradient, and its backward reads them wrongly
     module: Any
     for module in model.modules():
+        # dropout is in modules, LoRA's too, and in the rates that attention reads as attributes
+        if args.disable_dropout and isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in _DROPOUT_RATES if args.disable_dropout else ():
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+        # on CPU bitsandbytes repacks weights in a first forward without gradient, and its backward reads them wrongly
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -114,13 +113,3 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
         cpu.attend_by_document(forward.causal_lm(model))
     return model
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Every dropout to 0: the modules (LoRA's too) and the rates that attention reads as attributes."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout", "activation_dropout", "attn_dropout", "layerdrop"):
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)

@@ -1,23 +1,28 @@
-"""Which reference a run of DPO or KTO has, made when the trainer is built; how it scores is in `frozen`."""
+"""Which reference a run of DPO or KTO has, made when the trainer is built; how it scores is in `frozen`.
 
+Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base: `AdapterCopy`.
+"""
+
+import copy
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import datasets
 import peft
-from torch import nn
+from torch import Tensor, nn
 
 from ..engines import engine, launch, sharded
 from ..errors import InputError
 from ..scoring import forward
 from . import load, score_cache
 from .frozen import Frozen, Reference, adapter_off, branch_logps
-from .reference_adapter import AdapterCopy
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
+COPY = "reference"  # name of the copy among the policy's adapters
 
 
 def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Callable | None = None) -> Reference:
@@ -36,7 +41,14 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
     # otherwise it is a copy of the policy in memory, never a reload by name
     second: Frozen | None = None
     if ref_model is not None:
-        second = Frozen(_loaded(ref_model, trainer), accelerator)
+        if isinstance(ref_model, str):
+            ref_model = load.load_model(ModelSection(name_or_path=ref_model), trainable=False)
+        launch.check_model(ref_model, trainer.args)
+        if forward.causal_lm(ref_model) is forward.causal_lm(policy):
+            raise InputError(
+                "ref_model is the policy itself, which moves: leave it out, a frozen reference is kept anyway"
+            )
+        second = Frozen(ref_model, accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
         # a policy that its engine has yet to cut or cast cannot score for itself
         second = Frozen(sharded.copied(policy, accelerator), accelerator)
@@ -90,11 +102,52 @@ def _written(config: peft.PeftConfig) -> str:
     return json.dumps(config.to_dict(), sort_keys=True, default=lambda v: sorted(v) if isinstance(v, set) else str(v))
 
 
-def _loaded(ref_model: nn.Module | str, trainer: Any) -> nn.Module:
-    """An explicit reference, by name too. Raises InputError where it is the policy itself."""
-    if isinstance(ref_model, str):
-        ref_model = load.load_model(ModelSection(name_or_path=ref_model), trainable=False)
-    launch.check_model(ref_model, trainer.args)
-    if forward.causal_lm(ref_model) is forward.causal_lm(trainer.model):
-        raise InputError("ref_model is the policy itself, which moves: leave it out, a frozen reference is kept anyway")
-    return ref_model
+class AdapterCopy:
+    """Puts the copy into the policy; called as `frozen.branch_logps`, it scores with the copy."""
+
+    def __init__(self, policy: peft.PeftModel):
+        self.trained = policy.active_adapter
+        config = copy.deepcopy(policy.peft_config[self.trained])
+        # its weights come next: PiSSA and the like would change the base once more
+        if hasattr(config, "init_lora_weights"):
+            config.init_lora_weights = True
+        policy.add_adapter(COPY, config)
+        state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
+        peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, COPY)
+        with self._active(policy):
+            pass  # leaves the copy without gradients and the policy's own adapter active
+
+    def __call__(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
+        with self._active(forward.unwrapped(policy)):
+            return branch_logps(policy, batch)
+
+    @contextmanager
+    def _active(self, policy: peft.PeftModel) -> Iterator[None]:
+        """The copy in the trained adapter's place inside; what was trainable is trainable again outside."""
+        # PEFT makes an adapter trainable when it activates it, so remember what was
+        trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{COPY}." not in key}
+        policy.set_adapter(COPY)
+        try:
+            yield
+        finally:
+            policy.set_adapter(self.trained)
+            for key, parameter in policy.named_parameters():
+                parameter.requires_grad_(key in trainable)
+
+
+@contextmanager
+def without_reference_adapter(model: nn.Module, state: dict[str, Tensor] | None) -> Iterator[dict[str, Tensor] | None]:
+    """Keep the copy out of what is saved: inside, PEFT knows neither its config nor its tensors.
+
+    state: what would be saved, None for the model's own state_dict; gives what is.
+    """
+    configs = getattr(model, "peft_config", {})
+    config = configs.pop(COPY, None)
+    if config is None:
+        yield state
+        return
+    whole = model.state_dict() if state is None else state
+    try:
+        yield {name: tensor for name, tensor in whole.items() if f".{COPY}." not in name}
+    finally:
+        configs[COPY] = config

@@ -54,10 +54,8 @@ def add_scores(
 
 
 def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, accelerator: Any) -> datasets.Dataset:
-    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
-
-    The first rank's key counts: on the others a sharded model may be empty until it is prepared.
-    """
+    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them."""
+    # the first rank's key counts: on the others a sharded model may be empty until it is prepared
     [name] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{what}-{name}"
     if all(gather_object([folder.exists()])):
@@ -123,8 +121,7 @@ def rows_key(rows: datasets.Dataset) -> str:
     digest = xxhash.xxh3_128()
     for table in rows.with_format("arrow").iter(1000):
         bare = table.replace_schema_metadata(None).combine_chunks()
-        sink = pa.BufferOutputStream()
-        with pa.ipc.new_stream(sink, bare.schema) as writer:
+        with pa.ipc.new_stream(sink := pa.BufferOutputStream(), bare.schema) as writer:
             writer.write_table(bare)
         digest.update(memoryview(sink.getvalue()))
     return digest.hexdigest()

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-"""Patterns of the files that a folder with a tokenizer has."""
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # of which a folder with a tokenizer has some
 
 
 @dataclass

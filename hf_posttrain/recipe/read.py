@@ -14,8 +14,8 @@ from typing import Any
 from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.section import ModelSection
-from ..trainer import renamed
 from ..trainer.method import Problem
+from ..trainer.renamed import INSTEAD
 from . import rules
 from .fields import Fields, build, fields_of, lora_fields, outdated, owners, train_fields
 from .sections import DataSection, Recipe, Source
@@ -126,8 +126,8 @@ def _advise(method: Any, key: str) -> str | None:
     """
     method = next((name for name in METHODS if name == method), None)
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-    if section == "train" and (newer := renamed.advice(name)):
-        return newer
+    if section == "train" and name in INSTEAD:
+        return INSTEAD[name]
     if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
         return f"write {meant}"
     sections = {"model": fields_of(ModelSection), "data.train": fields_of(Source), "data": fields_of(DataSection),

@@ -17,10 +17,8 @@ from ..engines import engine
 from ..errors import InputError
 
 logger = logging.getLogger(__name__)
-SAVING = ".saving"
-"""Folder in output_dir where a checkpoint is until it is complete."""
-LAUNCH = "launch"
-"""Key of `launched` among the callbacks' states in trainer_state.json."""
+SAVING = ".saving"  # folder in output_dir where a checkpoint is until it is complete
+LAUNCH = "launch"  # key of `launched` among the callbacks' states in trainer_state.json
 _PARTS = {  # what a checkpoint holds, under the names of each engine
     "weights": ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp_0", "global_step*"),
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
@@ -35,10 +33,7 @@ _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 
 @contextmanager
 def complete_or_invisible(trainer: Any) -> Iterator[str]:
-    """The folder `output_dir/.saving` for the trainer's checkpoint, which is then renamed, and older ones deleted.
-
-    A kill at any moment leaves the previous checkpoint the newest. All ranks enter together.
-    """
+    """The folder `output_dir/.saving` for a checkpoint, which is then renamed; older ones are deleted. On all ranks."""
     args, state, accelerator = trainer.args, trainer.state, trainer.accelerator
     run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
     if args.should_save:
@@ -55,22 +50,19 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         files = {str(file.relative_to(new)): file.stat().st_size for file in new.rglob("*") if file.suffix in _TENSORS}
         state.stateful_callbacks[LAUNCH] = launched(trainer) | {"files": files}
         state.save_to_json(str(new / "trainer_state.json"))
-        # a folder is there as a whole or not at all: it is renamed in, and renamed away before it is deleted
+        # a kill at any moment leaves whole folders: one is renamed in, and renamed away before it is deleted
         if (run / name).exists():  # the same step of an earlier run
             (run / name).rename(run / SAVING / "replaced")
         new.rename(run / name)
-        for old in _surplus(run, args.save_total_limit, state.best_model_checkpoint):
-            old.rename(run / SAVING / old.name)
+        if (limit := args.save_total_limit or 0) > 0:
+            # oldest first; the best and the newest stand last and are always kept
+            known = state.best_model_checkpoint
+            found = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True, best_model_checkpoint=known)]
+            kept = max(limit, len({found[-1], Path(known or found[-1])}))
+            for old in found[:-kept]:
+                old.rename(run / SAVING / old.name)
         shutil.rmtree(run / SAVING)
     accelerator.wait_for_everyone()
-
-
-def _surplus(run: Path, limit: int | None, best: str | None) -> list[Path]:
-    """The oldest checkpoints beyond save_total_limit, as HF counts them: the newest and the best are kept."""
-    found = [Path(path) for path in sort_checkpoints(str(run), use_mtime=True)]
-    kept = {found[-1], *([Path(best)] if best else [])}
-    count = len(found) - max(limit, len(kept)) if limit and limit > 0 else 0
-    return [path for path in found if path not in kept][: max(count, 0)]
 
 
 def launched(trainer: Any) -> dict[str, Any]:
@@ -86,23 +78,19 @@ def launched(trainer: Any) -> dict[str, Any]:
 
 
 def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
-    """The newest complete `checkpoint-N` in `output_dir`, or None. What is passed over is named in the log.
+    """The newest complete `checkpoint-N` in `output_dir`, or None; the log names it, and what is passed over.
 
     weights_only: of a run with save_only_model.
     """
-    numbered = [(re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in Path(output_dir).glob("checkpoint-*")]
-    for _, path in sorted(((int(m[1]), path) for m, path in numbered if m and path.is_dir()), reverse=True):
+    for path in map(Path, reversed(sort_checkpoints(str(output_dir)))):
+        if not re.fullmatch(r"checkpoint-\d+", path.name):
+            continue  # HF takes checkpoint-5-tmp for one too
         if not (absent := lacking(path, weights_only)):
+            logger.info("resuming %s", path)
             return str(path)
         logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
+    logger.info("no complete checkpoint in %s: a fresh start", output_dir)
     return None
-
-
-def newest(args: Any) -> str | None:
-    """`find_checkpoint` for a Config, said in the log."""
-    found = find_checkpoint(args.output_dir, args.save_only_model)
-    logger.info("resuming %s" if found else "no complete checkpoint in %s: a fresh start", found or args.output_dir)
-    return found
 
 
 def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
@@ -111,9 +99,10 @@ def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
     Raises InputError where True finds none, and where this run could not go on as the one that wrote it.
     """
     if wanted in (True, "auto"):
-        [found] = broadcast_object_list([newest(trainer.args)])  # the first rank's view of the disk
+        folder, weights_only = trainer.args.output_dir, trainer.args.save_only_model
+        [found] = broadcast_object_list([find_checkpoint(folder, weights_only)])  # the first rank's view of the disk
         if found is None and wanted is True:
-            raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {trainer.args.output_dir}")
+            raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {folder}")
         wanted = found
     if isinstance(wanted, str):
         check_launch(trainer, Path(wanted))
@@ -126,7 +115,7 @@ def lacking(folder: Path, weights_only: bool) -> list[str]:
     wanted = {"weights": _PARTS["weights"]} if weights_only else _PARTS
     absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
     try:
-        state = _state(folder)
+        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         state["global_step"]
     except (OSError, ValueError, KeyError):
         return [*absent, "trainer_state.json"]
@@ -145,7 +134,8 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
             f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
             f"DeepSpeed cannot resume it: {restart}"
         )
-    then, now = _state(checkpoint).get("stateful_callbacks", {}).get(LAUNCH), launched(trainer)
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    then, now = state.get("stateful_callbacks", {}).get(LAUNCH), launched(trainer)
     if then is None:
         return  # not written by this package
     # one process and DDP write the same files, whole on rank 0
@@ -165,8 +155,3 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
             f"{now['rows_per_step']}, so rows would be skipped or seen twice: keep per_device_train_batch_size x "
             "gradient_accumulation_steps x processes, or set ignore_data_skip to begin the epoch again"
         )
-
-
-def _state(folder: Path) -> dict[str, Any]:
-    """trainer_state.json."""
-    return json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))

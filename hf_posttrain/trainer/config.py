@@ -15,7 +15,7 @@ from ..engines.launch import check_engine
 from ..errors import InputError, nearest
 from . import rules
 from .method import Method
-from .renamed import advice
+from .renamed import INSTEAD
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,15 @@ class PostTrainConfig(TrainingArguments):
 
     def __new__(cls, *args: Any, **kwargs: Any):
         """Names that TRL's configs or older transformers have and this one lacks raise with what to use instead."""
-        names = {f.name for f in dataclasses.fields(cls)}
+        names = {field.name for field in dataclasses.fields(cls)}
         for name in kwargs:
-            if name not in names and (instead := advice(name)):
-                raise InputError(f"{cls.__name__} has no {name}: {instead}")
+            if name in INSTEAD and name not in names:
+                raise InputError(f"{cls.__name__} has no {name}: {INSTEAD[name]}")
         return super().__new__(cls)
 
     def __post_init__(self):
-        rules.check(self, self.method)
+        for _, problem in rules.problems(self, self.method):
+            raise InputError(problem)
         # one value under both names: transformers reads `activation_...` from 5.23, `gradient_...` before
         for suffix, default in (("", True), ("_kwargs", None)):
             names = f"activation_checkpointing{suffix}", f"gradient_checkpointing{suffix}"
@@ -98,21 +99,7 @@ class PostTrainConfig(TrainingArguments):
         if loading.dispatch_batches or loading.split_batches:
             raise InputError("accelerator_config: dispatch_batches and split_batches cut laid-out batches by rows")
         loading.dispatch_batches = False
-        self._check_scheduler()
-        self.parallelism_config = sequence.settle(self)
-        if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
-            logger.info("layout: padded (with sequence parallelism a row is one document)")
-            self.layout = "padded"
-        if self.n_gpu > 1:
-            logger.warning(
-                "%d GPUs are visible and no launcher is used: training on one. Use accelerate launch for all.",
-                self.n_gpu,
-            )
-            self._n_gpu = 1
-        check_engine(self)
-
-    def _check_scheduler(self) -> None:
-        """Raises InputError for options that the learning rate's schedule does not have."""
+        # options that the learning rate's schedule does not have
         kind: Any = self.lr_scheduler_type
         function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
         allowed = inspect.signature(function).parameters
@@ -120,3 +107,12 @@ class PostTrainConfig(TrainingArguments):
         for name in self.lr_scheduler_kwargs or {}:
             if name not in allowed and not takes_all:
                 raise InputError(f"lr_scheduler_kwargs: {kind.value} has no option {name}{nearest(name, allowed)}")
+        self.parallelism_config = sequence.settle(self)
+        if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
+            logger.info("layout: padded (with sequence parallelism a row is one document)")
+            self.layout = "padded"
+        if self.n_gpu > 1:
+            found = "%d GPUs are visible and no launcher is used: training on one. Use accelerate launch for all."
+            logger.warning(found, self.n_gpu)
+            self._n_gpu = 1
+        check_engine(self)

@@ -14,22 +14,18 @@ Problem = tuple[tuple[str, ...], str]
 class Paper:
     """A paper on arXiv."""
 
-    key: str
-    """Of its BibTeX entry."""
+    key: str  # of its BibTeX entry
     arxiv: str
     year: int
     title: str
-    authors: str
-    """With "and" between them."""
+    authors: str  # with "and" between them
 
     @property
     def url(self) -> str:
-        """Its page."""
         return f"https://arxiv.org/abs/{self.arxiv}"
 
     @property
     def bibtex(self) -> str:
-        """Its entry."""
         fields = {
             "title": f"{{{self.title}}}", "author": self.authors, "year": self.year, "eprint": self.arxiv,
             "archivePrefix": "arXiv", "url": self.url,
@@ -43,8 +39,7 @@ class Limit:
     """What a number must keep to."""
 
     holds: Callable[[float], bool]
-    otherwise: str
-    """The end of a sentence about a number that does not."""
+    otherwise: str  # the end of a sentence about a number that does not
 
 
 COUNT = Limit(lambda n: n >= 1, "must be at least 1")
@@ -58,42 +53,28 @@ BELOW_ONE = Limit(lambda x: 0 <= x < 1, "is not in [0, 1)")
 class Method:
     """A training method."""
 
-    name: str
-    """As recipes call it; its module, Config and Trainer are named after it."""
-    title: str
-    """In words, for pages and cards."""
-    rows: RowKind
-    """What it trains on."""
-    unit: Literal["tokens", "examples"]
-    """What its loss is averaged over."""
-    key_metrics: Mapping[str, str]
-    """What tells best whether it works: key of the log -> name on the progress bar, the most telling first."""
-    second: Literal["", "reference", "teacher"] = ""
-    """The frozen model that scores alongside the policy."""
-    paper: Paper | None = None
-    """Where it comes from."""
-    loss_papers: Mapping[str, Paper] = field(default_factory=dict)
-    """loss_type -> where that loss comes from, if it is another paper."""
-    limits: Mapping[str, Limit] = field(default_factory=dict)
-    """Option -> what its number must keep to; null is always allowed."""
-    rules: tuple[Callable[[Any], Iterable[Problem]], ...] = ()
-    """What its options exclude: each takes an object with the Config's fields, as given."""
+    name: str  # in recipes; its module, Config and Trainer are named after it
+    title: str  # in words, for pages and cards
+    rows: RowKind  # what it trains on
+    unit: Literal["tokens", "examples"]  # what its loss is averaged over
+    key_metrics: Mapping[str, str]  # key of the log -> name on the progress bar; what tells best if it works is first
+    second: Literal["", "reference", "teacher"] = ""  # the frozen model that scores alongside the policy
+    paper: Paper | None = None  # where it comes from
+    loss_papers: Mapping[str, Paper] = field(default_factory=dict)  # loss_type -> its paper, where it has its own
+    limits: Mapping[str, Limit] = field(default_factory=dict)  # option -> what its number must keep to; null is allowed
+    rules: tuple[Callable[[Any], Iterable[Problem]], ...] = ()  # what the Config's fields, as given, exclude
     symptoms: Mapping[str, str] = field(default_factory=dict)
     """Name in `watch.symptoms` -> what to change when a run shows it. Symptoms that are not here do not apply."""
-    sequence_parallel: bool = False
-    """Can its rows be cut over ranks?"""
+    sequence_parallel: bool = False  # can its rows be cut over ranks?
 
     @property
     def module(self) -> str:
-        """Where its Config and Trainer are."""
         return f"hf_posttrain.methods.{self.name}"
 
     @property
     def config_name(self) -> str:
-        """Such as DPOConfig."""
         return f"{self.name.upper()}Config"
 
     @property
     def trainer_name(self) -> str:
-        """Such as DPOTrainer."""
         return f"{self.name.upper()}Trainer"

@@ -36,21 +36,16 @@ class Preemption(TrainerCallback):
             signal.signal(signal.SIGTERM, before)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop together. Time is short, so nothing is evaluated."""
-        if self._any_asked():
+        """Stop together, where any rank was asked to. Time is short, so nothing is evaluated."""
+        asked = torch.tensor(float(self.asked))
+        # the signal reaches ranks at different moments; they agree on the hosts alone, so no device is waited for
+        if self.accelerator.num_processes > 1:
+            self.group = self.group or dist.new_group(backend="gloo")
+            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+        if asked:
             self.happened = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
             logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
-
-    def _any_asked(self) -> bool:
-        """Was any rank asked to stop? The signal reaches them at different moments."""
-        if self.accelerator.num_processes == 1:
-            return self.asked
-        # between the hosts alone, so that no device is waited for
-        self.group = self.group or dist.new_group(backend="gloo")
-        asked = torch.tensor(float(self.asked))
-        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
-        return asked.item() > 0
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The best model is not loaded now, and the checkpoint not deleted in its favour; on disk it is still known."""

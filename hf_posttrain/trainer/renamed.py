@@ -1,24 +1,22 @@
 """Names that TRL's configs or older transformers have and ours lack, and what to use instead."""
 
-_INSTEAD = {
-    # of older transformers, and short names that other libraries have
-    "evaluation_strategy": "use eval_strategy",
+_OURS = {  # the same option under another name
+    "evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "rpo_alpha": "nll_coef", "lr": "learning_rate",
+    "epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size", "max_seq_length": "max_length",
+    "per_gpu_train_batch_size": "per_device_train_batch_size", "max_new_tokens": "max_completion_length",
+    "per_gpu_eval_batch_size": "per_device_eval_batch_size", "vllm_max_model_length": "max_length",
+    "include_tokens_per_second": "include_num_input_tokens_seen", "chat_template_path": "model.chat_template",
+    "include_inputs_for_metrics": "include_for_metrics",
+}  # fmt: skip
+INSTEAD = {name: f"use {ours}" for name, ours in _OURS.items()} | {
+    # of older transformers
     "warmup_ratio": "use warmup_steps, where a value below 1 is a ratio of all steps",
     "group_by_length": "use train_sampling_strategy: group_by_length",
     "save_safetensors": "files are always safetensors",
-    "no_cuda": "use use_cpu",
     "use_mps_device": "MPS is used where it is found",
     "logging_dir": "set the environment variable TENSORBOARD_LOGGING_DIR",
     "overwrite_output_dir": "an existing output_dir is used as it is",
-    "per_gpu_train_batch_size": "use per_device_train_batch_size",
-    "per_gpu_eval_batch_size": "use per_device_eval_batch_size",
-    "include_tokens_per_second": "use include_num_input_tokens_seen",
-    "include_inputs_for_metrics": "use include_for_metrics",
     "tokenizer": "the tokenizer comes from model.name_or_path",
-    "max_seq_length": "use max_length",
-    "lr": "use learning_rate",
-    "epochs": "use num_train_epochs",
-    "batch_size": "use per_device_train_batch_size",
     # of TRL's configs
     "padding_free": "use layout: packed (or auto)",
     "pad_to_multiple_of": "rows are packed, there is nothing to pad to",
@@ -26,20 +24,15 @@ _INSTEAD = {
     "model_init_kwargs": "use the model section (dtype, attn_implementation, ...) or pass a loaded model",
     "teacher_model_init_kwargs": "use the teacher section or pass a loaded teacher_model",
     "teacher_model_name_or_path": "use the teacher section or pass teacher_model",
-    "chat_template_path": "use model.chat_template",
     "eos_token": "the turn end of the chat template is found and trained",
     "pad_token": "padding never touches the loss; set it in the tokenizer if you must",
     "dataset_kwargs": "use the data section",
     "shuffle_dataset": "every epoch is shuffled; train_sampling_strategy: sequential turns that off",
     "max_prompt_length": "use max_length: the prompt is trimmed first, the completion kept",
-    "ld_alpha": "it is not supported",
-    "f_divergence_type": "only reverse KL is supported",
-    "f_alpha_divergence_coef": "only reverse KL is supported",
-    "use_weighting": "it is not supported",
-    "discopop_tau": "it is not supported",
+    **dict.fromkeys(("ld_alpha", "use_weighting", "discopop_tau"), "it is not supported"),
+    **dict.fromkeys(("f_divergence_type", "f_alpha_divergence_coef"), "only reverse KL is supported"),
     "sync_ref_model": "the reference never moves",
     "activation_offloading": "use activation_checkpointing_kwargs: {offload: true}",
-    "max_new_tokens": "use max_completion_length",
     "seq_kd": "train on the teacher's answers as completions",
     "top_k": "rollouts come from the distribution that is scored: top_k is 0",
     "top_p": "rollouts come from the distribution that is scored: top_p is 1",
@@ -50,7 +43,6 @@ _INSTEAD = {
     "vllm_server_port": "use vllm_server_base_url, such as http://localhost:8000",
     "vllm_server_timeout": "start the server first: it is asked once",
     "vllm_group_port": "a server reads its weights from output_dir",
-    "vllm_max_model_length": "use max_length",
     "vllm_tensor_parallel_size": "give --tensor-parallel-size to vllm serve (vllm_mode: server)",
     "vllm_enable_sleep_mode": "lower vllm_gpu_memory_utilization, or use vllm_mode: server",
     "vllm_model_impl": "vLLM chooses its own",
@@ -58,12 +50,7 @@ _INSTEAD = {
     "vllm_importance_sampling_correction": "it is not supported: the student scores its rollouts again",
     "eval_packing": "evaluation is exact with any batch; leave it out",
     "packing_strategy": "packing is best-fit decreasing",
-    "rpo_alpha": "use nll_coef",
     "loss_type": "distillation on data calls it divergence; other methods without it have one loss",
     "divergence": "on-policy distillation calls it loss_type",
 }
-
-
-def advice(name: str) -> str | None:
-    """What to use instead of a field of TRL or of older transformers that we lack; None for any other name."""
-    return _INSTEAD.get(name)
+"""Field of TRL or of older transformers that we lack -> what to use instead."""

@@ -9,18 +9,14 @@ from ..errors import InputError
 
 
 def router_coef(config: Any, asked: float | None) -> float:
-    """Weight of the loss: `asked`, or the model's own where its config puts the loss on, else 0.
-
-    Raises InputError where a weight is asked for and the model has no experts.
-    """
+    """Weight of the loss: `asked`, or the model's own where its config puts the loss on, else 0. Raises InputError
+    where a weight is asked for and the model has no experts."""
     config = config.get_text_config()
-    if not hasattr(config, "router_aux_loss_coef"):
-        if asked:
-            raise InputError("router_aux_loss_coef is set and the model is no mixture of experts")
-        return 0.0
+    if asked and not hasattr(config, "router_aux_loss_coef"):
+        raise InputError("router_aux_loss_coef is set and the model is no mixture of experts")
     if asked is not None:
         return asked
-    return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
+    return getattr(config, "router_aux_loss_coef", 0.0) if getattr(config, "output_router_logits", False) else 0.0
 
 
 def balancing_loss(router_logits: Any, config: Any, weights: Tensor) -> Tensor:

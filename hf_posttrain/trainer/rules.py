@@ -1,13 +1,12 @@
 """What the values of a method's Config may be, and which exclude each other: told without torch.
 
-A recipe is checked by `problems` before torch is imported, on an object with the Config's fields; every Config raises
-the first of them when it is made, so that Python users meet the same rules.
+A recipe is checked by `problems` before torch is imported; every Config raises the first of them when it is made.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ..errors import InputError, nearest
+from ..errors import nearest
 from ..watch import symptoms
 from .method import BELOW_ONE, COUNT, NOT_NEGATIVE, Limit, Method, Problem
 
@@ -23,9 +22,7 @@ LIMITS = {
     "max_length": Limit(lambda n: n >= 2, "is too short: a prompt and a completion need 2 tokens at least"),
 }  # fmt: skip
 """Option of every method -> what its number must keep to; null is always allowed."""
-LAYOUTS = ("auto", "shared", "packed", "padded")
-LOG_LEVELS = ("debug", "detail", "info", "warning", "error", "critical", "passive")
-SAMPLING = ("random", "sequential", "group_by_length")
+_LOG_LEVELS = ("debug", "detail", "info", "warning", "error", "critical", "passive")
 REPORTERS: dict[str, tuple[str, ...]] = {
     "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
     "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "kubeflow": (), "mlflow": ("mlflow",),
@@ -47,12 +44,13 @@ _REFUSED = {  # field: (off, why it stays off)
 
 def allowed_values(values: Any) -> Iterator[Problem]:
     """Names and options that no method can honour."""
-    named = [("layout", LAYOUTS), ("log_level", LOG_LEVELS), ("log_level_replica", LOG_LEVELS)]
+    layouts = ("auto", "shared", "packed", "padded")
+    named = [("layout", layouts), ("log_level", _LOG_LEVELS), ("log_level_replica", _LOG_LEVELS)]
     if values.train_sampling_strategy == "batch_rebalance":
         problem = "train_sampling_strategy: batch_rebalance repeats rows unseen: use random or group_by_length"
         yield ("train_sampling_strategy",), problem
     else:
-        named.append(("train_sampling_strategy", SAMPLING))
+        named.append(("train_sampling_strategy", ("random", "sequential", "group_by_length")))
     for name, allowed in named:
         yield from one_of(name, getattr(values, name), allowed)
     for reporter in symptoms.listed(values.report_to):
@@ -83,30 +81,24 @@ def best_model(values: Any) -> Iterator[Problem]:
     """load_best_model_at_end loads a checkpoint, so one must be saved whenever the model is evaluated."""
     # a strategy is an enum in a Config, and equal to its name
     saved, evaluated = (str(getattr(s, "value", s)) for s in (values.save_strategy, values.eval_strategy))
+    option = "load_best_model_at_end"
     if not values.load_best_model_at_end:
         if saved == "best" and not values.metric_for_best_model:  # with the former, that is eval_loss
             problem = "save_strategy: best needs metric_for_best_model, such as eval_loss"
             yield ("save_strategy", "metric_for_best_model"), problem
-        return
-    if evaluated == "no":
-        problem = "load_best_model_at_end needs eval_strategy: steps or epoch, which finds the best"
-        yield ("load_best_model_at_end", "eval_strategy"), problem
+    elif evaluated == "no":
+        yield (option, "eval_strategy"), f"{option} needs eval_strategy: steps or epoch, which finds the best"
     elif saved not in (evaluated, "best"):
-        problem = (
-            f"load_best_model_at_end loads a checkpoint: save_strategy ({saved}) must be eval_strategy's"
-            f" ({evaluated}), or best"
-        )
-        yield ("load_best_model_at_end", "save_strategy", "eval_strategy"), problem
+        wanted = f"save_strategy ({saved}) must be eval_strategy's ({evaluated}), or best"
+        yield (option, "save_strategy", "eval_strategy"), f"{option} loads a checkpoint: {wanted}"
     # the best step must have been saved
     elif saved == "steps":
         save, evaluate = values.save_steps, values.eval_steps or values.logging_steps
-        given, names = f"save_steps={save:g}, eval_steps={evaluate:g}", ("save_steps", "eval_steps")
+        given, names = f"save_steps={save:g}, eval_steps={evaluate:g}", ("save_steps", "eval_steps", option)
         if (save < 1) != (evaluate < 1):
-            problem = f"load_best_model_at_end: {given} must both be steps, or both shares below 1"
-            yield (*names, "load_best_model_at_end"), problem
+            yield names, f"{option}: {given} must both be steps, or both shares below 1"
         elif evaluate and abs(save / evaluate - round(save / evaluate)) > 1e-6:
-            problem = f"load_best_model_at_end: save_steps must be a multiple of eval_steps, not {given}"
-            yield (*names, "load_best_model_at_end"), problem
+            yield names, f"{option}: save_steps must be a multiple of eval_steps, not {given}"
 
 
 def together(values: Any) -> Iterator[Problem]:
@@ -143,17 +135,9 @@ def merge_problem(has_adapter: bool, quantised: bool) -> str | None:
     if not has_adapter:
         return "merge_lora: true needs model.lora or model.adapter (peft_config), the adapter to merge"
     if quantised:
-        return (
-            "merge_lora: true: a quantised base would round the adapter away: drop merge_lora, and merge into the "
-            "full-precision base afterwards"
-        )
+        instead = "drop merge_lora, and merge into the full-precision base afterwards"
+        return f"merge_lora: true: a quantised base would round the adapter away: {instead}"
     return None
-
-
-def check(config: Any, method: Method) -> None:
-    """Raises InputError with the first problem of a Config."""
-    for _, problem in problems(config, method):
-        raise InputError(problem)
 
 
 def beyond(limits: Mapping[str, Limit], values: Any) -> Iterator[Problem]:
@@ -164,9 +148,8 @@ def beyond(limits: Mapping[str, Limit], values: Any) -> Iterator[Problem]:
             yield (name,), f"{name}={value:g} {limit.otherwise}"
 
 
-def one_of(name: str, value: Any, allowed: Iterable[str]) -> Iterator[Problem]:
+def one_of(name: str, value: Any, allowed: Collection[str]) -> Iterator[Problem]:
     """A problem where `value` of the field `name` is none of those allowed, with the nearest."""
-    allowed = list(allowed)
     if value not in allowed:
         hint = nearest(str(value), allowed, listed=False)
         yield (name,), f"{name}={value!r} is not one of {', '.join(allowed)}{hint}"

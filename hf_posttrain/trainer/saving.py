@@ -1,7 +1,4 @@
-"""How PostTrainer saves: every weight, whatever the engine, read again and compared before anybody relies on it.
-
-The functions of the first part are methods of PostTrainer that take the place of those of HF's Trainer.
-"""
+"""How PostTrainer saves: every weight, whatever the engine, read again and compared before anybody relies on it."""
 
 import copy
 import json
@@ -18,23 +15,22 @@ from transformers import PreTrainedModel, Trainer
 
 from ..engines import engine, sharded
 from ..errors import InputError
-from ..models.reference_adapter import without_reference_adapter
+from ..models.reference import without_reference_adapter
 from ..scoring import forward
 from . import checkpoint, rules
 
+# in the README.md of a run where `report.card` wrote it
 CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
-"""What the README.md of a run holds where `report.card` wrote it."""
 _WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-# ---- methods of PostTrainer
+# ---- methods of PostTrainer, in the place of those of HF's Trainer
 
 
 def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """Every weight under every engine, read again and compared; merged where merge_lora says so. All ranks call it.
 
-    Raises RuntimeError where what was saved is not the whole model, and InputError where an adapter and a whole
-    model would share a folder.
+    Raises RuntimeError where that is not the whole model, InputError where adapter and model would share a folder.
     """
     folder = output_dir or self.args.output_dir
     # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
@@ -121,8 +117,7 @@ def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapter_only)
         whole: Any = get_model_state_dict(model, options=options)
         return whole
-    stage = engine.zero_stage(accelerator)
-    if not stage:
+    if not (stage := engine.zero_stage(accelerator)):
         return None
     from deepspeed.utils import safe_get_full_fp32_param
 
@@ -140,10 +135,7 @@ def whole_state(trainer: Any, adapter_only: bool) -> dict[str, Tensor] | None:
 
 
 def save_merged(trainer: Any, folder: str) -> None:
-    """The trained adapter merged into its base and saved as a plain model. All ranks call it.
-
-    Raises InputError for a model without adapter and for a quantised base.
-    """
+    """The trained adapter merged into its base and saved as a plain model; raises as `check_mergeable`. All ranks."""
     policy = forward.unwrapped(trainer.model)
     check_mergeable(policy)
     state = whole_state(trainer, adapter_only=False) or policy.state_dict()
