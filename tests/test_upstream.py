@@ -181,7 +181,7 @@ NEEDS = {need.symbol: need for need in [
          "gathers, and takes all hooks off but fwd_pre_hook"),
     Need("deepspeed.DeepSpeedZeRoOffload.fwd_pre_hook", "engines/sharded.py",
          "the hook that compares the order of ranks' forwards, put on by get_param_coordinator().reset_step()"),
-    Need("deepspeed.zero.Init", "engines/sharded.py trainer/saving.py report/record.py",
+    Need("deepspeed.zero.Init", "engines/sharded.py trainer/saving.py report/callbacks.py",
          "marks what it cuts: ds_id, ds_shape, ds_numel", "ds_"),
     Need("deepspeed.runtime.sequence_parallel.ulysses_sp.UlyssesSPDataLoaderAdapter", "engines/sequence.py",
          "dl, sp_group, sp_rank, sp_world_size; attention is cut in modules in training mode alone", "sp_world_size"),

@@ -23,8 +23,7 @@ def follow(trainer: Any) -> None:
 
     Called before `train()`, on all ranks. trainer: a PostTrainer, which gets two callbacks.
     """
-    from .record import Record
-    from .samples import Samples
+    from .callbacks import Record, Samples
 
     trainer.add_callback(Record(trainer))
     trainer.add_callback(Samples(trainer))
