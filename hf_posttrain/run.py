@@ -25,10 +25,9 @@ from .recipe.sections import Recipe
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
+# Commands of their own: first word -> the module whose `main` takes the rest
 OTHERS = {"data": "hf_posttrain.check.data_command", "compare": "hf_posttrain.report.compare"}
-"""Commands of their own: first word -> the module whose `main` takes the rest."""
-PATIENCE = 10
-"""Seconds that other ranks give the first one to say what is wrong, before they say it too."""
+PATIENCE = 10  # seconds that other ranks give the first one to say what is wrong, before they say it too
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,7 +1,4 @@
-"""What the file system shows of a recipe's models, data and folders, before anything slow is imported.
-
-A name that the hub may have is left to the hub, unless HF_HUB_OFFLINE is set and its cache has none of that name.
-"""
+"""What the file system shows of a recipe's models, data and folders, before anything slow is imported."""
 
 import importlib.util
 import json
@@ -102,9 +99,8 @@ def _model_problem(folder: Path) -> str | None:
 
 @or_unreadable
 def _adapter_problem(folder: Path) -> str | None:
-    if not folder.exists() or (folder / "adapter_config.json").is_file():
-        return None
-    return f"{folder} has no adapter_config.json, so it is no PEFT adapter"
+    found = not folder.exists() or (folder / "adapter_config.json").is_file()
+    return None if found else f"{folder} has no adapter_config.json, so it is no PEFT adapter"
 
 
 def _missing(name: str, recipe: Recipe) -> str | None:

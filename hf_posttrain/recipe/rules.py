@@ -1,7 +1,4 @@
-"""What the names and types of a recipe's keys allow and that still makes no sense, as far as YAML alone shows it.
-
-All rules yield (dotted keys, sentence), without importing torch.
-"""
+"""Rules between a recipe's keys and for their values, as far as YAML alone shows it; all yield (dotted keys, sentence)."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -25,11 +22,10 @@ _EXCLUDE_EACH_OTHER = (  # keys of a model section, and why
 )  # fmt: skip
 ATTENTION = "auto", "eager", "sdpa", "flex_attention", *(f"flash_attention_{version}" for version in (2, 3, 4))
 """What transformers knows by itself; a kernel of the hub is owner/name, and a model's own code may bring others."""
-_WANTS_EVAL = {
+_WANTS_EVAL = {  # values of the train section that ask for rows to evaluate on
     "load_best_model_at_end": (True,), "eval_strategy": ("steps", "epoch"), "eval_on_start": (True,),
     "eval_exact_match": (True,),
 }  # fmt: skip
-"""Values of the train section that ask for rows to evaluate on."""
 
 
 def between_sections(recipe: Recipe) -> Iterator[Problem]:

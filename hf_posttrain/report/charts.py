@@ -1,7 +1,6 @@
-"""Charts of what runs logged, as matplotlib draws them, and the same in words and numbers.
+"""Charts of what runs logged, as matplotlib draws them for a page (SVG) or a picture, and in words and numbers.
 
-templates/charts.yaml says which metrics share one; any other (of compute_metrics, say) gets its own at the end. A page
-gets each chart as a small SVG, and a run's folder all of them in one picture, curves.png.
+templates/charts.yaml says which metrics share one; any other (of compute_metrics, say) gets its own at the end.
 """
 
 import math
