@@ -123,12 +123,12 @@ def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str,
     if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
-    if recipe.data.eval is not None:
-        found = trainer.evaluate()
-        trainer.log_metrics("eval", found)
-        trainer.save_metrics("eval", found)
-        metrics = metrics | found
-    return metrics
+    if recipe.data.eval is None:
+        return metrics
+    found = trainer.evaluate()
+    trainer.log_metrics("eval", found)
+    trainer.save_metrics("eval", found)
+    return metrics | found
 
 
 def preprocess(recipe: Recipe) -> None:
@@ -140,9 +140,8 @@ def preprocess(recipe: Recipe) -> None:
     from .recipe.datasets import prepare_data, summary
 
     tokenizer, _ = parts.check_models(recipe)
-    rows = prepare_data(recipe, trainer_class, tokenizer, config)
-    if config.local_process_index == 0:
-        for name, prepared in rows.items():
+    for name, prepared in prepare_data(recipe, trainer_class, tokenizer, config).items():
+        if config.local_process_index == 0:
             print(f"{name}: {summary(prepared)}")
 
 
@@ -162,7 +161,7 @@ def preflight(arguments: Any) -> int:
         if arguments.json:
             print(json.dumps({"status": 2, "error": str(error)}, indent=2))
         raise
-    if found is None:
+    if found is None:  # another rank prints it
         return 0
     print(found.to_json() if arguments.json else found.text(sys.stdout.isatty()))
     return found.status

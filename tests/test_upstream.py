@@ -210,7 +210,7 @@ NEEDS = {need.symbol: need for need in [
     Need("evaluate.Metric._info", "generation/exact_match.py",
          "with _compute, all that a metric has to define; it needs no network"),
     Need("evaluate.Metric._compute", "generation/exact_match.py", "see _info"),
-    Need("huggingface_hub.constants.HF_HUB_CACHE", "recipe/files.py",
+    Need("huggingface_hub.constants.HF_HUB_CACHE", "recipe/rules.py",
          "a model of the hub is in its folder models--OWNER--NAME", "models--"),
     Need("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "models/prepare.py",
          "False: weights are not repacked in a first forward"),

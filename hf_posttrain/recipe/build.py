@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import InputError, error_context, nearest
 from ..methods import METHODS, config_class, trainer_class
-from . import files
+from . import rules
 from .read import refuse, train_config
 from .sections import Recipe
 
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 def check_inputs(recipe: Recipe, training: bool = False) -> None:
     """The files that are read and, for a training, what it writes, before torch. Raises InputError at once."""
-    refuse(recipe, files.inputs(recipe))
+    refuse(recipe, rules.of_inputs(recipe))
     if training:
-        refuse(recipe, files.training(recipe))
+        refuse(recipe, rules.of_training(recipe))
     # peft imports bitsandbytes, which warns of a kernel that only quantised weights on CPU would use
     if all(section.quantization == "none" for _, section in recipe.models()):
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -67,10 +67,8 @@ def imported(module: str) -> Any:
 
 
 def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
-    """(tokenizer, LoRA config or None), after everything about both models that shows without weights.
-
-    config: of a run, whose vLLM server must be there and serve such adapters. Raises InputError.
-    """
+    """(tokenizer, LoRA config or None), after everything about both models that shows without weights; with the config
+    of a run, its vLLM server must be there and serve such adapters. Raises InputError."""
     from ..generation import vllm
     from ..models import load as models
 

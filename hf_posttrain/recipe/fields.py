@@ -40,9 +40,9 @@ _WORDS = {
 
 
 class Field(NamedTuple):
-    """A key's type and default."""
+    """A key."""
 
-    kind: Any  # an annotation
+    kind: Any  # its type, an annotation
     default: Any = dataclasses.MISSING  # of a key that must be given
 
 
