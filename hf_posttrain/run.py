@@ -132,10 +132,7 @@ def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str,
 
 
 def preprocess(recipe: Recipe) -> None:
-    """--preprocess-only: tokenise the data as `run` would, into the cache of `datasets`; print a line of each data set.
-
-    Runs on any machine: what the train section asks of engines and GPUs is checked for its names and types alone.
-    """
+    """--preprocess-only: tokenise the data, on any machine, into the cache that `run` reads; print a line for each."""
     trainer_class, config = parts.configure(parts.of_any_machine(recipe))
     from .recipe.datasets import prepare_data, summary
 
@@ -146,10 +143,7 @@ def preprocess(recipe: Recipe) -> None:
 
 
 def preflight(arguments: Any) -> int:
-    """--check: print what the recipe would train on and whether it fits; returns 0, or 1 for what would ruin it.
-
-    With --json, what is wrong with the recipe is JSON on stdout too.
-    """
+    """--check: print what the recipe would train on and whether it fits; returns 0, or 1 for what would ruin it."""
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         parts.check_inputs(recipe, training=arguments.config_file is None)  # else it may be for another machine

@@ -18,7 +18,7 @@ MICRO_BATCHES = 50  # how many are laid out to measure padding and tokens
 
 @dataclass
 class Plan:
-    """What training would do. Of a stream, what depends on the number and lengths of rows is None."""
+    """Of a stream, what depends on the number and lengths of rows is None."""
 
     rows: int | None  # prepared training rows
     processes: int  # that train together

@@ -69,10 +69,8 @@ class Probe:
 
 
 def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
-    """One step on the longest rows of `rows` (prepared; of a stream its first ones). Every rank calls it.
-
-    Raises what training would: OutOfMemoryError too.
-    """
+    """One step on the longest rows of `rows` (prepared; of a stream its first ones). Every rank calls it. Raises what
+    training would, OutOfMemoryError too."""
     method = METHODS[recipe.method]
     known = {option.name for option in fields(config_class(method))}
     # the recipe's own trainer and weights, on as many of the longest rows as a step takes

@@ -146,10 +146,8 @@ def marked(runs: Iterable[Piece], colour: bool) -> str:
 
 
 def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any]) -> TokenAudit:
-    """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked).
-
-    models: the policy, and the teacher where there is one, without weights. Raises InputError for a bad row.
-    """
+    """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked). models: the policy, and
+    the teacher where there is one, without weights. Raises InputError for a bad row."""
     from ..models.load import load_tokenizer
     from ..models.prepare import find_terminal_ids
 

@@ -1,7 +1,4 @@
-"""The command's arguments: what may stand on the line, in any order, and what --help says.
-
-`data` and `compare` are commands of their own, which `run.main` takes before it parses.
-"""
+"""The command's arguments: what may stand on the line, in any order, and what --help says."""
 
 import argparse
 import difflib

@@ -78,11 +78,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 
 
 def train_config(recipe: Recipe, config_class: Any) -> Any:
-    """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float).
-
-    Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a package that
-    an option needs and that is not installed.
-    """
+    """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float). Raises
+    InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing."""
     values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
     try:
         return config_class(**values)

@@ -1,7 +1,4 @@
-"""What in a recipe cannot be, beyond the names and types of its keys, found without torch, in YAML and on disk.
-
-All rules yield (dotted keys, sentence).
-"""
+"""What a recipe may not say, beyond names and types of keys. Rules yield (dotted keys, sentence), without torch."""
 
 import importlib.util
 import json
@@ -86,8 +83,7 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
 
 
 def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
-    """What makes no sense in the train section, read into `values`, by itself or with the others; HF's Trainer finds
-    some of it with the model loaded, or only in the first evaluation."""
+    """What makes no sense in the train section, read into `values`; HF's Trainer would find some of it much later."""
     for name, wanting in _WANTS_EVAL.items():
         if (value := getattr(values, name)) in wanting and recipe.data.eval is None:
             shown = "true" if value is True else getattr(value, "value", value)

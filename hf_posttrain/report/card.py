@@ -50,7 +50,7 @@ def write(run: Run) -> None:
 
 
 def _read_text(file: Path) -> str:
-    """Its text, whatever its encoding, in which only ASCII is looked for; "" where there is none."""
+    """Its text, in which only ASCII is looked for; "" where there is none."""
     return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
 

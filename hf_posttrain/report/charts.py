@@ -50,8 +50,7 @@ class Line(NamedTuple):
 
     @property
     def look(self) -> str:
-        """Its classes in style.css."""
-        return f"c{self.colour % 8} {self.dash}".strip()
+        return f"c{self.colour % 8} {self.dash}".strip()  # its classes in style.css
 
 
 class Chart(NamedTuple):
