@@ -25,10 +25,9 @@ from .recipe.sections import Recipe
 
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
+# Commands of their own: first word -> the module whose `main` takes the rest
 OTHERS = {"data": "hf_posttrain.check.data_command", "compare": "hf_posttrain.report.compare"}
-"""Commands of their own: first word -> the module whose `main` takes the rest."""
-PATIENCE = 10
-"""Seconds that other ranks give the first one to say what is wrong, before they say it too."""
+PATIENCE = 10  # seconds that other ranks give the first one to say what is wrong, before they say it too
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,34 +123,27 @@ def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str,
     if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
-    if recipe.data.eval is not None:
-        found = trainer.evaluate()
-        trainer.log_metrics("eval", found)
-        trainer.save_metrics("eval", found)
-        metrics = metrics | found
-    return metrics
+    if recipe.data.eval is None:
+        return metrics
+    found = trainer.evaluate()
+    trainer.log_metrics("eval", found)
+    trainer.save_metrics("eval", found)
+    return metrics | found
 
 
 def preprocess(recipe: Recipe) -> None:
-    """--preprocess-only: tokenise the data as `run` would, into the cache of `datasets`; print a line of each data set.
-
-    Runs on any machine: what the train section asks of engines and GPUs is checked for its names and types alone.
-    """
+    """--preprocess-only: tokenise the data, on any machine, into the cache that `run` reads; print a line for each."""
     trainer_class, config = parts.configure(parts.of_any_machine(recipe))
     from .recipe.datasets import prepare_data, summary
 
     tokenizer, _ = parts.check_models(recipe)
-    rows = prepare_data(recipe, trainer_class, tokenizer, config)
-    if config.local_process_index == 0:
-        for name, prepared in rows.items():
+    for name, prepared in prepare_data(recipe, trainer_class, tokenizer, config).items():
+        if config.local_process_index == 0:
             print(f"{name}: {summary(prepared)}")
 
 
 def preflight(arguments: Any) -> int:
-    """--check: print what the recipe would train on and whether it fits; returns 0, or 1 for what would ruin it.
-
-    With --json, what is wrong with the recipe is JSON on stdout too.
-    """
+    """--check: print what the recipe would train on and whether it fits; returns 0, or 1 for what would ruin it."""
     try:
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         parts.check_inputs(recipe, training=arguments.config_file is None)  # else it may be for another machine
@@ -163,7 +155,7 @@ def preflight(arguments: Any) -> int:
         if arguments.json:
             print(json.dumps({"status": 2, "error": str(error)}, indent=2))
         raise
-    if found is None:
+    if found is None:  # another rank prints it
         return 0
     print(found.to_json() if arguments.json else found.text(sys.stdout.isatty()))
     return found.status

@@ -43,7 +43,7 @@ from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe import cli as arguments
 from hf_posttrain.recipe.read import load_recipe, train_config
 from hf_posttrain.recipe.sections import Source
-from hf_posttrain.report import charts, samples
+from hf_posttrain.report import callbacks, charts
 from hf_posttrain.trainer.config import PostTrainConfig
 from hf_posttrain.watch import symptoms as watch
 
@@ -251,7 +251,7 @@ def folder(hub, tmp_path, monkeypatch):
     """The current directory: the hub's names are folders in it, and the files of the README's table."""
     at_home(tmp_path, hub)
     monkeypatch.setattr(charts, "write_picture", lambda run: None)  # it takes time; test_report.py has it
-    monkeypatch.setattr(samples, "LONGEST", 4)
+    monkeypatch.setattr(callbacks, "LONGEST", 4)
     for file, line in _own_files():
         (tmp_path / file).write_text(f"{line}\n{line.replace('347', '348')}\n")
     monkeypatch.chdir(tmp_path)

@@ -1,8 +1,4 @@
-"""Preflight: what would this recipe train on, and does it fit? Seconds on CPU, no training, nothing is written.
-
-A `Check` has five parts, each with lines() for people and warnings(): data/audit.py (rows), trained.py (tokens),
-plan.py, memory.py and probe.py.
-"""
+"""Preflight: what would this recipe train on, and does it fit? Seconds on CPU, no training, nothing is written."""
 
 import dataclasses
 import json
@@ -15,23 +11,23 @@ from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
+from ..errors import error_context
 from ..methods import METHODS
 from ..recipe import build
 from ..recipe.sections import Recipe
 
-_USUAL = (
+_USUAL = (  # options of all methods whose defaults are shown
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
     "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size",
     "bf16", "activation_checkpointing", "max_length", "layout", "logging_steps", "eval_strategy", "save_strategy",
     "save_steps", "seed", "report_to",
 )  # fmt: skip
-"""Options of all methods whose defaults are shown."""
 _WRAPPER = textwrap.TextWrapper(110, "  ", "    ", replace_whitespace=False, break_on_hyphens=False)
 
 
 @dataclass
 class Check:
-    """What was found."""
+    """What was found: five parts, each with lines() for people and warnings() of what would ruin training."""
 
     path: str  # the recipe's file
     method: str
@@ -47,14 +43,12 @@ class Check:
 
     @property
     def warnings(self) -> list[str]:
-        """What would ruin training."""
         made = [*self.data.values(), self.tokens, self.plan, self.memory, *([self.probe] if self.probe else [])]
         return [warning for part in made for warning in part.warnings()]
 
     @property
     def status(self) -> int:
-        """The exit code: 0, or 1 where there are warnings."""
-        return 1 if self.warnings else 0
+        return 1 if self.warnings else 0  # the exit code
 
     def to_json(self) -> str:
         """Everything, with null in place of numbers that are not finite."""
@@ -107,6 +101,7 @@ def check(
     at_home = launched or torch.cuda.is_available()
     trainer_class, config = build.configure(recipe if at_home else build.of_any_machine(recipe))
     from ..data.lengths import warn_if_too_long
+    from ..models.load import load_skeleton
     from ..recipe.datasets import audit_data, prepare_data
     from . import memory, placement, plan, probe, trained
 
@@ -117,7 +112,10 @@ def check(
     logger.addHandler(logged)
     try:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
-        models = build.load_skeletons(recipe)
+        models = []
+        for name, section in recipe.models():
+            with error_context(recipe.where(name)):
+                models.append(load_skeleton(section))
         warn_if_too_long(rows["train"], models[0].config, config)
         engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)

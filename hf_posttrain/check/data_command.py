@@ -1,7 +1,6 @@
 """`hf-posttrain data FILE`: what a data file is to each method, and its first example as it would be trained.
 
-The file is read as a stream, so that a large one is as quick as a small one. What reads rows is imported once it is
-needed, so that --help is quick.
+The file is read as a stream. What reads rows is imported once it is needed, so that --help is quick.
 """
 
 import argparse
@@ -63,9 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def described(
-    rows: list[dict], name: str, methods: Sequence[str], columns: dict[str, str], tokenizer: Any
-) -> tuple[list[str], int]:
+def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict, tokenizer: Any) -> tuple[list, int]:
     """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names."""
     lines = [f"{name}: columns {named(rows[0])}"]
     forms, problems = _readable(rows, methods)

@@ -18,7 +18,7 @@ MICRO_BATCHES = 50  # how many are laid out to measure padding and tokens
 
 @dataclass
 class Plan:
-    """What training would do. Of a stream, what depends on the number and lengths of rows is None."""
+    """Of a stream, what depends on the number and lengths of rows is None."""
 
     rows: int | None  # prepared training rows
     processes: int  # that train together
@@ -38,8 +38,8 @@ class Plan:
         yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {of}"
         yield f"layout: {self.layout} ({self.why})"
         if self.tokens_per_step is not None:
-            yield (f"about {self.tokens_per_step} tokens a step, {self.trained_per_step} of them trained;"
-                   f" padding {self.padding:.1%}, saved by shared prompts {self.saved:.1%}")  # fmt: skip
+            shares = f"padding {self.padding:.1%}, saved by shared prompts {self.saved:.1%}"
+            yield f"about {self.tokens_per_step} tokens a step, {self.trained_per_step} of them trained; {shares}"
 
     def warnings(self) -> Iterator[str]:
         if self.steps < 1:

@@ -22,13 +22,12 @@ from .memory import longest
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts
 SPAN = 32  # tokens of a rollout that are averaged to one KL
-_ONCE = {
+_ONCE = {  # of a single step that leaves nothing behind, in place of the recipe's; not all methods have all of them
     "max_steps": 1, "train_sampling_strategy": "sequential", "eval_strategy": "no", "save_strategy": "no",
     "load_best_model_at_end": False, "eval_on_start": False, "resume_from_checkpoint": None, "report_to": "none",
     "logging_strategy": "no", "dataloader_num_workers": 0, "push_to_hub": False, "disable_tqdm": True,
     "desirable_weight": 1.0, "undesirable_weight": 1.0, "stop_on": None,
 }  # fmt: skip
-"""Options of a single step that leaves nothing behind, in place of the recipe's; not all methods have all of them."""
 
 
 @dataclass
@@ -52,10 +51,8 @@ class Probe:
     rollouts: Rollouts | None = None  # where the student samples
 
     def lines(self) -> Iterator[str]:
-        yield (
-            f"a step of {self.rows} rows of up to {self.longest} tokens: {self.seconds:.1f} s, "
-            f"{self.peak_bytes / 2**30:.2f} GiB at most, loss {self.loss:.4g}"
-        )
+        took = f"{self.seconds:.1f} s, {self.peak_bytes / 2**30:.2f} GiB at most, loss {self.loss:.4g}"
+        yield f"a step of {self.rows} rows of up to {self.longest} tokens: {took}"
         if self.rollouts:
             lengths, stopped = self.rollouts.lengths, self.rollouts.stopped
             spread = f"{np.mean(lengths):.0f} tokens ({min(lengths)} to {max(lengths)})"
@@ -72,10 +69,8 @@ class Probe:
 
 
 def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
-    """One step on the longest rows of `rows` (prepared; of a stream its first ones). Every rank calls it.
-
-    Raises what training would: OutOfMemoryError too.
-    """
+    """One step on the longest rows of `rows` (prepared; of a stream its first ones). Every rank calls it. Raises what
+    training would, OutOfMemoryError too."""
     method = METHODS[recipe.method]
     known = {option.name for option in fields(config_class(method))}
     # the recipe's own trainer and weights, on as many of the longest rows as a step takes

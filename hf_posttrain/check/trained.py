@@ -1,8 +1,4 @@
-"""What is trained: examples as text with their trained tokens marked, and how examples begin and end.
-
-A prepared row has `parts`, the ids and mask of its prompt and each answer, whose runs of tokens that are all trained or
-all not are `pieces` of text.
-"""
+"""What is trained: examples as text with their trained tokens marked, and how examples begin and end."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,8 +23,8 @@ PADDED_SHARE = 0.1  # from this share of examples on, padding tokens inside them
 EDGE = 24  # characters that are shown on each side of the boundary between prompt and trained text
 LONGEST = 1500  # characters of a piece that are shown
 PLAIN, BOLD, GREEN, YELLOW, RED = "\033[0m", "\033[1m", "\033[1;32m", "\033[33m", "\033[1;31m"
+# The prompt or an answer: role, values (ids, or parts of a raw row), and for each value whether it is trained
 Part = tuple[str, Sequence[Any], Sequence[int]]
-"""Role, values (ids, or parts of a raw row), and for each value whether it is trained."""
 
 
 @dataclass
@@ -61,7 +57,6 @@ class Sample:
         return "no token is trained: the student samples its own answers"
 
     def title(self) -> str:
-        """Where it comes from, and how much of it is trained."""
         label = "" if self.label is None else ", desirable" if self.label else ", undesirable"
         trained = sum(piece.tokens for piece in self.pieces if piece.trained)
         whole = sum(piece.tokens for piece in self.pieces)
@@ -151,10 +146,8 @@ def marked(runs: Iterable[Piece], colour: bool) -> str:
 
 
 def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any]) -> TokenAudit:
-    """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked).
-
-    models: the policy, and the teacher where there is one, without weights. Raises InputError for a bad row.
-    """
+    """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked). models: the policy, and
+    the teacher where there is one, without weights. Raises InputError for a bad row."""
     from ..models.load import load_tokenizer
     from ..models.prepare import find_terminal_ids
 

@@ -1,4 +1,4 @@
-"""A recipe's sections -> the objects that a run is made of, in functions that stand in the order of a run.
+"""A recipe's sections -> the objects of a run, in functions that stand in the order of a run.
 
 Heavy imports come with the first use, so that errors of the recipe are quick. Mistakes are InputErrors with a place.
 """
@@ -12,21 +12,18 @@ from typing import Any
 
 from ..errors import InputError, error_context, nearest
 from ..methods import METHODS, config_class, trainer_class
-from . import files
+from . import rules
 from .read import refuse, train_config
 from .sections import Recipe
 
 logger = logging.getLogger(__name__)
 
-OF_THE_MACHINE = "deepspeed", "fsdp", "parallelism_config", "tf32", "rollout", "vllm_"
-"""Keys of the train section, or how they begin, that want a launcher or a GPU and do not change the data."""
-
 
 def check_inputs(recipe: Recipe, training: bool = False) -> None:
     """The files that are read and, for a training, what it writes, before torch. Raises InputError at once."""
-    refuse(recipe, files.inputs(recipe))
+    refuse(recipe, rules.of_inputs(recipe))
     if training:
-        refuse(recipe, files.training(recipe))
+        refuse(recipe, rules.of_training(recipe))
     # peft imports bitsandbytes, which warns of a kernel that only quantised weights on CPU would use
     if all(section.quantization == "none" for _, section in recipe.models()):
         logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -54,8 +51,9 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
 
 
 def of_any_machine(recipe: Recipe) -> Recipe:
-    """The recipe as it runs on any machine: without what its train section asks of engines and GPUs."""
-    train = {name: value for name, value in recipe.train.items() if not name.startswith(OF_THE_MACHINE)}
+    """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data."""
+    wanting = "deepspeed", "fsdp", "parallelism_config", "tf32", "rollout", "vllm_"
+    train = {name: value for name, value in recipe.train.items() if not name.startswith(wanting)}
     return replace(recipe, train=train | {"use_cpu": True})
 
 
@@ -69,10 +67,8 @@ def imported(module: str) -> Any:
 
 
 def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
-    """(tokenizer, LoRA config or None), after everything about both models that shows without weights.
-
-    config: of a run, whose vLLM server must be there and serve such adapters. Raises InputError.
-    """
+    """(tokenizer, LoRA config or None), after everything about both models that shows without weights; with the config
+    of a run, its vLLM server must be there and serve such adapters. Raises InputError."""
     from ..generation import vllm
     from ..models import load as models
 
@@ -105,19 +101,8 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     return tokenizer, peft_config
 
 
-def load_skeletons(recipe: Recipe) -> list[Any]:
-    """The policy and, if any, the teacher, without weights. Raises InputError where a model is not there."""
-    from ..models.load import load_skeleton
-
-    found = []
-    for name, section in recipe.models():
-        with error_context(recipe.where(name)):
-            found.append(load_skeleton(section))
-    return found
-
-
 def make_output_dir(recipe: Recipe, config: Any) -> None:
-    """Now that nothing else is wrong. Raises InputError where the system refuses it."""
+    """Make config.output_dir. Raises InputError where the system refuses it."""
     folder = Path(config.output_dir)
     if config.resume_from_checkpoint is None and (folder / "trainer_state.json").exists():
         logger.info("%s holds an earlier run: its files will be overwritten", folder)

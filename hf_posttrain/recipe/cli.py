@@ -1,7 +1,4 @@
-"""The command's arguments: what may stand on the line, in any order, and what --help says.
-
-`data` and `compare` as first word are commands of their own, which `run.main` takes before it parses.
-"""
+"""The command's arguments: what may stand on the line, in any order, and what --help says."""
 
 import argparse
 import difflib
@@ -54,11 +51,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and the options.
-
-    Raises InputError, "command line: ...", for an unknown option (with the nearest), options that do not go together,
-    and no recipe.
-    """
+    """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and the options. Raises
+    InputError for an unknown option (with the nearest), options that do not go together, and no recipe."""
     parser = Parser(
         prog="hf-posttrain", usage=_USAGE, epilog=_EPILOG, allow_abbrev=False,
         description=f"Post-train a causal language model ({', '.join(METHODS).upper()}) as a recipe says.",

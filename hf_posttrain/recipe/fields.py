@@ -40,9 +40,9 @@ _WORDS = {
 
 
 class Field(NamedTuple):
-    """A key's type and default."""
+    """A key."""
 
-    kind: Any  # an annotation
+    kind: Any  # its type, an annotation
     default: Any = dataclasses.MISSING  # of a key that must be given
 
 
@@ -112,15 +112,16 @@ def build(fields: Fields, values: Any, key: str, where: Where, advice: Advice = 
     for an unknown name, a wrong type and a missing name.
     """
     if not isinstance(values, dict):
-        what = key or "the recipe"
-        raise InputError(f"{where(key)}: {what} must be a mapping of keys to values, not {_in_yaml(values)}")
+        problem = f"must be a mapping of keys to values, not {_in_yaml(values)}"
+        raise InputError(f"{where(key)}: {key or 'the recipe'} {problem}")
     # unknown names first: a wrong type often follows from one
     for name in values:
         if name not in fields:
-            full, what = join(key, name), "key" if key else "section"
-            instead = advice(full)
-            problem = f"{full} does not exist: {instead}" if instead else f"unknown {what} {full}"
-            raise InputError(f"{where(full)}: {problem}{'' if instead else nearest(str(name), fields)}")
+            full = join(key, name)
+            problem = f"unknown {'key' if key else 'section'} {full}{nearest(str(name), fields)}"
+            if instead := advice(full):
+                problem = f"{full} does not exist: {instead}"
+            raise InputError(f"{where(full)}: {problem}")
     built = {name: _typed(value, fields[name].kind, join(key, name), where, advice) for name, value in values.items()}
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING:

@@ -1,6 +1,6 @@
 """A recipe: one YAML file and `section.key=value` overrides, read into dataclasses, strictly and without torch.
 
-Every mistake is an InputError that begins with its place: "recipes/kto.yaml:12: " or "command line: ".
+Every mistake is an InputError that begins with its place, such as "recipes/kto.yaml:12: " or "command line: ".
 """
 
 import os
@@ -21,7 +21,7 @@ from .fields import Fields, build, fields_of, lora_fields, outdated, owners, tra
 from .sections import DataSection, Recipe, Source
 from .yaml_tree import place_of, read_tree
 
-_ELSEWHERE = {
+_ELSEWHERE = {  # names of other libraries and habits -> the key that they mean
     "model_name_or_path": "model.name_or_path", "model.path": "model.name_or_path", "model.name": "model.name_or_path",
     "teacher.path": "teacher.name_or_path", "teacher.name": "teacher.name_or_path", "torch_dtype": "model.dtype",
     "load_in_4bit": "model.quantization: 4bit", "load_in_8bit": "model.quantization: 8bit",
@@ -29,13 +29,11 @@ _ELSEWHERE = {
     "dataset_name": "data.train.path", "dataset_config": "data.train.name", "train_file": "data.train.path",
     "train_dataset": "data.train", "eval_dataset": "data.eval",
 }  # fmt: skip
-"""Names of other libraries and habits -> the key that they mean."""
 
 
 def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Recipe:
     """Read a recipe file and its overrides, and check everything that YAML alone shows.
 
-    Relative paths are taken from the current directory or, where nothing is there, from the recipe's folder.
     Raises InputError for a missing or malformed file, an unknown or missing key (with the nearest valid one), a wrong
     type, and for options that contradict each other.
     """
@@ -80,11 +78,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 
 
 def train_config(recipe: Recipe, config_class: Any) -> Any:
-    """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float).
-
-    Raises InputError for an unknown name, a wrong type, a contradiction that the class itself finds, or a
-    package that an option needs and that is not installed.
-    """
+    """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float). Raises
+    InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing."""
     values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
     try:
         return config_class(**values)
@@ -120,11 +115,8 @@ def _checked(recipe: Recipe, fields: Callable[..., Fields], values: Any, key: st
 
 
 def _advise(method: Any, key: str) -> str | None:
-    """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere.
-
-    method: of the recipe, as it is given.
-    """
-    method = next((name for name in METHODS if name == method), None)
+    """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere."""
+    method = next((name for name in METHODS if name == method), None)  # anything may have been given
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
     if section == "train" and name in INSTEAD:
         return INSTEAD[name]

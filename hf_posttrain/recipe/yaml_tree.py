@@ -1,7 +1,4 @@
-"""A YAML file with overrides, as a plain tree that remembers where each key stands.
-
-Plain scalars follow YAML 1.2 (5e-7 is a float, `no` is a text); a duplicate key is an error. A key is dotted.
-"""
+"""A YAML file with overrides, as a plain tree and the place of each dotted key. A duplicate key is an error."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +10,9 @@ import yaml
 from ..errors import InputError, nearest_path
 from .fields import join
 
-_PLAIN_SCALARS = {  # YAML 1.2 core schema; PyYAML's own is 1.1, where 5e-7 is a text and `no` is false
+# Kind of scalar -> the texts that are one, and their first letters: those of YAML 1.2, in which 5e-7 is a float and
+# `no` a text; PyYAML has 1.1
+_PLAIN_SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
     "int": (r"[-+]?(0|[1-9][0-9]*)", [*"-+0123456789"]),
@@ -21,7 +20,6 @@ _PLAIN_SCALARS = {  # YAML 1.2 core schema; PyYAML's own is 1.1, where 5e-7 is a
               [*"-+.0123456789"]),
     "merge": (r"<<", ["<"]),
 }  # fmt: skip
-"""Kind of scalar -> the texts that are one, and their first letters."""
 _OVERRIDE = re.compile(r"\w+(\.[\w-]+)*")
 
 
@@ -110,11 +108,10 @@ def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: d
     """Add the line of every key below `node`, which is that of `key`; `above` are the nodes around it."""
     if any(node is parent for parent in above):
         raise InputError(f"{place(node.start_mark.line + 1)}: {key} contains itself")
-    children: list[tuple[object, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
         children = [(name.value, name, child) for name, child in node.value]
-    elif isinstance(node, yaml.SequenceNode):
-        children = [(index, child, child) for index, child in enumerate(node.value)]
+    else:  # a list, whose items are numbered, or a scalar
+        children = [(n, child, child) for n, child in enumerate(node.value if isinstance(node.value, list) else [])]
     for name, start, child in children:
         full, line = join(key, name), start.start_mark.line + 1
         if full in lines:

@@ -21,10 +21,9 @@ logger = logging.getLogger(__name__)
 def follow(trainer: Any) -> None:
     """Keep run.json and samples.json for the report: how a run is set up, what it is warned of, its sample answers.
 
-    Called before `train()`, on all ranks. trainer: a PostTrainer, which gets two callbacks.
+    trainer: a PostTrainer, which gets two callbacks. Called before `train()`, on all ranks.
     """
-    from .record import Record
-    from .samples import Samples
+    from .callbacks import Record, Samples
 
     trainer.add_callback(Record(trainer))
     trainer.add_callback(Samples(trainer))

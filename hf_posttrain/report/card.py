@@ -13,7 +13,6 @@ from .page import render
 from .run_folder import Run
 
 logger = logging.getLogger(__name__)
-NAME, SECOND = "README.md", "README.hf_posttrain.md"  # the second where somebody wrote the first
 # What a README.md holds that may be replaced: ours, PEFT's empty template, the Trainer's draft.
 REPLACED = (
     CARD_MARKER, "[More Information Needed]",
@@ -23,40 +22,36 @@ REPLACED = (
 
 def write(run: Run) -> None:
     """Write the card into the run's folder."""
-    file = run.folder / NAME
+    from huggingface_hub import ModelCardData
+
+    file = run.folder / "README.md"
     if file.exists() and not any(text in _read_text(file) for text in REPLACED):
-        file = run.folder / SECOND
-        logger.info("%s is not ours and stays; the model card is in %s", run.folder / NAME, file)
+        theirs, file = file, run.folder / "README.hf_posttrain.md"
+        logger.info("%s is not ours and stays; the model card is in %s", theirs, file)
+    # For the hub: base model and data sets where they have hub names. A name on the hub may also be a folder of the
+    # machine that trained, which run.json knows. The licence is that of model and data, which the run does not know.
+    local = run.record.get("base_model_is_local") or not is_hub_name(run.base_model)
+    paths = [source["path"] for split in run.sources.values() for source in split]
+    adapted = run.adapter or bool(run.lora)
+    front_matter = ModelCardData(
+        base_model=None if local else run.base_model, datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
+        library_name="peft" if run.adapter else "transformers", pipeline_tag="text-generation", model_name=run.name,
+        tags=[tag for tag in ("hf_posttrain", run.method, adapted and "lora", "generated_from_trainer") if tag],
+    ).to_yaml()  # fmt: skip
     text = render(
-        "card.md", run=run, front_matter=_front_matter(run), marker=CARD_MARKER,
+        "card.md", run=run, front_matter=front_matter, marker=CARD_MARKER,
         # In a cell of a Markdown table, and as inline code: on one line, bars and brackets as they are
         cell=lambda text: re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split())),
         code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
-        papers=list_papers(run.row, run.arguments, run.adapter or bool(run.lora)),
+        papers=list_papers(run.row, run.arguments, adapted),
         chat='"chat_template"' in _read_text(run.folder / "tokenizer_config.json"),
     )  # fmt: skip
     file.write_text(text, encoding="utf-8")
 
 
 def _read_text(file: Path) -> str:
-    """Its text, whatever its encoding, in which only ASCII is looked for; "" where there is none."""
+    """Its text, in which only ASCII is looked for; "" where there is none."""
     return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-
-
-def _front_matter(run: Run) -> str:
-    """YAML for the hub: library, task, tags, and base model and data sets where they have hub names."""
-    from huggingface_hub import ModelCardData
-
-    # The licence is left out: it is that of the base model and the data, which the run does not know.
-    tags = ["hf_posttrain", run.method, "lora" if run.adapter or run.lora else None, "generated_from_trainer"]
-    paths = [source["path"] for split in run.sources.values() for source in split]
-    # A name on the hub may also be a folder of the machine that trained, which run.json knows.
-    local = run.record.get("base_model_is_local") or not is_hub_name(run.base_model)
-    return ModelCardData(
-        base_model=None if local else run.base_model, datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
-        library_name="peft" if run.adapter else "transformers", pipeline_tag="text-generation",
-        tags=[tag for tag in tags if tag], model_name=run.name,
-    ).to_yaml()  # fmt: skip
 
 
 def is_hub_name(name: str) -> bool:
@@ -67,7 +62,7 @@ def is_hub_name(name: str) -> bool:
 
 def list_papers(row: Method | None, arguments: Mapping[str, Any], lora: bool) -> list[Paper]:
     """The papers of a method, of its loss_type, and of LoRA."""
-    given = arguments.get("loss_type") or []
-    losses = [given] if isinstance(given, str) else given
+    losses = arguments.get("loss_type") or []
+    losses = [losses] if isinstance(losses, str) else losses
     found = [row.paper, *map(row.loss_papers.get, losses)] if row else []
-    return [paper for paper in dict.fromkeys([*found, papers.LORA if lora else None]) if paper]
+    return list(filter(None, dict.fromkeys([*found, papers.LORA if lora else None])))

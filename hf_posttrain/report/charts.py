@@ -1,7 +1,6 @@
-"""Charts of what runs logged, as matplotlib draws them, and the same in words and numbers.
+"""Charts of what runs logged, as matplotlib draws them for a page (SVG) or a picture, and in words and numbers.
 
-templates/charts.yaml says which metrics share one; any other (of compute_metrics, say) gets its own at the end. A page
-gets each chart as a small SVG, and a run's folder all of them in one picture, curves.png.
+templates/charts.yaml says which metrics share one; any other (of compute_metrics, say) gets its own at the end.
 """
 
 import math
@@ -51,8 +50,7 @@ class Line(NamedTuple):
 
     @property
     def look(self) -> str:
-        """Its classes in style.css."""
-        return f"c{self.colour % 8} {self.dash}".strip()
+        return f"c{self.colour % 8} {self.dash}".strip()  # its classes in style.css
 
 
 class Chart(NamedTuple):
@@ -62,9 +60,6 @@ class Chart(NamedTuple):
     title: str
     note: str
     lines: list[Line]
-
-
-# ---- which charts there are
 
 
 def make_charts(histories: Mapping[str, History]) -> list[Chart]:
@@ -95,14 +90,9 @@ def list_metrics(*histories: History) -> list[str]:
     return sorted(names, key=lambda name: (name != "loss", name))
 
 
-# ---- what a line shows of its series
-
-
 def thin(series: Series, limit: int) -> Series:
-    """At most `limit` points: the first, the last, and of each stretch between them its least and greatest.
-
-    So a spike stays, and every point is one that was logged. What is not finite counts as the stretch's greatest.
-    """
+    """At most `limit` points, all of them logged: the first, the last, and of each stretch between them its least and
+    greatest, so that a spike stays. What is not finite counts as the greatest."""
     count = len(series.steps)
     if count <= limit:
         return series
@@ -134,9 +124,6 @@ def any_smoothed(found: Iterable[Chart]) -> bool:
     return any(smooth(line.series) for chart in found for line in chart.lines)
 
 
-# ---- drawings
-
-
 def draw_svg(chart: Chart) -> str:
     """What belongs into an <svg viewBox="0 0 WIDTH HEIGHT">: paths, circles and texts with classes of style.css."""
     from matplotlib import style
@@ -154,14 +141,12 @@ def draw_svg(chart: Chart) -> str:
 
 
 def _take_shapes(drawn: str, chart: Chart) -> Iterator[str]:
-    """Of a chart as matplotlib's SVG: the shapes of artists whose gid is a CSS class, without colours, fonts and ids.
-
-    The page's style sheet colours them, for light and for dark; what has no such gid is left out.
-    """
+    """Of a chart as matplotlib's SVG: the shapes of artists whose gid is a CSS class, without colours, fonts and ids,
+    since the page's style sheet colours them, for light and for dark."""
     svg = "{http://www.w3.org/2000/svg}"
-    marked = [line for line in chart.lines if len(line.series.steps) <= MARKED]
-    marks = (f"{line.label}, step {format_number(step)}: {format_number(value)}"
-             for line in marked for step, value in line.series.finite())  # fmt: skip
+    # What the marks say, in the order in which they are drawn
+    marks = (f"{line.label}, step {format_number(step)}: {format_number(value)}" for line in chart.lines
+             if len(line.series.steps) <= MARKED for step, value in line.series.finite())  # fmt: skip
     for group in ElementTree.fromstring(drawn).iter(f"{svg}g"):
         if not (gid := group.get("id", "")).startswith("."):
             continue
@@ -207,6 +192,7 @@ def write_picture(run: Run) -> None:
 
 def _draw(chart: Chart, axes: Any) -> None:
     """Lines, grid and labels; of a long and noisy line the running mean, over what was logged in a faint colour."""
+    from matplotlib.artist import setp
     from matplotlib.ticker import MaxNLocator
 
     for line in chart.lines:
@@ -235,10 +221,9 @@ def _draw(chart: Chart, axes: Any) -> None:
     axes.set_xticks(across, _label_ticks(across))
     axes.set_yticks(up, _label_ticks(up))
     # The gids by which _take_shapes finds them
-    shown = {".grid": axes.get_ygridlines(), ".x": axes.get_xticklabels(), ".y": axes.get_yticklabels()}
-    for gid, artists in shown.items():
-        for artist in artists:
-            artist.set(gid=gid, clip_on=False)
+    setp(axes.get_ygridlines(), gid=".grid", clip_on=False)
+    setp(axes.get_xticklabels(), gid=".x", clip_on=False)
+    setp(axes.get_yticklabels(), gid=".y", clip_on=False)
 
 
 def _label_ticks(ticks: Any) -> list[str]:
@@ -251,9 +236,6 @@ def _label_ticks(ticks: Any) -> list[str]:
         return [f"{tick:.9g}".replace("e-0", "e-") if tick else "0" for tick in ticks]
     decimals = next((n for n in range(9) if all(math.isclose(round(t, n), t, abs_tol=1e-9) for t in ticks)), 9)
     return [f"{tick:.{decimals}f}" for tick in ticks]
-
-
-# ---- words and numbers, for those who do not see a chart
 
 
 def describe(chart: Chart) -> str:

@@ -12,15 +12,14 @@ from . import page
 from .charts import format_number, make_charts
 from .run_folder import Run, read
 
+# Metrics of which more is better, whatever the options; `loss` is better lower, of runs with the same loss
 HIGHER = ("exact_match", "mean_token_accuracy", "rewards/accuracies", "generation/stopped")
-"""Metrics of which more is better, whatever the options; `loss` is better lower, of runs with the same loss."""
-NOT_OF_THE_LOSS = (
+NOT_OF_THE_LOSS = (  # arguments, or how they begin, that change how a loss is lowered and not what it measures
     *page.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
     "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "auto_find_batch_size", "gradient_", "optim",
     "adam_", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "disable_dropout", "activation_", "bf16", "fp16",
     "tf32", "torch_compile", "fsdp", "deepspeed", "parallelism_config", "accelerator_config",
 )  # fmt: skip
-"""Arguments, or how they begin, that change how a loss is lowered and not what it measures."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE.html", type=Path, default=Path("compare.html"),
                         help="the page (default: compare.html)")  # fmt: skip
     arguments = parser.parse_args(argv)
-    text = render_comparison(arguments.runs, arguments.output)
+    text, file = render_comparison(arguments.runs, arguments.output), arguments.output
     try:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(text, encoding="utf-8")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--output {arguments.output} cannot be written ({error.strerror})") from error
-    print(arguments.output)
+        raise InputError(f"--output {file} cannot be written ({error.strerror})") from error
+    print(file)
     return 0
 
 
@@ -62,10 +61,8 @@ def render_comparison(folders: Sequence[Path], output: Path) -> str:
             entry["answers"][name] = sample["after"]
             entry["expected"] = entry.get("expected") or sample.get("expected")
     # A run from Python has no recipe: what stands in for it
-    settings = [
-        run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
-        for run in runs.values()
-    ]
+    settings = [run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
+                for run in runs.values()]  # fmt: skip
     return page.render(
         "compare.html", runs=runs, links=links, reason=reason, prompts=[*prompts.values()],
         facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},

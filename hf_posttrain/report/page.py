@@ -8,13 +8,12 @@ from .charts import TITLES, format_number, list_metrics
 from .run_folder import Run
 
 NAME = "report.html"
-MACHINERY = (
+MACHINERY = (  # arguments, or how they begin, on which neither the weights nor what a loss measures depend
     "output_dir", "use_cpu", "report_to", "run_name", "project", "trackio_", "logging_", "log_", "save_", "eval_",
     "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
     "layout", "precompute_ref_", "vllm_", "rollout", "generation_batch_size", "disable_tqdm", "dataloader_", "ddp_",
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
 )  # fmt: skip
-"""Arguments, or how they begin, on which neither the weights nor what a loss measures depend."""
 
 
 def render(template: str, **content: Any) -> str:
@@ -63,9 +62,8 @@ def list_warnings(run: Run) -> list[str]:
         dated = message.lower().startswith("step ")
         found.append(f"S{message[1:]}" if dated else f"Step {format_number(warning['step'])}: {message}")
     for key in ("loss", "eval_loss"):
-        steps, values = run.history.get(key, ((), ()))
-        broken = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
-        if broken:
+        points = zip(*run.history.get(key, ((), ())), strict=True)
+        if broken := [step for step, value in points if not math.isfinite(value)]:
             found.append(f"{key} was not finite at {len(broken)} logs, first at step {format_number(broken[0])}.")
     taken, planned = run.steps
     if taken < planned:

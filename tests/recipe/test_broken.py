@@ -20,8 +20,8 @@ from transformers import Qwen3Config
 
 from hf_posttrain import run
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.recipe import files as on_disk
-from hf_posttrain.recipe.files import template_problem
+from hf_posttrain.recipe import rules
+from hf_posttrain.recipe.rules import template_problem
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPE = """\
@@ -245,7 +245,7 @@ def test_a_link_to_nothing_beside_the_recipe_is_no_recipe(untouched, capsys):
 
 
 def test_a_reporter_that_is_not_installed_is_named(untouched, monkeypatch, capsys):
-    monkeypatch.setattr(on_disk, "REPORTERS", {"wandb": ("no_such_package",)})
+    monkeypatch.setattr(rules, "REPORTERS", {"wandb": ("no_such_package",)})
     assert run.main(["sft.yaml", "train.report_to=wandb"]) == 2
     expected = "error: command line: train.report_to: wandb needs a package: pip install no_such_package\n"
     assert capsys.readouterr().err == expected

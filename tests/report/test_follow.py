@@ -32,9 +32,9 @@ from hf_posttrain import report
 from hf_posttrain.engines import engine
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.report import samples
+from hf_posttrain.report import callbacks
+from hf_posttrain.report.callbacks import find_obstacle, pick_questions
 from hf_posttrain.report.run_folder import read
-from hf_posttrain.report.samples import find_obstacle, pick_questions
 
 
 class Warn(TrainerCallback):
@@ -82,7 +82,7 @@ def test_samples_are_greedy_answers_before_and_after(tmp_path):
     asked = [row["prompt_ids"] for row in trainer.train_dataset.select([0, 2, 4, 6])]
 
     def answers():
-        found = trainer.generate(asked, samples.LONGEST)
+        found = trainer.generate(asked, callbacks.LONGEST)
         texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True)
         ends = [ids[-1] in trainer.terminal_ids for ids in found]
         return [text if end else text + " …" for text, end in zip(texts, ends, strict=True)]
@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_asked_is_trained_all_the_same(tmp_path, caplog, 
 def test_where_other_ranks_wait_an_error_is_one(tmp_path, monkeypatch):
     """Of generation; a file that cannot be written is a warning of the rank that writes."""
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, eval_exact_match=True)
-    callback = samples.Samples(trainer)
+    callback = callbacks.Samples(trainer)
     monkeypatch.setattr(engine, "shards", lambda accelerator: True)
     (tmp_path / "samples.json").mkdir()
     callback.on_train_begin(trainer.args, TrainerState(is_world_process_zero=True), None)
@@ -241,7 +241,7 @@ def test_a_run_in_the_folder_of_an_earlier_one_is_not_told_as_that(tmp_path, mon
     first.save_metrics("eval", {"eval_loss": 7.0})
     (tmp_path / "recipe.yaml").write_text("method: dpo\n")
     os.utime(tmp_path / "recipe.yaml", (1000, 1000))
-    monkeypatch.setattr(samples, "find_obstacle", lambda trainer: "it may not")
+    monkeypatch.setattr(callbacks, "find_obstacle", lambda trainer: "it may not")
     second = sft(tmp_path)
     second.save_metrics("train", second.train().metrics)
     second.save_state()

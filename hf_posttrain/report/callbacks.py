@@ -1,0 +1,245 @@
+"""Keep files in output_dir while a run trains, for its report.
+
+run.json: how the run is set up, on which machine, and what it was warned of. samples.json: greedy answers to a few
+prompts before the first step and after the last; the generators' state is restored, so that training gives the same
+numbers with and without, and the time counts into train_runtime. An error is a warning, unless other ranks would wait.
+"""
+
+import json
+import logging
+import platform
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+import peft
+import torch
+from transformers import TrainerCallback, TrainingArguments
+
+from .. import __version__
+from ..engines import engine, launch
+from ..generation import rollout
+from ..scoring import forward as scoring
+
+logger = logging.getLogger(__name__)
+library = logging.getLogger("hf_posttrain")
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
+SHARED = {  # fields of TrainingArguments that a reader wants; of the method's own fields all are kept
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2",
+    "max_grad_norm", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
+    "bf16", "fp16", "activation_checkpointing", "neftune_noise_alpha", "seed",
+}  # fmt: skip
+COUNT = 4  # sample answers
+LONGEST = 96  # tokens of an answer, at most
+OPENING = 16  # tokens that a text without a prompt is continued from, at most
+FAILED = "sample answers are missing"
+
+
+@contextmanager
+def warn_on_error(consequence: str, raised: bool = False) -> Iterator[None]:
+    """An error inside becomes a warning that begins with `consequence`, and the run goes on. raised: let it out."""
+    try:
+        yield
+    except Exception as error:
+        if raised:
+            raise
+        logger.warning("%s: %s: %s", consequence, type(error).__name__, error)
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write the file, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_suffix(".tmp")
+    new.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    new.replace(file)
+
+
+class Record(TrainerCallback):
+    """Writes run.json on the first process: at the start of training and with each warning of this library.
+
+    A resumed run keeps its start and its earlier warnings; a fresh one removes results and samples of an earlier run.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.file = Path(trainer.args.output_dir, "run.json")
+        self.record: dict[str, Any] = {}
+        self.handler = _Warnings(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        # A run that ended in an error has left its handler, and must not hear the warnings of this one.
+        for handler in [one for one in library.handlers if isinstance(one, _Warnings)]:
+            library.removeHandler(handler)
+        # A fresh run might never write these, and those of an earlier run must not pass for its own.
+        for name in () if state.global_step else ("samples.json", "all_results.json"):
+            with warn_on_error(f"{name} of an earlier run stays"):
+                self.file.with_name(name).unlink(missing_ok=True)
+        with warn_on_error("run.json is missing"):
+            self.record = describe_run(self.trainer) | {"warnings": []}
+            if state.global_step and self.file.exists():
+                with warn_on_error("run.json begins anew"):
+                    earlier = json.loads(self.file.read_text(encoding="utf-8"))
+                    warnings = [warning for warning in earlier["warnings"] if warning["step"] <= state.global_step]
+                    self.record |= {"started": earlier["started"], "warnings": warnings}
+            write_json(self.file, self.record)
+            library.addHandler(self.handler)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        library.removeHandler(self.handler)
+
+    def add_warning(self, message: str) -> None:
+        """Keep a warning with the step that it came at, once."""
+        if all(message != warning["message"] for warning in self.record["warnings"]):
+            self.record["warnings"].append({"step": self.trainer.state.global_step, "message": message})
+            write_json(self.file, self.record)
+
+
+class _Warnings(logging.Handler):
+    """Hands warnings of the library's loggers to a Record, as long as that lives: the loggers keep no trainer."""
+
+    def __init__(self, owner: Record):
+        super().__init__(logging.WARNING)
+        self.owner = weakref.ref(owner)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            if (owner := self.owner()) is not None:
+                owner.add_warning(record.getMessage())
+        except Exception:
+            self.handleError(record)
+
+
+def describe_run(trainer: Any) -> dict[str, Any]:
+    """Method, base model, arguments, weights, machine and versions of a PostTrainer that is about to train; as JSON."""
+    args, model = trainer.args, scoring.unwrapped(trainer.model)
+    name = scoring.causal_lm(model).config.name_or_path
+    left_out = {field.name for field in fields(TrainingArguments)} - SHARED
+    # Under ZeRO-3 a rank has only its shard of a weight, and the number is in ds_numel.
+    weights = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad) for weight in model.parameters()]
+    cuda, lora = args.device.type == "cuda", None
+    if isinstance(model, peft.PeftModel):
+        given = model.active_peft_config.to_dict()
+        lora = {name: given.get(name) for name in ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")}
+        # PEFT may have spelt the modules out for each layer.
+        if not isinstance(modules := lora["target_modules"], str | None):
+            lora["target_modules"] = sorted({module.rpartition(".")[2] for module in modules})
+    return {
+        "method": trainer.method.name, "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
+        "arguments": {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out},
+        "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
+        "rows_per_step": trainer.get_total_train_batch_size(args),
+        "engine": launch.describe_launch(trainer).removeprefix("on engine "),
+        "device": torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type} ({platform.machine()})",
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"hf_posttrain": __version__, "python": platform.python_version()}
+        | {package: version(package) for package in PACKAGES},
+    }  # fmt: skip
+
+
+class Samples(TrainerCallback):
+    """Asks before and after training; says in the log where it cannot."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.file = Path(trainer.args.output_dir, "samples.json")
+        self.asked: list[tuple[list[int], list[int]]] = []
+        self.samples: list[dict[str, Any]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The engine is ready by now: the answers of before, or of a resumed run those that were kept."""
+        self.asked, self.samples = [], []
+        trainer, resumed = self.trainer, state.global_step > 0
+        if problem := find_obstacle(trainer):
+            logger.info("no sample answers before and after training: %s", problem)
+            return
+        with warn_on_error(FAILED, raised=engine.shards(trainer.accelerator)):
+            asked = pick_questions(trainer.train_dataset if trainer.eval_dataset is None else trainer.eval_dataset)
+            answers = [None] * len(asked) if resumed else self.generate(asked)
+            # Set only now: where this failed, on_train_end does not try again.
+            self.asked = asked
+            if not state.is_world_process_zero:
+                return
+            decode = trainer.tokenizer.decode
+            for (prompt, right), answer in zip(asked, answers, strict=True):
+                expected = {"expected": decode(right, skip_special_tokens=True)} if right else {}
+                self.samples.append({"prompt": decode(prompt), "before": answer, "after": None} | expected)
+            if resumed:
+                # Whatever the file of the run that is resumed holds
+                with warn_on_error("sample answers from before training are missing"):
+                    earlier = json.loads(self.file.read_text(encoding="utf-8")) if self.file.exists() else []
+                    before = {sample["prompt"]: sample["before"] for sample in earlier}
+                    for sample in self.samples:
+                        sample["before"] = before.get(sample["prompt"])
+                    if not all(sample["prompt"] in before for sample in self.samples):
+                        logger.info("no sample answers from before training: %s of that run lacks them", self.file)
+            with warn_on_error(FAILED):  # other ranks do not wait for the file
+                write_json(self.file, self.samples)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The answers of after; none where SIGTERM asks for a quick end."""
+        if not self.asked or self.trainer.preemption.happened:
+            return
+        with warn_on_error(FAILED, raised=engine.shards(self.trainer.accelerator)):
+            for sample, answer in zip(self.samples, self.generate(self.asked), strict=False):  # other ranks have none
+                sample["after"] = answer
+            if state.is_world_process_zero:
+                with warn_on_error(FAILED):
+                    write_json(self.file, self.samples)
+
+    def generate(self, asked: list[tuple[list[int], list[int]]]) -> list[Any]:
+        """A text for each question on the first process, none on others; all ranks call it."""
+        trainer = self.trainer
+        prompts = [prompt for prompt, _ in asked] if trainer.is_world_process_zero() else []
+        with rollout.seeded(trainer.accelerator.device, trainer.args.seed):
+            found = trainer.generate(prompts, LONGEST, batch_size=COUNT)
+        texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True) if found else []
+        ends = trainer.terminal_ids
+        return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]
+
+
+def find_obstacle(trainer: Any) -> str | None:
+    """Why the policy should not be asked: whole weights on one device, or whole rows, may be out of its reach."""
+    args = trainer.args
+    if trainer.train_dataset is None and trainer.eval_dataset is None:
+        return "there are no rows"
+    if args.parallelism_config is not None and args.parallelism_config.sp_size > 1:
+        return "with sequence parallelism the model cannot generate"
+    # To generate, FSDP and ZeRO gather the whole model on each device; it fits for sure only where the run does that.
+    generates = args.eval_exact_match or getattr(args, "rollout", None) == "transformers"
+    if engine.shards(trainer.accelerator) and not generates:
+        return "they would gather all weights on each device, for which eval_exact_match: true would ask as well"
+    return None
+
+
+def pick_questions(rows: Any) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
+    set (of a dict the first), the first of a stream."""
+    if isinstance(rows, dict):
+        rows = next(iter(rows.values()))
+    if isinstance(rows, datasets.Dataset):
+        rows = rows.select(sorted({n * len(rows) // COUNT for n in range(COUNT)}) if len(rows) else [])
+    elif isinstance(rows, datasets.IterableDataset):
+        rows = rows.take(COUNT)
+    return [_read_question(row) for row in islice(rows, COUNT)]
+
+
+def _read_question(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+    prompt, answer = row["prompt_ids"], row.get("chosen_ids") or row.get("completion_ids") or []
+    if answer and isinstance(answer[0], list):  # packed
+        return _read_question({name: value[0] for name, value in row.items() if isinstance(value, list)})
+    if len(prompt) < 2:  # a text: its beginning is the prompt
+        opening = max(1, min(OPENING, len(answer) // 2))
+        return [*prompt, *answer[:opening]], answer[opening:]
+    # In a conversation of many turns, the answer ends with the first of them.
+    mask = row.get("completion_mask") or []
+    first_turn = answer[: mask.index(0)] if 0 in mask else answer
+    return prompt, first_turn if row.get("label", True) else []
