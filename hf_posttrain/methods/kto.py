@@ -118,8 +118,10 @@ class KTOTrainer(PostTrainer):
 
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Each micro-batch with the reference's scores and the shift of the window."""
+        # First pass, without gradient: what y' of every micro-batch gets from the policy and the reference. The reference
+        # scores y in the same pass, so the second pass (`losses`, with gradient) asks the policy for y alone.
         batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
-        # one number for all micro-batches and ranks: BCO's delta, or the mean KL, which the loss clamps at 0
+        # One number for all micro-batches and ranks: BCO's delta, or the mean KL, which the loss clamps at 0.
         if self.args.loss_type == "bco":
             shift = self.delta.mean.to(self.accelerator.device, torch.float32)
         else:
@@ -156,13 +158,16 @@ class KTOTrainer(PostTrainer):
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One weighted loss for each row, [B]."""
         part = batch
-        if evaluating := "shift" not in batch:  # no backward waits for the KL: both completions in one pass
+        # In evaluation no backward waits for the KL, so both completions are scored in one pass of each model.
+        if evaluating := "shift" not in batch:
             part = self.both_completions(batch)
             batch = batch | {"ref_logps": self.reference.logps(model, batch)}
         scores = self.score(model, part, LogProb(targets(part)))
         logps = per_branch(scores["value"], part).view(len(batch["index"]), -1)
         lengths = per_branch(torch.ones_like(scores["value"]), part).view_as(logps)
-        if evaluating:  # the shift is provisional, the exact one comes when the set is through
+        # The window of an evaluation is the whole set: this shift is of the batch, and `finish_metrics` takes the loss
+        # again with the exact one.
+        if evaluating:
             kl, bco = (logps - batch["ref_logps"])[:, 1:].sum(1), self.args.loss_type == "bco"
             batch |= {"kl": kl, "shift": self.delta.mean.to(kl) if bco else kl.mean()}
         logps, ref, label = logps[:, 0], batch["ref_logps"][:, 0], batch["label"]
