@@ -118,8 +118,8 @@ class KTOTrainer(PostTrainer):
 
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Each micro-batch with the reference's scores and the shift of the window."""
-        # First pass, without gradient: policy and reference score y' of every micro-batch. The reference scores y with it,
-        # so the second pass (`losses`, with gradient) asks the policy for y alone.
+        # First pass, without gradient: policy and reference score y' of every micro-batch, the reference y as well.
+        # So the second pass (`losses`, with gradient) asks the policy for y alone.
         batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
         # One number for all micro-batches and ranks: BCO's delta, or the mean KL, which the loss clamps at 0.
         if self.args.loss_type == "bco":

@@ -157,6 +157,7 @@ class KL:
 
 
 def at_temperature(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature, [n, V]."""
     return logits if temperature == 1 else logits / temperature
 
 
