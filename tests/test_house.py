@@ -2,9 +2,12 @@
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from models_for_tests import tiny_model
+from training_for_tests import second_model, token_rows, trainer_for
 
 from hf_posttrain.methods import METHODS
 
@@ -159,3 +162,29 @@ def test_tests_of_known_pains_exist():
         for file, names in re.findall(r"([\w/]+\.py): ((?:`\w+`(?:, )?)+)", row):
             text = (Path(__file__).parent / file).read_text(encoding="utf-8")
             assert all(f"def {name}(" in text for name in re.findall(r"`(\w+)`", names)), f"{file}: {names}"
+
+
+@pytest.mark.parametrize(("method", "files", "lines"), [("dpo", 8, 1300), ("opd", 12, 2000)])
+def test_a_step_is_read_in_few_files(method, files, lines, tmp_path):
+    """The modules that `compute_loss` of a step passes, with the rollouts before it, as a reader would follow it."""
+    seen = set()
+
+    def followed(function):
+        def call(*args, **kwargs):
+            sys.setprofile(lambda frame, *_: seen.add(frame.f_code.co_filename))
+            try:
+                return function(*args, **kwargs)
+            finally:
+                sys.setprofile(None)
+
+        return call
+
+    trainer = trainer_for(method, tiny_model(), token_rows(method), tmp_path, second_model(method))
+    trainer.train()  # what happens in a first step alone is behind it
+    batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+    prepare = followed(trainer.prepare_window) if METHODS[method].rows.sampled else trainer.prepare_window
+    [batch] = prepare([batch])
+    followed(trainer.compute_loss)(trainer.model, batch)
+    ours = [Path(file) for file in seen if file.startswith(str(PACKAGE))]
+    assert len(ours) <= files
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in ours) <= lines
