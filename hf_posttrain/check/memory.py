@@ -185,17 +185,16 @@ class Run:
 
     def generation(self) -> int:
         """The rollouts of an optimizer step at once: the cache, and what comes on top."""
-        config, model = self.config, self.policy.inner.config.get_text_config()
-        count = config.num_generations * config.per_device_train_batch_size * config.gradient_accumulation_steps
+        config, model, copies = self.config, self.policy.inner.config.get_text_config(), self.config.num_generations
+        count = copies * config.per_device_train_batch_size * config.gradient_accumulation_steps
         count = min(count, config.generation_batch_size or count)
-        prompts = longest(self.rows["train"], -(-count // config.num_generations), ("prompt_ids",))
-        length = len(prompts[0]["prompt_ids"])
+        length = len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
         heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
         size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
         item = 2 if self.mixed else self.policy.head.itemsize
         layer = 2 * heads * size * item * count * (length + config.max_completion_length + GrowingLayer.SPARE)
-        # on top: reading the prompts; or a layer's cache as it grows, and logits, some in float64
-        step, reading = layer + 20 * count * model.vocab_size, self.policy.layer(len(prompts) * length)
+        # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
+        step, reading = layer + 20 * count * model.vocab_size, self.policy.layer(-(-count // copies) * length)
         return layer * model.num_hidden_layers + max(step, reading)
 
 

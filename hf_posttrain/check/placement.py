@@ -2,7 +2,6 @@
 have a shape and no memory; and which engine holds what on each device. ZeRO's shares: arXiv 1910.02054."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ from ..scoring import forward
 HOST = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
 QUANTISED = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
 """Bytes of a quantised weight; in 4 bits with a scale of a byte for 64 weights, and a float32 for 256 scales."""
-
-
-# ---- engines
 
 
 @dataclass(frozen=True)
@@ -67,21 +63,18 @@ def engine_of(config_file: Path) -> Engine:
     return Engine("ddp", count, gpu=gpu) if count > 1 and kind not in ("NO", "FALSE") else Engine(gpu=gpu)
 
 
-def engine_asked(config: Any, env: Mapping[str, str] = os.environ) -> Engine:
+def engine_asked(config: Any) -> Engine:
     """The engine of this run: `launch.asked` and the number of processes. config: a method's Config."""
-    asked, gpu, count = launch.asked(config, env), config.device.type != "cpu", config.world_size
+    asked, gpu, count = launch.asked(config), config.device.type != "cpu", config.world_size
     if asked.zero is not None:
         zero = config.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         optimizer, params = (zero.get(f"offload_{what}", {}).get("device") in HOST for what in ("optimizer", "param"))
         return Engine(f"zero{asked.zero}", count, optimizer, params, gpu)
     if asked.fsdp:
         plugin = (config.fsdp_plugin_args or {}) if config.fsdp else {}
-        offloads = bool(plugin.get("cpu_offload")) or env.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+        offloads = bool(plugin.get("cpu_offload")) or os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
         return Engine("fsdp2", count, offloads, offloads, gpu)
     return Engine("ddp" if count > 1 else "single", count, gpu=gpu)
-
-
-# ---- what an engine holds
 
 
 @dataclass(frozen=True)
@@ -147,6 +140,10 @@ class Shapes:
             adapter.inference_mode, adapter.init_lora_weights = False, True  # other ways compute with the weights
             with torch.device("meta"):
                 model = peft.get_peft_model(model, adapter)
+
+        def numbers(module: nn.Module) -> int:
+            return sum(p.numel() for p in module.parameters())
+
         self.model, every, quantised = model, list(model.parameters()), section.quantization != "none"
         self.layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=numbers)
         # peft makes float32 of what is not quantised
@@ -162,8 +159,6 @@ class Shapes:
     def count(self, batch: dict[str, Tensor], dtype: torch.dtype | None) -> None:
         """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, and
         of a layer's `hidden` input. Raises what a forward that needs values does."""
-        AttentionInterface.register("shapes", _attention)
-        self.inner.set_attn_implementation("shapes")  # no masks are made either, which would need values
         forward.enable_scoring(self.model.train().to(dtype))
         weights = [each.untyped_storage() for each in (*self.model.parameters(), *self.model.buffers())]
         known = {id(storage): storage for storage in weights}  # they stay, so that none takes the place of another
@@ -180,6 +175,15 @@ class Shapes:
             starts.append(kept)
             self.hidden = given[0].nbytes
 
+        def attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+            # [R, heads, L, D] -> [R, L, heads, D]: a fused kernel keeps its inputs and its result
+            found = query.new_empty(*query.shape[:-1], value.shape[-1], requires_grad=True)
+            for tensor in (query, key, value, found):
+                keep(tensor)
+            return found.transpose(1, 2).contiguous(), None
+
+        AttentionInterface.register("shapes", attention)
+        self.inner.set_attn_implementation("shapes")  # no masks are made either, which would need values
         for layer in self.layers:
             layer.register_forward_pre_hook(enter)
         given = {name: batch[name].to("meta") for name in ("input_ids", "position_ids", "scored")}
@@ -195,23 +199,3 @@ class Shapes:
     def layer(self, tokens: int) -> int:
         """Bytes of a forward over so many tokens without gradient: one layer at a time."""
         return max(self.kept[1:]) * tokens // self.tokens
-
-
-def numbers(module: nn.Module) -> int:
-    """How many weights a module has."""
-    return sum(p.numel() for p in module.parameters())
-
-
-class _Attention(torch.autograd.Function):
-    """Keeps what a fused kernel keeps: its inputs and its result."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        found = query.new_empty(*query.shape[:-1], value.shape[-1])
-        ctx.save_for_backward(query, key, value, found)
-        return found
-
-
-def _attention(_module: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-    """[R, heads, L, D] -> [R, L, heads, D]."""
-    return _Attention.apply(query, key, value).transpose(1, 2).contiguous(), None
