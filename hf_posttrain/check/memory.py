@@ -1,13 +1,11 @@
 """What a run needs of each device's memory, before anything is loaded, and what to change if it does not fit.
 
-Weights, gradients and the optimizer's state are arithmetic; what a forward keeps for its backward is counted on the
-longest rows with tensors that are shapes (both in `placement.py`); the rest follows from these. Within 15 % of what a
-run takes on CPU; `--probe` is the exact answer.
+Weights, gradients and the optimizer's state are arithmetic; what a forward keeps is counted on the longest rows as
+shapes (both in `placement.py`). Within 15 % of what a run takes on CPU; `--probe` is the exact answer.
 """
 
 import copy
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -55,12 +53,10 @@ class MemoryEstimate:
         return self.available is None or self.total <= self.available
 
     def warnings(self) -> list[str]:
-        """One line where it does not fit."""
         need, have = (f"{size / GIB:.1f} GiB" for size in (self.total, self.available or 0))
         return [] if self.fits else [f"memory: the {self.phase} needs about {need} on each device, which has {have}"]
 
     def lines(self) -> list[str]:
-        """The estimate for people."""
         limit = "" if self.available is None else f" of {self.available / GIB:.1f}"
         found = [f"memory on each device ({self.engine}): {self.total / GIB:.2f} GiB{limit}, in the {self.phase}"]
         for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other"):
@@ -134,11 +130,11 @@ class Run:
         second = frozen_on(engine, self.scorer.weights, self.mixed)
         training = held | {"second_model": second * self.second_stays(), "other": self.other}
         resting = training | {"gradients": 0}  # between optimizer steps
-        phases = {"training step": training | {"activations": self.training_step()}}
+        phases: dict[str, Any] = {"training step": training | {"activations": self.training_step()}}
         if teacher is not None and not self.second_stays():  # it comes to the device for its own pass
             own = {"second_model": second, "activations": self.inference(self.scorer, self.train)}
-            before = getattr(config, "precompute_teacher_top_k", None) is not None
-            phases["teacher's pass"] = (resting | {"optimizer": 0} if before else training) | own
+            in_a_step = getattr(config, "precompute_teacher_top_k", None) is None
+            phases["teacher's pass"] = (training if in_a_step else resting | {"optimizer": 0}) | own
         if self.rows.get("eval") is not None:
             batch = self.batch("eval", config.per_device_eval_batch_size)
             phases["evaluation"] = resting | {"activations": self.inference(self.policy, batch)}
@@ -147,10 +143,10 @@ class Run:
             phases["generation"] = resting | {"parameters": whole, "activations": self.generation()}
         totals = {name: sum(parts.values()) - parts["host"] for name, parts in phases.items()}
         most = max(totals, key=lambda name: totals[name])
-        size = {"rows": self.train["rows"], "tokens": self.train["input_ids"].numel(), "layout": self.layout}
         return MemoryEstimate(
-            engine=str(engine), phase=most, total=totals[most], available=self.available, batch=size, phases=totals,
-            notes=notes, **phases[most],
+            engine=str(engine), phase=most, total=totals[most], available=self.available, phases=totals, notes=notes,
+            batch={"rows": self.train["rows"], "tokens": self.train["input_ids"].numel(), "layout": self.layout},
+            **phases[most],
         )  # fmt: skip
 
     def training_step(self) -> int:
@@ -161,8 +157,6 @@ class Run:
         kept, layer = self.policy.training(every if config.activation_checkpointing else 0)
         states, tiles = self.at_head(self.policy, batch)
         kept += gradient + states
-        if self.scorer is not self.policy:
-            kept += self.at_head(self.scorer, batch)[0]
         if self.trainer_class.method.unit == "examples" and head.requires_grad and logits <= KEEP_ELEMENTS:
             kept += 4 * logits  # an average over examples is not known in the forward: gradients wait for it
         if self.mixed and self.engine.name in ("single", "ddp"):
@@ -177,35 +171,28 @@ class Run:
         return shapes.layer(batch["input_ids"].numel()) + sum(self.at_head(shapes, batch))
 
     def at_head(self, shapes: Shapes, batch: dict[str, Any]) -> tuple[int, int]:
-        """Hidden states of the scored tokens, their gradient and the batch's mask; and a tile: products, logits and
-        their gradient, with a teacher its logits and probabilities too."""
+        """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
         (rows, length), scored, vocabulary = batch["input_ids"].shape, len(batch["scored"]), len(self.policy.head)
         states = 8 * scored * shapes.head.shape[1] + ("document" in batch) * rows * length**2
         return states, 4 * min(scored, tile_rows(vocabulary)) * vocabulary * (5 if self.recipe.teacher else 3)
 
     def generation(self) -> int:
         """The rollouts of an optimizer step at once: the cache, and what comes on top."""
-        config, model, copies = self.config, self.policy.inner.config.get_text_config(), self.config.num_generations
+        config, policy, copies = self.config, self.policy, self.config.num_generations
         count = copies * config.per_device_train_batch_size * config.gradient_accumulation_steps
         count = min(count, config.generation_batch_size or count)
         length = len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
-        heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
-        size = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-        item = 2 if self.mixed else self.policy.head.itemsize
-        layer = 2 * heads * size * item * count * (length + config.max_completion_length + GrowingLayer.SPARE)
+        cache = policy.cache * count * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
-        step, reading = layer + 20 * count * model.vocab_size, self.policy.layer(-(-count // copies) * length)
-        return layer * model.num_hidden_layers + max(step, reading)
+        step, reading = cache // len(policy.layers) + 20 * count * len(policy.head), -(-count // copies) * length
+        return cache + max(step, policy.layer(reading))
 
 
 def estimate(
     recipe: Recipe, config: Any, trainer_class: Any, rows: dict, engine: Engine | None = None, gib: float | None = None
 ) -> MemoryEstimate:
-    """The memory that training on `rows`, as `prepare_data` gives them, needs of each device.
-
-    engine: instead of that of this process, such as `placement.engine_of(file)`; for GPUs it means what the recipe
-    would be there, bf16 for instance. gib: memory of the device, instead of this machine's.
-    """
+    """The memory that training on `rows`, as `prepare_data` gives them, needs of each device. engine: in place of this
+    process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's."""
     engine, available = engine or engine_asked(config), int(gib * GIB) if gib else None
     if not engine.gpu:
         other = psutil.Process().memory_info().rss
@@ -226,7 +213,7 @@ def estimate(
     return found
 
 
-def advice(found: Any, run: Run, again: Callable[[Run], Any]) -> list[str]:
+def advice(found: Any, run: Run, again: Any) -> list[str]:
     """Overrides for an estimate that does not fit, each estimated on top of those before it, up to what fits; those
     come first that leave the numbers of the run as they are. again: the estimate of a changed run."""
     config, model, teacher, engine = run.config, run.recipe.model, run.recipe.teacher, run.engine
@@ -234,7 +221,6 @@ def advice(found: Any, run: Run, again: Callable[[Run], Any]) -> list[str]:
     # a quarter of the rows at a time, and the same rows a step
     fewer = max(n for n in range(1, max(size // 4, 1) + 1) if size % n == 0)
     smaller = {"per_device_train_batch_size": fewer, "gradient_accumulation_steps": steps * size // fewer}
-    one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}
     adapted, several = model.lora is not None or model.adapter, engine.processes > 1 and not engine.offload_params
     # engines from the fastest to the one that needs least
     engines = [
@@ -248,7 +234,7 @@ def advice(found: Any, run: Run, again: Callable[[Run], Any]) -> list[str]:
         (size > 1, "train", smaller),
         (not getattr(config, "precompute_ref_log_probs", True), "train", {"precompute_ref_log_probs": True}),
         (engine.gpu and teacher is not None and not teacher.offload, "teacher", {"offload": True}),
-        (fewer > 1, "train", one),
+        (fewer > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
         (True, "train", {"per_device_eval_batch_size": 1}),
         (getattr(config, "rollout", None), "train", {"generation_batch_size": 1}),
         *engines,

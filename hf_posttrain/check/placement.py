@@ -53,14 +53,13 @@ def engine_of(config_file: Path) -> Engine:
         kind, count = str(given["distributed_type"]).upper(), int(given.get("num_processes", 1))
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
         raise InputError(f"{config_file}: no accelerate config with distributed_type and num_processes") from error
-    gpu, zero = not given.get("use_cpu", False) and kind != "MULTI_CPU", given.get("deepspeed_config", {})
-    if kind == "DEEPSPEED":
-        optimizer, params = (zero.get(f"offload_{what}_device") in HOST for what in ("optimizer", "param"))
-        return Engine(f"zero{zero.get('zero_stage', 2)}", count, optimizer, params, gpu)
-    if kind == "FSDP":
-        offloads = bool(given.get("fsdp_config", {}).get("fsdp_offload_params"))
-        return Engine("fsdp2", count, offloads, offloads, gpu)
-    return Engine("ddp", count, gpu=gpu) if count > 1 and kind not in ("NO", "FALSE") else Engine(gpu=gpu)
+    zero, fsdp = given.get("deepspeed_config", {}), given.get("fsdp_config", {})
+    usual = "ddp" if count > 1 and kind not in ("NO", "FALSE") else "single"
+    name = {"DEEPSPEED": f"zero{zero.get('zero_stage', 2)}", "FSDP": "fsdp2"}.get(kind, usual)
+    offloads = (zero.get(f"offload_{what}_device") in HOST for what in ("optimizer", "param"))
+    optimizer, params = (each or bool(fsdp.get("fsdp_offload_params")) for each in offloads)
+    gpu = not given.get("use_cpu", False) and kind != "MULTI_CPU"
+    return Engine(name, 1 if name == "single" else count, optimizer, params, gpu)
 
 
 def engine_asked(config: Any) -> Engine:
@@ -98,8 +97,7 @@ def state_bytes(optim: Any, weights: Weights) -> int:
 
 
 def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer of the trained model on one device, and what is in host memory for
-    it. mixed: bf16 or fp16, which DeepSpeed casts weights to."""
+    """Bytes of the trained model on one device, and in host memory for it. mixed: DeepSpeed casts to bf16 or fp16."""
     size, count = 2 if mixed else 4, engine.processes
     parameters, gradients, optimizer = weights.frozen + weights.trained, weights.trained, state_bytes(optim, weights)
     if engine.name == "ddp":
@@ -154,15 +152,15 @@ class Shapes:
         frozen = int(sum(p.numel() * sizes[p] for p in every) - own + sum(b.nbytes for b in model.buffers()))
         gathered = numbers(model) - sum(sorted(map(numbers, self.layers))[:-2])
         self.weights = Weights(frozen, own, numbers(model), count, gathered, quantised)
-        self.tokens, self.kept, self.hidden = 1, [0] * (1 + len(self.layers)), 0
+        self.tokens, self.kept, self.hidden, self.cache = 1, [0] * (1 + len(self.layers)), 0, 0
 
     def count(self, batch: dict[str, Tensor], dtype: torch.dtype | None) -> None:
-        """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, and
-        of a layer's `hidden` input. Raises what a forward that needs values does."""
+        """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, of a
+        layer's `hidden` input, and of a `cache` of all layers. Raises what a forward that needs values does."""
         forward.enable_scoring(self.model.train().to(dtype))
         weights = [each.untyped_storage() for each in (*self.model.parameters(), *self.model.buffers())]
         known = {id(storage): storage for storage in weights}  # they stay, so that none takes the place of another
-        kept, starts = 0, [0]  # bytes so far, and what they were when each layer began
+        kept, starts, self.cache = 0, [0], 0  # bytes so far, what they were when each layer began, keys and values
 
         def keep(tensor: Tensor) -> Tensor:
             nonlocal kept
@@ -171,25 +169,23 @@ class Shapes:
             known[id(storage)] = storage
             return tensor
 
-        def enter(_: Any, given: tuple) -> None:
-            starts.append(kept)
-            self.hidden = given[0].nbytes
-
         def attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
             # [R, heads, L, D] -> [R, L, heads, D]: a fused kernel keeps its inputs and its result
             found = query.new_empty(*query.shape[:-1], value.shape[-1], requires_grad=True)
             for tensor in (query, key, value, found):
                 keep(tensor)
+            self.cache += key.nbytes + value.nbytes
             return found.transpose(1, 2).contiguous(), None
 
         AttentionInterface.register("shapes", attention)
         self.inner.set_attn_implementation("shapes")  # no masks are made either, which would need values
         for layer in self.layers:
-            layer.register_forward_pre_hook(enter)
+            layer.register_forward_pre_hook(lambda *_: starts.append(kept))
         given = {name: batch[name].to("meta") for name in ("input_ids", "position_ids", "scored")}
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             forward.run(self.model, given, lambda _, states: {"states": forward.scored_states(states, given)})
         self.tokens, self.kept = batch["input_ids"].numel(), np.diff([*starts, kept]).tolist()
+        self.hidden = self.tokens * self.head.shape[1] * self.head.itemsize
 
     def training(self, every: int) -> tuple[int, int]:
         """(bytes that a forward keeps, what a layer's backward adds). Each such layer is computed again; 0: none."""
