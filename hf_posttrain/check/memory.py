@@ -19,7 +19,7 @@ from ..recipe.sections import Recipe
 from ..scoring.choose_layout import able
 from ..scoring.head import KEEP_ELEMENTS, tile_rows
 from ..scoring.layouts import collate
-from .placement import Engine, Shapes, engine_asked, frozen_on, policy_on
+from .placement import Engine, Shapes, engine_asked, policy_on
 from .plan import planned_examples
 
 GIB = 2**30
@@ -127,7 +127,8 @@ class Run:
             notes.append(f"activations are not in it: this model cannot be run on shapes alone ({reason})")
         # the parts of the run, and what each holds on the device
         held = policy_on(engine, self.policy.weights, config.optim, self.mixed)
-        second = frozen_on(engine, self.scorer.weights, self.mixed)
+        # a frozen model is cut and cast as the policy is, but never kept in host memory
+        second = policy_on(replace(engine, offload_params=False), self.scorer.weights, "sgd", self.mixed)["parameters"]
         training = held | {"second_model": second * self.second_stays(), "other": self.other}
         resting = training | {"gradients": 0}  # between optimizer steps
         phases: dict[str, Any] = {"training step": training | {"activations": self.training_step()}}
@@ -222,12 +223,6 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
     fewer = max(n for n in range(1, max(size // 4, 1) + 1) if size % n == 0)
     smaller = {"per_device_train_batch_size": fewer, "gradient_accumulation_steps": steps * size // fewer}
     adapted, several = model.lora is not None or model.adapter, engine.processes > 1 and not engine.offload_params
-    # engines from the fastest to the one that needs least
-    engines = [
-        (several and (name, host) != (engine.name, False), "engine",
-         {"name": name, "offload_params": host, "offload_optimizer": host})
-        for name, host in (("zero1", False), ("zero2", False), ("fsdp2", False), ("fsdp2", True))
-    ]  # fmt: skip
     # does it apply, section, its new fields
     changes: list[tuple[Any, str, dict[str, Any]]] = [
         (not config.activation_checkpointing, "train", {"activation_checkpointing": True}),
@@ -237,11 +232,14 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
         (fewer > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
         (True, "train", {"per_device_eval_batch_size": 1}),
         (getattr(config, "rollout", None), "train", {"generation_batch_size": 1}),
-        *engines,
+        # engines from the fastest to the one that needs least
+        *((several and (name, host) != (engine.name, False), "engine",
+           {"name": name, "offload_params": host, "offload_optimizer": host})
+          for name, host in (("zero1", False), ("zero2", False), ("fsdp2", False), ("fsdp2", True))),
         (engine.gpu and engine.name in ("single", "ddp") and not several, "train", {"optim": "adamw_8bit"}),
         (not adapted and not model.from_scratch, "model", {"lora": {"r": 16}}),
         (engine.gpu and model.quantization == "none" and not model.from_scratch, "model", {"quantization": "4bit"}),
-    ]
+    ]  # fmt: skip
     lines, before = [], found
     for applies, section, fields in changes:
         if before.fits or not applies:

@@ -2,7 +2,7 @@
 have a shape and no memory; and which engine holds what on each device. ZeRO's shares: arXiv 1910.02054."""
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ from ..models.section import ModelSection
 from ..scoring import forward
 
 HOST = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
+# bytes of a quantised weight: in 4 bits with a byte for each 64 of them, and a float32 for each 256 of those
 QUANTISED = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
-"""Bytes of a quantised weight; in 4 bits with a scale of a byte for 64 weights, and a float32 for 256 scales."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,6 @@ def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict
     parameters = parameters * (not engine.offload_params) + weights.gathered * size * engine.shards
     kept = not engine.offload_optimizer
     return {"parameters": parameters, "gradients": gradients * kept, "optimizer": optimizer * kept, "host": host}
-
-
-def frozen_on(engine: Engine, weights: Weights, mixed: bool) -> int:
-    """Bytes of a reference or teacher on one device: cut and cast as the policy's, but never kept in host memory."""
-    return policy_on(replace(engine, offload_params=False), weights, "sgd", mixed)["parameters"]
-
-
-# ---- a model as shapes
 
 
 class Shapes:

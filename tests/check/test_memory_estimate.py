@@ -28,7 +28,6 @@ from hf_posttrain.check.placement import (
     Shapes,
     Weights,
     engine_of,
-    frozen_on,
     policy_on,
     state_bytes,
 )  # fmt: skip
@@ -79,10 +78,12 @@ def test_a_lora_base_is_cut_and_its_adapter_alone_is_trained():
 
 def test_a_frozen_model_is_cut_where_the_policy_is():
     frozen = Weights(frozen=4000, numbers=1000, gathered=100)
-    sizes = {name: frozen_on(Engine(name, 4), frozen, mixed=True) for name in ("ddp", "zero2", "zero3", "fsdp2")}
+    held = {n: policy_on(Engine(n, 4), frozen, "sgd", mixed=True) for n in ("ddp", "zero2", "zero3", "fsdp2")}
+    assert not any(each["gradients"] for each in held.values())
+    sizes = {name: each["parameters"] for name, each in held.items()}
     assert sizes == {"ddp": 4000, "zero2": 2000, "zero3": 500 + 200, "fsdp2": 1000 + 200}
     quantised = Weights(frozen=600, numbers=1000, quantised=True)
-    assert frozen_on(Engine("zero1", 4), quantised, mixed=True) == 600
+    assert policy_on(Engine("zero1", 4), quantised, "sgd", mixed=True)["parameters"] == 600
 
 
 def test_states_of_optimizers():
@@ -296,8 +297,7 @@ def test_what_does_not_fit_gets_advice(tmp_path):
     given = prepared(write_recipe(tmp_path, "tiny"), "train.activation_checkpointing=false")
     fits = memory.estimate(*given)
     assert fits.total == sum(
-        getattr(fits, name)
-        for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other")
+        getattr(fits, name) for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other")
     )
     assert not fits.warnings()
     assert not fits.advice
