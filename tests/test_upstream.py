@@ -112,7 +112,7 @@ NEEDS = {need.symbol: need for need in [
          "schedule -> the function that takes its options"),
     Need("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", "models/load.py",
          "a loading model is cut by ZeRO-3 while this is set, and not after unset_hf_deepspeed_config()"),
-    Need("transformers.AttentionInterface", "scoring/cpu.py check/activations.py",
+    Need("transformers.AttentionInterface", "scoring/cpu.py check/placement.py",
          "what is registered is called by models of that name, with 4D masks as we made them, one a kind of layer"),
     Need("transformers.AttentionMaskInterface", "scoring/cpu.py", "makes the masks of generation and of padded rows"),
     Need("transformers.PreTrainedModel._can_set_attn_implementation", "scoring/cpu.py",

@@ -1,25 +1,28 @@
-"""Which engine holds what, on how many devices: arithmetic of weights, gradients and the optimizer's state.
-
-ZeRO's shares are those of its paper (arXiv 1910.02054); the README's table of bytes a weight follows from them.
-"""
+"""Bytes of a model: its weights and what a forward keeps for its backward, counted on the meta device, where tensors
+have a shape and no memory; and which engine holds what on each device. ZeRO's shares: arXiv 1910.02054."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import peft
+import torch
 import yaml
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AttentionInterface
 
 from ..engines import launch
 from ..errors import InputError
+from ..models import load
+from ..models.section import ModelSection
+from ..scoring import forward
 
-MOMENTS = {
-    "ademamix": 3, "lion": 1, "rmsprop": 1, "adagrad": 1, "schedule_free_sgd": 1, "sgd": 0, "lomo": 0, "adafactor": 0,
-}  # fmt: skip
-"""Part of an optimizer's name in `train.optim` -> numbers that it keeps for each weight; others: 2, as AdamW."""
-HOST = ("cpu", "nvme")
-"""Where DeepSpeed may keep what is not on the device."""
+HOST = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
+# bytes of a quantised weight: in 4 bits with a byte for each 64 of them, and a float32 for each 256 of those
+QUANTISED = {"4bit": 0.5 + 1 / 64 + 4 / (64 * 256), "8bit": 1.0}
 
 
 @dataclass(frozen=True)
@@ -37,11 +40,6 @@ class Engine:
         """Does it cut weights over the devices? Whole layers come to each while they compute."""
         return self.name in ("fsdp2", "zero3")
 
-    @property
-    def changes_weights(self) -> bool:
-        """Does it cut or cast them when training begins?"""
-        return self.name not in ("single", "ddp")
-
     def __str__(self) -> str:
         kept = "all but gathered layers" if self.offload_params else "the optimizer" if self.offload_optimizer else ""
         many = "1 process" if self.processes == 1 else f"{self.processes} processes"
@@ -55,26 +53,25 @@ def engine_of(config_file: Path) -> Engine:
         kind, count = str(given["distributed_type"]).upper(), int(given.get("num_processes", 1))
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
         raise InputError(f"{config_file}: no accelerate config with distributed_type and num_processes") from error
-    gpu, zero = not given.get("use_cpu", False) and kind != "MULTI_CPU", given.get("deepspeed_config", {})
-    if kind == "DEEPSPEED":
-        optimizer, params = (zero.get(f"offload_{what}_device") in HOST for what in ("optimizer", "param"))
-        return Engine(f"zero{zero.get('zero_stage', 2)}", count, optimizer, params, gpu)
-    if kind == "FSDP":
-        offloads = bool(given.get("fsdp_config", {}).get("fsdp_offload_params"))
-        return Engine("fsdp2", count, offloads, offloads, gpu)
-    return Engine("ddp", count, gpu=gpu) if count > 1 and kind not in ("NO", "FALSE") else Engine(gpu=gpu)
+    zero, fsdp = given.get("deepspeed_config", {}), given.get("fsdp_config", {})
+    usual = "ddp" if count > 1 and kind not in ("NO", "FALSE") else "single"
+    name = {"DEEPSPEED": f"zero{zero.get('zero_stage', 2)}", "FSDP": "fsdp2"}.get(kind, usual)
+    offloads = (zero.get(f"offload_{what}_device") in HOST for what in ("optimizer", "param"))
+    optimizer, params = (each or bool(fsdp.get("fsdp_offload_params")) for each in offloads)
+    gpu = not given.get("use_cpu", False) and kind != "MULTI_CPU"
+    return Engine(name, 1 if name == "single" else count, optimizer, params, gpu)
 
 
-def engine_asked(config: Any, env: Mapping[str, str] = os.environ) -> Engine:
+def engine_asked(config: Any) -> Engine:
     """The engine of this run: `launch.asked` and the number of processes. config: a method's Config."""
-    asked, gpu, count = launch.asked(config, env), config.device.type != "cpu", config.world_size
+    asked, gpu, count = launch.asked(config), config.device.type != "cpu", config.world_size
     if asked.zero is not None:
         zero = config.deepspeed_plugin.deepspeed_config.get("zero_optimization", {})
         optimizer, params = (zero.get(f"offload_{what}", {}).get("device") in HOST for what in ("optimizer", "param"))
         return Engine(f"zero{asked.zero}", count, optimizer, params, gpu)
     if asked.fsdp:
         plugin = (config.fsdp_plugin_args or {}) if config.fsdp else {}
-        offloads = bool(plugin.get("cpu_offload")) or env.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+        offloads = bool(plugin.get("cpu_offload")) or os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
         return Engine("fsdp2", count, offloads, offloads, gpu)
     return Engine("ddp" if count > 1 else "single", count, gpu=gpu)
 
@@ -93,15 +90,14 @@ class Weights:
 
 def state_bytes(optim: Any, weights: Weights) -> int:
     """Bytes of an optimizer's state for the trained weights; of quantised ones with a float32 for each block of 256."""
-    name = str(getattr(optim, "value", optim))
-    moments = next((count for part, count in MOMENTS.items() if part in name), 2)
+    name, known = str(getattr(optim, "value", optim)), {"lion": 1, "rmsprop": 1, "adagrad": 1, "sgd": 0, "adafactor": 0}
+    moments = next((count for part, count in known.items() if part in name), 2)  # others keep two, as AdamW does
     size = 1.0 if "8bit" in name else 0.5 if "4bit" in name else None
     return weights.trained * moments if size is None else int(weights.trained_numbers * moments * (size + size / 64))
 
 
 def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict[str, int]:
-    """Bytes of parameters, gradients and optimizer of the trained model on one device, and what is in host memory for
-    it. mixed: bf16 or fp16, which DeepSpeed casts weights to."""
+    """Bytes of the trained model on one device, and in host memory for it. mixed: DeepSpeed casts to bf16 or fp16."""
     size, count = 2 if mixed else 4, engine.processes
     parameters, gradients, optimizer = weights.frozen + weights.trained, weights.trained, state_bytes(optim, weights)
     if engine.name == "ddp":
@@ -111,8 +107,8 @@ def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict
         gradients = weights.trained_numbers * size
         parameters, optimizer = frozen + gradients, optimizer + weights.trained_numbers * 4  # float32 that AdamW moves
     # ZeRO-1 cuts the optimizer, ZeRO-2 gradients too, and the others everything
-    optimizer //= count if engine.changes_weights else 1
-    gradients //= count if engine.changes_weights and engine.name != "zero1" else 1
+    optimizer //= count if engine.name not in ("single", "ddp") else 1
+    gradients //= count if engine.name not in ("single", "ddp", "zero1") else 1
     parameters //= count if engine.shards else 1
     host = (optimizer + gradients) * engine.offload_optimizer + parameters * engine.offload_params
     parameters = parameters * (not engine.offload_params) + weights.gathered * size * engine.shards
@@ -120,9 +116,74 @@ def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict
     return {"parameters": parameters, "gradients": gradients * kept, "optimizer": optimizer * kept, "host": host}
 
 
-def frozen_on(engine: Engine, weights: Weights, mixed: bool) -> int:
-    """Bytes of a reference or teacher on one device: cut where the policy is, cast to its dtype by DeepSpeed."""
-    casts = engine.name.startswith("zero") and mixed and not weights.quantised
-    whole = weights.numbers * 2 if casts else weights.frozen + weights.trained
-    gathered = weights.gathered * min(whole / max(weights.numbers, 1), 2 if mixed else 4)
-    return whole // engine.processes + int(gathered) if engine.shards else whole
+class Shapes:
+    """A model without memory, with the adapter and the dtypes that it would have on `device`."""
+
+    def __init__(self, section: ModelSection, trainable: bool, device: torch.device):
+        model: Any = load.load_skeleton(section)
+        whole = trainable and section.lora is None and not section.adapter
+        model.to(load.weights_dtype(section, model.config, whole, device))
+        self.inner, self.head = model, model.get_output_embeddings().weight
+        linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not self.head}
+        adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else load.lora_config(section)
+        if adapter is not None:
+            adapter.inference_mode, adapter.init_lora_weights = False, True  # other ways compute with the weights
+            with torch.device("meta"):
+                model = peft.get_peft_model(model, adapter)
+
+        def numbers(module: nn.Module) -> int:
+            return sum(p.numel() for p in module.parameters())
+
+        self.model, every, quantised = model, list(model.parameters()), section.quantization != "none"
+        self.layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=numbers)
+        # peft makes float32 of what is not quantised
+        sizes = {p: 4 if quantised else p.itemsize for p in every}
+        sizes |= dict.fromkeys(linear, QUANTISED[section.quantization]) if quantised else {}
+        trained = [p for p in every if p.requires_grad and trainable]
+        count, own = sum(p.numel() for p in trained), sum(p.numel() * sizes[p] for p in trained)
+        frozen = int(sum(p.numel() * sizes[p] for p in every) - own + sum(b.nbytes for b in model.buffers()))
+        gathered = numbers(model) - sum(sorted(map(numbers, self.layers))[:-2])
+        self.weights = Weights(frozen, own, numbers(model), count, gathered, quantised)
+        self.tokens, self.kept, self.hidden, self.cache = 1, [0] * (1 + len(self.layers)), 0, 0
+
+    def count(self, batch: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+        """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, of a
+        layer's `hidden` input, and of a `cache` of all layers. Raises what a forward that needs values does."""
+        forward.enable_scoring(self.model.train().to(dtype))
+        weights = [each.untyped_storage() for each in (*self.model.parameters(), *self.model.buffers())]
+        known = {id(storage): storage for storage in weights}  # they stay, so that none takes the place of another
+        kept, starts, self.cache = 0, [0], 0  # bytes so far, what they were when each layer began, keys and values
+
+        def keep(tensor: Tensor) -> Tensor:
+            nonlocal kept
+            storage = tensor.untyped_storage()
+            kept += storage.nbytes() * (id(storage) not in known)
+            known[id(storage)] = storage
+            return tensor
+
+        def attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+            # [R, heads, L, D] -> [R, L, heads, D]: a fused kernel keeps its inputs and its result
+            found = query.new_empty(*query.shape[:-1], value.shape[-1], requires_grad=True)
+            for tensor in (query, key, value, found):
+                keep(tensor)
+            self.cache += key.nbytes + value.nbytes
+            return found.transpose(1, 2).contiguous(), None
+
+        AttentionInterface.register("shapes", attention)
+        self.inner.set_attn_implementation("shapes")  # no masks are made either, which would need values
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda *_: starts.append(kept))
+        given = {name: batch[name].to("meta") for name in ("input_ids", "position_ids", "scored")}
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            forward.run(self.model, given, lambda _, states: {"states": forward.scored_states(states, given)})
+        self.tokens, self.kept = batch["input_ids"].numel(), np.diff([*starts, kept]).tolist()
+        self.hidden = self.tokens * self.head.shape[1] * self.head.itemsize
+
+    def training(self, every: int) -> tuple[int, int]:
+        """(bytes that a forward keeps, what a layer's backward adds). Each such layer is computed again; 0: none."""
+        again = self.kept[1::every] if every else []
+        return sum(self.kept) - sum(again) + self.hidden * len(again), int(max(self.kept[1:]) * (1.5 if every else 0.5))
+
+    def layer(self, tokens: int) -> int:
+        """Bytes of a forward over so many tokens without gradient: one layer at a time."""
+        return max(self.kept[1:]) * tokens // self.tokens

@@ -69,11 +69,7 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     order = np.random.default_rng(0).permutation(len(rows))[: size * MICRO_BATCHES].tolist()
     counts = np.zeros(4)
     for start in range(0, len(order), size):
-        drawn = [rows[number] for number in order[start : start + size]]
-        examples = [example for row in drawn for example in trainer_class.examples(row)]
-        if trainer_class.method.rows.sampled:  # rollouts of full length stand for those to come
-            rollouts = [Branch([0] * config.max_completion_length)] * config.num_generations
-            examples = [Example(example.prompt, rollouts) for example in examples]
+        examples = planned_examples([rows[n] for n in order[start : start + size]], trainer_class, config)
         # the packed layout has no padding, and a copy of the prompt for each answer
         batch, packed = (layouts.collate(examples, name) for name in (layout, "packed"))
         weights = batch["router_weights"]  # 0 on padding alone
@@ -83,3 +79,11 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
         len(rows), processes, per_step, steps, epochs, layout, why, round(tokens / len(order) * per_step),
         round(trained / len(order) * per_step), padding=1 - tokens / positions, saved=1 - tokens / separate,
     )  # fmt: skip
+
+
+def planned_examples(rows: list[dict], trainer_class: Any, config: Any) -> list[Example]:
+    """The examples of prepared rows; rollouts that are yet to be sampled have full length."""
+    examples = [example for row in rows for example in trainer_class.examples(row)]
+    if not trainer_class.method.rows.sampled:
+        return examples
+    return [Example(e.prompt, [Branch([0] * config.max_completion_length)] * config.num_generations) for e in examples]

@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import torch
 
+from ..data.lengths import longest
 from ..data.packing import lengths_of
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
@@ -18,7 +19,6 @@ from ..recipe.sections import Recipe
 from ..scoring.forward import targets as targets_of
 from ..scoring.teacher_tiles import dense
 from ..watch.progress import peak_memory
-from .memory import longest
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts
 SPAN = 32  # tokens of a rollout that are averaged to one KL

@@ -1,7 +1,8 @@
-"""Prepared rows by their lengths: batches of like lengths, and rows that are too long for the model."""
+"""Prepared rows by their lengths: batches of like lengths, the longest rows, those too long for the model."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -48,6 +49,16 @@ def with_lengths(rows: Any, args: Any) -> Any:
     packed = isinstance(rows.features["prompt_ids"].feature, datasets.List)
     lengths = [sum(len(part) for value in row.values() for part in (value if packed else [value])) for row in ids]
     return rows.add_column(args.length_column_name, lengths)
+
+
+def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> list[dict]:
+    """The `count` prepared rows with the most tokens, in `columns` or in all, longest first; of a stream, of its first
+    1000 rows."""
+    if not isinstance(rows, datasets.Dataset):
+        rows = datasets.Dataset.from_list(list(islice(rows, 1000)))
+    names = columns or [name for name in rows.column_names if name.endswith("_ids")]
+    lengths = np.sum([lengths_of(rows, name, of_rows=True) for name in names], axis=0)
+    return [rows[int(i)] for i in np.argsort(-lengths, kind="stable")[:count]]
 
 
 def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str = "train") -> None:

@@ -21,9 +21,17 @@ from models_for_tests import CONFIGS
 from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import METHODS, names_where
 
-from hf_posttrain.check import advice, memory
-from hf_posttrain.check.activations import QUANTISED, Shapes
-from hf_posttrain.check.placement import Engine, Weights, engine_of, frozen_on, policy_on, state_bytes
+from hf_posttrain.check import memory
+from hf_posttrain.check.placement import (
+    QUANTISED,
+    Engine,
+    Shapes,
+    Weights,
+    engine_of,
+    policy_on,
+    state_bytes,
+)  # fmt: skip
+from hf_posttrain.data.lengths import longest
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models.load import load_model
@@ -70,10 +78,12 @@ def test_a_lora_base_is_cut_and_its_adapter_alone_is_trained():
 
 def test_a_frozen_model_is_cut_where_the_policy_is():
     frozen = Weights(frozen=4000, numbers=1000, gathered=100)
-    sizes = {name: frozen_on(Engine(name, 4), frozen, mixed=True) for name in ("ddp", "zero2", "zero3", "fsdp2")}
+    held = {n: policy_on(Engine(n, 4), frozen, "sgd", mixed=True) for n in ("ddp", "zero2", "zero3", "fsdp2")}
+    assert not any(each["gradients"] for each in held.values())
+    sizes = {name: each["parameters"] for name, each in held.items()}
     assert sizes == {"ddp": 4000, "zero2": 2000, "zero3": 500 + 200, "fsdp2": 1000 + 200}
     quantised = Weights(frozen=600, numbers=1000, quantised=True)
-    assert frozen_on(Engine("zero1", 4), quantised, mixed=True) == 600
+    assert policy_on(Engine("zero1", 4), quantised, "sgd", mixed=True)["parameters"] == 600
 
 
 def test_states_of_optimizers():
@@ -168,8 +178,8 @@ def test_what_is_kept_grows_with_tokens_and_is_less_with_lora(tmp_path):
 def test_the_longest_rows_come_first():
     rows = datasets.Dataset.from_list([{"prompt_ids": [1] * n, "completion_ids": [2] * (9 - n)} for n in (3, 8, 5)])
     rows = rows.add_column("chosen_ids", [[1], [1, 1, 1], [1, 1]])
-    assert [len(row["chosen_ids"]) for row in memory.longest(rows, 2)] == [3, 2]
-    assert [len(row["prompt_ids"]) for row in memory.longest(rows, 1, ("prompt_ids",))] == [8]
+    assert [len(row["chosen_ids"]) for row in longest(rows, 2)] == [3, 2]
+    assert [len(row["prompt_ids"]) for row in longest(rows, 1, ("prompt_ids",))] == [8]
 
 
 # ---- whole recipes
@@ -287,8 +297,7 @@ def test_what_does_not_fit_gets_advice(tmp_path):
     given = prepared(write_recipe(tmp_path, "tiny"), "train.activation_checkpointing=false")
     fits = memory.estimate(*given)
     assert fits.total == sum(
-        getattr(fits, name)
-        for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other")
+        getattr(fits, name) for name in ("parameters", "gradients", "optimizer", "second_model", "activations", "other")
     )
     assert not fits.warnings()
     assert not fits.advice
@@ -311,7 +320,8 @@ def run_of(engine, **config):
         "precompute_ref_log_probs": True, "optim": "adamw_8bit",
     }  # fmt: skip
     model = SimpleNamespace(lora=None, adapter="a", quantization="4bit")
-    return advice.Run(SimpleNamespace(model=model, teacher=None), SimpleNamespace(**usual | config), engine)
+    recipe = SimpleNamespace(model=model, teacher=None)
+    return memory.Run(recipe, SimpleNamespace(**usual | config), engine, None, {}, 0, None)
 
 
 def test_smaller_batches_are_the_same_step():
@@ -320,7 +330,7 @@ def test_smaller_batches_are_the_same_step():
     def needed(run):
         return SimpleNamespace(total=2**30 * run.config.per_device_train_batch_size, fits=False, phase="training step")
 
-    lines = advice.advice(needed(run), run, needed)
+    lines = memory.advice(needed(run), run, needed)
     assert lines[0] == "train.per_device_train_batch_size=3 train.gradient_accumulation_steps=8: 3.0 GiB"
     assert run.config.per_device_train_batch_size == 12
 
@@ -340,7 +350,7 @@ def test_engines_are_offered_up_to_the_one_that_keeps_all_in_host_memory(now, ki
         return SimpleNamespace(total=2**30 * 0.9 ** order.index(name), fits=False, phase="training step")
 
     run = run_of(now)
-    lines = advice.advice(needed(run), run, needed)[:-1]
+    lines = memory.advice(needed(run), run, needed)[:-1]
     assert [line.partition("accelerate_configs/")[2].partition(".yaml")[0] for line in lines] == kinds
     assert all((ROOT / "accelerate_configs" / f"{kind}.yaml").exists() for kind in kinds)
 
