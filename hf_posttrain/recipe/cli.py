@@ -87,7 +87,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # the first word that is no override is the recipe, wherever it stands; its name may hold an `=`
     at = next((n for n, word in enumerate(words) if not _OVERRIDE.match(word) or os.path.isfile(word)), None)
     if at is None:
-        given = f" beside {words[0]}" if words else ""
+        given = f" next to {words[0]}" if words else ""
         parser.error(f"there is no recipe{given}: hf-posttrain RECIPE.yaml [section.key=value ...]")
     arguments.recipe, arguments.overrides = words[at], words[:at] + words[at + 1 :]
     return arguments
