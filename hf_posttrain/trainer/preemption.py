@@ -37,11 +37,13 @@ class Preemption(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop together, where any rank was asked to. Time is short, so nothing is evaluated."""
-        asked = torch.tensor(float(self.asked))
+        asked = self.asked
         # the signal reaches ranks at different moments; they agree on the hosts alone, so no device is waited for
         if self.accelerator.num_processes > 1:
             self.group = self.group or dist.new_group(backend="gloo")
-            dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.group)
+            most = torch.tensor(float(asked))
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            asked = most.item() > 0
         if asked:
             self.happened = control.should_save = control.should_training_stop = True
             control.should_evaluate = False

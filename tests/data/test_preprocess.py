@@ -17,6 +17,7 @@ from models_for_tests import tiny_model
 from processes_for_tests import on_two
 from rows_for_tests import raw_row
 from tokenizers_for_tests import byte_tokenizer
+from training_for_tests import quick
 from transformers import Qwen3Config
 
 from hf_posttrain import SFTConfig, SFTTrainer, run
@@ -84,7 +85,7 @@ def tokenised(monkeypatch):
 # ---- once
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", quick("dpo", "opd", "sft, packed", among=VARIANTS))
 def test_training_tokenises_nothing_after_preprocess_only(folder, monkeypatch, capsys, tokenised, variant):
     method, options = VARIANTS[variant]
     options = options_of(method) + options

@@ -81,7 +81,9 @@ def test_every_line_of_a_real_recipe_says_why(path):
     assert [line for line in bare if not line.startswith("#")] == []
 
 
-@pytest.mark.parametrize("path", REAL, ids=name)
+@pytest.mark.parametrize("path", [
+    pytest.param(path, marks=[] if path.stem in METHODS else pytest.mark.slow, id=name(path)) for path in REAL
+])  # fmt: skip
 def test_real_recipe_trains_when_model_and_data_are_overridden(path, tiny, tmp_path):
     recipe = load_recipe(path)
     assert main([str(path), *small_overrides(recipe, *tiny, tmp_path)]) == 0

@@ -47,7 +47,7 @@ def assert_resume_is_exact(method, config, lora, tmp_path, architecture):
         assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("method", "config"), VARIANTS, ids=lambda v: "-".join(map(str, v.values())) if isinstance(v, dict) else v
 )
