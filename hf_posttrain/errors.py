@@ -40,7 +40,12 @@ def shown(value: Any) -> str:
 
 def named(names: Iterable[str]) -> str:
     """Names of the user's as messages list them, with commas: on one line, control characters written out."""
-    return ", ".join("".join(c if c.isprintable() else repr(c)[1:-1] for c in str(name)) for name in names)
+    return ", ".join(printable(str(name)) for name in names)
+
+
+def printable(text: str, kept: str = "") -> str:
+    """The text with control characters written out, but for those that are `kept`."""
+    return "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
 
 
 def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = False) -> str:

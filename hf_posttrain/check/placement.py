@@ -127,9 +127,9 @@ class Shapes:
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not self.head}
         adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else load.lora_config(section)
         if adapter is not None:
-            adapter.inference_mode, adapter.init_lora_weights = False, True  # other ways compute with the weights
+            adapter.inference_mode = False
             with torch.device("meta"):
-                model = peft.get_peft_model(model, adapter)
+                model = peft.get_peft_model(model, load.adapter_shape(adapter))
 
         def numbers(module: nn.Module) -> int:
             return sum(p.numel() for p in module.parameters())

@@ -10,8 +10,7 @@ import datasets
 import numpy as np
 import torch
 
-from ..data.lengths import longest
-from ..data.packing import lengths_of
+from ..data.lengths import longest, tokens_of
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
 from ..recipe import build
@@ -85,9 +84,8 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
         rollouts = sampled(trainer, chosen) if method.rows.sampled else None
-    first, ids = chosen.select([0]), [name for name in chosen.column_names if name.endswith("_ids")]
     return Probe(
-        min(config.per_device_train_batch_size, len(chosen)), sum(int(lengths_of(first, name).sum()) for name in ids),
+        min(config.per_device_train_batch_size, len(chosen)), int(tokens_of(chosen)[0]),
         metrics["train_runtime"], peak_memory(config.device), metrics["train_loss"], rollouts,
     )  # fmt: skip
 

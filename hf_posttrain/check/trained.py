@@ -13,7 +13,7 @@ from ..data.encode import NO_TARGET
 from ..data.kinds import Reader, RowKind
 from ..data.prepare import tokenised
 from ..data.sources import load
-from ..errors import InputError, error_context
+from ..errors import InputError, error_context, printable
 from ..methods import METHODS
 from ..recipe.sections import Recipe
 
@@ -134,8 +134,7 @@ def pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
             # of a long text the beginning and the end; control characters are written out
             if len(text) > LONGEST:
                 text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
-            text = "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
-            found.append(Piece(role, trained, text, len(part)))
+            found.append(Piece(role, trained, printable(text, kept="\n"), len(part)))
     return found
 
 

@@ -19,13 +19,11 @@ from .kinds import Reader, RowKind, class_weights
 from .packing import lengths_of
 from .prepare import tokenised
 
-STREAMED = 1000
-"""Examples of a stream that are audited: its first."""
+STREAMED = 1000  # examples of a stream that are audited: its first
 DROPPED_SHARE, TRUNCATED_SHARE, ENDLESS_SHARE = 0.1, 0.5, 0.2
 """Shares above which it is warned of examples that are dropped, that are cut at all, and of completions that lose their
 end: a model that is shown too few ends does not learn to stop."""
-BALANCE = 4.0
-"""Weight of one class of labels over that of the other above which it is warned."""
+BALANCE = 4.0  # weight of one class of labels over that of the other above which it is warned
 _FINDINGS = {  # field of DataAudit: what `lines` call it, share of the kept examples above which it is warned, warning
     "duplicates": ("duplicates", 0.25, "examples repeat an earlier one: remove them"),
     "unknown": ("with the unknown token", 0.1,
@@ -154,27 +152,24 @@ class DataAudit:
 def audits(
     raw: Mapping[str, Any], method: Reader, tokenizer: Any, config: Any, names: Mapping[str, str] | None = None
 ) -> dict[str, DataAudit]:
-    """A DataAudit of each raw data set; that of "eval" has its overlap with "train", unless one of both is a stream.
+    """What `method` makes of each data set, as `sources.load` reads it; of a stream, of its first STREAMED examples.
 
-    names: what `prepare` calls them, where that is not the key; so that the tokenised rows come from the cache.
+    That of "eval" has its overlap with "train", unless one of both is a stream. names: what `prepare` calls the data
+    sets, where that is not the key, so that tokenised rows come from the cache. Raises InputError as `prepare` does.
     """
     names = {key: key for key in raw} | dict(names or {})
-    made = {key: audit(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
+    examples = {key: _examples(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
+    made = {key: _count(rows, *examples[key], method.rows, config, names[key]) for key, rows in raw.items()}
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
-        seen, keys = _examples(raw["train"], method, tokenizer, config, names["train"])
-        rows, _ = _examples(raw["eval"], method, tokenizer, config, names["eval"])
+        (seen, keys), (rows, _) = examples["train"], examples["eval"]
         known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)
         made["eval"].overlap = _found(rows[known & (rows.state & NO_TARGET == 0)])
     return made
 
 
-def audit(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str = "train") -> DataAudit:
-    """What `method` makes of rows as `data.load` reads them; `name` is what `prepare` calls them.
-
-    Of a stream, the first STREAMED examples. Raises InputError for the first bad row, as `prepare` does.
-    """
-    streamed, kind = not isinstance(raw, datasets.Dataset), method.rows
-    every, keys = _examples(raw, method, tokenizer, config, name)
+def _count(raw: Any, every: pd.DataFrame, keys: list[str], kind: RowKind, config: Any, name: str) -> DataAudit:
+    """The audit of one data set, from `_examples`."""
+    streamed = not isinstance(raw, datasets.Dataset)
     lost = every.state & NO_TARGET > 0
     kept = every[~lost]
     # an example repeats an earlier one of the same keys and label; copies that a source's weight makes do not count

@@ -44,11 +44,13 @@ def with_lengths(rows: Any, args: Any) -> Any:
     wanted = args.train_sampling_strategy == "group_by_length"
     if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
         return rows
-    ids = rows.select_columns([name for name in rows.column_names if name.endswith("_ids")])
-    # a packed row has a list of ids for each of its examples
-    packed = isinstance(rows.features["prompt_ids"].feature, datasets.List)
-    lengths = [sum(len(part) for value in row.values() for part in (value if packed else [value])) for row in ids]
-    return rows.add_column(args.length_column_name, lengths)
+    return rows.add_column(args.length_column_name, tokens_of(rows))
+
+
+def tokens_of(rows: datasets.Dataset, columns: Sequence[str] = ()) -> np.ndarray:
+    """Tokens of each prepared row, of all its examples, in `columns` or in all columns of ids: [rows]."""
+    names = columns or [name for name in rows.column_names if name.endswith("_ids")]
+    return np.sum([lengths_of(rows, name, of_rows=True) for name in names], axis=0)
 
 
 def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> list[dict]:
@@ -56,9 +58,7 @@ def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> list[dict]:
     1000 rows."""
     if not isinstance(rows, datasets.Dataset):
         rows = datasets.Dataset.from_list(list(islice(rows, 1000)))
-    names = columns or [name for name in rows.column_names if name.endswith("_ids")]
-    lengths = np.sum([lengths_of(rows, name, of_rows=True) for name in names], axis=0)
-    return [rows[int(i)] for i in np.argsort(-lengths, kind="stable")[:count]]
+    return [rows[int(i)] for i in np.argsort(-tokens_of(rows, columns), kind="stable")[:count]]
 
 
 def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str = "train") -> None:

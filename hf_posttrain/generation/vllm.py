@@ -71,7 +71,7 @@ class _Backend:
         if getattr(scoring.causal_lm(model), "is_quantized", False):
             raise InputError("rollout: vllm takes no quantised student: set quantization: none, or drop rollout: vllm")
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
-        check(trainer.args, self.lora)
+        self.card = check(trainer.args, self.lora)
         self.trainer, self.sampling, self.count = trainer, sampling(trainer), 0
         self.adapter: Any = None
         # a new folder in output_dir, the same on all ranks; what removes it when the run ends is kept by the first
@@ -191,7 +191,7 @@ class Server(_Backend):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.url, card = trainer.args.vllm_server_base_url, served(trainer.args)
+        self.url, card = trainer.args.vllm_server_base_url, self.card
         self.model, base = card["id"], scoring.causal_lm(trainer.model).name_or_path
         if self.lora and card["root"] != base:
             said = "the vLLM server serves %s, and the student's base is %s: with LoRA they must be the same weights"
@@ -267,19 +267,16 @@ def check_installed(config: Any) -> None:
         raise InputError("rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server")
 
 
-def check(config: Any, peft_config: Any = None) -> None:
-    """Raises InputError for a server that is out of reach or too short, and for an adapter that vLLM cannot serve."""
-    if config.vllm_mode == "server":
-        served(config)
+def check(config: Any, peft_config: Any = None) -> dict[str, Any]:
+    """What the server, if there is one, says of its model: id, root (a name or folder), max_model_len.
+
+    Raises InputError for a server that cannot be asked or takes fewer tokens than max_length, and for an adapter that
+    vLLM cannot serve.
+    """
     if peft_config is not None:
         max_rank(peft_config)
-
-
-def served(config: Any) -> dict[str, Any]:
-    """What the server says of its model: id, root (a name or folder), max_model_len.
-
-    Raises InputError where it cannot be asked or takes fewer tokens than max_length.
-    """
+    if config.vllm_mode != "server":
+        return {}
     card = json.loads(call(config.vllm_server_base_url, "/v1/models"))["data"][0]  # the base, then adapters
     if config.max_length is not None and card["max_model_len"] < config.max_length:
         longest = f"the vLLM server's --max-model-len {card['max_model_len']}: lower max_length, or start it with more"

@@ -56,23 +56,15 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def top_k_buckets(logps: Tensor, ids: Tensor, tail: str = "bucket") -> Tensor:
-    """Shrink [N, V] log-probabilities to the teacher's top K tokens, so that any divergence runs on them.
-
-    ids [N, K]. tail: "bucket" adds one entry for the rest of the mass -> [N, K+1] (exact where K = V-1 or V);
-    "renormalise" makes the K sum to one -> [N, K]; "truncate" leaves them as they are -> [N, K].
-    """
-    return with_tail(logps.gather(-1, ids), tail)
+def top_k_buckets(logps: Tensor, ids: Tensor) -> Tensor:
+    """Shrink [N, V] log-probabilities to the teacher's top K tokens and one entry for the rest of the mass, so that any
+    divergence runs on them: ids [N, K] -> [N, K+1], exact where K is V-1 or V."""
+    return with_tail(logps.gather(-1, ids))
 
 
-def with_tail(top: Tensor, tail: str = "bucket") -> Tensor:
-    """The same for log-probabilities [N, K] that are already the top K: see `top_k_buckets`."""
-    if tail == "truncate":
-        return top
-    total = top.logsumexp(-1, keepdim=True)
-    if tail == "renormalise":
-        return top - total
-    rest = torch.log(-torch.expm1(total.clamp(max=-1e-7)))
+def with_tail(top: Tensor) -> Tensor:
+    """The same for log-probabilities [N, K] that are already the top K."""
+    rest = torch.log(-torch.expm1(top.logsumexp(-1, keepdim=True).clamp(max=-1e-7)))
     return torch.cat([top, rest], dim=-1)
 
 

@@ -18,12 +18,9 @@ from torch.nn.functional import logsigmoid
 class Pairs:
     """B preference pairs; column 0 is the chosen answer, column 1 the rejected one."""
 
-    logps: Tensor
-    """[B, 2] log pi(answer | prompt), summed over its trained tokens."""
-    ref_logps: Tensor
-    """[B, 2] the same under the reference; zeros for reference-free losses."""
-    lengths: Tensor
-    """[B, 2] trained tokens."""
+    logps: Tensor  # [B, 2] log pi(answer | prompt), summed over its trained tokens
+    ref_logps: Tensor  # [B, 2] the same under the reference; zeros for reference-free losses
+    lengths: Tensor  # [B, 2] trained tokens
 
     @property
     def log_ratios(self) -> tuple[Tensor, Tensor]:
@@ -48,12 +45,9 @@ class Pairs:
 class PairedOptions:
     """The scalars of the paired losses; each loss reads those of its paper."""
 
-    beta: float = 0.1
-    """Strength of the pull to the reference (SimPO: reward scale; ORPO: weight of the odds-ratio term)."""
-    label_smoothing: float = 0.0
-    """Probability e that a preference label is flipped."""
-    simpo_gamma: float = 0.5
-    """SimPO's target reward margin."""
+    beta: float = 0.1  # strength of the pull to the reference (SimPO: reward scale; ORPO: weight of the odds ratio)
+    label_smoothing: float = 0.0  # probability e that a preference label is flipped
+    simpo_gamma: float = 0.5  # SimPO's target reward margin
 
 
 def sigmoid(p: Pairs, o: PairedOptions) -> Tensor:

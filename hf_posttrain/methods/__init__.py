@@ -8,7 +8,7 @@ from typing import Any
 
 from ..data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from ..trainer.method import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Method, Paper
-from . import papers, rules
+from . import rules
 
 _PREFERENCE_SYMPTOMS = {
     "no_learning": "Raise train.learning_rate (model.lora wants ten times that of full training), and leave model.dtype"
@@ -34,10 +34,10 @@ _ROWS = (
             " and Chelsea Finn",
         ),
         loss_papers={
-            "ipo": papers.IPO, "ipo_sum": papers.IPO, "hinge": papers.SLIC,
-            "robust": papers.ROBUST, "exo_pair": papers.EXO, "nca_pair": papers.NCA,
-            "bco_pair": papers.BCO, "sppo_hard": papers.SPPO, "apo_zero": papers.APO,
-            "apo_down": papers.APO, "simpo": papers.SIMPO, "orpo": papers.ORPO,
+            "ipo": "azar2023general", "ipo_sum": "azar2023general", "hinge": "zhao2023slic",
+            "robust": "chowdhury2024provably", "exo_pair": "ji2024towards", "nca_pair": "chen2024noise",
+            "bco_pair": "jung2024binary", "sppo_hard": "wu2024selfplay", "apo_zero": "doosterlinck2024anchored",
+            "apo_down": "doosterlinck2024anchored", "simpo": "meng2024simpo", "orpo": "hong2024orpo",
         },
         limits={
             "label_smoothing": BELOW_ONE, "beta": POSITIVE, "nll_coef": NOT_NEGATIVE,
@@ -56,7 +56,7 @@ _ROWS = (
             "KTO: Model Alignment as Prospect Theoretic Optimization",
             "Kawin Ethayarajh and Winnie Xu and Niklas Muennighoff and Dan Jurafsky and Douwe Kiela",
         ),
-        loss_papers={"bco": papers.BCO, "apo_zero_unpaired": papers.APO},
+        loss_papers={"bco": "jung2024binary", "apo_zero_unpaired": "doosterlinck2024anchored"},
         limits={"beta": POSITIVE, "precompute_ref_batch_size": COUNT},
         rules=(rules.kto,),
         symptoms=_PREFERENCE_SYMPTOMS | {
@@ -98,7 +98,7 @@ _ROWS = (
             "Rishabh Agarwal and Nino Vieillard and Yongchao Zhou and Piotr Stanczyk and Sabela Ramos"
             " and Matthieu Geist and Olivier Bachem",
         ),
-        loss_papers={"policy_gradient": papers.MINILLM},
+        loss_papers={"policy_gradient": "gu2023minillm"},
         limits={
             "lmbda": SHARE, "discount": SHARE, "temperature": POSITIVE, "max_completion_length": COUNT,
             "num_generations": COUNT, "generation_batch_size": COUNT,
@@ -115,8 +115,7 @@ _ROWS = (
         },
     ),
 )  # fmt: skip
-METHODS: dict[str, Method] = {method.name: method for method in _ROWS}
-"""Name in a recipe -> row of the table."""
+METHODS: dict[str, Method] = {method.name: method for method in _ROWS}  # name in a recipe -> row of the table
 
 
 def config_class(method: Method) -> Any:

@@ -21,8 +21,8 @@ from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
+from ..watch.symptoms import listed
 from . import METHODS
-from .rules import losses_of
 
 
 @dataclass
@@ -54,7 +54,7 @@ class DPOConfig(PostTrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.loss_type = losses_of(self.loss_type)
+        self.loss_type = listed(self.loss_type)
         if self.beta is None:
             self.beta = 2.0 if "simpo" in self.loss_type else 0.1
 

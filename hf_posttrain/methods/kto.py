@@ -24,7 +24,7 @@ from ..models.frozen import branch_logps
 from ..models.reference import make_reference
 from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
-from ..scoring.layouts import Branch, Collator, Example, collate
+from ..scoring.layouts import Branch, Collator, Example, Later, collate
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
@@ -56,22 +56,15 @@ class KTOConfig(PostTrainConfig):
     """Batch size of that; None: per_device_eval_batch_size."""
 
 
-@dataclass(frozen=True)
-class Pairs:
-    """Each row's prompt with its own completion and the mismatched one, to be laid out when it is known what for."""
-
-    examples: list[Example]
-
-
 class KTOCollator(Collator):
-    """Lays out each row's own completion; where there is a KL estimate, `pairs` comes along."""
+    """Lays out each row's own completion; where there is a KL estimate, `pairs` has the mismatched one as well."""
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         """As `Collator`."""
         batch = super().__call__(rows)
         if "mismatch_ids" in rows[0]:
             answers = [[Branch(row["completion_ids"]), Branch(row["mismatch_ids"])] for row in rows]
-            batch["pairs"] = Pairs([Example(row["prompt_ids"], a) for row, a in zip(rows, answers, strict=True)])
+            batch["pairs"] = Later([Example(row["prompt_ids"], a) for row, a in zip(rows, answers, strict=True)])
         return batch
 
 
@@ -143,9 +136,9 @@ class KTOTrainer(PostTrainer):
         """The batch that the reference scores: the row's own completion and the mismatched one, where there is one."""
         return self._lay_out(batch["pairs"], first=0) if "pairs" in batch else batch
 
-    def _lay_out(self, pairs: Pairs, first: int) -> dict[str, Any]:
+    def _lay_out(self, pairs: Later, first: int) -> dict[str, Any]:
         """The prompts with their completions from number `first` on."""
-        examples = [Example(one.prompt, one.branches[first:]) for one in pairs.examples]
+        examples = [Example(one.prompt, one.branches[first:]) for one in pairs.items]
         return self._prepare_inputs(collate(examples, self.data_collator.layout))
 
     # ---- losses

@@ -26,8 +26,7 @@ from ..models.teacher import add_teacher
 from ..scoring import teacher_tiles
 from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
-from ..scoring.layouts import Branch, Collator, Example, collate, share_out
-from ..scoring.sampled_tokens import SampledPolicyGradient, credited
+from ..scoring.layouts import Branch, Collator, Example, Later, collate, share_out
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses, row_weights
@@ -83,19 +82,12 @@ class OPDConfig(PostTrainConfig):
             self.vllm_mode = self.vllm_mode or "colocate"
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Rows on their way to the rollouts; opaque to what moves batches to a device."""
-
-    rows: list[dict]
-
-
 class PromptCollator(Collator):
     """Keeps prompts as they are: `roll_out` makes them a batch, once they have answers."""
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         """`index` [rows], and `prompts`."""
-        return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Prompts(rows)}
+        return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Later(rows)}
 
 
 class OPDTrainer(PostTrainer):
@@ -153,7 +145,7 @@ class OPDTrainer(PostTrainer):
 
     def roll_out(self, batches: list[dict], *seed: int) -> list[dict]:
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
-        args, rows = self.args, [row for batch in batches for row in batch["prompts"].rows]
+        args, rows = self.args, [row for batch in batches for row in batch["prompts"].items]
         own_seed = (args.seed, *seed, self.accelerator.process_index)
         with rollout.seeded(self.accelerator.device, *own_seed):
             share = 1.0 if seed[0] == EVALUATION else args.lmbda
@@ -172,7 +164,7 @@ class OPDTrainer(PostTrainer):
     def _lay_out(self, batches: list[dict], examples: list[Example]) -> list[dict]:
         """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other."""
         tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
-        groups = share_out(tokens, [len(batch["prompts"].rows) for batch in batches])
+        groups = share_out(tokens, [len(batch["prompts"].items) for batch in batches])
         columns = [name for name in ("index", "row_weights") if name in batches[0]]
         rows = {name: torch.cat([batch[name] for batch in batches]) for name in columns}
         made = []
@@ -210,12 +202,12 @@ class OPDTrainer(PostTrainer):
         tokens, temperature, discount = targets(batch), self.args.temperature, self.args.discount
         teacher = self.teacher.score(batch, LogProb(tokens, temperature, vocabulary=self.vocabulary))["value"]
         if discount == 0:
-            tile = SampledPolicyGradient(tokens, teacher, temperature, self.vocabulary)
+            tile = teacher_tiles.SampledPolicyGradient(tokens, teacher, temperature, self.vocabulary)
             scores = self.score(model, batch, tile, weights)
             return scores["value"], scores
         scores = self.score(model, batch, LogProb(tokens, temperature, True, self.vocabulary))
         student = scores["value"].detach()
-        advantage = credited(teacher - student, batch["owner"], discount)
+        advantage = teacher_tiles.credited(teacher - student, batch["owner"], discount)
         return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
 
     def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..trainer.method import Problem
 from ..trainer.rules import one_of
+from ..watch.symptoms import listed
 
 PAIRED = (
     "sigmoid", "ipo", "ipo_sum", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
@@ -29,7 +30,7 @@ def sft(values: Any) -> Iterator[Problem]:
 
 def dpo_losses(values: Any) -> Iterator[Problem]:
     """Names and number of DPO's losses."""
-    names, weights = losses_of(values.loss_type), values.loss_weights
+    names, weights = listed(values.loss_type), values.loss_weights
     for name in names:
         yield from one_of("loss_type", name, PAIRED)
     if not names:
@@ -42,18 +43,13 @@ def dpo_losses(values: Any) -> Iterator[Problem]:
 
 def dpo_smoothing(values: Any) -> Iterator[Problem]:
     """Which of DPO's losses know label_smoothing, and how much of it."""
-    names, smoothing, keys = losses_of(values.loss_type), values.label_smoothing, ("label_smoothing", "loss_type")
+    names, smoothing, keys = listed(values.loss_type), values.label_smoothing, ("label_smoothing", "loss_type")
     if smoothing and (others := [name for name in names if name not in LABEL_SMOOTHED]):
         yield keys, f"label_smoothing acts in {', '.join(LABEL_SMOOTHED)}, not in loss_type {others[0]!r}"
     if "exo_pair" in names and smoothing == 0:
         yield keys[::-1], "loss_type='exo_pair' needs label_smoothing above 0, for instance 1e-3"
     if "robust" in names and smoothing >= 0.5:
         yield keys, f"loss_type='robust' needs label_smoothing below 0.5, not {smoothing}"
-
-
-def losses_of(loss_type: list[str] | str) -> list[str]:
-    """DPO's `loss_type` as a list."""
-    return [loss_type] if isinstance(loss_type, str) else list(loss_type)
 
 
 def kto(values: Any) -> Iterator[Problem]:

@@ -33,15 +33,12 @@ class Frozen:
         if accelerator.device.type == "cpu":
             cpu.attend_by_document(forward.causal_lm(model))
         self.model, self.accelerator, self.offload = model.eval(), accelerator, offload
-        self.sharded = engine.shards(accelerator)
-        # prepared: it stays on the device from now on, as its engine has cut it
-        self.on_device = self.prepared = False
+        self.sharded, self.on_device = engine.shards(accelerator), False
 
     def __enter__(self) -> nn.Module:
         # in most steps it is there already
-        if not (self.on_device or self.prepared):
-            self.model = engine.prepare_frozen(self.model, self.accelerator, self.offload)
-            self.on_device, self.prepared = True, self.sharded
+        if not self.on_device:
+            self.model, self.on_device = engine.prepare_frozen(self.model, self.accelerator, self.offload), True
         return self.model
 
     def __exit__(self, *error: Any) -> None:
@@ -50,7 +47,7 @@ class Frozen:
 
     def release(self) -> None:
         """Give back the device's memory until the next use; shards stay where they are."""
-        if not self.prepared:
+        if not (self.sharded and self.on_device):
             self.model.to("cpu")
             self.on_device = False
 

@@ -3,6 +3,7 @@
 Weights are read from safetensors files unless trust_remote_code is set.
 """
 
+import copy
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -174,6 +175,14 @@ def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig 
         return peft.LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values})
     except (ValueError, TypeError, ImportError) as error:
         raise InputError(f"{where}: model.lora: {error}") from error
+
+
+def adapter_shape(config: peft.PeftConfig) -> Any:
+    """A copy of an adapter's config for weights that come next: PiSSA and the like would change the base once more."""
+    copied = copy.deepcopy(config)
+    if hasattr(copied, "init_lora_weights"):
+        copied.init_lora_weights = True
+    return copied
 
 
 @contextmanager

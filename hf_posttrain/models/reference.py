@@ -3,7 +3,6 @@
 Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base: `AdapterCopy`.
 """
 
-import copy
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -107,11 +106,7 @@ class AdapterCopy:
 
     def __init__(self, policy: peft.PeftModel):
         self.trained = policy.active_adapter
-        config = copy.deepcopy(policy.peft_config[self.trained])
-        # its weights come next: PiSSA and the like would change the base once more
-        if hasattr(config, "init_lora_weights"):
-            config.init_lora_weights = True
-        policy.add_adapter(COPY, config)
+        policy.add_adapter(COPY, load.adapter_shape(policy.peft_config[self.trained]))
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
         peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, COPY)
         with self._active(policy):

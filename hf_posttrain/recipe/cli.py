@@ -3,13 +3,13 @@
 import argparse
 import difflib
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import InputError, nearest_path
 from ..methods import METHODS
+from .yaml_tree import OVERRIDE
 
 _USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [OPTIONS]] [--preprocess-only]
        hf-posttrain data FILE ...
@@ -40,7 +40,6 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "--preprocess-only": (_SWITCH, "check and tokenise the data into the cache, where later runs find it, and stop:"
                           " needs no launcher and no GPU, loads no weights, writes no output_dir"),
 }  # fmt: skip
-_OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # words that begin with a dash and are no option
     for option in unknown:
         key = option.lstrip("-")
-        if _OVERRIDE.match(key):
+        if OVERRIDE.match(key):
             written = key if "." in key.partition("=")[0] else f"train.{key}"
             parser.error(f"{option!r} is not section.key=value: write {written}, without dashes")
         close = difflib.get_close_matches(option, _OPTIONS, n=1)
@@ -85,7 +84,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if arguments.check and arguments.preprocess_only:
         parser.error("--check and --preprocess-only exclude each other: drop one")
     # the first word that is no override is the recipe, wherever it stands; its name may hold an `=`
-    at = next((n for n, word in enumerate(words) if not _OVERRIDE.match(word) or os.path.isfile(word)), None)
+    at = next((n for n, word in enumerate(words) if not OVERRIDE.match(word) or os.path.isfile(word)), None)
     if at is None:
         given = f" next to {words[0]}" if words else ""
         parser.error(f"there is no recipe{given}: hf-posttrain RECIPE.yaml [section.key=value ...]")

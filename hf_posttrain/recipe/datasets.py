@@ -6,7 +6,7 @@ from typing import Any
 import datasets
 
 from ..data.audit import DataAudit, audits
-from ..data.packing import lengths_of
+from ..data.lengths import tokens_of
 from ..data.sources import check_sources, decoded, load
 from ..engines import launch
 from ..errors import error_context
@@ -44,9 +44,8 @@ def summary(rows: Any) -> str:
     if not isinstance(rows, datasets.Dataset):
         return "a stream, which is tokenised as it is read: nothing to cache"
     ids = [column for column in rows.column_names if column.endswith("_ids") and column != "mismatch_ids"]
-    tokens = sum(int(lengths_of(rows, column).sum()) for column in ids)
     folders = sorted({str(Path(file["filename"]).parent) for file in rows.cache_files})
-    return f"{len(rows)} rows, {tokens} tokens, cached in {', '.join(folders)}"
+    return f"{len(rows)} rows, {tokens_of(rows, ids).sum()} tokens, cached in {', '.join(folders)}"
 
 
 def _with_file(name: str, sources: Any) -> str:

@@ -20,7 +20,7 @@ _PLAIN_SCALARS = {
               [*"-+.0123456789"]),
     "merge": (r"<<", ["<"]),
 }  # fmt: skip
-_OVERRIDE = re.compile(r"\w+(\.[\w-]+)*")
+OVERRIDE = re.compile(r"\w+(\.[\w-]+)*=")  # how section.key=value begins
 
 
 class _Loader(yaml.SafeLoader):
@@ -59,8 +59,8 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
     tree, places = _parse(text, lambda line: f"{path}:{line}")
     places[""] = str(path)
     for override in overrides:
-        key, equals, value = override.partition("=")
-        if not equals or not _OVERRIDE.fullmatch(key):
+        key, _, value = override.partition("=")
+        if not OVERRIDE.match(override):
             raise InputError(f"command line: {override!r} is not section.key=value, such as train.learning_rate=5e-7")
         parsed, _ = _parse(value, lambda _: f"command line: {override}")  # noqa: B023 (called at once)
         tree = _assign(tree, key.split("."), parsed)

@@ -12,16 +12,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-BY_DOCUMENT = "sdpa_by_document"
-"""The attention implementation of models that run on CPU, in place of sdpa."""
+BY_DOCUMENT = "sdpa_by_document"  # the attention implementation of models that run on CPU, in place of sdpa
 
 
 class DocumentMask(Tensor):
     """A mask [R, 1, L, L] that knows its documents: (length, mask [1, 1, length, length], or None where it is plain
     causal) of each, over the flattened rows. The padding of a row is a document of its own."""
 
-    documents: list[tuple[int, Tensor | None]] | None = None
-    """None where torch has made it from another, by slicing for instance: a mask like any other."""
+    documents: list[tuple[int, Tensor | None]] | None = None  # None where torch made it from another, as by slicing
 
 
 def document_mask(mask: Tensor, document: Tensor) -> Tensor:
@@ -90,8 +88,7 @@ class FewRows(TorchFunctionMode):
     """On CPU a product of a few rows with a weight, in the order that is quick: MKL reads the weight once if it stands
     on the left. Elsewhere it changes nothing."""
 
-    MOST = 8
-    """Rows, up to which it is quicker."""
+    MOST = 8  # rows, up to which it is quicker
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is nn.functional.linear and len(args) == 3 and not torch.is_autocast_enabled("cpu"):

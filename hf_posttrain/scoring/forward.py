@@ -30,8 +30,7 @@ OWN_LOGITS = "scores_by_own_logits"
 class LMHead:
     """What a scorer is given: the model's head, whatever its kind, with its weights gathered."""
 
-    module: nn.Module
-    """The layer, or an identity where the model's own logits take the place of hidden states."""
+    module: nn.Module  # the layer, or an identity where the model's own logits take the place of hidden states
     original_forward: Callable[[Tensor], Tensor]
     transform: LogitTransform
 

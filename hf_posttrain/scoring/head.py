@@ -21,10 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from .cpu import expectation
 
-TILE_ELEMENTS = 2**23
-"""Logits in one tile, n x V (32 MB in float32)."""
-KEEP_ELEMENTS = 2**26
-"""The logits' gradient is kept from forward to backward where N x V stays below this: it saves a GEMM."""
+TILE_ELEMENTS = 2**23  # logits in one tile, n x V (32 MB in float32)
+KEEP_ELEMENTS = 2**26  # the logits' gradient waits for the backward where N x V is below this: it saves a GEMM
 
 
 # ---- tile functions
@@ -34,12 +32,9 @@ KEEP_ELEMENTS = 2**26
 class Tile:
     """What a tile function says of its n tokens."""
 
-    value: Tensor
-    """[n], the quantity to differentiate."""
-    grad: Tensor | None
-    """[n, V], d value / d logits, where it was asked for; the receiver may overwrite it."""
-    stats: dict[str, Tensor] = field(default_factory=dict)
-    """More [n] values, without gradient."""
+    value: Tensor  # [n], the quantity to differentiate
+    grad: Tensor | None  # [n, V], d value / d logits, where it was asked for; the receiver may overwrite it
+    stats: dict[str, Tensor] = field(default_factory=dict)  # more [n] values, without gradient
 
 
 TileFunction = Callable[[Tensor, slice, bool, Tensor], Tile]
@@ -62,14 +57,10 @@ def softmax(logits: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 class LogProb:
     """Tile function: value = log softmax(logits / temperature)[target], differentiated by hand."""
 
-    targets: Tensor
-    """[N]."""
-    temperature: float = 1.0
-    """Divides the logits."""
-    stats: bool = False
-    """Also return `entropy` and `correct` (1 where the target is the argmax)."""
-    vocabulary: int | None = None
-    """The ids that exist; logits behind them (padding of the vocabulary) count as -inf. None: all."""
+    targets: Tensor  # [N]
+    temperature: float = 1.0  # divides the logits
+    stats: bool = False  # also return `entropy` and `correct` (1 where the target is the argmax)
+    vocabulary: int | None = None  # the ids that exist; logits behind them (padding) count as -inf. None: all
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]."""
@@ -96,10 +87,8 @@ class LogProb:
 class LogitTransform:
     """What a model does to its lm_head's output: logits = softcap(scale * raw), in float32 (float64 stays)."""
 
-    scale: float = 1.0
-    """Cohere's logit_scale, or 1 / Granite's logits_scaling."""
-    softcap: float | None = None
-    """Gemma's final_logit_softcapping: cap * tanh(x / cap)."""
+    scale: float = 1.0  # Cohere's logit_scale, or 1 / Granite's logits_scaling
+    softcap: float | None = None  # Gemma's final_logit_softcapping: cap * tanh(x / cap)
 
     @classmethod
     def of(cls, config: Any) -> "LogitTransform":
@@ -125,12 +114,9 @@ class LogitTransform:
 class LinearHead:
     """The plain linear head of a model and what follows it."""
 
-    weight: Tensor
-    """[V, H]."""
-    bias: Tensor | None
-    """[V]."""
-    transform: LogitTransform = LogitTransform()
-    """Scale and softcap."""
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    transform: LogitTransform = LogitTransform()  # scale and softcap
 
     def logits(self, hidden: Tensor, buffer: Tensor) -> Tensor:
         """[n, H] -> [n, V], float32 or float64. buffer [n, V] of the head's dtype takes the product (no autograd)."""
@@ -180,11 +166,9 @@ class _Run:
     head: LinearHead
     tile: TileFunction
     weights: Tensor | None
-    dtype: torch.dtype = torch.float32
-    """In which the forward multiplied: the backward runs outside autocast and must do the same."""
+    dtype: torch.dtype = torch.float32  # of the forward's products: the backward, outside autocast, must do the same
     stats: dict[str, Tensor] = field(default_factory=dict)
-    kept: list[Tensor] = field(default_factory=list)
-    """Of each tile d value / d (hidden W^T + b), [n, V], where they are kept for the head's gradient."""
+    kept: list[Tensor] = field(default_factory=list)  # of each tile d value / d (hidden W^T + b), [n, V], if kept
 
 
 class _ScoreTokens(torch.autograd.Function):

@@ -27,18 +27,15 @@ from torch import Tensor
 IGNORE = -100
 ATTENTION_LENGTH = 4096
 """At this row length attention costs as much as the layers: about 6 x hidden size by count, less for small models."""
-ROW_COUNTS = 32
-"""How many numbers of rows are compared."""
+ROW_COUNTS = 32  # how many numbers of rows are compared
 
 
 @dataclass(frozen=True)
 class Branch:
     """One continuation of a prompt."""
 
-    ids: Sequence[int]
-    """Its tokens, at least one."""
-    mask: Sequence[int] | None = None
-    """1 where a token is trained; None trains all."""
+    ids: Sequence[int]  # its tokens, at least one
+    mask: Sequence[int] | None = None  # 1 where a token is trained; None trains all
 
 
 @dataclass(frozen=True)
@@ -47,18 +44,22 @@ class Example:
 
     prompt: Sequence[int]
     branches: Sequence[Branch]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """More values of the example, such as its label: each name becomes a tensor [B] of the batch."""
+    columns: Mapping[str, Any] = field(default_factory=dict)  # more values, such as a label; each name a tensor [B]
+
+
+@dataclass(frozen=True)
+class Later:
+    """Items of a batch that are laid out later; what moves batches to a device does not look inside."""
+
+    items: list
 
 
 @dataclass
 class Collator:
     """Prepared rows -> a micro-batch. The trainer owns it, and may change its layout."""
 
-    examples: Callable[[dict], list[Example]]
-    """The examples of a row: one, or those of a packed row."""
-    layout: str
-    """shared, packed or padded."""
+    examples: Callable[[dict], list[Example]]  # the examples of a row: one, or those of a packed row
+    layout: str  # shared, packed or padded
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         """What `collate` gives, and `index` [rows], the number of each row in its data set (-1 where it has none);
@@ -83,14 +84,10 @@ class Document:
 
     ids: np.ndarray
     positions: np.ndarray
-    branch: np.ndarray
-    """0 for what every token of the document may see, k >= 1 for branch k."""
-    targets: np.ndarray
-    """The token that a position predicts where that is trained, else IGNORE."""
-    weights: np.ndarray
-    """How many branches share the token (the router's auxiliary loss counts it so often)."""
-    owners: np.ndarray
-    """For each scored position, in order: the number of its branch, counted over all examples."""
+    branch: np.ndarray  # 0 for what every token of the document may see, k >= 1 for branch k
+    targets: np.ndarray  # the token that a position predicts where that is trained, else IGNORE
+    weights: np.ndarray  # how many branches share the token (the router's auxiliary loss counts it so often)
+    owners: np.ndarray  # for each scored position, in order: the number of its branch, counted over all examples
 
 
 def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[str, Tensor]:

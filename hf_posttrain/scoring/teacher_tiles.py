@@ -1,4 +1,6 @@
-"""Student against teacher over the whole vocabulary, tile by tile: the tile functions of KD and OPD.
+"""Student against teacher, tile by tile: the tile functions of KD and OPD.
+
+Over the whole vocabulary (`dense`) or on the sampled tokens alone; over a teacher's cached top tokens: `top_tokens`.
 
 Student and teacher must have the same token ids; padding of either vocabulary is sliced off. The teacher's logits come
 from its hidden states tile by tile, alongside the student's, so neither model's logits exist in full.
@@ -14,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..losses.divergence import DIVERGENCES, forward_kl, reverse_kl
+from ..losses.divergence import DIVERGENCES, discounted, forward_kl, reverse_kl
 from .cpu import expectation
 from .forward import LMHead, run, scored_states
-from .head import Tile, TileFunction, softmax
+from .head import LogProb, Tile, TileFunction, softmax
 
 
 def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -25,6 +27,9 @@ def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Te
     if name == "jsd":
         return partial(DIVERGENCES[name], beta=0.5 if beta is None else beta)
     return partial(DIVERGENCES[name], alpha=skew_alpha) if name.startswith("skew") else DIVERGENCES[name]
+
+
+# ---- the whole vocabulary
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,8 @@ def _copied(head: LMHead) -> LMHead:
 class Differentiated:
     """Tile function: value = any function of the logits, differentiated by autograd inside the tile."""
 
+    # (logits [n, V], rows) -> (value [n], stats of [n])
     function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-    """(logits [n, V], rows) -> (value [n], stats of [n])."""
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]."""
@@ -121,14 +126,12 @@ class KL:
     d is taken before it is summed: of two close models the two sums would leave rounding alone.
     """
 
-    reverse: bool
-    """KL(q, p), else KL(p, q)."""
+    reverse: bool  # KL(q, p), else KL(p, q)
     teacher: TeacherStates
     targets: Tensor
     temperature: float
     ce_coef: float
-    plain: Differentiated
-    """The same by autograd, for a cross-entropy that needs another softmax."""
+    plain: Differentiated  # the same by autograd, for a cross-entropy that needs another softmax
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats as `dense`."""
@@ -170,3 +173,38 @@ def with_cross_entropy(
     logps = torch.log_softmax(logits, dim=-1) if own is None else own
     ce = -logps.gather(-1, target)[:, 0]
     return ce_coef * ce + (1 - ce_coef) * total, stats | {"ce": ce}
+
+
+# ---- the sampled tokens: policy gradient
+
+
+@dataclass(frozen=True)
+class SampledPolicyGradient:
+    """value = -sg(ln p - ln q) ln q of the sampled tokens, whose expected gradient is that of the reverse KL."""
+
+    targets: Tensor  # [N], the sampled tokens
+    teacher: Tensor  # [N], the teacher's log-probabilities of them at the same temperature
+    temperature: float
+    vocabulary: int  # of the ids that both models have
+
+    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+        """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
+        tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, buffer)
+        advantage = self.teacher[rows] - tile.value
+        stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
+        grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
+        return Tile(-advantage * tile.value, grad, stats)
+
+
+def credited(reward: Tensor, owner: Tensor, discount: float) -> Tensor:
+    """Rewards [N] of tokens with those that follow in their rollout, discounted: [N]. owner [N]: whose token it is.
+
+    Tokens of a rollout stand in order; they are laid out as [rollouts, longest] and back.
+    """
+    order, counts = torch.argsort(owner, stable=True), torch.bincount(owner)
+    place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    table = reward.new_zeros(len(counts), int(counts.max()))
+    table[owner[order], place] = reward[order]
+    result = torch.empty_like(reward)
+    result[order] = discounted(table, discount)[owner[order], place]
+    return result

@@ -20,8 +20,7 @@ class TopTokens:
 
     k: int
     temperature: float
-    vocabulary: int
-    """Of the ids that both models have."""
+    vocabulary: int  # of the ids that both models have
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile."""

@@ -51,15 +51,13 @@ class PostTrainer(Trainer):
 
     loss_is_scaled_for_ga = True
     config_class: ClassVar[type[PostTrainConfig]]
-    method: ClassVar[Method]
-    """The row of the table of methods: that of `config_class`."""
+    method: ClassVar[Method]  # the row of the table of methods: that of `config_class`
     collator_class: ClassVar[type[Collator]] = Collator
     args: Any
     model: Any
     model_wrapped: Any
     data_collator: Any
-    has_trained = False
-    """Did the last `train` take a step? A finished run that is resumed does not."""
+    has_trained = False  # did the last `train` take a step? A finished run that is resumed takes none
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

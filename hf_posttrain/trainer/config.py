@@ -15,7 +15,6 @@ from ..engines.launch import check_engine
 from ..errors import InputError, nearest
 from . import rules
 from .method import Method
-from .renamed import INSTEAD
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +76,8 @@ class PostTrainConfig(TrainingArguments):
         """Names that TRL's configs or older transformers have and this one lacks raise with what to use instead."""
         names = {field.name for field in dataclasses.fields(cls)}
         for name in kwargs:
-            if name in INSTEAD and name not in names:
-                raise InputError(f"{cls.__name__} has no {name}: {INSTEAD[name]}")
+            if name not in names and (instead := rules.instead_of(name)):
+                raise InputError(f"{cls.__name__} has no {name}: {instead}")
         return super().__new__(cls)
 
     def __post_init__(self):

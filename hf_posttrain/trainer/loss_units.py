@@ -16,18 +16,13 @@ from torch import Tensor
 class Losses:
     """What a method says of one micro-batch."""
 
-    values: Tensor
-    """[units] loss of each token or example, not reduced."""
-    weights: Tensor
-    """[units] 1, or 0 for what must not count: `unit_weights`."""
+    values: Tensor  # [units] loss of each token or example, not reduced
+    weights: Tensor  # [units] 1, or 0 for what must not count: `unit_weights`
+    # name -> (values, weights; None: those of the loss): averaged exactly, over ranks and the logging interval
     metrics: Mapping[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
-    """name -> (values, weights; None: those of the loss): averaged exactly, over ranks and the logging interval."""
-    router_logits: Any = None
-    """Router logits of each layer of a mixture of experts whose auxiliary loss is on."""
-    predictions: Tensor | None = None
-    """What `compute_metrics` gets as predictions, [B, ...]."""
-    labels: Tensor | None = None
-    """What it gets as label_ids, [B, ...]."""
+    router_logits: Any = None  # router logits of each layer of a mixture of experts whose auxiliary loss is on
+    predictions: Tensor | None = None  # what `compute_metrics` gets as predictions, [B, ...]
+    labels: Tensor | None = None  # what it gets as label_ids, [B, ...]
 
     @property
     def summed(self) -> Tensor:

@@ -6,8 +6,7 @@ from typing import Any, Literal
 
 from ..data.kinds import RowKind
 
-Problem = tuple[tuple[str, ...], str]
-"""Names of the fields that are wrong, the one to change first; and a sentence."""
+Problem = tuple[tuple[str, ...], str]  # names of the fields that are wrong, the one to change first; and a sentence
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Method:
     key_metrics: Mapping[str, str]  # key of the log -> name on the progress bar; what tells best if it works is first
     second: Literal["", "reference", "teacher"] = ""  # the frozen model that scores alongside the policy
     paper: Paper | None = None  # where it comes from
-    loss_papers: Mapping[str, Paper] = field(default_factory=dict)  # loss_type -> its paper, where it has its own
+    loss_papers: Mapping[str, str] = field(default_factory=dict)  # loss_type with a paper of its own -> papers.yaml
     limits: Mapping[str, Limit] = field(default_factory=dict)  # option -> what its number must keep to; null is allowed
     rules: tuple[Callable[[Any], Iterable[Problem]], ...] = ()  # what the Config's fields, as given, exclude
     symptoms: Mapping[str, str] = field(default_factory=dict)

@@ -4,7 +4,11 @@ A recipe is checked by `problems` before torch is imported; every Config raises 
 """
 
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ..errors import nearest
 from ..watch import symptoms
@@ -31,9 +35,7 @@ REPORTERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What transformers reports to, and the packages of which it needs one."""
 _REFUSED = {  # field: (off, why it stays off)
-    "label_smoothing_factor": (
-        0.0, "it smooths full logits, which never exist here; label_smoothing is for preferences between answers"
-    ),
+    "label_smoothing_factor": (0.0, "it smooths full logits, which never exist; label_smoothing is for preferences"),
     "use_liger_kernel": (False, "the head is fused already"),
     "torch_compile": (False, "batches change shape at every step; leave it off"),
     "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
@@ -128,6 +130,16 @@ def problems(values: Any, method: Method) -> Iterator[Problem]:
             yield from rule(values)
     for problem in symptoms.problems(values.stop_on, method.name, method.symptoms):
         yield ("stop_on",), problem
+
+
+@cache
+def _renamed() -> dict[str, str]:
+    return yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))
+
+
+def instead_of(name: str) -> str | None:
+    """What to use for a name that TRL's configs or older transformers have and ours lack; None for any other."""
+    return _renamed().get(name)
 
 
 def merge_problem(has_adapter: bool, quantised: bool) -> str | None:

@@ -1,6 +1,5 @@
 """How PostTrainer saves: every weight, whatever the engine, read again and compared before anybody relies on it."""
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..engines import engine, sharded
 from ..errors import InputError
+from ..models.load import adapter_shape
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
 from . import checkpoint, rules
@@ -143,11 +143,8 @@ def save_merged(trainer: Any, folder: str) -> None:
         return
     # a twin in one piece, with the same adapter; not through from_config, since DeepSpeed would cut it
     inner, trained = policy.get_base_model(), policy.active_adapter
-    config = copy.deepcopy(policy.peft_config[trained])
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # its weights come next: PiSSA and the like would decompose random ones
     base = sharded.plain_class(inner)(inner.config).to(inner.dtype)
-    twin = peft.get_peft_model(base, config, adapter_name=trained)
+    twin = peft.get_peft_model(base, adapter_shape(policy.peft_config[trained]), adapter_name=trained)
     others = set(policy.peft_config) - {trained}
     twin.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})
     merged: Any = twin.merge_and_unload()

@@ -18,8 +18,7 @@ from transformers import TrainerCallback
 from . import symptoms
 
 logger = logging.getLogger(__name__)
-KEPT = 32
-"""Micro-batches that are kept until their losses are read: at each log, or when there are so many."""
+KEPT = 32  # micro-batches that are kept until their losses are read: at each log, or when there are so many
 # what is kept of a batch, not copied: some 32 bytes a token, where the rest would be ten times that
 OF_BATCH = (
     "index", "row_weights", "label", "ref_logps", "shift",

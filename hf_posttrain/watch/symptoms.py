@@ -133,8 +133,7 @@ SYMPTOMS = {  # in the order in which they are looked for
     "no_eos": Symptom(no_eos, "no rollout has ever ended by itself"),
     "label_leak": Symptom(label_leak, "every preference was predicted right almost from the start"),
 }
-NAMES = ("nan", *SYMPTOMS)
-"""What `train.stop_on` takes."""
+NAMES = ("nan", *SYMPTOMS)  # what `train.stop_on` takes
 
 
 def look(

@@ -17,7 +17,7 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import names_where
 
 from hf_posttrain.data import audit as audit_module
-from hf_posttrain.data.audit import Cut, Found, audit, audits
+from hf_posttrain.data.audit import Cut, Found, audits
 from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prepare, tokenised
 from hf_posttrain.data.sources import _times
@@ -42,7 +42,8 @@ def audited(tmp_path):
 
     def made(method, rows, name="train", **options):
         rows = datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows
-        return audit(rows, METHODS[method], byte_tokenizer(), config_for(method, tmp_path, **options), name)
+        config = config_for(method, tmp_path, **options)
+        return audits({name: rows}, METHODS[method], byte_tokenizer(), config)[name]
 
     return made
 
@@ -163,7 +164,7 @@ def test_masked_tokens_of_an_answer_are_not_trained(tmp_path):
     config = config_for("sft", tmp_path)
     rows = datasets.Dataset.from_list([{"input_ids": [5, 6, 7, 8, 9], "labels": [-100, 6, -100, 8, 9]}])
     assert tokenised(rows, METHODS["sft"], byte_tokenizer(), config)["trained"] == [3]
-    found = audit(rows, METHODS["sft"], byte_tokenizer(), config)
+    found = audits({"train": rows}, METHODS["sft"], byte_tokenizer(), config)["train"]
     assert found.lengths["trained"]["max"] == 3
     assert found.lengths["completion"]["max"] == 4
 
@@ -204,7 +205,8 @@ def test_it_is_read_from_the_cache_of_training(tmp_path, monkeypatch):
     rows = datasets.load_dataset("json", data_files=str(path), split="train")
     trainer_class(METHODS["kto"]).prepare(rows, tokenizer, config, "train (rows.jsonl)")
     monkeypatch.setattr(type(tokenizer), "__call__", lambda *args, **kwargs: pytest.fail("tokenised again"))
-    assert audit(rows, METHODS["kto"], tokenizer, config, "train (rows.jsonl)").examples == 60
+    found = audits({"train": rows}, METHODS["kto"], tokenizer, config, {"train": "train (rows.jsonl)"})
+    assert found["train"].examples == 60
 
 
 def test_lengths_of_both_sides_are_told_apart(audited):

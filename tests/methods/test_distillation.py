@@ -15,7 +15,7 @@ import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.losses.divergence import DIVERGENCES
-from hf_posttrain.scoring.sampled_tokens import credited
+from hf_posttrain.scoring.teacher_tiles import credited
 
 OBJECTIVES = ["policy_gradient", *DIVERGENCES]
 

@@ -17,7 +17,7 @@ from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, 
 from transformers import TrainerCallback
 
 import hf_posttrain
-from hf_posttrain.scoring.sampled_tokens import credited
+from hf_posttrain.scoring.teacher_tiles import credited
 
 PACKAGE = str(Path(hf_posttrain.__file__).parent)
 TORCH = str(Path(torch.__file__).parent)

@@ -27,7 +27,7 @@ AUDIT = {
         "train": {
             "name": "train", "rows_read": 1000, "examples": 990,
             "dropped": [{"reason": "empty completion", "count": 10, "first_rows": [17, 301]}],
-            "truncated": [{"reason": "prompt trimmed", "count": 131, "first_rows": [3, 9, 12, 40, 41, 77]}],
+            "truncated": [{"reason": "prompt trimmed", "count": 131, "first_rows": [3, 9, 12, 40, 41]}],
             "lengths": {"prompt": LENGTHS, "completion": LENGTHS, "total": LENGTHS},
             "duplicates": {"count": 12, "first_rows": [5]}, "classes": None,
             "identical": {"count": 4, "first_rows": [6]}, "overlap": None,
