@@ -2,7 +2,8 @@
 
     accelerate launch -m hf_posttrain.run RECIPE.yaml [section.key=value ...]
 
-Exit codes: 0; 1 where train.stop_on ended the run; 2 for a mistake in the input, in one line on stderr; 130 for Ctrl-C.
+Exit codes: 0, after SIGTERM too, which saves a checkpoint; 1 where train.stop_on ended the run; 2 for a mistake in the
+input, in one line on stderr; 130 for Ctrl-C.
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 

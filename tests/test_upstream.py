@@ -159,9 +159,9 @@ NEEDS = {need.symbol: need for need in [
     # ---- accelerate
     Need("accelerate.Accelerator.is_fsdp2", "engines/engine.py engines/launch.py engines/sharded.py trainer/saving.py",
          "with state.deepspeed_plugin and state.fsdp_plugin it says which engine runs"),
-    Need("accelerate.state.GradientState", "engines/repeated_rows.py",
+    Need("accelerate.state.GradientState", "engines/engine.py",
          "end_of_dataloader, remainder and active_dataloader of the batch just drawn", "end_of_dataloader"),
-    Need("accelerate.data_loader.SkipBatchSampler", "engines/repeated_rows.py",
+    Need("accelerate.data_loader.SkipBatchSampler", "engines/engine.py",
          "around the rank's own sampler in a resumed epoch, whose remainder is then not known"),
     Need("accelerate.data_loader.DataLoaderShard.set_epoch", "data/lengths.py", "reaches our sampler", "set_epoch"),
     Need("accelerate.utils.fsdp_utils.fsdp2_prepare_model", "engines/sharded.py",

@@ -1,6 +1,6 @@
 """Chat templates and token boundaries: messages -> text -> ids, and which ids the assistant wrote.
 
-The boundary comes from rendered text: what generation would see must be how the full conversation begins. An
+The boundary comes from rendered text: the rendered prompt must be the beginning of the rendered conversation. An
 `InputError` names the problem; the caller adds file and row. `template_kwargs` go to the template.
 """
 
@@ -43,7 +43,8 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None = None) -> int:
-    """The id that ends an assistant turn: the first special token that the template writes after its content.
+    """The id that ends an assistant turn in training rows: the first special token that the template writes after its
+    content. What generation stops at: `models.prepare.find_terminal_ids`.
 
     A base model's eos often differs (Qwen: eos <|endoftext|>, turns end with <|im_end|>). Without a template, or if
     the template writes none, it is the eos. Raises InputError if there is neither.
@@ -144,7 +145,8 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
     fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
     pairs = []
     for head, full, completion in zip(heads, fulls, completions, strict=True):
-        # a prompt that ends in the unknown token may hide a merge across the boundary, which is as unknown
+        # behind a prompt that ends in the unknown token equal beginnings prove nothing: a token merged across the
+        # boundary would be unknown too
         hidden = head and head[-1] == tokenizer.unk_token_id
         split = full[: len(head)] == head and not hidden
         tail = full[len(head) :] if split else _plain_ids(tokenizer, [completion])[0]
@@ -164,7 +166,7 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
     tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
     ids, mask = (_tagged_mask if tagged else _rendered_mask)(tokenizer, messages, tools, template_kwargs, end_id)
-    # 2. without ends right after an end, and turns of nothing but an end: they would teach to answer with silence
+    # 2. do not train a repeated end token, nor a turn that is an end token alone: they would teach empty answers
     once = [m and not (n and ids[n] == ids[n - 1] == end_id) for n, m in enumerate(mask)]
     mask = []
     for is_turn, pairs in groupby(zip(once, ids, strict=True), key=lambda pair: bool(pair[0])):
@@ -190,8 +192,8 @@ def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[l
     encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
     ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
     for n in range(1, len(ids)):
-        # the turn end right after a tagged span is trained too; so is every token of a span's last character,
-        # of which transformers marks the first alone
+        # the turn end right after a tagged span is trained too; and where the last character of a span is split into
+        # several tokens, transformers marks only the first: mark the rest
         ends_turn = ids[n] == end_id and ids[n - 1] != end_id
         if mask[n - 1] and (ends_turn or offsets[n][0] < offsets[n - 1][1]):
             mask[n] = 1
@@ -218,8 +220,9 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple
             if header not in full or not header:
                 how = f"the assistant speaks first, and {header!r} does not open its turn"
                 raise InputError(f"assistant_only_loss: {how}")
-        # the content may hold the text of the turn end, so the end is looked for after the content, where that is
-        # rendered as it is; of a last turn without an end, everything is trained
+        # The content may hold the text of the turn end, so the end is looked for after the content, if the template has
+        # kept that unchanged, else from the turn's start. Without an end, all that follows is trained in the last turn,
+        # and the content alone in an earlier one.
         content = messages[n]["content"].strip()
         found = full.find(content, begin, limit)
         after = bisect_left(starts, found + len(content) if found >= 0 else begin)

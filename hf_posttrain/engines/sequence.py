@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..scoring import forward
 from ..scoring.head import LogProb
 from ..scoring.layouts import IGNORE, Branch, Example, collate
-from .repeated_rows import weigh_rows
+from .engine import weigh_rows
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}  # put behind rows to make them divisible
 

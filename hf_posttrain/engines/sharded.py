@@ -81,15 +81,17 @@ def gather_zero3(model: Any) -> Iterator[nn.Module]:
     model.empty_partition_cache()  # what a forward prefetched for the next one
     # DeepSpeed's own context leaves the hook that compares ranks, so it is taken off here and put back
     weights.fwd_pre_hook.remove()
-    with unwrap_model_for_generation(model):
-        yield model.module
-    compare = lambda *_: weights.get_param_coordinator().reset_step()  # noqa: E731
-    weights.fwd_pre_hook = model.module.register_forward_pre_hook(compare)
+    try:
+        with unwrap_model_for_generation(model):
+            yield model.module
+    finally:
+        compare = lambda *_: weights.get_param_coordinator().reset_step()  # noqa: E731
+        weights.fwd_pre_hook = model.module.register_forward_pre_hook(compare)
 
 
 @contextmanager
 def gather_fsdp2(model: Any, accelerator: Any) -> Iterator[nn.Module]:
-    """The policy without other wrappers, every FSDP2 unit of it gathered, and kept so by forwards."""
+    """The policy without other wrappers, every FSDP2 unit of it gathered; a forward does not cut it again."""
     plugin = accelerator.state.fsdp_plugin
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     layers = set(plugin.transformer_cls_names_to_wrap or model._no_split_modules)

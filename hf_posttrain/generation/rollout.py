@@ -48,7 +48,7 @@ class Sampler:
     vocabulary: int  # ids from there on are never chosen
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """[n, V] -> [n], an id that does not exist where a logit is NaN or infinite."""
+        """[n, V] -> [n]. Where a logit is NaN or infinite, sampling on CPU gives an id that does not exist."""
         logits = logits[:, : self.vocabulary].float()
         if self.temperature is None:
             return logits.argmax(-1)
@@ -98,7 +98,7 @@ def generate(
 class GrowingLayer(DynamicLayer):
     """Keys and values of a layer in buffers with space for more tokens: a step does not copy all that came before."""
 
-    SPARE = 128  # tokens more that fit into new buffers, which a step gets that does not fit
+    SPARE = 128  # extra tokens that new buffers have space for; new ones are made when a step does not fit
     buffers: Sequence[Tensor] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -139,7 +139,7 @@ def decode(
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
-    Raises RuntimeError where the model's logits are NaN or infinite.
+    Raises RuntimeError where it samples on CPU and the model's logits are NaN or infinite.
     """
     # Read each distinct prompt once. Padding is on the left, so that the next token of every row is in one column.
     number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
@@ -162,7 +162,7 @@ def decode(
     for step in range(max_new_tokens):
         token = sampler(logits)
         completions[alive, step] = token
-        # Where logits are broken the token does not exist; the model is given another one, and the end tells.
+        # With broken logits the id is out of range: clamped, so that the loop can go on; the check behind it raises.
         token = token.clamp(max=sampler.vocabulary - 1)
         # Rows that have ended leave the batch, and the cache.
         going = torch.isin(token, terminal, invert=True)

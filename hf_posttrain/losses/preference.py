@@ -3,7 +3,8 @@
 Notation: a = log pi(chosen) - log ref(chosen), c = the same of the rejected answer, D = a - c, all summed over the
 tokens of the answer; s = sigmoid, ls = log sigmoid. B: number of pairs.
 
-PAIRED names the losses as recipes do. A new loss is one small function and one line in that table.
+PAIRED names the losses as recipes do. A new loss is a function and a line in that table, then the other steps in
+docs/architecture.md, "Adding a loss".
 """
 
 from collections.abc import Callable

@@ -111,8 +111,8 @@ class KTOTrainer(PostTrainer):
 
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Each micro-batch with the reference's scores and the shift of the window."""
-        # First pass, without gradient: policy and reference score y' of every micro-batch, the reference y as well.
-        # So the second pass (`losses`, with gradient) asks the policy for y alone.
+        # First pass, without gradient: the reference scores y; where the loss has a KL, policy and reference score y'
+        # too, of every micro-batch. So the second pass (`losses`, with gradient) asks the policy for y alone.
         batches = [self.estimate(self.model_wrapped, self._prepare_inputs(batch)) for batch in batches]
         # One number for all micro-batches and ranks: BCO's delta, or the mean KL, which the loss clamps at 0.
         if self.args.loss_type == "bco":
@@ -124,7 +124,7 @@ class KTOTrainer(PostTrainer):
         return [batch | {"shift": shift} for batch in batches]
 
     def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
-        """Add `ref_logps` [B, 1 or 2] and `kl` [B], the log-ratios of the mismatched completions (0 without)."""
+        """Add `ref_logps` [B, 1 or 2], the reference's scores of y and y'; `kl` [B], the log-ratios of y' (or 0)."""
         ref = self.reference.logps(model, batch)
         if "pairs" not in batch:
             return batch | {"ref_logps": ref, "kl": torch.zeros_like(ref[:, 0])}

@@ -23,7 +23,7 @@ from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
 
 OWN_LOGITS = "scores_by_own_logits"
-"""Set on a model whose head does something that `LogitTransform` does not know: its own logits are used, [B, T, V]."""
+"""Set on a model whose head does something that `LogitTransform` does not know: its own logits are used, [R, L, V]."""
 
 
 @dataclass
@@ -162,7 +162,7 @@ def score(
 
 
 def full_logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """[R, L, V] of the batch: for compute_metrics and for checks; the only place where they exist."""
+    """[R, L, V] of the batch, for compute_metrics and for checks; training does not make them."""
 
     def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
         return {"logits": head.logits(hidden)}

@@ -71,7 +71,7 @@ class LogProb:
         value, stats = (own - peak + log_top)[:, 0], {}
         if self.stats:
             entropy = peak - log_top - expectation(probs, logits.clamp_(min=-1e30))  # 0 x -inf would be NaN
-            told_apart = log_top > 1e-4 - math.log(logits.shape[-1])  # a collapsed model finds all tokens as likely
+            told_apart = log_top > 1e-4 - math.log(logits.shape[-1])  # not all logits equal: no token is best
             correct = (own >= peak) & told_apart
             stats = {"entropy": entropy[:, 0], "correct": correct[:, 0].float()}
         if not need_grad:
@@ -151,8 +151,8 @@ def score_tokens(
     """One value per token through the head: hidden [N, H] -> (values [N], stats of [N]), float32 (float64 stays).
 
     The gradient flows to `hidden`, `head.weight` and `head.bias`.
-    weights [N] is a promise: the final loss is a multiple of (weights * values).sum(), plus terms without `values`.
-    The head's gradient is then taken in the forward, so no tile is computed twice. A broken promise is an error.
+    weights [N]: a promise that d loss / d values will be one constant times `weights`. The head's gradient is then
+    taken in the forward, so no tile is computed twice; the backward checks the promise.
     """
     run = _Run(head, tile, weights)
     values = _ScoreTokens.apply(hidden, head.weight, head.bias, run)
@@ -172,7 +172,7 @@ class _Run:
 
 
 class _ScoreTokens(torch.autograd.Function):
-    """d value / d hidden is taken in the forward, always; the head's gradient by the cheapest way that is exact."""
+    """d value / d hidden is computed in the forward; the head's gradient in one of three ways, all exact."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, run):
@@ -180,9 +180,10 @@ class _ScoreTokens(torch.autograd.Function):
         head, cast = run.head.cast(hidden, run.dtype)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         needs_head = needs_weight or needs_bias
-        # The head's gradient is sum over tokens of d loss / d value x d value / d logits x hidden. Its first factor is
-        # known in the backward alone. Three ways: with promised weights, which are that factor but for a scale, it is
-        # summed here; a few tiles are kept until the backward; otherwise the backward computes each tile again.
+        # The head's gradient is sum over tokens of d loss / d value x d value / d logits x hidden, and d loss / d value
+        # is known only in the backward. Three ways: (1) `weights` are given, which are that factor but for a constant:
+        # sum here, multiply later. (2) Few logits: keep every tile's gradient. (3) Otherwise the backward computes each
+        # tile again.
         head_grad = _HeadGradient(weight, bias) if needs_head and run.weights is not None else None
         keep = needs_head and run.weights is None and cast.shape[0] * weight.shape[0] <= KEEP_ELEMENTS
         grad_hidden = torch.zeros_like(cast) if needs_hidden else None
@@ -198,7 +199,7 @@ class _ScoreTokens(torch.autograd.Function):
                     head_grad.add(raw_grad, run.weights[rows], cast[rows])
                 elif keep:
                     run.kept.append(raw_grad)
-                    buffers = buffers[0], torch.empty_like(buffers[1])  # the old one is kept
+                    buffers = buffers[0], torch.empty_like(buffers[1])  # in float32 raw_grad is a view of the old one
         run.stats.update({name: torch.cat([tile.stats[name] for tile in done]) for name in done[0].stats})
         ctx.save_for_backward(hidden, weight, bias, grad_hidden)
         ctx.run, ctx.head_grad = run, head_grad
@@ -215,7 +216,7 @@ class _ScoreTokens(torch.autograd.Function):
         if ctx.head_grad is not None:
             head_grad, ctx.head_grad = ctx.head_grad, None  # a second backward computes it again
             return grad_hidden, *head_grad.result(_promised_scale(grad, ctx.run.weights)), None
-        # no promise, or a second backward: each tile again, or as it was kept
+        # no `weights`, or a second backward: the kept tiles, or each computed again
         run, gradient = ctx.run, _HeadGradient(weight, bias)
         head, hidden = LinearHead(weight, bias, run.head.transform).cast(hidden, run.dtype)
         buffers = _tile_buffers(hidden, weight.shape[0])

@@ -26,8 +26,8 @@ from torch import Tensor
 
 IGNORE = -100
 ATTENTION_LENGTH = 4096
-"""At this row length attention costs as much as the layers: about 6 x hidden size by count, less for small models."""
-ROW_COUNTS = 32  # how many numbers of rows are compared
+"""The row length at which attention is taken to cost as much as the rest; by FLOPs that is at 6 x the hidden size."""
+ROW_COUNTS = 32  # about how many numbers of rows are tried
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Collator:
     layout: str  # shared, packed or padded
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        """What `collate` gives, and `index` [rows], the number of each row in its data set (-1 where it has none);
-        `row` counts rows of the data set. Scores that a frozen model gave the rows beforehand come along."""
+        """What `collate` gives, with `row` [branches] the place of each branch's row in this list, and `index` [rows],
+        the number of each row in its data set (-1 where it has none). Scores that rows got beforehand come along."""
         made = [self.examples(row) for row in rows]
         batch = {"index": torch.tensor([row.get("index", -1) for row in rows])}
         batch |= collate([example for examples in made for example in examples], self.layout)
@@ -86,7 +86,7 @@ class Document:
     positions: np.ndarray
     branch: np.ndarray  # 0 for what every token of the document may see, k >= 1 for branch k
     targets: np.ndarray  # the token that a position predicts where that is trained, else IGNORE
-    weights: np.ndarray  # how many branches share the token (the router's auxiliary loss counts it so often)
+    weights: np.ndarray  # how many branches share the token; 0 on padding
     owners: np.ndarray  # for each scored position, in order: the number of its branch, counted over all examples
 
 
@@ -171,7 +171,7 @@ def _cheapest_rows(documents: list[Document]) -> list[list[Document]]:
 def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     """Numbers of the items in each group: group g has at most sizes[g] of them, all groups cost about the same.
 
-    The dearest item first, each into the cheapest group that is not full; the sizes hold all items.
+    Greedy: the most expensive item first, each into the cheapest group that is not full. All items must fit.
     """
     groups: list[list[int]] = [[] for _ in sizes]
     open_groups = [(0, group) for group, size in enumerate(sizes) if size]  # a heap
@@ -186,8 +186,8 @@ def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
 
 
 def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
-    """What every layout ships. Positions go on through padding, as they would in one document, but not
-    beyond those of the documents: a model may have no more."""
+    """The tensors that all layouts have. Positions of padding go on counting, but not beyond the largest real one,
+    which may be the model's last."""
     shape = len(rows), max(sum(len(d.ids) for d in row) for row in rows)
     fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0}
     columns = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}

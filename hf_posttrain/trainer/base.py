@@ -1,7 +1,8 @@
 """PostTrainer: what all methods share on top of `transformers.Trainer`.
 
 A method says which examples its rows hold (`examples`) and what its losses are (`losses`). Here: data sets prepared
-once, scoring inside the forward, the one place where losses are reduced, exact metrics, what is saved.
+once, scoring inside the forward, exact metrics. Modules of their own have the optimizer step (losses are reduced in
+`step.compute_loss`), evaluation and saving: their functions are bound at the end of the class.
 
 Normalisation: a method returns one loss per unit (a token or an example); the divisor is the number of units over all
 ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 == 1 x 4 == two processes.
@@ -49,7 +50,7 @@ class PostTrainer(Trainer):
     Raises InputError for a mistake in the arguments or the data.
     """
 
-    loss_is_scaled_for_ga = True
+    loss_is_scaled_for_ga = True  # HF reads it: it must not divide by the accumulation steps once more
     config_class: ClassVar[type[PostTrainConfig]]
     method: ClassVar[Method]  # the row of the table of methods: that of `config_class`
     collator_class: ClassVar[type[Collator]] = Collator

@@ -13,7 +13,6 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..engines import engine
-from ..engines.repeated_rows import weigh_rows
 from ..errors import InputError
 from ..generation.exact_match import exact_match
 from .loss_units import Meter
@@ -23,7 +22,7 @@ def prediction_step(
     self: Any, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
 ) -> tuple[Tensor | None, Any, Any]:
     """The losses of a micro-batch, added up; its mean loss, and predictions for `compute_metrics`."""
-    inputs = self._prepare_inputs(weigh_rows(inputs, self.accelerator))
+    inputs = self._prepare_inputs(engine.weigh_rows(inputs, self.accelerator))
     with torch.no_grad(), self.compute_loss_context_manager():
         losses = self.losses(model, inputs)
         self.meters["eval"].add_losses(losses)

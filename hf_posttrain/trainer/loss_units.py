@@ -37,7 +37,8 @@ def row_weights(batch: dict[str, Any]) -> Tensor:
 
 
 def unit_weights(batch: dict[str, Any], unit: str) -> Tensor:
-    """The same for each unit, "tokens" or "examples": [units]."""
+    """1 for each unit ("tokens" or "examples") whose row counts, else 0: [units]. Tokens know their branch (`owner`),
+    branches their row (`row`)."""
     rows = row_weights(batch)
     return rows if unit == "examples" else rows[batch["row"]][batch["owner"]]
 

@@ -50,11 +50,12 @@ class Preemption(TrainerCallback):
             logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The best model is not loaded now, and the checkpoint not deleted in its favour; on disk it is still known."""
+        """Forget the best checkpoint in memory, so that HF neither loads it now nor deletes the new one in its favour;
+        the trainer_state.json on disk still names it."""
         if self.happened:
             state.best_model_checkpoint = None
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What is due at an epoch's end is not, in its middle."""
+        """This is the middle of an epoch: nothing that is due at its end."""
         if self.happened:
             control.should_save = control.should_evaluate = False

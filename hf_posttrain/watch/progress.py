@@ -1,8 +1,9 @@
-"""What a run shows while it trains: one bar on a terminal, and elsewhere one line for each log. `Pace` counts tokens.
+"""What a run shows while it trains: a bar on a terminal (`Bar`), elsewhere a line for each log (`Lines`):
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
-Only the first process shows anything. What is logged, to trainer_state.json, W&B and others, does not depend on it.
+`figures` writes both, from the method's key metrics; `Pace` counts tokens. Only the first process shows anything. What
+is logged, to trainer_state.json, W&B and others, does not depend on it.
 """
 
 import sys

@@ -157,7 +157,7 @@ def test_layouts_that_need_more_than_names(described, row, arguments, message):
     assert re.search(message, text), text
 
 
-def test_what_one_method_cannot_read_is_said_beside_the_others(described):
+def test_what_one_method_cannot_read_is_said_alongside_the_others(described):
     code, text = described({"prompt": "2+2?", "completion": "4", "label": "yes"})
     assert code == 0
     assert f"format: prompt + completion ({readers(SUPERVISED, PROMPTS)})\n" in text

@@ -601,7 +601,7 @@ def test_sources_of_different_types(streaming, weight, tmp_path):
         load([source(one, streaming=streaming, weight=weight), source(two, streaming=streaming)], "data.train")
 
 
-def test_streams_beside_other_sources(tmp_path):
+def test_streams_alongside_other_sources(tmp_path):
     one, two = (jsonl(tmp_path / name, [GOOD]) for name in ("one.jsonl", "two.jsonl"))
     with pytest.raises(InputError, match=r"\(.*two.jsonl with streaming: true, .*one.jsonl without\): set it for all"):
         load([source(one), source(two, streaming=True)], "data.train")
@@ -770,7 +770,7 @@ def test_plain_strings_as_chat(method):
         prepare([{"text": "a"}], "sft", apply_chat_template=True)
 
 
-def test_plain_prompts_as_chat_beside_messages():
+def test_plain_prompts_as_chat_alongside_messages():
     as_messages = [{"prompt": [USER], "completion": [REPLY]}]
     mixed = prepare([{"prompt": "2+2?", "completion": [REPLY]}], "sft", apply_chat_template=True)
     assert mixed[:] == prepare(as_messages, "sft")[:]

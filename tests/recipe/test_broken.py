@@ -235,7 +235,7 @@ def test_what_is_below_a_folder_that_may_not_be_entered(untouched, monkeypatch, 
     assert said.endswith(f"{value} cannot be read (Permission denied)\n")
 
 
-def test_a_link_to_nothing_beside_the_recipe_is_no_recipe(untouched, capsys):
+def test_a_link_to_nothing_alongside_the_recipe_is_no_recipe(untouched, capsys):
     (untouched / "gone.yaml").symlink_to("nowhere.yaml")
     assert run.main(["sft.yaml", "model.name_or_path=runs/missing/here"]) == 2
     said = capsys.readouterr().err

@@ -267,7 +267,7 @@ def test_to_yaml_reads_back_as_the_same_recipe(unchecked, tmp_path):
     assert again.train["eval_strategy"] == "no"
 
 
-def test_relative_paths_are_also_looked_for_beside_the_recipe(recipe, tmp_path, monkeypatch):
+def test_relative_paths_are_also_looked_for_alongside_the_recipe(recipe, tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes/pairs.jsonl").write_text("{}")
     (tmp_path / "recipes/dpo.yaml").write_text(DPO)

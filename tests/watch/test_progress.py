@@ -122,7 +122,7 @@ def test_a_terminal_shows_one_bar_and_results(tmp_path):
     assert lines == ["step 3/6  evaluation", "step 6/6  evaluation", "step 6/6  done in 00"]
 
 
-def test_a_bar_beside_a_file_leaves_lines_there(tmp_path):
+def test_a_bar_alongside_a_file_leaves_lines_there(tmp_path):
     file = io.StringIO()
     with on_terminal(file) as screen:
         run("sft", tmp_path)
