@@ -2,7 +2,7 @@
 
 Environment variables are set here, before anything imports torch or datasets, and reach subprocesses of the tests too.
 
-    gsm8k     the folder with GSM8K's files beside the repository; its tests are skipped where it is not there
+    gsm8k     the folder with GSM8K's files alongside the repository; its tests are skipped where it is not there
     gpu       marker: skipped without CUDA
 """
 

@@ -72,7 +72,7 @@ def test_turn_end_survives_saving(tmp_path):
 
 @pytest.mark.parametrize("own", [2, [258, 2, 9999], None])
 def test_a_config_of_another_tokenizer_ends_no_answer(own):
-    """As a Llama config with eos 2 beside a tokenizer whose id 2 is an ordinary byte."""
+    """As a Llama config with eos 2 alongside a tokenizer whose id 2 is an ordinary byte."""
     model = tiny_model("llama")
     model.generation_config.eos_token_id = own
     assert policy.find_terminal_ids(model, tok.base_tokenizer(), None) == [258, 256]

@@ -263,8 +263,8 @@ def message(raw):
     if isinstance(content, list):
         need(all(isinstance(part, dict) and part.get("type") == "text" for part in content))
         content = "".join(string(part.get("text")) for part in content)
-    beside = {key: value for key, value in raw.items() if key != "value"}
-    return {**beside, "role": role, "content": string(content), "calls": bool(calls)}
+    alongside = {key: value for key, value in raw.items() if key != "value"}
+    return {**alongside, "role": role, "content": string(content), "calls": bool(calls)}
 
 
 def messages(raw):

@@ -19,7 +19,7 @@ def indexed(rows):
 
 
 def test_best_fit_by_hand():
-    # longest first: 6 | 5 | 4 beside 6 (room 4, the fullest that holds it) | 3 beside 5 (room 5) | 2 fills it | 1 alone
+    # longest first: 6 | 5 | 4 alongside 6 (space 4, the fullest that holds it) | 3 alongside 5 (space 5) | 2 | 1 alone
     assert best_fit([1, 2, 3, 4, 5, 6], 10) == [[0], [1, 2, 4], [3, 5]]
     assert best_fit([7, 7, 3, 3], 10) == [[0, 3], [1, 2]]
     assert best_fit([10, 10], 10) == [[0], [1]]

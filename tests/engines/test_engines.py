@@ -321,7 +321,7 @@ def test_a_teacher_that_is_not_cut_leaves_the_device_after_each_use(offload, tmp
     assert moves == ([use, away] * 4 if offload else [use]) + [away]  # a check of its scores and three steps
 
 
-def beside(rank, method, engine, dropout, size):
+def alongside(rank, method, engine, dropout, size):
     """(losses of a run whose frozen model came in training mode, what of that model is still trained)."""
     second = tiny_model(seed=5, attention_dropout=dropout).train()
     trainer = trainer_for(
@@ -338,10 +338,10 @@ def beside(rank, method, engine, dropout, size):
 @pytest.mark.parametrize("method", ["kd", "dpo"])
 @pytest.mark.parametrize("engine", quick("single", "ddp", "zero3", among=("single", *ENGINES)))
 def test_frozen_models_have_no_dropout_and_no_gradients(engine, method):
-    expected, _ = beside(None, method, "single", 0.0, 4)
+    expected, _ = alongside(None, method, "single", 0.0, 4)
     assert len(expected) == 4
     world = 1 if engine == "single" else 2
-    for losses, trained in on_two(beside, engine, method, engine, 0.5, 4 // world, world=world):
+    for losses, trained in on_two(alongside, engine, method, engine, 0.5, 4 // world, world=world):
         assert losses == pytest.approx(expected, rel=1e-4)
         assert not trained
 

@@ -36,7 +36,7 @@ def _fixed_rollouts(monkeypatch):
 
 
 def second_for(method, architecture):
-    """The model beside the policy: a teacher, or a reference that is not the policy (no loss is at its start)."""
+    """The model alongside the policy: a teacher, or a reference that is not the policy (no loss is at its start)."""
     return second_model(method, architecture, teachers_only=False)
 
 

@@ -153,7 +153,7 @@ def test_saved_on_two_and_loaded_on_one(engine, kind, trained):
 @pytest.mark.parametrize("engine", quick("zero3", among=ENGINES))
 @pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "full"), ("llama", "modules")])
 def test_experts_and_trained_copies(engine, name, kind, trained):
-    """The hub's names of experts differ from the runtime's; modules_to_save are whole modules beside an adapter."""
+    """The hub's names of experts differ from the runtime's; modules_to_save are whole modules alongside an adapter."""
     folder, _, weights = trained(engine, "sft", kind, model={"name": name}, max_steps=1)
     assert_same(weights, loaded(folder / "saved", name))
     if kind == "modules":
@@ -170,7 +170,7 @@ def test_zero3_that_is_told_not_to_gather(trained):
 
 @pytest.mark.parametrize("engine", quick("fsdp2", among=ENGINES))
 def test_an_adapter_continued_by_dpo(engine, trained):
-    """Two processes give the numbers of one, and the reference beside the policy's adapter is not saved."""
+    """Two processes give the numbers of one, and the reference alongside the policy's adapter is not saved."""
     model = {"dropout": 0.0}
     _, logs, weights = trained("single", "dpo", "continued", model=model, per_device_train_batch_size=4, world=1)
     folder, found, weights_found = trained(engine, "dpo", "continued", model=model)
