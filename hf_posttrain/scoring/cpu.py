@@ -1,6 +1,6 @@
 """What is done in another way on CPU than on a GPU, because there it is faster; the numbers are the same.
 
-The ratios were measured on 2 cores: see docs/benchmarks.md, "On CPU".
+Each buys what its docstring says, in rows a second on 2 cores: docs/benchmarks.md, "On CPU".
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ def sdpa_by_document(
 ) -> tuple[Tensor, None]:
     """transformers' sdpa; with a DocumentMask each document alone. [R, heads, L, D] -> [R, L, heads, D].
 
-    The fused kernel on CPU computes all L x L pairs of a masked row, whatever the mask forbids.
+    The fused kernel on CPU computes all L x L pairs of a masked row, whatever the mask forbids: 1.17x in DPO.
     """
     documents = getattr(attention_mask, "documents", None)
     if documents is None:
@@ -66,7 +66,7 @@ def attend_by_document(model: PreTrainedModel) -> None:
 
 
 def expectation(probs: Tensor, values: Tensor) -> Tensor:
-    """sum of p x over the vocabulary, [n, v] twice -> [n, 1]."""
+    """sum of p x over the vocabulary, [n, v] twice -> [n, 1]. On CPU 1.07x in KD."""
     if probs.device.type == "cpu":  # no product in memory; on a GPU this might round to TF32
         return torch.bmm(probs[:, None], values[:, :, None])[:, 0]
     return torch.linalg.vecdot(probs, values)[:, None]
@@ -75,7 +75,7 @@ def expectation(probs: Tensor, values: Tensor) -> Tensor:
 def draw(probs: Tensor) -> Tensor:
     """One id a row from probabilities [n, V], by torch's global generator: [n]. Never one of probability 0.
 
-    On CPU it takes one random number a row; torch.multinomial takes V.
+    On CPU it takes one random number a row, where torch.multinomial takes V: 1.08x in OPD.
     """
     if probs.device.type != "cpu":
         return torch.multinomial(probs, 1).squeeze(-1)
@@ -86,7 +86,7 @@ def draw(probs: Tensor) -> Tensor:
 
 class FewRows(TorchFunctionMode):
     """On CPU a product of a few rows with a weight, in the order that is quick: MKL reads the weight once if it stands
-    on the left. Elsewhere it changes nothing."""
+    on the left. 1.32x in OPD, whose decoding is that; elsewhere it changes nothing."""
 
     MOST = 8  # rows, up to which it is quicker
 
