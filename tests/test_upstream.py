@@ -77,8 +77,7 @@ NEEDS = {need.symbol: need for need in [
     Need("transformers.Trainer.is_in_train", "methods/opd.py", "True from the start of train() to its end"),
     Need("transformers.Trainer.log", "watch/guard.py",
          "log_history has the entry, with its step, before on_log is called", "log_history"),
-    Need("transformers.Trainer._get_eval_sampler", "trainer/base.py", "the order of evaluation rows"),
-    Need("transformers.Trainer.evaluation_loop", "trainer/evaluation.py methods/kto.py",
+    Need("transformers.Trainer.evaluation_loop", "trainer/evaluation.py",
          "is told metric_key_prefix by keyword; what we add to its metrics is logged and returned"),
     Need("transformers.Trainer._save_checkpoint", "trainer/base.py trainer/saving.py",
          "saves all of it in checkpoint-N under the names that we look for"),
@@ -102,7 +101,7 @@ NEEDS = {need.symbol: need for need in [
          "what FSDP's plugin will be given: fsdp_version, state_dict_type, cpu_offload"),
     Need("transformers.TrainingArguments.deepspeed_plugin", "engines/launch.py engines/sequence.py check/placement.py",
          "None without DeepSpeed, else Accelerate's, with zero_stage and deepspeed_config"),
-    Need("transformers.trainer_utils.has_length", "trainer/evaluation.py trainer/step.py watch/progress.py",
+    Need("transformers.trainer_utils.has_length", "trainer/step.py watch/progress.py",
          "False for streams, whose len() raises"),
     Need("transformers.trainer_utils.sort_checkpoints", "trainer/checkpoint.py",
          "folders checkpoint-N, the oldest first, but the best next to last"),
@@ -384,8 +383,7 @@ def _noted(name):
 
 for _name in (
     "_get_train_sampler", "_get_dataloader", "_load_from_checkpoint", "get_batch_samples",
-    "_prepare_inputs", "training_step", "prediction_step", "_get_eval_sampler", "save_model", "_save",
-    "_load_best_model",
+    "_prepare_inputs", "training_step", "prediction_step", "save_model", "_save", "_load_best_model",
 ):  # fmt: skip
     setattr(Watched, _name, _noted(_name))
 
@@ -414,7 +412,7 @@ def resumed(run):
 
 OVERRIDDEN = [
     "_prepare_for_training", "_get_train_sampler", "_get_dataloader", "get_batch_samples", "prediction_step",
-    "_get_eval_sampler", "evaluation_loop", "_save_checkpoint", "_push_from_checkpoint", "save_model", "_save",
+    "evaluation_loop", "_save_checkpoint", "_push_from_checkpoint", "save_model", "_save",
     "_load_from_checkpoint", "_load_best_model",
 ]  # fmt: skip
 
@@ -461,9 +459,9 @@ def _(run):
     assert training["is_training"] is True
     assert not any(given.get("is_training") for given in evaluations)
     own, run.data_collator = run.data_collator, lambda rows: {"ours": rows}
-    loader = Trainer._get_dataloader(run, run.eval_dataset, "Evaluation", 4, run._get_eval_sampler)
+    loader = Trainer._get_dataloader(run, run.eval_dataset, "Evaluation", 4, sampler_fn=None, dataloader_key=None)
     run.data_collator = own
-    assert next(iter(loader))["ours"]
+    assert next(iter(loader))["ours"] == [run.eval_dataset[n] for n in range(4)]  # in order without a sampler
     assert loader.dataset is run.eval_dataset or len(loader.dataset) == len(run.eval_dataset)
 
 
@@ -524,11 +522,6 @@ def _(run):
     for logs, last in run.counted.logged:
         assert last == logs | {"step": last["step"], "epoch": last["epoch"]}
     assert [last["step"] for logs, last in run.counted.logged if "loss" in logs] == [1, 2]
-
-
-@canary("transformers.Trainer._get_eval_sampler")
-def _(run):
-    assert {call.args[0].num_rows for call in run.of("_get_eval_sampler")} == {5}
 
 
 @canary("transformers.Trainer.evaluation_loop")

@@ -127,7 +127,7 @@ def check(
 
     # on the first rank alone: the options that the recipe leaves open, and what needs no other rank
     known = {option.name for option in dataclasses.fields(config)} - recipe.train.keys()
-    own = vars(trainer_class.config_class)["__annotations__"]
+    own = trainer_class.config_class.__annotations__
     values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
     defaulted = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
     resolved = recipe.to_dict()

@@ -11,6 +11,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import datasets
 import psutil
 import torch
 
@@ -108,7 +109,10 @@ class Run:
         if not self.trainer_class.method.second or reference_free or model.lora is not None or model.adapter:
             return False
         if config.precompute_ref_log_probs is None:  # scored before training if rows are seen more than once
-            return not leaves or config.max_steps > 0 or config.num_train_epochs <= 1
+            step = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.engine.processes
+            known = isinstance(self.rows["train"], datasets.Dataset)
+            passes = config.max_steps * step / len(self.rows["train"]) if known else 0
+            return not leaves or (passes if config.max_steps > 0 else config.num_train_epochs) <= 1
         return not config.precompute_ref_log_probs
 
     def estimate(self) -> MemoryEstimate:
@@ -198,6 +202,10 @@ def estimate(
     """The memory that training on `rows`, as `prepare_data` gives them, needs of each device. engine: in place of this
     process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's."""
     engine, available = engine or engine_asked(config), int(gib * GIB) if gib else None
+    if recipe.train.get("rollout") == "vllm":  # `build.of_any_machine` may have left that out
+        config, names = copy.copy(config), ("rollout", "vllm_mode", "vllm_gpu_memory_utilization")
+        given = {"vllm_mode": "colocate"} | {name: recipe.train[name] for name in names if recipe.train.get(name)}
+        vars(config).update(given)
     if not engine.gpu:
         other = psutil.Process().memory_info().rss
         available = available or psutil.virtual_memory().available + other

@@ -1,6 +1,7 @@
 """Bytes of a model: its weights and what a forward keeps for its backward, counted on the meta device, where tensors
 have a shape and no memory; and which engine holds what on each device. ZeRO's shares: arXiv 1910.02054."""
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,13 @@ def engine_of(config_file: Path) -> Engine:
     try:
         given = yaml.safe_load(config_file.read_text(encoding="utf-8"))
         kind, count = str(given["distributed_type"]).upper(), int(given.get("num_processes", 1))
-    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError) as error:
+        zero, fsdp = given.get("deepspeed_config") or {}, given.get("fsdp_config") or {}
+        if file := zero.get("deepspeed_config_file"):  # DeepSpeed's own
+            told = json.loads(Path(file).read_text(encoding="utf-8")).get("zero_optimization", {})
+            offload = {f"offload_{what}_device": told.get(f"offload_{what}", {}) for what in ("optimizer", "param")}
+            zero = {"zero_stage": told.get("stage", 0)} | {name: each.get("device") for name, each in offload.items()}
+    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise InputError(f"{config_file}: no accelerate config with distributed_type and num_processes") from error
-    zero, fsdp = given.get("deepspeed_config", {}), given.get("fsdp_config", {})
     usual = "ddp" if count > 1 and kind not in ("NO", "FALSE") else "single"
     name = {"DEEPSPEED": f"zero{zero.get('zero_stage', 2)}", "FSDP": "fsdp2"}.get(kind, usual)
     offloads = (zero.get(f"offload_{what}_device") in HOST for what in ("optimizer", "param"))

@@ -2,11 +2,11 @@
 
 import csv
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
-from functools import wraps
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from ..errors import nearest
 
@@ -18,14 +18,12 @@ _INSTEAD = {
     ".xlsx": "save it as .csv", ".txt": 'write one JSON object a line, such as {"text": ...}, into a .jsonl',
     ".ndjson": "name it .jsonl",
 }  # fmt: skip
-Named = TypeVar("Named", str, Path)
 
 
-def or_unreadable(problem_of: Callable[[Named], str | None]) -> Callable[[Named], str | None]:
+def or_unreadable(problem_of: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
     """Wraps a search for a path's problem: that the system does not let us look is a problem too."""
 
-    @wraps(problem_of)
-    def looked(path: Named) -> str | None:
+    def looked(path: Any) -> str | None:
         try:
             return problem_of(path)
         except OSError as error:
@@ -37,7 +35,7 @@ def or_unreadable(problem_of: Callable[[Named], str | None]) -> Callable[[Named]
 @or_unreadable
 def source_problem(source: str) -> str | None:
     """What is wrong with the path of a data source; None for a good one and for a name on the hub."""
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_file():
         if path.suffix not in BUILDERS:
             instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""
@@ -85,8 +83,9 @@ def broken(path: Path) -> str | None:
 
 
 def _json_problems(lines: list[str], suffix: str) -> Iterator[str]:
-    # a .json file is one object or one array of objects; a .jsonl file may be one too, over several lines
-    whole = suffix == ".json" or next((line.strip() for line in lines if line.strip()), "") in ("[", "{")
+    # one object or one array of objects, over several lines, or an object a line: in .json and .jsonl files alike
+    first = next((line.strip() for line in lines if line.strip()), "")
+    whole = first in ("[", "{") or (suffix == ".json" and first[:1] + first[-1:] != "{}")
     for number, text in [(1, "\n".join(lines))] if whole else enumerate(lines, 1):
         try:
             value = json.loads(text) if text.strip() else {}
@@ -99,9 +98,9 @@ def _json_problems(lines: list[str], suffix: str) -> Iterator[str]:
 
 
 def _csv_problems(lines: list[str]) -> Iterator[str]:
-    reader = csv.reader((f"{line}\n" for line in lines), strict=True)
-    width, line = len(next(reader)), 2
+    reader, line = csv.reader((f"{line}\n" for line in lines), strict=True), 1
     try:
+        width, line = len(next(reader)), 2
         for row in reader:
             if len(row) > width:
                 hint = "a text that holds commas stands in double quotes"

@@ -1,13 +1,10 @@
 """The kinds of rows that methods train on: their columns once prepared, and the raw columns they come from."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..errors import InputError
-
-logger = logging.getLogger(__package__)
 
 
 @dataclass(frozen=True)
@@ -84,5 +81,4 @@ def class_weights(
     for one, other, weight in ((0, 1, desirable), (1, 0, undesirable)):
         if weight == "auto":
             known[one] = max(1.0, known[other] * counts[other] / counts[one])
-    logger.info("class weights: desirable %.3g, undesirable %.3g", *known)
     return known[0], known[1]

@@ -136,6 +136,8 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
     if as_chat and (form == "text" or is_ids):
         raise InputError(f"apply_chat_template needs a column 'prompt', the data has {form}")
+    if assistant_only and is_ids:
+        raise InputError(f"assistant_only_loss needs messages, the data has {form}: give it a completion_mask")
     if assistant_only and not tokenizer.is_fast:
         slow = f"{type(tokenizer).__name__} does not say which characters a token stands for"
         raise InputError(f"assistant_only_loss needs a fast tokenizer: {slow}")

@@ -1,6 +1,7 @@
 """Sources -> raw rows: files, folders, saved and hub data sets, their columns renamed, mixed by weight."""
 
 import logging
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +15,6 @@ from ..errors import InputError, error_context, named, nearest
 from .files import BUILDERS, broken, source_problem
 
 
-def check_sources(sources: Any, what: str = "data") -> None:
-    """Existence, extension and emptiness of each local source, without reading it. Raises InputError."""
-    for source in _as_list(sources):
-        if problem := source_problem(source.path):
-            raise InputError(f"{what}: {problem}")
-
-
 def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.IterableDataset:
     """One data set from a source or a list of them: objects with path, name, split, columns, limit, weight, streaming.
 
@@ -28,8 +22,10 @@ def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.Iterab
     Raises InputError for what cannot be read, naming `what`, the path and, for malformed JSON, the line, and for
     sources that cannot be mixed: columns of different types, or streams together with others.
     """
-    check_sources(sources, what)
     sources = _as_list(sources)
+    for source in sources:
+        if problem := source_problem(source.path):
+            raise InputError(f"{what}: {problem}")
     streams, others = ([s.path for s in sources if bool(s.streaming) is kind] for kind in (True, False))
     if streams and others:
         problem = f"{', '.join(streams)} with streaming: true, {', '.join(others)} without"
@@ -64,7 +60,7 @@ def _times(rows: datasets.Dataset, weight: float) -> datasets.Dataset:
 
 def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
     """The rows of one source, with our names for its columns."""
-    path = Path(source.path).expanduser()
+    path = Path(os.path.expanduser(source.path))
     try:
         rows = _read(path, source)
     except Exception as error:
@@ -83,7 +79,7 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
             near = nearest(theirs, {*there} - {*columns.values()}, listed=False, aside=True)
             raise InputError(f"{source.path}: no column {theirs!r} for {ours!r}{near}; there are {named(there)}")
     rows = rows.remove_columns([ours for ours in columns if ours in there and ours not in columns.values()])
-    rows = rows.rename_columns({theirs: ours for ours, theirs in columns.items()})
+    rows = rows.rename_columns({theirs: ours for ours, theirs in columns.items() if ours != theirs})
     if source.limit is None:
         return rows
     return rows.take(source.limit) if source.streaming else rows.select(range(min(source.limit, len(rows))))
@@ -127,7 +123,7 @@ def decoded(sources: Any, what: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        found = ((source.path, broken(Path(source.path).expanduser())) for source in _as_list(sources))
+        found = ((source.path, broken(Path(os.path.expanduser(source.path)))) for source in _as_list(sources))
         places = [f"{path}: {problem}" for path, problem in found if problem]
         raise InputError(f"{what}: {places[0] if places else f'a text is not UTF-8 ({error})'}") from error
 

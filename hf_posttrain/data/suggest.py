@@ -1,28 +1,15 @@
 """Columns that no method reads -> the nearest format, and what to do about it."""
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any, NamedTuple
+
+import yaml
 
 from ..errors import shown
 from .kinds import Reader
 
-_NAMES = {  # ours: usual names for it, the likelier first
-    "prompt": "prompt prompts question query instruction problem input user human request context user_input input_text"
-              " source",
-    "completion": "completion response answer output solution reply assistant target generated generation model_output"
-                  " output_text final_answer completions",
-    "chosen": "chosen preferred accepted better winner positive good chosen_response response_chosen answer_chosen win"
-              " preferred_response",
-    "rejected": "rejected dispreferred rejected_response worse loser negative bad response_rejected answer_rejected"
-                " lose dispreferred_response non_preferred unpreferred",
-    "label": "label labels desirable is_desirable good is_good liked thumbs_up preference feedback correct is_correct"
-             " accepted",
-    "messages": "messages message conversation conversations dialog dialogue chat turns history convo",
-    "text": "text content document body article raw_content passage markdown page story",
-    "prompt_ids": "prompt_ids prompt_input_ids prompt_token_ids prompt_tokens",
-    "completion_ids": "completion_ids completion_input_ids response_ids completion_tokens output_ids",
-    "input_ids": "input_ids tokens token_ids ids",
-}  # fmt: skip
+_NAMES = yaml.safe_load(Path(__file__).with_name("usual_names.yaml").read_text(encoding="utf-8"))
 _KINDS = {"label": "flag", "messages": "messages", "text": "text", "prompt_ids": "ids", "completion_ids": "ids",
           "input_ids": "ids"}  # fmt: skip
 _FORMS = (  # the ones that say more come first

@@ -50,7 +50,6 @@ def settle(args: Any) -> ParallelismConfig | None:
         (args.eval_exact_match, "takes masks away, which generated answers need: set eval_exact_match: false"),
         (args.neftune_noise_alpha, "would change its noise, which depends on the row length: no neftune_noise_alpha"),
         (not args.average_tokens_across_devices, "counts over all ranks: set average_tokens_across_devices: true"),
-        (not args.accelerator_config.even_batches, "needs batches of one size: set even_batches: true"),
     ])  # fmt: skip
     # processes that no size speaks of are data parallel
     return config if config.data_parallel_size > 1 else replace(config, dp_shard_size=args.world_size // parts)

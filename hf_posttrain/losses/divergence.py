@@ -56,14 +56,9 @@ DIVERGENCES: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def top_k_buckets(logps: Tensor, ids: Tensor) -> Tensor:
-    """Shrink [N, V] log-probabilities to the teacher's top K tokens and one entry for the rest of the mass, so that any
-    divergence runs on them: ids [N, K] -> [N, K+1], exact where K is V-1 or V."""
-    return with_tail(logps.gather(-1, ids))
-
-
 def with_tail(top: Tensor) -> Tensor:
-    """The same for log-probabilities [N, K] that are already the top K."""
+    """Log-probabilities of K tokens and, as one entry more, of all others, so that any divergence runs on a teacher's
+    top K alone: [N, K] -> [N, K+1], exact where K is V-1 or V."""
     rest = torch.log(-torch.expm1(top.logsumexp(-1, keepdim=True).clamp(max=-1e-7)))
     return torch.cat([top, rest], dim=-1)
 

@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..losses.preference import PAIRED, PairedOptions, Pairs
 from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
-from ..scoring.layouts import Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
 from . import METHODS
-from .dpo import pair_examples
+from .dpo import pair_examples, pair_metrics
 
 
 @dataclass
@@ -45,11 +44,7 @@ class CPOTrainer(PostTrainer):
     """
 
     config_class = CPOConfig
-
-    @staticmethod
-    def examples(row: dict) -> list[Example]:
-        """As for DPO."""
-        return pair_examples(row)
+    examples = staticmethod(pair_examples)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One loss for each pair, [B]."""
@@ -61,15 +56,6 @@ class CPOTrainer(PostTrainer):
         pairs, options = Pairs(logps, torch.zeros_like(logps), lengths), PairedOptions(self.args.beta)
         nll = PAIRED["sft"](pairs, options)
         values = PAIRED["sigmoid"](pairs, options) + self.args.cpo_alpha * nll
-        metrics = self._metrics(logps.detach()) | {"nll_loss": (nll, None)}
+        chosen, rejected = (self.args.beta * logps.detach()).unbind(1)
+        metrics = pair_metrics(chosen, rejected, logps.detach()) | {"nll_loss": (nll, None)}
         return Losses(values, self.weights(batch), metrics, scores.get("router_logits"), logps.detach(), lengths)
-
-    def _metrics(self, logps: Tensor) -> dict[str, tuple[Tensor, None]]:
-        """Rewards: beta times the log-probability of an answer."""
-        chosen, rejected = (self.args.beta * logps).unbind(1)
-        metrics = {
-            "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
-            "rewards/accuracies": (chosen > rejected).float(),
-            "logps/chosen": logps[:, 0], "logps/rejected": logps[:, 1],
-        }  # fmt: skip
-        return {name: (values, None) for name, values in metrics.items()}

@@ -72,6 +72,7 @@ class DPOTrainer(PostTrainer):
     """
 
     config_class = DPOConfig
+    examples = staticmethod(pair_examples)
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -79,11 +80,6 @@ class DPOTrainer(PostTrainer):
         if ref_model is not None and not needs_reference:
             raise InputError(f"loss_type {', '.join(self.args.loss_type)} uses no reference: drop ref_model")
         self.reference = make_reference(self, ref_model) if needs_reference else None
-
-    @staticmethod
-    def examples(row: dict) -> list[Example]:
-        """See `pair_examples`."""
-        return pair_examples(row)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One loss for each pair, [B]."""
@@ -108,13 +104,16 @@ class DPOTrainer(PostTrainer):
 
     def _metrics(self, pairs: Pairs) -> dict[str, tuple[Tensor, None]]:
         """Implicit rewards beta a and beta c (reference-free losses: beta times the mean log-probability)."""
-        (a, c), (logp_chosen, logp_rejected) = pairs.log_ratios, pairs.logps.unbind(1)
+        a, c = pairs.log_ratios
         chosen, rejected = (self.args.beta * each.detach() for each in ((a, c) if self.reference else pairs.means))
-        metrics = {
-            "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
-            "rewards/accuracies": (chosen > rejected).float(),
-            "logps/chosen": logp_chosen, "logps/rejected": logp_rejected,
-        }  # fmt: skip
-        if self.reference:
-            metrics["logps/chosen_change"] = a
-        return {name: (values, None) for name, values in metrics.items()}
+        change = {"logps/chosen_change": (a, None)} if self.reference else {}
+        return pair_metrics(chosen, rejected, pairs.logps) | change
+
+
+def pair_metrics(chosen: Tensor, rejected: Tensor, logps: Tensor) -> dict[str, tuple[Tensor, None]]:
+    """What every method on pairs logs: rewards [B] of both answers, and their log-probabilities [B, 2]."""
+    metrics = {
+        "rewards/chosen": chosen, "rewards/rejected": rejected, "rewards/margins": chosen - rejected,
+        "rewards/accuracies": (chosen > rejected).float(), "logps/chosen": logps[:, 0], "logps/rejected": logps[:, 1],
+    }  # fmt: skip
+    return {name: (values, None) for name, values in metrics.items()}

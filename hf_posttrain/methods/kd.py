@@ -9,13 +9,12 @@ with the student, or once before training into a cache of its top tokens (precom
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import InputError
 from ..models.teacher import Teacher, add_teacher, precompute_top_k
 from ..scoring import teacher_tiles
-from ..scoring.forward import full_logits, targets
-from ..scoring.layouts import Example
+from ..scoring.forward import targets
 from ..scoring.top_tokens import top_k
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
@@ -57,6 +56,7 @@ class KDTrainer(PostTrainer):
     """
 
     config_class = KDConfig
+    examples = staticmethod(supervised_examples)
     teacher: Teacher | None
 
     def __init__(
@@ -68,11 +68,6 @@ class KDTrainer(PostTrainer):
             precompute_top_k(self)
             self.remove_callback(self.teacher)
             self.teacher = None  # with its memory
-
-    @staticmethod
-    def examples(row: dict) -> list[Example]:
-        """As for SFT."""
-        return supervised_examples(row)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """The mixed loss of each trained token, [N]."""
@@ -92,7 +87,3 @@ class KDTrainer(PostTrainer):
         scores = self.score(model, batch, tile, weights)
         metrics = {f"distill/{name}": (scores[name], None) for name in ("ce", "divergence") if name in scores}
         return Losses(scores["value"], weights, metrics, scores.get("router_logits"))
-
-    def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Tensor, Tensor]:
-        """Full logits [rows, L, V] and shift_labels [rows, L]: the only place where they exist."""
-        return full_logits(model, batch), batch["shift_labels"]

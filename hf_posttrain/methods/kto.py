@@ -9,6 +9,7 @@ may be 1, nor on the mix of labels in a batch. In evaluation it is the whole set
 The KL of a window must be known before its first backward, so y' is scored beforehand, without gradient.
 """
 
+import logging
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +31,8 @@ from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
 from . import METHODS
 from .kto_pairing import RunningMean, find_partners
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -81,6 +84,8 @@ class KTOTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         labels = None if self.train_dataset is None else self.train_dataset["label"]
         self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
+        if "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
+            logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
         self.reference = make_reference(self, ref_model, self.both_completions)
         self.delta = RunningMean(self.accelerator)
         self.evaluated: list[Tensor] = []
@@ -143,10 +148,9 @@ class KTOTrainer(PostTrainer):
 
     # ---- losses
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Also forgets what an evaluation that was broken off has left."""
+    def prepare_evaluation(self) -> None:
+        """Forget what an earlier evaluation has left."""
         self.evaluated = []
-        return super().evaluation_loop(*args, **kwargs)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One weighted loss for each row, [B]."""
@@ -210,7 +214,6 @@ class KTOTrainer(PostTrainer):
         if stage == "eval" and self.evaluated:
             parts = gather_object(self.evaluated) if self.accelerator.num_processes > 1 else self.evaluated
             log_ratio, label, kl = torch.cat(parts).double().unbind(1)
-            self.evaluated = []
             if self.args.loss_type == "kto":
                 metrics |= {"kl": kl.mean().item(), "kl_clamped": float(kl.mean() < 0)}
             shift = self.delta.mean if self.args.loss_type == "bco" else kl.mean()

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import datasets
-from torch import Tensor, nn
+from torch import nn
 
 from ..data.packing import pack
 from ..errors import InputError
-from ..scoring.forward import full_logits, targets
+from ..scoring.forward import targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
@@ -55,6 +55,7 @@ class SFTTrainer(PostTrainer):
     """
 
     config_class = SFTConfig
+    examples = staticmethod(supervised_examples)
 
     @classmethod
     def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
@@ -65,18 +66,9 @@ class SFTTrainer(PostTrainer):
         rows = super().prepare_rows(rows, tokenizer, args, name)
         return pack(rows, args.max_length, name) if packing else rows
 
-    @staticmethod
-    def examples(row: dict) -> list[Example]:
-        """See `supervised_examples`."""
-        return supervised_examples(row)
-
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """-log pi of each trained token, [N]."""
         weights = self.weights(batch)
         scores = self.score(model, batch, LogProb(targets(batch), stats=True), weights)
         metrics = {"mean_token_accuracy": (scores["correct"], None), "entropy": (scores["entropy"], None)}
         return Losses(-scores["value"], weights, metrics, scores.get("router_logits"))
-
-    def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Tensor, Tensor]:
-        """Full logits [rows, L, V] and shift_labels [rows, L]: the only place where they exist."""
-        return full_logits(model, batch), batch["shift_labels"]

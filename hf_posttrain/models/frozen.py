@@ -59,19 +59,13 @@ def branch_logps(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     return forward.per_branch(values, batch)
 
 
-def adapter_off(policy: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """`branch_logps` of a policy's base: the reference of a new adapter."""
-    with forward.unwrapped(policy).disable_adapter():
-        return branch_logps(policy, batch)
-
-
 @dataclass
 class Reference:
     """What a trainer asks for the reference's scores."""
 
     trainer: Any
-    score: Callable | None  # `branch_logps`, `adapter_off` or an `AdapterCopy`; None: all rows must be scored already
-    second: Frozen | None  # the model that it scores, a copy of the policy or the user's; None: the policy itself
+    inside: Callable | None  # model -> a context in which it is the reference; None: all rows must be scored already
+    second: Frozen | None  # the model that scores, a copy of the policy or the user's; None: the policy itself
     lay_out: Callable | None  # from a batch to the one that is scored, where they differ
     starts_equal: bool  # is the reference the policy as it was at the start?
     checked: bool = False  # by `check_start`
@@ -84,14 +78,15 @@ class Reference:
         # scored beforehand: the column came with the rows
         if "ref_logps" in batch:
             return batch["ref_logps"]
-        if self.score is None:
+        if self.inside is None:
             raise InputError(
                 "this data set was not scored by the reference: with precompute_ref_log_probs, pass every data set "
                 "when the trainer is built, or turn it off to keep a reference model"
             )
         with self.trainer.accelerator.autocast(), self.second or nullcontext(policy) as model:
             scored = batch if self.lay_out is None else self.lay_out(batch)
-            return self.score(model, scored).view(len(batch["index"]), -1)
+            with self.inside(forward.unwrapped(model)):
+                return branch_logps(model, scored).view(len(batch["index"]), -1)
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
         """Warn, once, where policy and reference, one model, differ before the first step. All of one shape."""

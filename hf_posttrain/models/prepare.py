@@ -15,7 +15,6 @@ from . import load
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
-_DROPOUT_RATES = ("attention_dropout", "dropout", "activation_dropout", "attn_dropout", "layerdrop")
 
 
 def resolve_model(
@@ -83,11 +82,11 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         model = peft.get_peft_model(model, peft_config)
     module: Any
     for module in model.modules():
-        # dropout is in modules, LoRA's too, and in the rates that attention reads as attributes
+        # dropout is in modules, LoRA's too, and in rates that a forward reads as attributes
         if args.disable_dropout and isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in _DROPOUT_RATES if args.disable_dropout else ():
-            if isinstance(getattr(module, name, None), float):
+        for name, rate in list(vars(module).items()) if args.disable_dropout else ():
+            if "drop" in name and isinstance(rate, float):
                 setattr(module, name, 0.0)
         # on CPU bitsandbytes repacks weights in a first forward without gradient, and its backward reads them wrongly
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -3,10 +3,9 @@
 Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base: `AdapterCopy`.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import datasets
@@ -17,7 +16,7 @@ from ..engines import engine, launch, sharded
 from ..errors import InputError
 from ..scoring import forward
 from . import load, score_cache
-from .frozen import Frozen, Reference, adapter_off, branch_logps
+from .frozen import Frozen, Reference
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -33,10 +32,13 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
     policy, accelerator, asked = trainer.model, trainer.accelerator, trainer.args.precompute_ref_log_probs
     precompute = planned_twice(trainer) if asked is None else asked
     # under an adapter the base is there already: a new adapter is switched off, of a continued one a copy is kept
-    by_adapter = isinstance(policy, peft.PeftModel) and ref_model is None
-    score: Callable = branch_logps
+    adapted = isinstance(policy, peft.PeftModel)
+    # an adapter with biases trains the base's own: switched off, the base is not what the policy began as
+    biased = adapted and getattr(policy.peft_config[policy.active_adapter], "bias", "none") != "none"
+    by_adapter = adapted and not biased and ref_model is None
+    inside: Callable = nullcontext
     if by_adapter:
-        score = adapter_off if trainer.new_adapter else AdapterCopy(policy)
+        inside = peft.PeftModel.disable_adapter if trainer.new_adapter else AdapterCopy(policy)
     # otherwise it is a copy of the policy in memory, never a reload by name
     second: Frozen | None = None
     if ref_model is not None:
@@ -53,7 +55,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         second = Frozen(sharded.copied(policy, accelerator), accelerator)
     if second is not None:
         trainer.set_second_model(second)
-    reference = Reference(trainer, score, second, lay_out, starts_equal=ref_model is None)
+    reference = Reference(trainer, inside, second, lay_out, starts_equal=ref_model is None)
     if precompute:
         _score_beforehand(trainer, reference)
         if second is not None and not (asked or by_adapter):
@@ -62,7 +64,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
             trainer.set_second_model(None)
             reference.second = None
         if asked and not by_adapter:
-            reference.score = None
+            reference.inside = None
     return reference
 
 
@@ -84,11 +86,8 @@ def _score_beforehand(trainer: Any, reference: Reference) -> None:
     trainer.check_scoring(trainer.model)
     model: Any = trainer.model if reference.second is None else reference.second.model
     # a new adapter is off: only its base counts
-    adapter = model.peft_config[reference.score.trained] if isinstance(reference.score, AdapterCopy) else None
-    key = [
-        score_cache.model_key(model, with_adapter=reference.score is not adapter_off), trainer.method.name,
-        args.bf16, args.fp16, adapter and _written(adapter),
-    ]  # fmt: skip
+    whole = score_cache.model_key(model, with_adapter=reference.inside is not peft.PeftModel.disable_adapter)
+    key = [whole, trainer.method.name, args.bf16, args.fp16]
 
     def score(batch: dict) -> list[dict[str, Any]]:
         return [{"ref_logps": logps} for logps in reference.logps(trainer.model, batch).float().tolist()]
@@ -96,28 +95,19 @@ def _score_beforehand(trainer: Any, reference: Reference) -> None:
     score_cache.add_scores(trainer, "precompute_ref_log_probs", "reference", key, size, score)
 
 
-def _written(config: peft.PeftConfig) -> str:
-    """An adapter's config as text, the same in every process: the order of a set is not."""
-    return json.dumps(config.to_dict(), sort_keys=True, default=lambda v: sorted(v) if isinstance(v, set) else str(v))
-
-
 class AdapterCopy:
-    """Puts the copy into the policy; called as `frozen.branch_logps`, it scores with the copy."""
+    """Puts the copy into the policy; called, it is a context in which the copy is active."""
 
     def __init__(self, policy: peft.PeftModel):
         self.trained = policy.active_adapter
         policy.add_adapter(COPY, load.adapter_shape(policy.peft_config[self.trained]))
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
         peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, COPY)
-        with self._active(policy):
+        with self(policy):
             pass  # leaves the copy without gradients and the policy's own adapter active
 
-    def __call__(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
-        with self._active(forward.unwrapped(policy)):
-            return branch_logps(policy, batch)
-
     @contextmanager
-    def _active(self, policy: peft.PeftModel) -> Iterator[None]:
+    def __call__(self, policy: peft.PeftModel) -> Iterator[None]:
         """The copy in the trained adapter's place inside; what was trainable is trainable again outside."""
         # PEFT makes an adapter trainable when it activates it, so remember what was
         trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{COPY}." not in key}

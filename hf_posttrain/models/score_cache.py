@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import peft
 import pyarrow as pa
 import torch
 import xxhash
@@ -98,11 +99,13 @@ def score_rows(
 
 def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
-    inner = forward.causal_lm(model)
-    config = {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
-    described = f"{sharded.plain_class(inner).__name__} {json.dumps(config, sort_keys=True, default=str)}"
+    inner, whole_model = forward.causal_lm(model), forward.unwrapped(model)
+    configs = [{key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}]
+    if with_adapter and isinstance(whole_model, peft.PeftModel):
+        configs.append(whole_model.peft_config[whole_model.active_adapter].to_dict())
+    described = f"{sharded.plain_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=_plain)}"
     digest = xxhash.xxh3_128(described.encode())
-    weights: dict[str, Any] = forward.unwrapped(model).state_dict(keep_vars=True)
+    weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
     for name, tensor in weights.items():
         if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
             continue
@@ -114,6 +117,11 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
             flat: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
             digest.update(flat)
     return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON can have it, the same in every process: the order of a set is not."""
+    return sorted(value) if isinstance(value, set) else str(value)
 
 
 def rows_key(rows: datasets.Dataset) -> str:

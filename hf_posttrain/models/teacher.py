@@ -60,6 +60,8 @@ def add_teacher(trainer: Any, teacher: nn.Module | str | None, offload: bool) ->
     else:
         load.check_tokenizer_fits(trainer.tokenizer, sizes[1], "the student (with the teacher's model)")
     launch.check_model(teacher, trainer.args)
+    if offload and getattr(teacher, "is_loaded_in_8bit", False):
+        raise InputError("teacher offload: bitsandbytes keeps 8-bit weights on the GPU: use 4bit, or do not offload")
     added = Teacher(teacher, trainer.accelerator, offload)
     trainer.add_callback(added)
     trainer.set_second_model(added)

@@ -77,7 +77,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if getattr(arguments, name) and not arguments.check:
             parser.error(f"--{name} is an option of --check: add that, or drop --{name}")
     file, memory = arguments.config_file, arguments.device_memory
-    if file and not file.is_file():
+    if file and not os.path.isfile(file):
         parser.error(f"--config_file: there is no file {file}{nearest_path(file)}")
     if memory is not None and not 0 < memory < float("inf"):
         parser.error(f"--device_memory must be a number of GiB above 0, not {memory}")

@@ -7,7 +7,7 @@ import datasets
 
 from ..data.audit import DataAudit, audits
 from ..data.lengths import tokens_of
-from ..data.sources import check_sources, decoded, load
+from ..data.sources import decoded, load
 from ..engines import launch
 from ..errors import error_context
 from ..generation.exact_match import answerable
@@ -18,10 +18,7 @@ from .sections import Recipe
 def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
     """{"train": rows, "eval": rows} as the trainer takes them. Raises InputError for the first bad file or row."""
     rows = {}
-    # every rank looks at the files; then one a machine tokenises, and the others find its cache
-    for name, sources in recipe.data.given():
-        with error_context(recipe.where(f"data.{name}.path")):
-            check_sources(sources, name)
+    # one process of each machine tokenises, and the others find its cache
     with launch.main_process_first(config):
         for name, sources in recipe.data.given():
             with error_context(recipe.where(f"data.{name}.path")), decoded(sources, name):
@@ -36,7 +33,8 @@ def audit_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, DataAud
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
     raw = {name: load(sources, name) for name, sources in recipe.data.given()}
     names = {name: _with_file(name, sources) for name, sources in recipe.data.given()}
-    return audits(raw, METHODS[recipe.method], tokenizer, config, names)
+    with decoded([source for _, source in recipe.sources()], "data"):
+        return audits(raw, METHODS[recipe.method], tokenizer, config, names)
 
 
 def summary(rows: Any) -> str:

@@ -15,7 +15,7 @@ from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.section import ModelSection
 from ..trainer.method import Problem
-from ..trainer.rules import instead_of
+from ..trainer.rules import renamed
 from . import rules
 from .fields import Fields, build, fields_of, lora_fields, outdated, owners, train_fields
 from .sections import DataSection, Recipe, Source
@@ -118,7 +118,7 @@ def _advise(method: Any, key: str) -> str | None:
     """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere."""
     method = next((name for name in METHODS if name == method), None)  # anything may have been given
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-    if section == "train" and (instead := instead_of(name)):
+    if section == "train" and (instead := renamed().get(name)):
         return instead
     if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
         return f"write {meant}"

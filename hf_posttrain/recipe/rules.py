@@ -215,7 +215,7 @@ def _missing(name: str, recipe: Recipe) -> str | None:
 @or_unreadable
 def _unwritable(folder: Path) -> str | None:
     """Why a folder that may not be there yet cannot be written to."""
-    folder = folder.expanduser().absolute()
+    folder = Path(os.path.expanduser(folder)).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file, not a folder"

@@ -47,13 +47,13 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
     A place is "recipes/kto.yaml:12" or "command line". Raises InputError, in one line, for a missing or unreadable
     file, a syntax error, a duplicate key, and an override that has another form or leads nowhere.
     """
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; a recipe is a YAML file")
-    if not path.exists():
-        hint = nearest_path(path) if path.parent.is_dir() else f": there is no folder {path.parent}"
-        raise InputError(f"no recipe {path}{hint}")
     try:
         text = path.read_text(encoding="utf-8")
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder; a recipe is a YAML file") from None
+    except (FileNotFoundError, NotADirectoryError):
+        hint = nearest_path(path) if path.parent.is_dir() else f": there is no folder {path.parent}"
+        raise InputError(f"no recipe {path}{hint}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as text: {error}") from None
     tree, places = _parse(text, lambda line: f"{path}:{line}")

@@ -28,7 +28,8 @@ def write(run: Run) -> None:
     from huggingface_hub import ModelCardData
 
     file = run.folder / "README.md"
-    if file.exists() and not any(text in _read_text(file) for text in REPLACED):
+    there = file.read_text(encoding="utf-8", errors="replace") if file.exists() else CARD_MARKER
+    if not any(text in there for text in REPLACED):
         theirs, file = file, run.folder / "README.hf_posttrain.md"
         logger.info("%s is not ours and stays; the model card is in %s", theirs, file)
     # For the hub: base model and data sets where they have hub names. A name on the hub may also be a folder of the
@@ -47,14 +48,8 @@ def write(run: Run) -> None:
         cell=lambda text: re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split())),
         code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
         papers=list_papers(run.row, run.arguments, adapted),
-        chat='"chat_template"' in _read_text(run.folder / "tokenizer_config.json"),
     )  # fmt: skip
     file.write_text(text, encoding="utf-8")
-
-
-def _read_text(file: Path) -> str:
-    """Its text, in which only ASCII is looked for; "" where there is none."""
-    return file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
 
 
 def is_hub_name(name: str) -> bool:

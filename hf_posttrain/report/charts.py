@@ -238,21 +238,6 @@ def _label_ticks(ticks: Any) -> list[str]:
     return [f"{tick:.{decimals}f}" for tick in ticks]
 
 
-def describe(chart: Chart) -> str:
-    """What the lines do, in a sentence for each."""
-    sentences = []
-    for line in chart.lines:
-        said, finite = ["no finite value"], line.series.finite()
-        if finite:
-            lowest, highest = (extreme(finite, key=lambda point: point[1]) for extreme in (min, max))
-            points = {"from": finite[0], "to": finite[-1], "lowest": lowest, "highest": highest}
-            said = [f"{word} {format_number(y)} at step {format_number(x)}" for word, (x, y) in points.items()]
-            if missing := len(line.series.steps) - len(finite):
-                said.append(f"{missing} values not finite")
-        sentences.append(f"{line.label}: {', '.join(said)}.")
-    return " ".join(sentences)
-
-
 def tabulate(chart: Chart) -> tuple[list[list[str]], bool]:
     """(rows of a table: the step, then each line's value there or ""; are all logged values in it?)."""
     found = [dict(zip(*thin(line.series, TABLE_ROWS), strict=True)) for line in chart.lines]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -70,7 +71,7 @@ class Run:
 def read(folder: str | Path) -> Run:
     """The run in `folder`, an output_dir or a checkpoint. Raises InputError where there is none, or a broken file."""
     folder = Path(folder)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise InputError(f"there is no folder {folder}: give a run's output_dir")
     # The state is the run's own, written when it ends, unless a checkpoint is newer: the run is resumed, or not over.
     numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
@@ -85,10 +86,12 @@ def read(folder: str | Path) -> Run:
     tree, text = {}, ""
     if not _is_outdated(recipe, state_file, record):
         given, _ = read_tree(recipe)
+        if not isinstance(given, dict):
+            raise InputError(f"{recipe} holds no recipe: write it again, or move it away")
         tree = _hide_tokens(given)
         text = recipe.read_text(encoding="utf-8") if tree == given else write_tree(tree)
     # The recipe says what was wanted, run.json what was done; a run from Python has no recipe.
-    model, data = tree.get("model", {}), tree.get("data", {})
+    model, data = tree.get("model") or {}, tree.get("data") or {}
     method = str(tree.get("method") or record.get("method") or "")
     sources = {split: data.get(split) or [] for split in ("train", "eval")}
     return Run(

@@ -15,17 +15,15 @@ def score_tokens_through(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`head.score_tokens` for any function from hidden states [n, H] to logits [n, V]: each tile is checkpointed."""
 
-    def run(rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+    def value(part: Tensor, rows: slice, stats: dict[str, Tensor]) -> Tensor:
+        return _TileValue.apply(logits_of(part), tile, rows, stats)
+
+    found: list[tuple[Tensor, dict[str, Tensor]]] = []
+    for rows in tiles(hidden.shape[0], vocabulary):
         stats: dict[str, Tensor] = {}
-
-        def one(part: Tensor) -> Tensor:
-            return _TileValue.apply(logits_of(part), tile, rows, stats)
-
-        return checkpoint(one, hidden[rows], use_reentrant=False), stats
-
-    results = [run(rows) for rows in tiles(hidden.shape[0], vocabulary)]
-    values = torch.cat([value for value, _ in results])
-    return values, {name: torch.cat([stats[name] for _, stats in results]) for name in results[0][1]}
+        found.append((checkpoint(value, hidden[rows], rows, stats, use_reentrant=False), stats))
+    values = torch.cat([value for value, _ in found])
+    return values, {name: torch.cat([stats[name] for _, stats in found]) for name in found[0][1]}
 
 
 class _TileValue(torch.autograd.Function):

@@ -230,25 +230,24 @@ def allowed(batch: dict[str, Any], window: int | None = None) -> Tensor:
 
     window: how many positions back a sliding layer sees, itself included. Every query sees at least itself.
     """
+    row, place = (torch.arange(size, device=batch["document"].device) for size in batch["document"].shape)
+    return _sees(batch, window, row[:, None, None], place[:, None], place)
+
+
+def _sees(batch: dict[str, Any], window: int | None, r: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """The rule of `allowed` for query i and key j of row r, indices of any shapes that broadcast."""
     document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
-    length = document.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=document.device).tril()
-    same_document = document[:, :, None] == document[:, None, :]
-    visible_branch = (branch[:, None, :] == 0) | (branch[:, None, :] == branch[:, :, None])
-    mask = causal & same_document & visible_branch
-    return mask if window is None else mask & (position[:, :, None] - position[:, None, :] < window)
+    own_branch = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
+    mask = (j <= i) & (document[r, i] == document[r, j]) & own_branch
+    return mask if window is None else mask & (position[r, i] - position[r, j] < window)
 
 
 def _flex_mask(batch: dict[str, Any], window: int | None) -> Any:
     """The same rule as `allowed` as a BlockMask, which never exists as L x L (GPU)."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
+    def rule(r: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return _sees(batch, window, r, i, j)
 
-    def rule(r, _head, i, j):
-        visible = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
-        mask = (j <= i) & (document[r, i] == document[r, j]) & visible
-        return mask if window is None else mask & (position[r, i] - position[r, j] < window)
-
-    rows, length = document.shape
-    return create_block_mask(rule, rows, None, length, length, device=str(document.device))
+    rows, length = batch["document"].shape
+    return create_block_mask(rule, rows, None, length, length, device=str(batch["document"].device))

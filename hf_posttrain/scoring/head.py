@@ -123,11 +123,6 @@ class LinearHead:
         raw = torch.mm(hidden, self.weight.T, out=buffer)
         return self.transform(raw if self.bias is None else raw.add_(self.bias))
 
-    def dtype_for(self, hidden: Tensor) -> torch.dtype:
-        """The dtype in which `nn.Linear` would multiply here, autocast included."""
-        device = hidden.device.type
-        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.weight.dtype
-
     def cast(self, hidden: Tensor, dtype: torch.dtype) -> tuple["LinearHead", Tensor]:
         """Head and hidden states as `nn.Linear` would multiply them."""
         bias = None if self.bias is None else self.bias.to(dtype)
@@ -176,7 +171,8 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, run):
-        run.dtype = run.head.dtype_for(hidden)
+        device = hidden.device.type  # the dtype in which `nn.Linear` would multiply here, autocast included
+        run.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         head, cast = run.head.cast(hidden, run.dtype)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         needs_head = needs_weight or needs_bias
@@ -188,7 +184,7 @@ class _ScoreTokens(torch.autograd.Function):
         keep = needs_head and run.weights is None and cast.shape[0] * weight.shape[0] <= KEEP_ELEMENTS
         grad_hidden = torch.zeros_like(cast) if needs_hidden else None
         buffers, done = _tile_buffers(cast, weight.shape[0]), []
-        with torch.autocast(hidden.device.type, enabled=False):  # everything is cast already
+        with torch.autocast(device, enabled=False):  # everything is cast already
             for rows in tiles(cast.shape[0], weight.shape[0]):
                 result, raw_grad = _run_tile(head, run.tile, cast, rows, needs_hidden or needs_head, buffers)
                 done.append(Tile(result.value, None, result.stats))

@@ -17,7 +17,7 @@ Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, count
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -113,8 +113,8 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     for name in examples[0].columns:
         batch[name] = torch.tensor([example.columns[name] for example in examples])
     # plain causal attention is enough where each row is a single document without branches
-    if layout == "shared" and any(len(row) > 1 or row[0].branch.any() for row in rows):
-        batch |= _document_ids(rows, batch["input_ids"].shape)
+    if layout != "shared" or not any(len(row) > 1 or row[0].branch.any() for row in rows):
+        del batch["document"], batch["branch"]
     if layout == "padded":
         lengths = torch.tensor([len(row[0].ids) for row in rows])
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
@@ -189,8 +189,9 @@ def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
     """The tensors that all layouts have. Positions of padding go on counting, but not beyond the largest real one,
     which may be the model's last."""
     shape = len(rows), max(sum(len(d.ids) for d in row) for row in rows)
-    fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0}
+    fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0, "branch": 0}
     columns = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}
+    document_ids = np.full(shape, -1)
     top = max((int(document.positions.max(initial=0)) for row in rows for document in row), default=0)
     for r, row in enumerate(rows):
         for name, table in columns.items():
@@ -198,6 +199,7 @@ def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
             table[r, : len(values)] = values
         # padding behind the row
         end = len(values)
+        document_ids[r, :end] = np.repeat(np.arange(len(row)), [len(document.ids) for document in row])
         last = columns["positions"][r, end - 1] if end else -1
         columns["positions"][r, end:] = np.minimum(np.arange(last + 1, last + 1 + shape[1] - end), top)
     shift_labels = torch.from_numpy(columns["targets"])
@@ -206,17 +208,8 @@ def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
         "position_ids": torch.from_numpy(columns["positions"]),
         "shift_labels": shift_labels,
         "router_weights": torch.from_numpy(columns["weights"]),
+        "document": torch.from_numpy(document_ids),
+        "branch": torch.from_numpy(columns["branch"]),
         "scored": (shift_labels.flatten() != IGNORE).nonzero().squeeze(-1),
         "owner": torch.from_numpy(np.concatenate([document.owners for row in rows for document in row])),
     }
-
-
-def _document_ids(rows: list[list[Document]], shape: torch.Size) -> dict[str, Tensor]:
-    """document [R, L], -1 on padding, and branch [R, L]."""
-    document, branch = np.full(shape, -1), np.zeros(shape, dtype=np.int64)
-    for r, row in enumerate(rows):
-        ends = [0, *accumulate(len(d.ids) for d in row)]
-        for number, d in enumerate(row):
-            document[r, ends[number] : ends[number + 1]] = number
-            branch[r, ends[number] : ends[number + 1]] = d.branch
-    return {"document": torch.from_numpy(document), "branch": torch.from_numpy(branch)}

@@ -51,7 +51,9 @@ class TeacherStates:
 
         hidden = run(model, batch, scorer)["hidden"]
         weight = getattr(heads[0].module, "weight", None)
-        return cls(heads[0], hidden if weight is None else hidden.to(weight.dtype))
+        if weight is None or not weight.is_floating_point():  # a quantised head casts by itself
+            return cls(heads[0], hidden)
+        return cls(heads[0], hidden.to(weight.dtype))
 
     def logits(self, rows: slice) -> Tensor:
         """[n, V of the teacher], which the caller may overwrite."""
@@ -73,20 +75,17 @@ def _copied(head: LMHead) -> LMHead:
     return LMHead(head.module, lambda hidden: nn.functional.linear(hidden, weight, bias), head.transform)
 
 
-@dataclass(frozen=True)
-class Differentiated:
-    """Tile function: value = any function of the logits, differentiated by autograd inside the tile."""
+def differentiated(function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]) -> TileFunction:
+    """Tile function: any function (logits [n, V], rows) -> (value [n], stats of [n]), differentiated by autograd."""
 
-    # (logits [n, V], rows) -> (value [n], stats of [n])
-    function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]
-
-    def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        """[n, V] -> Tile of [n]."""
+    def tile(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         with torch.set_grad_enabled(need_grad):
             leaf = logits.detach().requires_grad_(need_grad)
-            value, stats = self.function(leaf, rows)
+            value, stats = function(leaf, rows)
             grad = torch.autograd.grad(value.sum(), leaf)[0] if need_grad else None
         return Tile(value.detach(), grad, {name: stat.detach() for name, stat in stats.items()})
+
+    return tile
 
 
 def dense(
@@ -111,7 +110,7 @@ def dense(
         own = q if temperature == 1 and size == logits.shape[-1] else None
         return with_cross_entropy(total, logits, own, target, ce_coef, stats)
 
-    tile = Differentiated(value)
+    tile = differentiated(value)
     if function not in (forward_kl, reverse_kl):
         return tile
     return KL(function is reverse_kl, teacher, targets, temperature, ce_coef, tile)
@@ -131,7 +130,7 @@ class KL:
     targets: Tensor
     temperature: float
     ce_coef: float
-    plain: Differentiated  # the same by autograd, for a cross-entropy that needs another softmax
+    plain: TileFunction  # the same by autograd, for a cross-entropy that needs another softmax
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats as `dense`."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..losses.divergence import top_k_buckets, with_tail
+from ..losses.divergence import with_tail
 from .head import Tile, TileFunction
-from .teacher_tiles import Differentiated, at_temperature, with_cross_entropy
+from .teacher_tiles import at_temperature, differentiated, with_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ def top_k(
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
-        total = function(top_k_buckets(q, ids[rows]), with_tail(logps[rows]))
+        total = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows]))
         own = q if temperature == 1 and vocabulary >= logits.shape[-1] else None
         return with_cross_entropy(total, logits, own, targets[rows, None], ce_coef, {"divergence": total})
 
-    return Differentiated(value)
+    return differentiated(value)

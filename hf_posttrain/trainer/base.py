@@ -97,9 +97,6 @@ class PostTrainer(Trainer):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)
             evaluated = self.prepare(eval_dataset, self.tokenizer, args, "eval")
-        parts = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
-        if args.world_size > 1 and any(isinstance(part, datasets.IterableDataset) for part in parts):
-            raise InputError("eval: a stream on several processes would be counted unevenly: set streaming: false")
         if args.merge_lora:
             saving.check_mergeable(model)
         super().__init__(model, args, collator, train, evaluated, self.tokenizer, **kwargs)
@@ -134,10 +131,6 @@ class PostTrainer(Trainer):
         """The last word on the means of a logging interval ("train") or an evaluation ("eval", `loss` among them)."""
         return metrics
 
-    def predictions(self, model: nn.Module, batch: dict[str, Any], losses: Losses) -> tuple[Any, Any]:
-        """What `compute_metrics` is given: (predictions, label_ids)."""
-        return losses.predictions, losses.labels
-
     # ---- data
 
     @classmethod
@@ -153,6 +146,8 @@ class PostTrainer(Trainer):
             return None
         if isinstance(rows, dict):
             return {key: cls.prepare(part, tokenizer, args, f"{name} {key}") for key, part in rows.items()}
+        if args.world_size > 1 and not name.startswith("train") and isinstance(rows, datasets.IterableDataset):
+            raise InputError(f"{name}: a stream on several processes would be counted unevenly: set streaming: false")
         if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
             rows = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
         return cls.prepare_rows(rows, tokenizer, args, name)
@@ -248,7 +243,6 @@ class PostTrainer(Trainer):
     prediction_step = evaluation.prediction_step
     evaluation_loop = evaluation.evaluation_loop
     _get_dataloader = evaluation.get_dataloader
-    _get_eval_sampler = evaluation.get_eval_sampler
     save_model = saving.save_model
     create_model_card = saving.create_model_card
     _save = saving.save_files

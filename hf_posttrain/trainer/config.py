@@ -76,7 +76,7 @@ class PostTrainConfig(TrainingArguments):
         """Names that TRL's configs or older transformers have and this one lacks raise with what to use instead."""
         names = {field.name for field in dataclasses.fields(cls)}
         for name in kwargs:
-            if name not in names and (instead := rules.instead_of(name)):
+            if name not in names and (instead := rules.renamed().get(name)):
                 raise InputError(f"{cls.__name__} has no {name}: {instead}")
         return super().__new__(cls)
 
@@ -90,14 +90,16 @@ class PostTrainConfig(TrainingArguments):
             for name in names:
                 setattr(self, name, given[0] if given else default)
         if self.bf16 is None:
-            gpu = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
-            self.bf16 = gpu and not self.fp16
+            gpu = not self.use_cpu and torch.cuda.is_available()
+            self.bf16 = gpu and not self.fp16 and torch.cuda.is_bf16_supported(including_emulation=False)
         super().__post_init__()
         # Accelerate would cut a laid-out batch by rows, as it does by default with streams
         loading: Any = self.accelerator_config
         if loading.dispatch_batches or loading.split_batches:
             raise InputError("accelerator_config: dispatch_batches and split_batches cut laid-out batches by rows")
         loading.dispatch_batches = False
+        if self.world_size > 1 and not loading.even_batches:
+            raise InputError("accelerator_config: with even_batches: false ranks wait for each other: set it to true")
         # options that the learning rate's schedule does not have
         kind: Any = self.lr_scheduler_type
         function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import SequentialSampler
 from transformers import Trainer
-from transformers.trainer_utils import has_length
 
 from ..engines import engine
 from ..errors import InputError
 from ..generation.exact_match import exact_match
+from ..scoring.forward import full_logits
 from .loss_units import Meter
 
 
@@ -30,36 +29,25 @@ def prediction_step(
         mean = losses.summed / losses.weights.sum().clamp(min=1)
         if prediction_loss_only:
             return mean, None, None
-        return mean, *self.predictions(model, inputs, losses)
+        if losses.predictions is None:
+            return mean, full_logits(model, inputs), inputs["shift_labels"]
+        return mean, losses.predictions, losses.labels
 
 
-def get_dataloader(
-    self: Any,
-    dataset: Any,
-    description: str,
-    batch_size: int,
-    sampler_fn: Any = None,
-    is_training: bool = False,
-    dataloader_key: str | None = None,
-) -> Any:
-    """HF's. For evaluation and `predict` it takes raw rows too, and lays out a row for each example where
-    `compute_metrics` is given rows of logits. It is not kept: HF keeps loaders by a name that such rows lack."""
-    make = Trainer._get_dataloader
-    if is_training:
-        return make(self, dataset, description, batch_size, sampler_fn, is_training)
+def get_dataloader(self: Any, dataset: Any, *args: Any, **options: Any) -> Any:
+    """HF's. For evaluation and `predict` it takes raw rows too, reads them in order, and lays out a row for each
+    example where `compute_metrics` is given rows of logits."""
+    if options.get("is_training"):
+        return Trainer._get_dataloader(self, dataset, *args, **options)
     collator, rows = self.data_collator, self.prepare(dataset, self.tokenizer, self.args, "eval")
     if self.compute_metrics is not None:
         self.data_collator = replace(collator, layout="padded")
+    # in order, however training rows are sampled; not kept, since HF keeps loaders by a name that such rows lack
+    options |= {"sampler_fn": None, "dataloader_key": None}
     try:
-        return make(self, rows, description, batch_size, sampler_fn)
+        return Trainer._get_dataloader(self, rows, *args, **options)
     finally:
         self.data_collator = collator
-
-
-def get_eval_sampler(self: Any, eval_dataset: Any) -> Any:
-    """In order, however the training rows are sampled."""
-    whole = self.args.world_size <= 1 and has_length(eval_dataset)
-    return SequentialSampler(eval_dataset) if whole else None
 
 
 def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,11 +17,11 @@ class Losses:
     """What a method says of one micro-batch."""
 
     values: Tensor  # [units] loss of each token or example, not reduced
-    weights: Tensor  # [units] 1, or 0 for what must not count: `unit_weights`
+    weights: Tensor  # [units] 1, or 0 for what must not count: `PostTrainer.weights`
     # name -> (values, weights; None: those of the loss): averaged exactly, over ranks and the logging interval
     metrics: Mapping[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     router_logits: Any = None  # router logits of each layer of a mixture of experts whose auxiliary loss is on
-    predictions: Tensor | None = None  # what `compute_metrics` gets as predictions, [B, ...]
+    predictions: Tensor | None = None  # what `compute_metrics` gets, [B, ...]; None: full logits and shift_labels
     labels: Tensor | None = None  # what it gets as label_ids, [B, ...]
 
     @property
@@ -34,13 +34,6 @@ def row_weights(batch: dict[str, Any]) -> Tensor:
     """1 for each row that counts, 0 for rows that only fill up a last batch: [rows], on the batch's device."""
     given = batch.get("row_weights")
     return (torch.ones(len(batch["index"])) if given is None else given).to(batch["index"].device)
-
-
-def unit_weights(batch: dict[str, Any], unit: str) -> Tensor:
-    """1 for each unit ("tokens" or "examples") whose row counts, else 0: [units]. Tokens know their branch (`owner`),
-    branches their row (`row`)."""
-    rows = row_weights(batch)
-    return rows if unit == "examples" else rows[batch["row"]][batch["owner"]]
 
 
 def sum_and_count(values: Tensor, weights: Tensor) -> Tensor:

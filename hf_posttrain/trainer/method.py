@@ -19,19 +19,6 @@ class Paper:
     title: str
     authors: str  # with "and" between them
 
-    @property
-    def url(self) -> str:
-        return f"https://arxiv.org/abs/{self.arxiv}"
-
-    @property
-    def bibtex(self) -> str:
-        fields = {
-            "title": f"{{{self.title}}}", "author": self.authors, "year": self.year, "eprint": self.arxiv,
-            "archivePrefix": "arXiv", "url": self.url,
-        }  # fmt: skip
-        body = ",\n".join(f"  {name} = {{{value}}}" for name, value in fields.items())
-        return f"@article{{{self.key},\n{body}\n}}"
-
 
 @dataclass(frozen=True)
 class Limit:

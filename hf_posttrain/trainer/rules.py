@@ -128,18 +128,23 @@ def problems(values: Any, method: Method) -> Iterator[Problem]:
         yield from beyond(limits, values)
         for rule in rules:
             yield from rule(values)
-    for problem in symptoms.problems(values.stop_on, method.name, method.symptoms):
-        yield ("stop_on",), problem
+    yield from stops(values.stop_on, method)
+
+
+def stops(given: list[str] | str | None, method: Method) -> Iterator[Problem]:
+    """Names in a `stop_on` that do not exist, or are no symptoms of the method."""
+    known = ("nan", *method.symptoms)
+    for name in symptoms.listed(given):
+        if name not in symptoms.NAMES:
+            yield ("stop_on",), f"stop_on: there is no {name!r}{nearest(str(name), symptoms.NAMES)}"
+        elif name not in known:
+            yield ("stop_on",), f"stop_on: {name} is no symptom of {method.name}, which has {', '.join(known)}"
 
 
 @cache
-def _renamed() -> dict[str, str]:
+def renamed() -> dict[str, str]:
+    """Names that TRL's configs or older transformers have and ours lack -> what to use instead."""
     return yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))
-
-
-def instead_of(name: str) -> str | None:
-    """What to use for a name that TRL's configs or older transformers have and ours lack; None for any other."""
-    return _renamed().get(name)
 
 
 def merge_problem(has_adapter: bool, quantised: bool) -> str | None:

@@ -17,7 +17,7 @@ from ..engines import engine
 from ..generation import rollout
 from ..scoring import forward
 from ..scoring.head import TileFunction
-from .loss_units import unit_weights
+from .loss_units import row_weights
 from .router import balancing_loss
 
 
@@ -63,8 +63,10 @@ def score(
 
 
 def weights(self: Any, batch: dict[str, Any]) -> Tensor:
-    """1 for each unit of the loss, 0 where its row must not count: [units]."""
-    return unit_weights(batch, self.method.unit)
+    """1 for each unit of the loss, 0 where its row must not count: [units]. A token knows its branch (`owner`), a
+    branch its row (`row`)."""
+    rows = row_weights(batch)
+    return rows if self.method.unit == "examples" else rows[batch["row"]][batch["owner"]]
 
 
 def compute_loss(

@@ -7,11 +7,9 @@ symptom: every function wants several in a row.
 NaN losses are found in `guard`, which also warns and stops. Nothing here imports torch, so recipes are checked fast.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import mean
 from typing import NamedTuple, TypeAlias
-
-from ..errors import nearest
 
 History: TypeAlias = Sequence[Mapping[str, float]]
 ENDS = 200
@@ -182,18 +180,9 @@ def bounded(history: History) -> list[Mapping[str, float]]:
     return [history[n] for n in sorted(kept)] if history else []
 
 
-# ---- what stop_on takes
+# ---- options
 
 
 def listed(given: list[str] | str | None) -> list[str]:
     """The names that an option gives: none, one, or a list of them."""
     return [given] if isinstance(given, str) else list(given or [])
-
-
-def problems(given: list[str] | str | None, method: str, known: Collection[str]) -> Iterator[str]:
-    """What is wrong with a `stop_on`: names that do not exist, and symptoms that are not among the method's `known`."""
-    for name in listed(given):
-        if name not in NAMES:
-            yield f"stop_on: there is no {name!r}{nearest(str(name), NAMES)}"
-        elif name != "nan" and name not in known:
-            yield f"stop_on: {name} is no symptom of {method}, which has {', '.join(['nan', *known])}"

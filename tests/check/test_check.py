@@ -286,6 +286,14 @@ def test_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeyp
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_probe_takes_options_that_need_what_it_leaves_out(folder):
+    """Workers that stay, and a schedule that follows evaluations."""
+    options = ("train.dataloader_num_workers=1", "train.dataloader_persistent_workers=true",
+               "train.dataloader_prefetch_factor=2", "train.eval_strategy=steps",
+               "train.lr_scheduler_type=reduce_lr_on_plateau")  # fmt: skip
+    assert checked(*options, with_probe=True).probe.rows == 2
+
+
 def test_a_probe_takes_rows_of_one_label_and_sends_nothing(folder, monkeypatch):
     """The longest rows are all desirable, which class weights `auto` refuse; a probe makes no repository on the hub."""
     from transformers import Trainer

@@ -247,3 +247,10 @@ def test_help_says_what_the_exit_codes_mean(capsys):
 )  # fmt: skip
 def test_kinds(value, expected):
     assert kind(value) == expected
+
+
+def test_text_that_is_not_utf_8(tmp_path):
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes('{"prompt": "q", "completion": "b"}\n{"prompt": "café", "completion": "b"}\n'.encode("latin-1"))
+    with pytest.raises(InputError, match=r"data: .*latin\.jsonl: line 2 is not UTF-8"):
+        describe.main([str(file)])

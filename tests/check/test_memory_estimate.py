@@ -108,6 +108,15 @@ def test_a_file_that_is_no_accelerate_config(tmp_path):
         engine_of(tmp_path / "x.yaml")
 
 
+def test_deepspeeds_own_file(tmp_path):
+    told = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
+    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": told}))
+    asked = {"distributed_type": "DEEPSPEED", "num_processes": 8, "fsdp_config": None}
+    file = {"deepspeed_config_file": str(tmp_path / "zero.json")}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(asked | {"deepspeed_config": file}))
+    assert engine_of(tmp_path / "x.yaml") == Engine("zero3", 8, True, False, True)
+
+
 # ---- shapes
 
 

@@ -557,6 +557,8 @@ def test_sources_are_mixed_by_weight(tmp_path):
         ("header.csv", "a,b\n", "header.csv"),
         ("broken.jsonl", '{"text": "a"}\n{"text": b}\n', "line 2 is not valid JSON"),
         ("broken.json", '[\n{"text": "a"},\n{"text": b}]', "line 3 is not valid JSON"),
+        ("lines.json", '{"text": "a"}\n{"text": "b"}\n{"text": ', "line 3 is not valid JSON"),
+        ("open.csv", '"prompt,completion\na,b\n', "in line 1 has double quotes that are not closed"),
     ],
 )
 def test_unreadable_files(name, content, message, tmp_path):
@@ -579,6 +581,18 @@ def test_a_broken_file_is_said_once(name, content, streaming, tmp_path, caplog):
     with pytest.raises(InputError, match=r"cannot read .*folder: "):
         load(source(tmp_path / "folder", streaming=streaming))
     assert "part.jsonl" in caplog.text  # only this log names the file
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_may_keep_its_name(streaming, tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "q", "answer": "a"}])
+    rows = load(source(path, streaming=streaming, columns={"prompt": "prompt", "completion": "answer"}))
+    assert list(rows) == [{"prompt": "q", "completion": "a"}]
+
+
+def test_assistant_only_loss_is_refused_on_ids():
+    with pytest.raises(InputError, match="assistant_only_loss needs messages, the data has input_ids"):
+        prepare([{"input_ids": [5, 6, 7]}], "sft", assistant_only_loss=True)
 
 
 def test_wrong_column_or_split(tmp_path):

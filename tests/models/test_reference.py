@@ -8,6 +8,7 @@ import datasets
 import peft
 import pytest
 import torch
+import transformers
 from accelerate import Accelerator
 from models_for_tests import tiny_model
 from training_for_tests import LORA, names_where, token_rows, trainer_for
@@ -15,7 +16,7 @@ from training_for_tests import LORA, names_where, token_rows, trainer_for
 import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.models import reference, score_cache
+from hf_posttrain.models import score_cache
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe.read import train_config
 from hf_posttrain.recipe.sections import DataSection, Recipe, Source
@@ -105,6 +106,31 @@ def test_disable_dropout_reaches_lora_and_attention(method, tmp_path):
     rates += [m.attention_dropout for m in trainer.model.modules() if hasattr(m, "attention_dropout")]
     assert rates
     assert not any(rates)
+
+
+def test_disable_dropout_reaches_rates_by_any_name(tmp_path):
+    config = transformers.Starcoder2Config(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, residual_dropout=0.5, attention_dropout=0.5, embedding_dropout=0.5,
+    )  # fmt: skip
+    trainer = trainer_for("dpo", transformers.AutoModelForCausalLM.from_config(config), token_rows("dpo"), tmp_path)
+    model = trainer.model.train()
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
+def test_the_reference_of_an_adapter_with_biases_stays(method, tmp_path):
+    """It trains biases of the base, which are not gone when it is switched off."""
+    trainer = trainer_for(
+        method, tiny_model("gpt2"), token_rows(method), tmp_path, peft_config=lora(bias="all"), max_steps=2,
+        learning_rate=0.1, num_train_epochs=1,
+    )  # fmt: skip
+    batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+    before = trainer.reference.logps(trainer.model, batch)
+    trainer.train()
+    assert torch.equal(trainer.reference.logps(trainer.model, batch), before)
 
 
 def test_cache_notices_what_changes_the_numbers(tmp_path):
@@ -268,9 +294,17 @@ def test_equal_rows_share_a_cache_whatever_made_them():
 
 def test_the_key_of_an_adapters_config_is_the_same_in_every_process():
     """Python orders the strings of a set anew in each process."""
-    written = reference._written(peft.LoraConfig(target_modules={"q_proj", "k_proj", "v_proj", "o_proj", "up_proj"}))
-    assert json.loads(written)["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert list(json.loads(written)) == sorted(json.loads(written))
+    config = peft.LoraConfig(target_modules={"q_proj", "k_proj", "v_proj", "o_proj", "up_proj"}).to_dict()
+    written = json.loads(json.dumps(config, default=score_cache._plain))
+    assert written["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+
+
+def test_the_key_of_a_model_has_the_config_of_its_active_adapter():
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, lora_alpha=2, target_modules="all-linear"))
+    key, base = score_cache.model_key(model), score_cache.model_key(model, with_adapter=False)
+    model.peft_config["default"].lora_alpha = 4  # scales what the same weights compute
+    assert score_cache.model_key(model) != key
+    assert score_cache.model_key(model, with_adapter=False) == base
 
 
 def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):

@@ -144,3 +144,13 @@ def test_an_output_that_cannot_be_written_is_said(two, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"--output .* cannot be written"):
         compare.main([*map(str, two), "--output", str(tmp_path / "file" / "x.html")])
+
+
+@pytest.mark.parametrize("content", ["", "[]", "model: null\n"])
+def test_a_recipe_that_is_broken_off(content, two, capsys):
+    (two[0] / "recipe.yaml").write_text(content)
+    if "model" in content:
+        assert compare.main([*map(str, two)]) == 0
+    else:
+        with pytest.raises(InputError, match=r"recipe\.yaml holds no recipe"):
+            compare.main([*map(str, two)])

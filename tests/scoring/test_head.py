@@ -10,7 +10,7 @@ from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.adapted_head import score_tokens_through
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogProb
-from hf_posttrain.scoring.teacher_tiles import Differentiated
+from hf_posttrain.scoring.teacher_tiles import differentiated
 
 N, V, D = 23, 37, 8
 TRANSFORMS = [H.LogitTransform(*how) for how in ((), (0.25,), (1.0, 5.0), (2.0, 3.0))]
@@ -79,7 +79,7 @@ def test_gradcheck_divergence(small_tiles, name):
         ), {}
 
     def loss(hidden, weight, bias):
-        return H.score_tokens(H.LinearHead(weight, bias), hidden, Differentiated(function), torch.ones(N))[0].sum()
+        return H.score_tokens(H.LinearHead(weight, bias), hidden, differentiated(function), torch.ones(N))[0].sum()
 
     assert torch.autograd.gradcheck(loss, (hidden, weight, bias))
 

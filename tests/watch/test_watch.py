@@ -23,6 +23,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.trainer.base import PostTrainer
+from hf_posttrain.trainer.rules import stops
 from hf_posttrain.watch import guard
 from hf_posttrain.watch import symptoms as watch
 
@@ -243,13 +244,13 @@ def test_thinning_keeps_all_that_is_little():
 
 
 def test_names_are_checked_without_torch():
-    names = "import sys, hf_posttrain.watch.symptoms as w; list(w.problems('nan', 'sft', {}))"
+    names = "import sys, hf_posttrain.methods as m, hf_posttrain.trainer.rules as r; list(r.stops('nan', m.METHODS['sft']))"
     code = f"{names}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.strip() == "False"
     assert watch.listed(None) == []
     assert watch.listed("nan") == ["nan"]
-    assert list(watch.problems(["nan", "kl_zero"], "kto", TABLE["kto"].symptoms)) == []
+    assert list(stops(["nan", "kl_zero"], TABLE["kto"])) == []
 
 
 @pytest.mark.parametrize(
