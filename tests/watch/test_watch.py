@@ -244,8 +244,8 @@ def test_thinning_keeps_all_that_is_little():
 
 
 def test_names_are_checked_without_torch():
-    names = "import sys, hf_posttrain.methods as m, hf_posttrain.trainer.rules as r; list(r.stops('nan', m.METHODS['sft']))"
-    code = f"{names}; print('torch' in sys.modules)"
+    imports = "import sys; from hf_posttrain.methods import METHODS; from hf_posttrain.trainer.rules import stops"
+    code = f"{imports}; list(stops('nan', METHODS['sft'])); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     assert done.stdout.strip() == "False"
     assert watch.listed(None) == []
