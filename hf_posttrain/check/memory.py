@@ -106,7 +106,8 @@ class Run:
             return getattr(config, "precompute_teacher_top_k", None) is None and not (leaves and teacher.offload)
         losses = getattr(config, "loss_type", None)
         reference_free = isinstance(losses, list) and set(losses) <= REFERENCE_FREE
-        if not self.trainer_class.method.second or reference_free or model.lora is not None or model.adapter:
+        by_adapter = model.adapter or (model.lora is not None and model.lora.get("bias", "none") == "none")
+        if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
         if config.precompute_ref_log_probs is None:  # scored before training if rows are seen more than once
             step = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.engine.processes
