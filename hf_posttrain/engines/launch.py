@@ -30,8 +30,9 @@ class Asked(NamedTuple):
         return "FSDP2" if self.fsdp else "ZeRO-3" if self.zero == 3 else None
 
 
-def asked(args: Any, env: Mapping[str, str] = os.environ) -> Asked:
+def asked(args: Any, env: Mapping[str, str] | None = None) -> Asked:
     """What `args`, a method's Config, asks for; the launcher's environment where it says nothing of FSDP."""
+    env = os.environ if env is None else env  # not bound at import: `datasets` replaces it after a map on processes
     zero = None if args.deepspeed_plugin is None else int(args.deepspeed_plugin.zero_stage)  # from either of them
     if args.fsdp:
         plugin = args.fsdp_plugin_args or {}  # none on XLA
@@ -42,8 +43,9 @@ def asked(args: Any, env: Mapping[str, str] = os.environ) -> Asked:
     return Asked(0, "", zero)
 
 
-def check_engine(args: Any, env: Mapping[str, str] = os.environ) -> None:
+def check_engine(args: Any, env: Mapping[str, str] | None = None) -> None:
     """Raises LaunchError for an engine or a launch that must not train. args: a Config after HF's `__post_init__`."""
+    env = os.environ if env is None else env
     # a process that trains alone though several were started: each would train and save the same
     if args.world_size == 1:
         for name in _SIZES:

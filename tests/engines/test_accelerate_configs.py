@@ -3,6 +3,7 @@
 Two gloo processes on CPU train under the environment that `accelerate launch` leaves for each file.
 """
 
+import copy
 import os
 import re
 import shutil
@@ -279,6 +280,7 @@ def test_what_is_not(args, env):
 
 def test_a_launch_of_one_process_instead_of_two_is_refused(monkeypatch, tmp_path):
     """What `accelerate launch --cpu --num_processes 2` leaves for the one process that it starts."""
+    monkeypatch.setattr(os, "environ", copy.deepcopy(os.environ))  # as `datasets` does after a map on several processes
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "ACCELERATE_MIXED_PRECISION": "no"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match="asked for several processes and started one"):
