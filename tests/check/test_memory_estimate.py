@@ -289,9 +289,8 @@ def in_a_process(code, path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak resident set from /proc")
-@pytest.mark.parametrize(
-    "name", [name if name == "tiny" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
 def test_estimate_and_measured_peak(name, tmp_path):
     path = write_recipe(tmp_path, name)
     estimated = int(in_a_process(ESTIMATE, path)[-1])

@@ -112,7 +112,7 @@ def counted(rank, folder, count):
 
 
 @needs_deepspeed
-@pytest.mark.parametrize(("count", "steps"), [(8, 4), (9, 6)])
+@pytest.mark.parametrize(("count", "steps"), [pytest.param(8, 4, marks=pytest.mark.slow), (9, 6)])
 def test_the_plan_counts_rows_and_steps_as_the_trainer_does(count, steps, tmp_path):
     """Batches of 2 rows, 2 a step, 2 epochs. Of 9 rows each of two processes draws ceil(9 / 4) = 3 batches, and trains
     on all 6: 3 steps an epoch."""

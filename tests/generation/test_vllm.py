@@ -250,8 +250,9 @@ def trained(rank, engine, folder, lora, options):
 @pytest.mark.engines
 @pytest.mark.parametrize(
     ("engine", "lora"),
-    [("fsdp2", False), ("zero3", True)]
-    + [pytest.param(*case, marks=pytest.mark.slow) for case in (("ddp", False), ("fsdp2", True), ("zero3", False))],
+    [("zero3", True)]
+    + [pytest.param(*case, marks=pytest.mark.slow)
+       for case in (("ddp", False), ("fsdp2", False), ("fsdp2", True), ("zero3", False))],
 )
 def test_each_rank_gives_its_engine_the_whole_weights(engine, lora, tmp_path):
     first, second = on_two(trained, engine, engine, str(tmp_path), lora, {})

@@ -138,7 +138,7 @@ def assert_same_logs(found, expected, relative=0.0):
 # ---- what is saved
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick("lora", among=KINDS))
 @pytest.mark.parametrize("engine", quick("fsdp2", "zero3", among=ENGINES))
 def test_saved_on_two_and_loaded_on_one(engine, kind, trained):
     folder, _, weights = trained(engine, "dpo", kind)
@@ -226,7 +226,7 @@ def test_an_incomplete_save_raises(tmp_path, monkeypatch):
 # ---- resumed
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quick("lora", among=KINDS))
 @pytest.mark.parametrize("engine", quick("fsdp2", "zero3", among=ENGINES))
 @pytest.mark.parametrize(
     ("method", "config"),
@@ -243,7 +243,7 @@ def test_a_resumed_run_goes_on_as_the_uninterrupted(method, config, engine, kind
     assert_same(weights_found, weights)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", quick("full", among=KINDS))
 @pytest.mark.parametrize("engine", quick("fsdp2", among=("ddp", "fsdp2", "fsdp2-sharded")))
 def test_a_run_resumes_with_another_number_of_processes(engine, kind, before, after, trained, tmp_path):
