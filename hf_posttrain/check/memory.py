@@ -11,17 +11,17 @@ import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import datasets
 import psutil
 import torch
 
-from ..data.lengths import longest
+from ..data.lengths import longest, planned_passes
 from ..generation.rollout import GrowingLayer
 from ..losses.preference import REFERENCE_FREE
 from ..recipe.sections import Recipe
 from ..scoring.choose_layout import able
 from ..scoring.head import KEEP_ELEMENTS, tile_rows
 from ..scoring.layouts import collate
+from ..watch.symptoms import listed
 from .placement import Engine, Shapes, engine_asked, policy_on
 from .plan import planned_examples
 
@@ -51,8 +51,7 @@ class MemoryEstimate:
     advice: list[str] = field(default_factory=list)  # what to change if it does not fit, each on top of those before
 
     @property
-    def fits(self) -> bool:
-        """As far as it is known."""
+    def fits(self) -> bool:  # as far as it is known
         return self.available is None or self.total <= self.available
 
     def warnings(self) -> list[str]:
@@ -104,16 +103,13 @@ class Run:
         leaves = self.engine.gpu and not self.engine.shards  # to the host's memory
         if teacher is not None:
             return getattr(config, "precompute_teacher_top_k", None) is None and not (leaves and teacher.offload)
-        losses = getattr(config, "loss_type", None)
-        reference_free = isinstance(losses, list) and set(losses) <= REFERENCE_FREE
+        reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE
         by_adapter = model.adapter or (model.lora is not None and model.lora.get("bias", "none") == "none")
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
         if config.precompute_ref_log_probs is None:  # scored before training if rows are seen more than once
             step = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.engine.processes
-            known = isinstance(self.rows["train"], datasets.Dataset)
-            passes = config.max_steps * step / len(self.rows["train"]) if known else 0
-            return not leaves or (passes if config.max_steps > 0 else config.num_train_epochs) <= 1
+            return not leaves or planned_passes(self.rows["train"], config, step) <= 1
         return not config.precompute_ref_log_probs
 
     def estimate(self) -> MemoryEstimate:
@@ -203,10 +199,6 @@ def estimate(
     """The memory that training on `rows`, as `prepare_data` gives them, needs of each device. engine: in place of this
     process's; for GPUs it means what the recipe would be there, bf16 for instance. gib: in place of this machine's."""
     engine, available = engine or engine_asked(config), int(gib * GIB) if gib else None
-    if recipe.train.get("rollout") == "vllm":  # `build.of_any_machine` may have left that out
-        config, names = copy.copy(config), ("rollout", "vllm_mode", "vllm_gpu_memory_utilization")
-        given = {"vllm_mode": "colocate"} | {name: recipe.train[name] for name in names if recipe.train.get(name)}
-        vars(config).update(given)
     if not engine.gpu:
         other = psutil.Process().memory_info().rss
         available = available or psutil.virtual_memory().available + other

@@ -1,7 +1,6 @@
 """Bytes of a model: its weights and what a forward keeps for its backward, counted on the meta device, where tensors
 have a shape and no memory; and which engine holds what on each device. ZeRO's shares: arXiv 1910.02054."""
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +42,8 @@ class Engine:
 
     def __str__(self) -> str:
         kept = "all but gathered layers" if self.offload_params else "the optimizer" if self.offload_optimizer else ""
-        many = "1 process" if self.processes == 1 else f"{self.processes} processes"
-        return f"{self.name}, {many}" + (f", {kept} in host memory" if kept else "")
+        processes = f"{self.processes} process{'es' * (self.processes > 1)}"
+        return f"{self.name}, {processes}" + (f", {kept} in host memory" if kept else "")
 
 
 def engine_of(config_file: Path) -> Engine:
@@ -53,18 +52,16 @@ def engine_of(config_file: Path) -> Engine:
         given = yaml.safe_load(config_file.read_text(encoding="utf-8"))
         kind, count = str(given["distributed_type"]).upper(), int(given.get("num_processes", 1))
         zero, fsdp = given.get("deepspeed_config") or {}, given.get("fsdp_config") or {}
-        if file := zero.get("deepspeed_config_file"):  # DeepSpeed's own
-            told = json.loads(Path(file).read_text(encoding="utf-8")).get("zero_optimization", {})
-            offload = {f"offload_{what}_device": told.get(f"offload_{what}", {}) for what in ("optimizer", "param")}
-            zero = {"zero_stage": told.get("stage", 0)} | {name: each.get("device") for name, each in offload.items()}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise InputError(f"{config_file}: no accelerate config with distributed_type and num_processes") from error
+    if "deepspeed_config_file" in zero:
+        raise InputError(f"{config_file}: deepspeed_config_file is not read here: give zero_stage and offload_*_device")
     usual = "ddp" if count > 1 and kind not in ("NO", "FALSE") else "single"
     name = {"DEEPSPEED": f"zero{zero.get('zero_stage', 2)}", "FSDP": "fsdp2"}.get(kind, usual)
     offloads = (zero.get(f"offload_{what}_device") in HOST for what in ("optimizer", "param"))
     optimizer, params = (each or bool(fsdp.get("fsdp_offload_params")) for each in offloads)
-    gpu = not given.get("use_cpu", False) and kind != "MULTI_CPU"
-    return Engine(name, 1 if name == "single" else count, optimizer, params, gpu)
+    on_cpu = given.get("use_cpu", False) or kind == "MULTI_CPU"
+    return Engine(name, 1 if name == "single" else count, optimizer, params, not on_cpu)
 
 
 def engine_asked(config: Any) -> Engine:
@@ -135,10 +132,7 @@ class Shapes:
             adapter.inference_mode = False
             with torch.device("meta"):
                 model = peft.get_peft_model(model, load.adapter_shape(adapter))
-
-        def numbers(module: nn.Module) -> int:
-            return sum(p.numel() for p in module.parameters())
-
+        numbers: Any = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
         self.model, every, quantised = model, list(model.parameters()), section.quantization != "none"
         self.layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=numbers)
         # peft makes float32 of what is not quantised

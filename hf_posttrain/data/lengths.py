@@ -53,6 +53,13 @@ def tokens_of(rows: datasets.Dataset, columns: Sequence[str] = ()) -> np.ndarray
     return np.sum([lengths_of(rows, name, of_rows=True) for name in names], axis=0)
 
 
+def planned_passes(rows: Any, args: Any, rows_per_step: int) -> float:
+    """How often a run sees prepared rows; 0 for a stream, whose length is not known."""
+    if not isinstance(rows, datasets.Dataset):
+        return 0.0
+    return args.max_steps * rows_per_step / len(rows) if args.max_steps > 0 else args.num_train_epochs
+
+
 def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> list[dict]:
     """The `count` prepared rows with the most tokens, in `columns` or in all, longest first; of a stream, of its first
     1000 rows."""

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import datasets
 import peft
 from torch import Tensor, nn
 
+from ..data.lengths import planned_passes
 from ..engines import engine, launch, sharded
 from ..errors import InputError
 from ..scoring import forward
@@ -70,11 +70,8 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
 
 def planned_twice(trainer: Any) -> bool:
     """Are the training rows planned to be seen more than once? Then it is cheaper to score them beforehand."""
-    args, rows = trainer.args, trainer.train_dataset
-    if not isinstance(rows, datasets.Dataset):
-        return False
-    step = trainer.get_total_train_batch_size(args)
-    passes = args.max_steps * step / len(rows) if args.max_steps > 0 else args.num_train_epochs
+    args = trainer.args
+    passes = planned_passes(trainer.train_dataset, args, trainer.get_total_train_batch_size(args))
     if passes > 1:
         logger.info("reference: the data is scored once beforehand, since %.3g passes over it are planned", passes)
     return passes > 1

@@ -108,13 +108,13 @@ def test_a_file_that_is_no_accelerate_config(tmp_path):
         engine_of(tmp_path / "x.yaml")
 
 
-def test_deepspeeds_own_file(tmp_path):
-    told = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
-    (tmp_path / "zero.json").write_text(json.dumps({"zero_optimization": told}))
-    asked = {"distributed_type": "DEEPSPEED", "num_processes": 8, "fsdp_config": None}
-    file = {"deepspeed_config_file": str(tmp_path / "zero.json")}
-    (tmp_path / "x.yaml").write_text(yaml.safe_dump(asked | {"deepspeed_config": file}))
-    assert engine_of(tmp_path / "x.yaml") == Engine("zero3", 8, True, False, True)
+def test_deepspeeds_own_file_is_refused_and_empty_sections_are_none(tmp_path):
+    asked = {"distributed_type": "DEEPSPEED", "num_processes": 8, "deepspeed_config": None, "fsdp_config": None}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(asked))
+    assert engine_of(tmp_path / "x.yaml") == Engine("zero2", 8, gpu=True)
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(asked | {"deepspeed_config": {"deepspeed_config_file": "z.json"}}))
+    with pytest.raises(InputError, match="deepspeed_config_file is not read here"):
+        engine_of(tmp_path / "x.yaml")
 
 
 # ---- shapes
