@@ -32,10 +32,15 @@ def or_unreadable(problem_of: Callable[[Any], str | None]) -> Callable[[Any], st
     return looked
 
 
+def with_home(path: str | Path) -> Path:
+    """The path with `~` written out. Unlike Path.expanduser it leaves the name of an unknown user as it is."""
+    return Path(os.path.expanduser(path))
+
+
 @or_unreadable
 def source_problem(source: str) -> str | None:
     """What is wrong with the path of a data source; None for a good one and for a name on the hub."""
-    path = Path(os.path.expanduser(source))
+    path = with_home(source)
     if path.is_file():
         if path.suffix not in BUILDERS:
             instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""

@@ -1,7 +1,6 @@
 """Sources -> raw rows: files, folders, saved and hub data sets, their columns renamed, mixed by weight."""
 
 import logging
-import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ import datasets
 import numpy as np
 
 from ..errors import InputError, error_context, named, nearest
-from .files import BUILDERS, broken, source_problem
+from .files import BUILDERS, broken, source_problem, with_home
 
 
 def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.IterableDataset:
@@ -60,7 +59,7 @@ def _times(rows: datasets.Dataset, weight: float) -> datasets.Dataset:
 
 def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
     """The rows of one source, with our names for its columns."""
-    path = Path(os.path.expanduser(source.path))
+    path = with_home(source.path)
     try:
         rows = _read(path, source)
     except Exception as error:
@@ -123,7 +122,7 @@ def decoded(sources: Any, what: str) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        found = ((source.path, broken(Path(os.path.expanduser(source.path)))) for source in _as_list(sources))
+        found = ((source.path, broken(with_home(source.path))) for source in _as_list(sources))
         places = [f"{path}: {problem}" for path, problem in found if problem]
         raise InputError(f"{what}: {places[0] if places else f'a text is not UTF-8 ({error})'}") from error
 

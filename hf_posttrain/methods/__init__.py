@@ -3,8 +3,12 @@
 A method's algorithm is in the module of its name: a Config, and a Trainer with `examples` and `losses`.
 """
 
+from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from ..data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from ..trainer.method import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Method, Paper
@@ -116,6 +120,13 @@ _ROWS = (
     ),
 )  # fmt: skip
 METHODS: dict[str, Method] = {method.name: method for method in _ROWS}  # name in a recipe -> row of the table
+
+
+@cache
+def papers() -> dict[str, Paper]:
+    """Those of papers.yaml, by their key."""
+    known = yaml.safe_load(Path(__file__).with_name("papers.yaml").read_text(encoding="utf-8"))
+    return {key: Paper(key, **fields) for key, fields in known.items()}
 
 
 def config_class(method: Method) -> Any:

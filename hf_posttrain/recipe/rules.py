@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import constants as hub
 from jinja2 import Environment, TemplateSyntaxError
 
-from ..data.files import or_unreadable, source_problem
+from ..data.files import or_unreadable, source_problem, with_home
 from ..errors import nearest_path
 from ..methods import METHODS
 from ..models.section import TOKENIZER_FILES, is_local
@@ -215,7 +215,7 @@ def _missing(name: str, recipe: Recipe) -> str | None:
 @or_unreadable
 def _unwritable(folder: Path) -> str | None:
     """Why a folder that may not be there yet cannot be written to."""
-    folder = Path(os.path.expanduser(folder)).absolute()
+    folder = with_home(folder).absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir():
         return f"{existing} is a file, not a folder"

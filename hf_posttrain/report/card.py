@@ -3,12 +3,10 @@
 import logging
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from ..methods import papers
 from ..trainer.method import Method, Paper
 from ..trainer.saving import CARD_MARKER
 from ..watch.symptoms import listed
@@ -60,8 +58,7 @@ def is_hub_name(name: str) -> bool:
 
 def list_papers(row: Method | None, arguments: Mapping[str, Any], lora: bool) -> list[Paper]:
     """The papers of a method, of its loss_type, and of LoRA."""
-    known = yaml.safe_load((files("hf_posttrain.methods") / "papers.yaml").read_text(encoding="utf-8"))
+    own = [row.paper] if row and row.paper else []
     losses = [row.loss_papers.get(name) for name in listed(arguments.get("loss_type"))] if row else []
     keys = dict.fromkeys([*losses, "hu2021lora" if lora else None])
-    found = [row.paper if row else None, *(Paper(key, **known[key]) for key in keys if key)]
-    return [paper for paper in found if paper]
+    return own + [papers()[key] for key in keys if key]

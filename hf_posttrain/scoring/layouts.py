@@ -86,7 +86,7 @@ class Document:
     positions: np.ndarray
     branch: np.ndarray  # 0 for what every token of the document may see, k >= 1 for branch k
     targets: np.ndarray  # the token that a position predicts where that is trained, else IGNORE
-    weights: np.ndarray  # how many branches share the token; 0 on padding
+    weights: np.ndarray  # how many branches share the token: `router_weights`, which are 0 on padding
     owners: np.ndarray  # for each scored position, in order: the number of its branch, counted over all examples
 
 
