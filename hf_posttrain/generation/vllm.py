@@ -71,7 +71,7 @@ class _Backend:
         if getattr(scoring.causal_lm(model), "is_quantized", False):
             raise InputError("rollout: vllm takes no quantised student: set quantization: none, or drop rollout: vllm")
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
-        self.card = check(trainer.args, self.lora)
+        self.card = check(trainer.args, self.lora, tied=self.lora is None and has_tied_head(model.config))
         self.trainer, self.sampling, self.count = trainer, sampling(trainer), 0
         self.adapter: Any = None
         # a new folder in output_dir, the same on all ranks; what removes it when the run ends is kept by the first
@@ -267,16 +267,28 @@ def check_installed(config: Any) -> None:
         raise InputError("rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server")
 
 
-def check(config: Any, peft_config: Any = None) -> dict[str, Any]:
+def has_tied_head(config: Any) -> bool:
+    """Does a model of this config have its embedding as head?"""
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+
+
+def check(config: Any, peft_config: Any = None, tied: bool = False) -> dict[str, Any]:
     """What the server, if there is one, says of its model: id, root (a name or folder), max_model_len.
 
-    Raises InputError for a server that cannot be asked or takes fewer tokens than max_length, and for an adapter that
-    vLLM cannot serve.
+    tied: are all weights sent, of a model whose head is its embedding? vLLM 0.32's server, on CPU, kept the old head
+    after each transfer, without an error. Raises InputError for such a student, a server that cannot be asked or takes
+    fewer tokens than max_length, and for an adapter that vLLM cannot serve.
     """
     if peft_config is not None:
         max_rank(peft_config)
     if config.vllm_mode != "server":
         return {}
+    if tied:
+        raise InputError(
+            "vllm_mode: server: the student's head is its embedding (tie_word_embeddings), and vLLM may keep the old "
+            "head when weights are sent, so rollouts would come from another model: use model.lora, or rollout: "
+            "transformers"
+        )
     card = json.loads(call(config.vllm_server_base_url, "/v1/models"))["data"][0]  # the base, then adapters
     if config.max_length is not None and card["max_model_len"] < config.max_length:
         longest = f"the vLLM server's --max-model-len {card['max_model_len']}: lower max_length, or start it with more"

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import inspect
 import itertools
+import shutil
 import sys
 from pathlib import Path
 
@@ -30,6 +31,11 @@ TRAINING = {
 }  # fmt: skip
 
 
+def untied(**changes):
+    """A student that may be sent to a server."""
+    return tiny_model(tie_word_embeddings=False, **changes)
+
+
 @pytest.fixture
 def vllm(monkeypatch):
     """The stand-in for the package."""
@@ -45,7 +51,7 @@ def backend(request, vllm):
     if mode == "colocate":
         yield {"peft_config": peft.LoraConfig(**LORA) if lora else None}
         return
-    with Serving(tiny_model(seed=0 if lora else 77)) as server:
+    with Serving(tiny_model() if lora else untied(seed=77)) as server:
         server_options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
         yield {"peft_config": peft.LoraConfig(**LORA) if lora else None, "server": server} | server_options
 
@@ -58,7 +64,8 @@ def opd(backend, folder, model=None, second=None, **config):
     """(trainer, its server or None)"""
     given = TRAINING | backend | config
     server = given.pop("server", None)
-    model = model or tiny_model()
+    if model is None:
+        model = untied() if "vllm_mode" in given and not given.get("peft_config") else tiny_model()
     rows, second = token_rows("opd", 12), second or tiny_model(seed=9)
     return trainer_for("opd", model, rows, folder, second=second, eval_rows=token_rows("opd", 3), **given), server
 
@@ -135,10 +142,11 @@ def test_a_resumed_run_repeats_its_rollouts(backend, tmp_path):
 def test_both_modes_train_the_same(lora, tmp_path, vllm):
     """What is sampled depends on the weights and on (seed, step, rank, number of the prompt) alone."""
     peft_config = {"peft_config": peft.LoraConfig(**LORA) if lora else None}
-    colocated, _ = opd(peft_config, tmp_path)
+    student = tiny_model() if lora else untied()
+    colocated, _ = opd(peft_config, tmp_path, copy.deepcopy(student))
     colocated.train()
-    with Serving(tiny_model(seed=0 if lora else 77)) as server:
-        served, _ = opd(peft_config, tmp_path, vllm_mode="server", vllm_server_base_url=server.url)
+    with Serving(tiny_model() if lora else untied(seed=77)) as server:
+        served, _ = opd(peft_config, tmp_path, student, vllm_mode="server", vllm_server_base_url=server.url)
         served.train()
     assert losses_of(served) == losses_of(colocated)
 
@@ -171,7 +179,7 @@ def test_what_was_written_is_removed(backend, tmp_path):
 @pytest.mark.parametrize("backend", [("colocate", False), ("server", False)], ids=["colocate", "server"], indirect=True)
 def test_padding_of_the_vocabulary_is_never_drawn(backend, tmp_path, monkeypatch):
     """The student has 40 ids that the teacher lacks, and likes them."""
-    student = tiny_model()
+    student = untied()
     student.resize_token_embeddings(340, mean_resizing=False)
     with torch.no_grad():
         student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
@@ -267,7 +275,7 @@ def test_each_rank_gives_its_engine_the_whole_weights(engine, lora, tmp_path):
 @pytest.mark.engines
 @pytest.mark.parametrize(("engine", "lora"), [("zero3", False), pytest.param("fsdp2", True, marks=pytest.mark.slow)])
 def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
-    with Serving(tiny_model(seed=0 if lora else 77)) as server:
+    with Serving(tiny_model() if lora else untied(seed=77)) as server:
         options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
         (_, wholes, rollouts), (_, _, other) = on_two(trained, engine, engine, str(tmp_path), lora, options)
     sent = [path for path, _ in server.log if path in ("/collective_rpc", "/v1/load_lora_adapter")]
@@ -373,6 +381,15 @@ def test_a_server_of_another_base_is_told(tmp_path, caplog):
             assert ("serves served, and the student's base is another" in caplog.text) == told
 
 
+def test_a_tied_student_is_not_sent_to_a_server(tmp_path):
+    """vLLM 0.32 kept the old head after a transfer. With LoRA the base is not sent."""
+    with Serving(tiny_model()) as server:
+        config = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        with pytest.raises(InputError, match="the student's head is its embedding"):
+            opd(config, tmp_path, tiny_model())
+        opd(config | {"peft_config": peft.LoraConfig(**LORA)}, tmp_path, tiny_model())
+
+
 def test_other_trouble_with_a_server_is_told(tmp_path):
     with Serving(tiny_model(), max_model_len=100) as server:
         config = {"vllm_mode": "server", "vllm_server_base_url": server.url}
@@ -399,7 +416,8 @@ def test_the_command_refuses_before_weights_are_loaded(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(models, "load_model", lambda *args, **kwargs: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
-    Qwen3Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=300).save_pretrained("tiny")
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 300}
+    Qwen3Config(**shape, tie_word_embeddings=False).save_pretrained("tiny")
     byte_tokenizer().save_pretrained("tiny")
     Path("tiny/model.safetensors").touch()  # never read
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n')
@@ -414,6 +432,11 @@ def test_the_command_refuses_before_weights_are_loaded(tmp_path, monkeypatch, ca
 
     url = "train.vllm_server_base_url=http://127.0.0.1:9"
     assert "command line: vllm_server_base_url: no vLLM server answers at" in line("train.vllm_mode=server", url)
+    Qwen3Config(**shape, tie_word_embeddings=True).save_pretrained("tied")
+    shutil.copytree("tiny", "tied", dirs_exist_ok=True, ignore=lambda *_: ["config.json"])
+    tied = "train.vllm_mode=server", url, "model.name_or_path=tied"
+    assert "command line: vllm_mode: server: the student's head is its embedding" in line(*tied)
+    assert "no vLLM server answers" in line(*tied, "model.lora={r: 8}")
     assert "opd.yaml:5: rollout: vllm cannot serve LoRA with use_dora=True" in line("model.lora={use_dora: true}")
     assert "train.rollout: vllm takes no quantised" in line("model.lora={r: 8}", "model.quantization=4bit")
     assert "command line: train.vllm_server_base_url belongs to vllm_mode" in line(url)
