@@ -2,8 +2,9 @@
 
     accelerate launch -m hf_posttrain.run RECIPE.yaml [section.key=value ...]
 
-Exit codes: 0, after SIGTERM too, which saves a checkpoint; 1 where train.stop_on ended the run; 2 for a mistake in the
-input, in one line on stderr; 130 for Ctrl-C.
+Exit codes: 0, after SIGTERM too, which saves a checkpoint; 1 where train.stop_on ended the run, or a check warns; 2 for
+a mistake in the input, in one line on stderr; 3 for an error that nobody foresaw, with its traceback in a file; 130 for
+Ctrl-C.
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
@@ -12,13 +13,18 @@ import dataclasses
 import json
 import logging
 import os
+import platform
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from .errors import InputError, RunStopped
+from . import __version__
+from .errors import InputError, RunStopped, printable
 from .recipe import build as parts
 from .recipe.cli import parse
 from .recipe.read import load_recipe
@@ -32,7 +38,8 @@ PATIENCE = 10  # seconds that other ranks give the first one to say what is wron
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the arguments ask for; returns the exit code. An error that is none of ours becomes a traceback."""
+    """Run what the arguments ask for; returns the exit code, whatever happens."""
+    folder = None  # where a run leaves its files, once the recipe has said it
     # only the first process talks; the variable is read when datasets is imported
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     logging.basicConfig(format="%(message)s")
@@ -48,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.check:
             return preflight(arguments)
         recipe = load_recipe(arguments.recipe, arguments.overrides)
+        folder = None if arguments.preprocess_only else recipe.train.get("output_dir")
         preprocess(recipe) if arguments.preprocess_only else run(recipe)
         return 0
     except InputError as error:
@@ -63,6 +71,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; train.resume_from_checkpoint=auto goes on from a checkpoint", file=sys.stderr, flush=True)
         return 130
+    except Exception as error:
+        return report_crash(error, folder)
+
+
+def report_crash(error: Exception, folder: str | None) -> int:
+    """Write the traceback of an error that nobody foresaw into `folder` (None: a temporary file) and say so in a line.
+    Every rank has a file of its own. Returns the exit code: 3, or 2 where memory ran out, which no recipe shows."""
+    from .report.run_folder import command_line
+
+    said = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:400]
+    about = f"{datetime.now():%Y-%m-%d %H:%M:%S}, hf_posttrain {__version__}, python {platform.python_version()}"
+    text = f"{about}\n{command_line()}\n\n{''.join(traceback.format_exception(error))}"
+    name = f"crash_rank_{os.environ['RANK']}.txt" if os.environ.get("WORLD_SIZE", "1") != "1" else "crash.txt"
+    try:
+        file = Path(folder or tempfile.mkdtemp(prefix="hf_posttrain-")) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError:  # a full disk, for one
+        print(text, file=sys.stderr)
+        file = Path("above")
+    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):  # torch's, by name: it may not be imported
+        advice, code = f"--check and docs/troubleshooting.md, Out of memory, say what to change (traceback: {file})", 2
+    else:
+        advice, code = f"nobody foresaw this error: please report it, with its traceback ({file})", 3
+    print(f"error: {said}; {advice}", file=sys.stderr, flush=True)
+    return code
 
 
 def run(recipe: Recipe) -> dict[str, float]:

@@ -187,18 +187,77 @@ def test_a_finished_run_that_is_resumed_keeps_its_metrics(folder):
     assert (folder / "out/all_results.json").read_text() == metrics
 
 
-def test_ctrl_c_is_130_and_a_bug_is_a_traceback(folder, monkeypatch):
-    for raised, expected in ((KeyboardInterrupt(), 130), (ValueError("a bug"), ValueError)):
+def test_ctrl_c_is_130(folder, monkeypatch):
+    def interrupted(recipe):
+        raise KeyboardInterrupt
 
-        def broken(recipe, raised=raised):
-            raise raised
+    monkeypatch.setattr(run, "run", interrupted)
+    assert run.main(["sft.yaml"]) == 130
 
-        monkeypatch.setattr(run, "run", broken)
-        if isinstance(expected, int):
-            assert run.main(["sft.yaml"]) == expected
-        else:
-            with pytest.raises(expected):
-                run.main(["sft.yaml"])
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "function"),
+    [
+        (["sft.yaml"], "hf_posttrain.run", "run"),
+        (["sft.yaml", "--preprocess-only"], "hf_posttrain.run", "preprocess"),
+        (["sft.yaml", "--check"], "hf_posttrain.check", "check"),
+        (["data", "rows.jsonl"], "hf_posttrain.check.data_command", "described"),
+        (["compare", "a", "b"], "hf_posttrain.report.compare", "read"),
+        (["nothing.yaml"], "hf_posttrain.run", "load_recipe"),
+    ],
+)
+def test_an_error_that_nobody_foresaw_is_3_with_its_traceback_in_a_file(
+    folder, capsys, monkeypatch, arguments, module, function
+):
+    def broken(*args, **kwargs):
+        raise ValueError("a bug\x1b[2J\nof ours")
+
+    monkeypatch.setattr(f"{module}.{function}", broken)
+    monkeypatch.setattr(run.tempfile, "tempdir", str(folder))
+    monkeypatch.setattr(sys, "argv", ["hf-posttrain", *arguments, "train.hub_token=secret"])
+    assert run.main(arguments) == 3
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ValueError: a bug\\x1b[2J of ours; nobody foresaw this error: please report it")
+    [file] = folder.rglob("crash.txt")
+    # a training leaves it in its output_dir; everything else writes nothing there
+    assert (file.parent == Path("out").resolve()) == (arguments == ["sft.yaml"])
+    text = file.read_text()
+    assert str(file.name) in line
+    assert "in broken" in text
+    assert f"hf-posttrain {arguments[0]}" in text
+    assert "secret" not in text
+
+
+def test_every_rank_leaves_its_own_traceback(folder, capsys, monkeypatch):
+    def broken(recipe):
+        raise ValueError(f"a bug on rank {os.environ['RANK']}")
+
+    monkeypatch.setattr(run, "run", broken)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert run.main(["sft.yaml"]) == 3
+        assert f"a bug on rank {rank}" in Path(f"out/crash_rank_{rank}.txt").read_text()
+
+
+def test_memory_that_runs_out_is_no_fault_of_ours(folder, capsys, monkeypatch):
+    def broken(recipe):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(run, "run", broken)
+    assert run.main(["sft.yaml"]) == 2
+    assert "Out of memory, say what to change" in capsys.readouterr().err
+
+
+def test_a_traceback_that_no_file_takes_is_printed(folder, capsys, monkeypatch):
+    def broken(recipe):
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(run, "run", broken)
+    assert run.main(["sft.yaml", "train.output_dir=rows.jsonl"]) == 3
+    shown = capsys.readouterr().err
+    assert "in broken" in shown
+    assert shown.splitlines()[-1].endswith("(above)")
 
 
 def stub_method(monkeypatch, name):

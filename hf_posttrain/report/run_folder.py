@@ -3,6 +3,9 @@
 import json
 import math
 import os
+import re
+import shlex
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -119,6 +122,12 @@ def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:
         return True
     # Not younger than the end of a run, after which `source`, a checkpoint's state, was written
     return source != over and over.exists() and written <= over.stat().st_mtime
+
+
+def command_line() -> str:
+    """How this process was started, as a shell would take it, with HIDDEN for tokens and keys."""
+    secret = r"(?i)((?:token|key|secret|password)['\"]?[=: ]+)[^\s,}'\"]+"
+    return re.sub(secret, rf"\1{HIDDEN}", shlex.join(sys.argv))
 
 
 def _hide_tokens(tree: Any) -> Any:
