@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
+import peft
 import pytest
 import torch
+import transformers
 from models_for_tests import tiny_model
 from tokenizers_for_tests import LLAMA, bos_tokenizer, byte_tokenizer
 from training_for_tests import METHODS, TABLE, token_rows, trainer_for, usual
@@ -81,6 +83,25 @@ def test_a_sound_recipe_is_shown_without_weights_and_nothing_is_written(folder, 
     for words in ("3 steps of 2 rows", "0.6 epochs of 10 rows", "0 + 1 =[[ 1<|im_end|>]]", "10 rows", "It can run."):
         assert words in page
     assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", ["lora", "modules_to_save", "ia3", "prompt_tuning"])
+def test_an_adapter_that_is_continued_is_counted_as_a_new_one(folder, capsys, kind):
+    configs = {
+        "lora": peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
+        "modules_to_save": peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        "ia3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
+        "prompt_tuning": peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    }
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("tiny"))
+    model.save_pretrained("tiny")
+    adapted = peft.get_peft_model(model, configs[kind])
+    adapted.save_pretrained("adapter")
+    override = "model={name_or_path: tiny, adapter: adapter}"
+    found = checked(override)
+    assert found.memory.gradients == 4 * sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+    assert run.main(["recipe.yaml", "--check", override]) == 0
+    assert "It can run." in capsys.readouterr().out
 
 
 def test_json_has_the_same_and_nothing_else_is_on_stdout(folder):
