@@ -50,8 +50,10 @@ Fields = Mapping[str, Field]
 
 
 def fields_of(cls: Any) -> dict[str, Field]:
-    """The fields that a dataclass is made with, without those whose metadata has `hidden`: they are not keys."""
+    """The fields that a dataclass is made with, without those whose metadata has `hidden`: they are not keys. One that
+    HfArgumentParser takes without a value (`--fsdp`), for which it becomes `const`, takes true and false too."""
     hints = typing.get_type_hints(cls)
+    hints |= {f.name: bool | hints[f.name] for f in dataclasses.fields(cls) if f.metadata.get("const") is True}
     return {
         f.name: Field(hints[f.name], f.default if f.default_factory is dataclasses.MISSING else f.default_factory())
         for f in dataclasses.fields(cls) if f.init and not f.metadata.get("hidden")

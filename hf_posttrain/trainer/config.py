@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +17,7 @@ from . import rules
 from .method import Method
 
 logger = logging.getLogger(__name__)
+_SWITCH: dict[str, Any] = {"nargs": "?", "const": True}  # HfArgumentParser takes --bf16 and --bf16 true
 
 
 @dataclass
@@ -30,17 +31,17 @@ class PostTrainConfig(TrainingArguments):
     """The row of the table of methods that these are the options of."""
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
-    activation_checkpointing: bool | None = None
+    activation_checkpointing: bool | None = field(default=None, metadata=_SWITCH)
     """Recompute activations in the backward: less memory, a third more compute. None: yes, as in TRL."""
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
     """Options of that, such as {offload: true}."""
-    gradient_checkpointing: bool | None = None
+    gradient_checkpointing: bool | None = field(default=None, metadata=_SWITCH)
     """The older name of activation_checkpointing, read where that is not given."""
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
     """The older name of activation_checkpointing_kwargs."""
-    bf16: bool | None = None  # type: ignore[assignment]
+    bf16: bool | None = field(default=None, metadata=_SWITCH)  # type: ignore[assignment]
     """bf16 autocast; None: on where the GPU has it (and fp16 is not set), off on CPU."""
-    fsdp: bool | str | None = None  # type: ignore[assignment]
+    fsdp: str | None = field(default=None, metadata=_SWITCH)
     """True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way."""
     remove_unused_columns: bool = False
     """Our collators read their own columns; leave it off."""
@@ -74,7 +75,7 @@ class PostTrainConfig(TrainingArguments):
 
     def __new__(cls, *args: Any, **kwargs: Any):
         """Names that TRL's configs or older transformers have and this one lacks raise with what to use instead."""
-        names = {field.name for field in dataclasses.fields(cls)}
+        names = {option.name for option in dataclasses.fields(cls)}
         for name in kwargs:
             if name not in names and (instead := rules.renamed().get(name)):
                 raise InputError(f"{cls.__name__} has no {name}: {instead}")

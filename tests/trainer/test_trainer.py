@@ -32,11 +32,13 @@ from transformers import (
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    HfArgumentParser,
 )  # fmt: skip
 
 from hf_posttrain import OPDTrainer, SFTConfig, SFTTrainer
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
+from hf_posttrain.methods import config_class
 from hf_posttrain.scoring import choose_layout, cpu
 from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.forward import targets
@@ -342,6 +344,16 @@ def test_fields_of_trl_that_do_not_exist_say_what_to_use(name, advice, tmp_path)
         SFTConfig(output_dir=str(tmp_path), nonsense=1)
     config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, learning_rate=1e-4)
     assert copy.deepcopy(config).learning_rate == pickle.loads(pickle.dumps(config)).learning_rate == 1e-4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_hugging_faces_argument_parser_reads_every_config(method, tmp_path):
+    parser = HfArgumentParser(config_class(TABLE[method]))
+    given = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--gradient_checkpointing", "--stop_on=nan"]
+    (args,) = parser.parse_args_into_dataclasses(given)
+    assert (args.bf16, args.gradient_checkpointing, args.stop_on, args.fsdp) == (False, True, "nan", None)
+    assert parser.parse_args(["--fsdp", "--bf16"]).fsdp is True
+    assert "--chat_template_kwargs" in parser.format_help()
 
 
 def test_replacing_collator_or_loss_is_refused(tmp_path):
