@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Iterable
-from decimal import Context, InvalidOperation
+from contextlib import suppress
+from decimal import Context, Inexact, InvalidOperation
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -12,12 +14,25 @@ import torch
 
 from ..errors import InputError
 
-_PATTERNS = (
-    r"####\s*(\S+)",
-    r"\\boxed\{([^{}]*)\}",
-    r"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*([-$]*[\d.,]*\d)",  # an "A" or "answer" alone is a word
-    r"-?\d[\d,]*(?:\.\d+)?",  # any number
+# LaTeX for what plain text can say, in this order: a fraction behind a number is a mixed number, a unit does not count
+_PLAIN = tuple((re.compile(pattern), plain) for pattern, plain in (
+    (r"\\left|\\right|\\[!,;:()\[\] ]|\{(?=,\})|(?<=,)\}|\^\{?\\circ\}?|°|\*{2,}(?!\d)|(?<!\d)\*{2,}", ""),
+    (r"\\([%$])", r"\1"), (r"\*\*", "^"), (r"\\times|\\cdot|[×·]", "*"), (r"\\pi(?![a-zA-Z])", "π"),
+    (r"(?<=\d)\s*(?:\\text|\\mathrm|\\mbox)\s*\{\s*[a-zA-Z ]+\}(?:\^\{?\d\}?)?(?=\s*[}$.]|\s*$)", ""),
+    (r"\\(?:text|mathrm|mbox|textbf|mathbf|boldsymbol|textit)\s*\{([^{}]*)\}", r"\1"),
+    (r"(?<=\d)\s*(?=\\[dtc]?frac)", " "),
+    (r"\\[dtc]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
+    (r"\\sqrt\s*(?:\{(\w+)\}|(\d))", r"√\1\2"), (r"\^\s*\{(-?\w+)\}", r"^\1"), (r" ?([*^√]) ?(?=[\d√-])", r"\1"),
+))  # fmt: skip
+# what may follow a number and makes it another one: a fraction, a time of day, a power, a product, a root
+_TAIL = r"(?>(?: \d+/\d+(?!\d)|[/:^*]-?√?\d[\d.,]*|√\d[\d.,]*|π)*)"
+_VALUE = r"(?>[-+$]*√?[\d.,]*\d(?:[eE][-+]?\d+)?)" + _TAIL
+_FINAL = re.compile(rf"####[ \t]*({_VALUE}(?![\w(])|[^\n]*\S)")
+_SAID = re.compile(  # an "A" or "answer" alone is a word
+    rf"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*({_VALUE}|\$[^$\n]*\\[a-z][^$\n]*\$)"
 )
+_NUMBER = re.compile(rf"-?√?\d[\d,]*(?:\.\d+)?{_TAIL}")
+_RATIO = re.compile(r"-?(?:\d+ )?\d+/\d+")
 _EXACT = Context(prec=999, Emax=999, Emin=-999, traps=[InvalidOperation])  # finite: 1e999999999 is not written out
 
 
@@ -25,22 +40,43 @@ def final_answer(text: str) -> str:
     r"""The final answer of a solution: after `####`, in `\boxed{}`, or after `A:`, `answer:` or "answer is"; else its
     last number.
 
-    Thousands separators, currency signs and a trailing period or `.0` do not count: "$1,200.00" is "1200".
+    A number is taken with the fraction, power, time or product that it begins. Thousands separators, currency signs,
+    units in \text{} behind a number and a trailing period or `.0` do not count: "$1,200.00" is "1200", and
+    \frac{6}{8} is "0.75".
     """
+    for pattern, plain in _PLAIN:
+        text = pattern.sub(plain, text)
     # the marked answer, by the first mark that is there; the last one counts, since solutions may try several
-    for pattern in _PATTERNS:
-        if found := re.findall(pattern, text):
+    for find in (_FINAL.findall, _boxed, _SAID.findall, _NUMBER.findall):
+        if found := find(text):
             return _normal(found[-1])
     return _normal(text)
 
 
+def _boxed(text: str) -> list[str]:
+    r"""What stands in each \boxed{...} that is closed, with braces of its own."""
+    found, opened = [], []  # of each open brace, where its \boxed{} begins; 0 for another
+    for brace in re.finditer(r"\\[{}]|\\boxed\s*\{|[{}]", text):
+        if brace[0] == "}" and opened and (start := opened.pop()):
+            found.append(text[start : brace.start()])
+        elif brace[0] == "{" or brace[0].startswith(r"\boxed"):
+            opened.append(0 if brace[0] == "{" else brace.end())
+    return [inside for inside in found if inside.strip()]
+
+
 def _normal(answer: str) -> str:
     """One spelling for equal answers."""
-    answer = answer.strip().strip("$.").replace(",", "").replace("$", "")
+    answer = answer.strip("$.,*% \n\t")
+    number = answer.replace(",", "").replace("$", "")
+    if _RATIO.fullmatch(number):
+        with suppress(ValueError, ArithmeticError):  # too many digits, or by zero
+            value = sum(map(Fraction, number.lstrip("-").split())) * (-1 if number.startswith("-") else 1)
+            number = str(value)
+            number = str(Context(prec=99, traps=[Inexact]).divide(value.numerator, value.denominator))
     try:
-        return f"{_EXACT.create_decimal(answer).normalize(_EXACT):f}"
+        return f"{_EXACT.create_decimal(number).normalize(_EXACT):f}"
     except InvalidOperation:
-        return answer.lower()
+        return (number if "/" in number else answer).lower()
 
 
 class ExactMatch(evaluate.Metric):

@@ -1,5 +1,7 @@
 """Final answers of solutions, their exact match, and which rows can be asked and graded."""
 
+import time
+
 import pytest
 
 from hf_posttrain.errors import InputError
@@ -32,10 +34,54 @@ from hf_posttrain.generation.exact_match import ExactMatch, answerable, final_an
         ("#### 0.10000000000000000000000000001", "0.10000000000000000000000000001"),
         ("#### 1e3", "1000"),
         ("#### 1e999999999", "Infinity"),
+        ("#### New York.\nIt is", "new york"),
+        ("#### 1 1/2 hours", "1.5"),
+        ("#### 5x", "5x"),
+        ("The answer is 3/4.", "0.75"),
+        ("so it is -2/6", "-1/3"),
+        ("the answer is 1/0", "1/0"),
+        ("A: 12:30", "12:30"),
+        ("the answer is 2^{10}", "2^10"),
+        (r"so 5 \times 10^3", "5*10^3"),
+        (r"The answer is \(5\).", "5"),
+        (r"The answer is $\frac{\pi}{2}$.", r"\frac{π}{2}"),
+        (r"\boxed{1\frac{3}{4}}", "1.75"),
+        (r"\boxed{\frac{x+1}{2}}", r"\frac{x+1}{2}"),
+        (r"\boxed{\$5{,}000}", "5000"),
+        (r"\boxed{5\text{ km}}", "5"),
+        (r"\boxed{90^{\circ}}", "90"),
+        (r"\boxed{\text{(B)}}", "(b)"),
+        (r"\boxed{(1,2)}", "(1,2)"),
+        (r"\boxed{7} and then \boxed{8", "7"),
     ],
 )
 def test_final_answer(text, answer):
     assert final_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (r"so \boxed{\frac{3}{2}}", r"thus \boxed{\frac{1}{2}}"),
+        (r"\boxed{5\sqrt{2}}", r"\boxed{3\sqrt{2}}"),
+        (r"\boxed{\sqrt{\frac{1}{2}}}", r"\boxed{\frac{1}{2}}"),
+        (r"\boxed{x^{2}+7}", r"\boxed{y^{3}+7}"),
+        (r"\boxed{1\frac{1}{2}}", r"\boxed{\frac{11}{2}}"),
+        ("at 12:30", "at 11:30"),
+        ("The answer is 1 1/2", "The answer is 1 1/3"),
+        ("the answer is √2", "the answer is 2"),
+        ("#### New York", "#### New Jersey"),
+    ],
+)
+def test_other_answers_that_share_a_number_are_not_equal(one, other):
+    assert final_answer(one) != final_answer(other)
+
+
+@pytest.mark.parametrize("text", ["1,", "1/", r"\boxed{", "A: *", "$\\a", "1 1/1 ", "3 "])
+def test_long_texts_take_no_time(text):
+    began = time.perf_counter()
+    final_answer(text * 5000)
+    assert time.perf_counter() - began < 1
 
 
 def test_exact_match_is_the_share_of_equal_final_answers():
