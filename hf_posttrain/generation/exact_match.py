@@ -55,7 +55,8 @@ def final_answer(text: str) -> str:
 
 def _boxed(text: str) -> list[str]:
     r"""What stands in each \boxed{...} that is closed, with braces of its own."""
-    found, opened = [], []  # of each open brace, where its \boxed{} begins; 0 for another
+    found: list[str] = []
+    opened: list[int] = []  # of each open brace, where its \boxed{} begins; 0 for another
     for brace in re.finditer(r"\\[{}]|\\boxed\s*\{|[{}]", text):
         if brace[0] == "}" and opened and (start := opened.pop()):
             found.append(text[start : brace.start()])
