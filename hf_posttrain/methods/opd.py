@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import datasets
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import InputError
 from ..generation import by_transformers, rollout, vllm
@@ -26,7 +27,7 @@ from ..models.teacher import add_teacher
 from ..scoring import teacher_tiles
 from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
-from ..scoring.layouts import Branch, Collator, Example, Later, collate, share_out
+from ..scoring.layouts import IGNORE, Branch, Collator, Example, Later, collate, share_out
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses, row_weights
@@ -86,8 +87,10 @@ class PromptCollator(Collator):
     """Keeps prompts as they are: `roll_out` makes them a batch, once they have answers."""
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        """`index` [rows], and `prompts`."""
-        return {"index": torch.tensor([row.get("index", -1) for row in rows]), "prompts": Later(rows)}
+        """`index` [rows], `prompts`, and their `input_ids` for metrics that ask for inputs, -100 behind each."""
+        prompts = [torch.tensor(row["prompt_ids"]) for row in rows]
+        index = torch.tensor([row.get("index", -1) for row in rows])
+        return {"index": index, "prompts": Later(rows), "input_ids": pad_sequence(prompts, True, IGNORE)}
 
 
 class OPDTrainer(PostTrainer):
@@ -210,22 +213,22 @@ class OPDTrainer(PostTrainer):
         advantage = teacher_tiles.credited(teacher - student, batch["owner"], discount)
         return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
 
-    def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """Means over tokens, and of what the student sampled itself (not of the data's completions) over rollouts."""
+    def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Means over the tokens that the student sampled itself (not over the data's completions) and over rollouts."""
         student, teacher = scores["student"], scores["teacher"]
         gap = teacher - student
         rolled = (batch["sampled"] * row_weights(batch))[batch["row"]]  # [rollouts]
+        own = rolled[batch["owner"]]  # [N]
         ends = torch.isin(targets(batch), torch.tensor(self.terminal_ids, device=gap.device))
         stopped = per_branch(ends.float(), batch)  # a rollout has at most one such token, its last
         # the mean of -gap over sampled tokens is an estimate of the reverse KL, where that is not the loss itself
-        exact = self.args.loss_type == "reverse_kl"
-        reverse_kl = (scores["divergence"], None) if exact else (-gap, rolled[batch["owner"]])
+        reverse_kl = scores["divergence"] if self.args.loss_type == "reverse_kl" else -gap
         metrics = {
-            "logprob/student": (student, None), "logprob/teacher": (teacher, None), "logprob/gap": (gap, None),
-            "distill/advantage": (gap, None), "distill/reverse_kl": reverse_kl,
+            "logprob/student": (student, own), "logprob/teacher": (teacher, own), "logprob/gap": (gap, own),
+            "distill/advantage": (gap, own), "distill/reverse_kl": (reverse_kl, own),
             "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled),
         }  # fmt: skip
-        return metrics | ({"entropy": (scores["entropy"], None)} if "entropy" in scores else {})
+        return metrics | ({"entropy": (scores["entropy"], own)} if "entropy" in scores else {})
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """Perplexities of the rollouts, from the mean log-probabilities."""

@@ -14,6 +14,7 @@ from ..engines import engine
 from ..errors import InputError
 from ..generation.exact_match import exact_match
 from ..scoring.forward import full_logits
+from ..scoring.layouts import IGNORE
 from .loss_units import Meter
 
 
@@ -21,7 +22,11 @@ def prediction_step(
     self: Any, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
 ) -> tuple[Tensor | None, Any, Any]:
     """The losses of a micro-batch, added up; its mean loss, and predictions for `compute_metrics`."""
-    inputs = self._prepare_inputs(engine.weigh_rows(inputs, self.accelerator))
+    given, inputs = inputs, self._prepare_inputs(engine.weigh_rows(inputs, self.accelerator))
+    if "attention_mask" in given and "inputs" in self.args.include_for_metrics:
+        # HF gives this to `compute_metrics`, and wants a row for each example: of a pair the chosen answer, -100 behind
+        ids = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORE)
+        given["input_ids"] = ids.view(len(inputs["index"]), -1, ids.shape[-1])[:, 0]
     with torch.no_grad(), self.compute_loss_context_manager():
         losses = self.losses(model, inputs)
         self.meters["eval"].add_losses(losses)
@@ -36,11 +41,12 @@ def prediction_step(
 
 def get_dataloader(self: Any, dataset: Any, *args: Any, **options: Any) -> Any:
     """HF's. For evaluation and `predict` it takes raw rows too, reads them in order, and lays out a row for each
-    example where `compute_metrics` is given rows of logits."""
+    example where somebody gets rows of logits: `compute_metrics`, or who calls `predict`."""
     if options.get("is_training"):
         return Trainer._get_dataloader(self, dataset, *args, **options)
     collator, rows = self.data_collator, self.prepare(dataset, self.tokenizer, self.args, "eval")
-    if self.compute_metrics is not None:
+    predicting = "test" in (*args, options.get("description")) or "inputs" in self.args.include_for_metrics
+    if self.compute_metrics is not None or predicting:
         self.data_collator = replace(collator, layout="padded")
     # in order, however training rows are sampled; not kept, since HF keeps loaders by a name that such rows lack
     options |= {"sampler_fn": None, "dataloader_key": None}

@@ -274,6 +274,27 @@ def test_evaluation_is_on_policy_whatever_lmbda_says(tmp_path):
     assert trainer.evaluate()["eval_generation/length"] > 0
 
 
+def test_metrics_count_the_students_own_tokens_alone(tmp_path):
+    """lmbda below 1: the data's completions train, and no metric of rollouts counts them."""
+    own = ("logprob", "distill", "perplexity", "generation")
+    config = {"second": tiny_model(seed=9), "per_device_train_batch_size": 1, "max_steps": 8}
+    seen, sampled = [], []
+    for lmbda in (0.0, 0.5, 1.0):
+        trainer = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, lmbda=lmbda, **config)
+        roll_out = trainer.roll_out
+        trainer.roll_out = lambda *a, roll_out=roll_out: (sampled.append(roll_out(*a)), sampled[-1])[1]
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        seen.append([{k: v for k, v in log.items() if k.startswith(own)} for log in logs])
+    data, mixed, rolled = seen
+    drawn = [bool(window[0]["sampled"]) for window in sampled[8:16]]
+    assert not any(data)
+    assert True in drawn
+    assert False in drawn
+    assert all(rolled)
+    assert mixed == [found if one else {} for found, one in zip(rolled, drawn, strict=True)]
+
+
 def test_lmbda_needs_completions(tmp_path):
     rows = token_rows("opd").remove_columns("completion_ids")
     with pytest.raises(InputError, match="row 0 has none"):

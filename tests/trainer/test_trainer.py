@@ -12,7 +12,7 @@ import peft
 import pytest
 import torch
 from models_for_tests import tiny_model
-from rows_for_tests import raw_row
+from rows_for_tests import methods_of, raw_row
 from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from training_for_tests import (
@@ -36,6 +36,7 @@ from transformers import (
 )  # fmt: skip
 
 from hf_posttrain import OPDTrainer, SFTConfig, SFTTrainer
+from hf_posttrain.data.kinds import SUPERVISED
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
@@ -305,7 +306,41 @@ def test_other_rows_are_evaluated_and_predicted_raw(method, tmp_path):
     expected = trainer.evaluate(raw)["eval_loss"]
     prepared = trainer.prepare(raw, trainer.tokenizer, trainer.args, "eval")
     assert trainer.evaluate(prepared)["eval_loss"] == expected
-    assert trainer.predict(raw).metrics["test_loss"] == expected
+    assert trainer.predict(raw).metrics["test_loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("metrics", [False, True], ids=["alone", "with compute_metrics"])
+@pytest.mark.parametrize("method", methods_of(SUPERVISED))
+def test_predictions_are_a_row_for_each_example_in_order(method, metrics, tmp_path):
+    """Whatever the layout, which otherwise fills up rows with several examples, the longest first."""
+    trainer = trainer_for(method, tiny_model(), token_rows(method), tmp_path, second=second_for(method))
+    trainer.compute_metrics = (lambda prediction: {"x": 1.0}) if metrics else None
+    rows = token_rows(method, 10, seed=6)
+    found = trainer.predict(rows)
+    for row, ids in zip(rows, found.label_ids, strict=True):
+        trained = np.array(row["completion_ids"])[np.array(row["completion_mask"], dtype=bool)]
+        assert ids[ids != -100].tolist() == trained.tolist()
+    assert found.predictions.shape[0] == 10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_metrics_may_ask_for_inputs(method, tmp_path):
+    """A row for each example, of a pair the chosen answer: the prompt and what follows it, -100 behind."""
+    rows, seen = token_rows(method, 7, seed=6), []
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method), tmp_path, second=second_for(method), eval_rows=rows,
+        per_device_eval_batch_size=3, include_for_metrics=["inputs"],
+    )  # fmt: skip
+    trainer.compute_metrics = lambda prediction: (seen.append(prediction), {"x": 1.0})[1]
+    trainer.evaluate()
+    assert len(seen[0].predictions) == len(seen[0].inputs) == 7
+    for row, ids in zip(rows, seen[0].inputs, strict=True):
+        answer = [] if TABLE[method].rows.sampled else row[TABLE[method].rows.answers[0]]
+        whole, ids = row["prompt_ids"] + answer, ids[ids != -100].tolist()
+        assert len(ids) >= len(row["prompt_ids"])
+        assert ids == whole[: len(ids)]
+    trainer.compute_metrics = None
+    assert trainer.evaluate()["eval_loss"] is not None
 
 
 @pytest.mark.parametrize("method", METHODS)
