@@ -66,8 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict, tokenizer: Any) -> tuple[list, int]:
     """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names."""
     lines = [f"{name}: columns {named(rows[0])}"]
+    from ..data.formats import unread
+
     forms, problems = _readable(rows, methods)
     nearest = suggest.suggest(rows, [METHODS[method] for method in methods])
+    # a format without a prompt does not do where a column that it does not read has one
+    lost = {
+        method: problem for method, form in forms.items() if "prompt" not in form
+        and (problem := suggest.prompt_problem(rows, unread(rows[0], form), form))
+    }  # fmt: skip
+    forms = {method: form for method, form in forms.items() if method not in lost}
+    renames = nearest is not None and not nearest.missing and any(a != b for a, b in nearest.columns.items())
+    problems |= {} if renames and not forms else lost
     # it can be read as it is, unless all that is read are prompts, and answers are there under another name
     bare = {*forms.values()} == {"prompt"} and nearest is not None and len(nearest.columns) > 1 and not nearest.missing
     if forms and not bare:
@@ -75,6 +85,9 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
             lines.append(f"format: {form} ({', '.join(method for method in forms if forms[method] == form)})")
         used = dict.fromkeys(column for form in forms.values() for column in form.split(" + "))
         lines.append("columns: " + named(f"{ours} from {columns.get(ours, ours)}" for ours in used))
+        # a column that some of the formats read is used
+        aside = [column for column in rows[0] if all(column in unread(rows[0], form) for form in forms.values())]
+        lines += [f"not read: {named(aside)}"] if aside else []
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
         return [*lines, *_first_example(rows[0], forms, tokenizer)], 0
     # it cannot, and other names of columns would not help

@@ -6,7 +6,7 @@ Duplicates and overlap compare prompts and answers as they were before they were
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import datasets
@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
 from .kinds import Reader, RowKind, class_weights
 from .packing import lengths_of
-from .prepare import tokenised
+from .prepare import notes, tokenised
 
 STREAMED = 1000  # examples of a stream that are audited: its first
 DROPPED_SHARE, TRUNCATED_SHARE, ENDLESS_SHARE = 0.1, 0.5, 0.2
@@ -81,6 +81,7 @@ class DataAudit:
     balance: float | None = None  # weight of all desirable examples over that of all undesirable ones, if both exist
     conflicts: Found | None = None  # kept examples whose prompt and answer have the other label elsewhere
     identical: Found | None = None  # kept pairs whose answers are the same, after both were cut
+    notes: list[str] = field(default_factory=list)  # what is given and not used
     overlap: Found | None = None  # of evaluation rows: kept examples with the prompt and an answer of a training one
 
     @property
@@ -106,6 +107,7 @@ class DataAudit:
         """The audit for people: a title and indented lines."""
         aside = " (the first of a stream; the rest is not audited)" if self.streamed else ""
         out = [f"{self.name}: {self.rows_read} rows read as {self.examples} examples{aside}"]
+        out += [f"  {note}" for note in self.notes]
         for what, cuts in (("dropped", self.dropped), ("truncated", self.truncated)):
             out += [f"  {what}: {cut}, {cut.reason}" for cut in cuts] or [f"  {what}: 0"]
         out += [f"  {_FINDINGS[key][0]}: {found}" for key, found in self.findings().items()]
@@ -160,6 +162,8 @@ def audits(
     names = {key: key for key in raw} | dict(names or {})
     examples = {key: _examples(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     made = {key: _count(rows, *examples[key], method.rows, config, names[key]) for key, rows in raw.items()}
+    for key, audit in made.items():
+        audit.notes = notes(raw[key], method, config)
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
         (seen, keys), (rows, _) = examples["train"], examples["eval"]
         known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)

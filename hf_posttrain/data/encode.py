@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, shown
 from . import chat
-from .formats import Sample, read_format
+from .formats import Sample, add_system, read_format
 from .kinds import RowKind
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
@@ -54,6 +54,10 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if plan.as_chat and isinstance(sample.prompt, str):
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
+    # a system turn that stands in a column of its own
+    if row.get("system") and "_ids" not in plan.form and plan.form != "text":
+        with error_context("column 'system'"):
+            sample = add_system(sample, row["system"])
     # prompt and answers are one kind, and answers of messages begin with an assistant's
     if isinstance(sample.prompt, list) and "_ids" not in plan.form:
         roles = [answer[0]["role"] for answer in sample.branches if isinstance(answer, list)]

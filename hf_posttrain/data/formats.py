@@ -5,6 +5,7 @@ kind of rows is made from.
 """
 
 import json
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +43,19 @@ def detect(columns: list[str], method: Reader) -> str:
         f"columns {named(columns)} are none that {method.name} reads{near}: {' | '.join(method.rows.formats)}; "
         "rename yours with data.train.columns, for instance {prompt: question}"
     )
+
+
+def unread(columns: Iterable[str], form: str) -> list[str]:
+    """Those of the columns that `read_format` makes no use of."""
+    used = {*form.split(" + ")}
+    if "input_ids" in used:
+        used |= {"labels", "completion_mask"}
+    elif "prompt_ids" in used:
+        masked = form in ("prompt_ids", "prompt_ids + completion_ids")
+        used |= {"completion_ids", "completion_mask"} if masked else set()
+    elif form != "text":
+        used |= {"system", "tools"}
+    return [column for column in columns if column not in used]
 
 
 def read_format(row: dict, form: str) -> Sample:
@@ -90,7 +104,31 @@ def read_format(row: dict, form: str) -> Sample:
     if "chosen" not in columns or ("prompt" in row and not (text_prompt and isinstance(answers[0], list))):
         return Sample(_value(row, "prompt"), answers, label, tools=_tools(row))
     prompt, answers = _split_shared(*answers)
+    if text_prompt:
+        asked, said = row["prompt"].split(), " ".join(turn["content"] for turn in prompt).split()
+        if " ".join(asked) not in " ".join(said) and " ".join(said) not in " ".join(asked):
+            begin = f"column 'prompt': {shown(row['prompt'])} does not stand in what chosen and rejected share"
+            raise InputError(f"{begin}, {shown(' '.join(said))}")
     return Sample(prompt, answers, label, tools=_tools(row))
+
+
+def add_system(sample: Sample, text: Any) -> Sample:
+    """`sample` with a system turn of this text, unless it begins with that. Raises InputError for another system turn
+    there, for a sample of plain text, and for what is no text."""
+    if not isinstance(text, str):
+        raise InputError(f"expected a string, found {shown(text)}")
+    if not text.strip():
+        return sample
+    check_unicode(text, "its text")
+    turns = sample.branches[0] if sample.prompt is None else sample.prompt
+    if not isinstance(turns, list):
+        raise InputError("the row is plain text otherwise: set apply_chat_template: true, or write it into the prompt")
+    if turns[0]["role"] == "system":
+        if turns[0]["content"].strip() != text.strip():
+            raise InputError(f"the messages have a system turn of another text, {shown(turns[0]['content'])}")
+        return sample
+    turns = [{"role": "system", "content": text}, *turns]
+    return sample._replace(branches=[turns]) if sample.prompt is None else sample._replace(prompt=turns)
 
 
 def _value(row: dict, column: str) -> str | Messages:

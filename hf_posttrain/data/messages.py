@@ -57,6 +57,15 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
     return {**message, "content": content}
 
 
+def text_of(value: Any) -> str:
+    """All strings inside a value, on lines of their own: those of messages and lists too, but for names of roles."""
+    if isinstance(value, dict):
+        return "\n".join(text_of(item) for key, item in value.items() if key not in ("role", "from", "type"))
+    if isinstance(value, list | tuple):
+        return "\n".join(map(text_of, value))
+    return value if isinstance(value, str) else ""
+
+
 def check_unicode(text: str, what: str) -> None:
     """Raises InputError for half of a surrogate pair: JSON may hold it, tokenizers refuse it."""
     try:

@@ -8,9 +8,10 @@ import numpy as np
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, error_context
+from ..errors import InputError, error_context, named
+from . import suggest
 from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read
-from .formats import detect
+from .formats import detect, unread
 from .kinds import Reader, RowKind
 
 logger = logging.getLogger(__package__)
@@ -25,6 +26,8 @@ FACTS = {  # what is known of each example: its type in Arrow
 }
 ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
 """Columns that trainers add to prepared rows."""
+_FIRST = 20
+"""Rows that are looked at for a prompt in columns that are not read."""
 _MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
 
 
@@ -46,6 +49,8 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     if prepared:
         return dataset
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)
+    for note in notes(dataset, method, config):
+        logger.info("%s: %s", name, note)
     if isinstance(dataset, datasets.IterableDataset):
         kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
         return kept.select_columns(columns)
@@ -89,14 +94,10 @@ def tokenised(
     Rows of a file or a saved set come from the cache of `datasets` where `prepare` was called with the same arguments,
     and the other way round. Raises InputError for the first bad row.
     """
-    field = getattr(config, "dataset_text_field", "text")
-    if field != "text" and field in _columns(dataset) and "text" not in _columns(dataset):
-        dataset = dataset.rename_column(field, "text")
-    columns = _columns(dataset)
     with error_context(name):
-        if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
-            raise InputError("the data set has no rows")
-        plan = plan_for(detect(columns, method), method, tokenizer, config, name)
+        dataset, columns, form = _opened(dataset, method, config)
+        plan = plan_for(form, method, tokenizer, config, name)
+        _refuse_lost_prompt(dataset, columns, form, name)
     kwargs = {
         "batched": True, "with_indices": True, "remove_columns": columns, "features": _features(method.rows),
         "fn_kwargs": {"tokenizer": tokenizer, "plan": plan},
@@ -113,6 +114,41 @@ def tokenised(
     if mixed:
         raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
     return mapped
+
+
+def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], str]:
+    """(the data set with our name for its text, its columns, its format)."""
+    columns, field = _columns(dataset), getattr(config, "dataset_text_field", "text")
+    if field != "text" and field in columns and "text" not in columns:
+        dataset = dataset.rename_column(field, "text")
+        columns = _columns(dataset)
+    if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
+        raise InputError("the data set has no rows")
+    return dataset, columns, detect(columns, method)
+
+
+def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) -> None:
+    """Raises InputError where the format has no prompt and a column that is not read says what was asked; beside a
+    prompt such a column is warned of."""
+    aside = unread(columns, form)
+    # where no name is suspicious no row is read, which a stream would have to read twice
+    problem = suggest.prompt_problem(list(dataset.take(_FIRST)), aside, form) if suggest.asked(aside) else None
+    if problem and "prompt" not in form:
+        raise InputError(problem)
+    if problem:
+        logger.warning("%s: %s", name, problem)
+
+
+def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
+    """What is given and not used, or used in another way than many expect."""
+    _, columns, form = _opened(dataset, method, config)
+    found = []
+    if aside := [column for column in unread(columns, form) if column not in {"index", "prompt_key", *ADDED}]:
+        found.append(f"read as {form}; columns not read: {named(aside)}")
+    whole = method.rows.masked and form in ("messages", "conversations")
+    if whole and not getattr(config, "assistant_only_loss", None):
+        found.append("all turns are trained, the users' too; assistant_only_loss: true trains the assistant's alone")
+    return found
 
 
 def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:

@@ -13,6 +13,8 @@ import numpy as np
 from ..errors import InputError, error_context, named, nearest
 from .files import BUILDERS, broken, source_problem, with_home
 
+logger = logging.getLogger(__package__)
+
 
 def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.IterableDataset:
     """One data set from a source or a list of them: objects with path, name, split, columns, limit, weight, streaming.
@@ -31,12 +33,20 @@ def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.Iterab
         raise InputError(f"{what}: streams do not mix with other sources ({problem}): set it for all or for none")
     with error_context(what):
         parts = [_load_one(source) for source in sources]
-    # only the columns that all sources have
-    shared = [c for c in parts[0].column_names if all(c in part.column_names for part in parts)]
+    # only the columns that all sources have, and those that a row may lack
+    columns = dict.fromkeys(column for part in parts for column in part.column_names)
+    shared = [c for c in columns if all(c in part.column_names for part in parts)]
     if not shared:
         raise InputError(f"{what}: the sources share no column; rename with `columns`")
+    kept = {*shared, *({"system", "tools"} & {*columns})}
+    if streams and {*shared} < kept:
+        problem = f"{named(sorted(kept - {*shared}))} must be a column of all sources that are streams, or of none"
+        raise InputError(f"{what}: {problem}")
+    if aside := [column for column in columns if column not in kept]:
+        logger.info("%s: not all sources have these columns, which are not read: %s", what, named(aside))
     try:
-        parts, weights = [part.select_columns(shared) for part in parts], [float(source.weight) for source in sources]
+        parts = [part.select_columns([c for c in columns if c in kept and c in part.column_names]) for part in parts]
+        weights = [float(source.weight) for source in sources]
         if streams and {*weights} != {1.0}:
             odds = [weight / sum(weights) for weight in weights]
             return datasets.interleave_datasets(parts, probabilities=odds, seed=0, stopping_strategy="all_exhausted")
@@ -77,8 +87,14 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
         if theirs not in there:
             near = nearest(theirs, {*there} - {*columns.values()}, listed=False, aside=True)
             raise InputError(f"{source.path}: no column {theirs!r} for {ours!r}{near}; there are {named(there)}")
-    rows = rows.remove_columns([ours for ours in columns if ours in there and ours not in columns.values()])
-    rows = rows.rename_columns({theirs: ours for ours, theirs in columns.items() if ours != theirs})
+    if replaced := [ours for ours in columns if ours in there and ours not in columns.values()]:
+        logger.info("%s: columns %s, which others replace, are not read", source.path, named(replaced))
+        rows = rows.remove_columns(replaced)
+    # by names of no one else first, since two columns may change places
+    moved = {theirs: ours for ours, theirs in columns.items() if ours != theirs}
+    for names in ({theirs: f"{ours} of {source.path}" for theirs, ours in moved.items()},
+                  {f"{ours} of {source.path}": ours for ours in moved.values()}):  # fmt: skip
+        rows = rows.rename_columns(names) if names else rows
     if source.limit is None:
         return rows
     return rows.take(source.limit) if source.streaming else rows.select(range(min(source.limit, len(rows))))
@@ -106,14 +122,14 @@ def _read(path: Path, source: Any) -> Any:
     elif path.is_file():
         name, options = BUILDERS[path.suffix], {"data_files": {split.partition("[")[0]: str(path)}}
     # that a file is broken is raised, and need not be logged as well; of a folder, only the log names the broken file
-    logger = logging.getLogger(f"datasets.packaged_modules.{name}.{name}")
-    before, logger.disabled = logger.disabled, path.is_file()
+    builder = logging.getLogger(f"datasets.packaged_modules.{name}.{name}")
+    before, builder.disabled = builder.disabled, path.is_file()
     try:
         rows = datasets.load_dataset(name, split=split, streaming=streaming, **options)
         # the columns of a stream are in its first row
         return rows._resolve_features() if rows.column_names is None else rows
     finally:
-        logger.disabled = before
+        builder.disabled = before
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import yaml
 
 from ..errors import shown
 from .kinds import Reader
+from .messages import text_of
 
 _NAMES = yaml.safe_load(Path(__file__).with_name("usual_names.yaml").read_text(encoding="utf-8"))
 _KINDS = {"label": "flag", "messages": "messages", "text": "text", "prompt_ids": "ids", "completion_ids": "ids",
@@ -28,6 +29,43 @@ class Suggestion(NamedTuple):
     missing: tuple[str, ...]
 
 
+def asked(columns: Collection[str]) -> list[str]:
+    """Those of the columns that have a usual name of what was asked."""
+    return [column for column in columns if _plain(column) in _NAMES["asked"].split()]
+
+
+def prompt_problem(rows: list[dict], aside: Collection[str], form: str) -> str | None:
+    """What to do about the first of the columns `aside`, which `form` does not read, that says what was asked: it has a
+    usual name for that, and text that stands nowhere in what is read. None where there is no such column."""
+
+    def words(row: dict, columns: Collection[str]) -> str:
+        return " ".join(text_of([row.get(column) for column in columns]).split())
+
+    read = [column for column in rows[0] if column not in aside]
+    lost = (column for column in asked(aside) if any(words(row, [column]) not in words(row, read) for row in rows))
+    if "_ids" in form or (column := next(lost, None)) is None:
+        return None
+    ours = "prompt" if form in ("chosen + rejected", "text") else ""
+    if "system" in _plain(column):
+        ours = "" if form == "text" else "system"
+    both = {ours: column} | ({"completion": "text"} if form == "text" else {})
+    mend = f"write {columns_line(both)}" if ours else f"put its text into the {form.split(' + ')[0]}"
+    return (
+        f"column {column!r} says what was asked, and {form} does not read it: {mend}; if it is no part of the prompt, "
+        f"give it another name, such as {columns_line({'unused': column})}"
+    )
+
+
+def columns_line(columns: dict[str, str]) -> str:
+    """`columns: {ours: theirs}` as a recipe has it."""
+    return yaml.safe_dump({"columns": columns}, sort_keys=False, allow_unicode=True, width=10_000,
+                          default_flow_style=None).strip()  # fmt: skip
+
+
+def _plain(column: str) -> str:
+    return column.lower().replace("-", "_").replace(" ", "_")
+
+
 def kind(value: Any) -> str:
     """Of a value: text, flag (true or false, 1 or 0), number, messages, ids, list, mapping or nothing."""
     if isinstance(value, bool) or (isinstance(value, int) and value in (0, 1)):
@@ -44,7 +82,7 @@ def kind(value: Any) -> str:
 
 def suggest(rows: list[dict], methods: Collection[Reader]) -> Suggestion | None:
     """The format that the rows come nearest to among those that `methods` read; None where no column is alike."""
-    theirs = {column.lower().replace("-", "_").replace(" ", "_"): column for column in rows[0]}
+    theirs = {_plain(column): column for column in rows[0]}
     kinds = {column: {kind(row[column]) for row in rows if row.get(column) is not None} for column in rows[0]}
     found = []
     for form in _FORMS:

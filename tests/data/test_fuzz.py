@@ -318,6 +318,9 @@ def prompt_and_answers(row, columns):
                 n -= 1
         else:
             need(n)
+            if isinstance(prompt, str):
+                said, asked = " ".join(turn["content"] for turn in answers[0][:n]).split(), prompt.split()
+                need(" ".join(asked) in " ".join(said) or " ".join(said) in " ".join(asked))
         return answers[0][:n], [each[n:] for each in answers]
     return string(prompt) if isinstance(prompt, str) else messages(prompt), answers
 

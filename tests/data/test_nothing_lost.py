@@ -1,0 +1,130 @@
+"""Nothing that was given is ignored in silence: columns, system turns and prompts that no format reads."""
+
+import logging
+
+import datasets
+import pytest
+from test_data import ASKED, END, REPLY, USER, WRONG, config, jsonl, prepare, source, texts
+from tokenizers_for_tests import byte_tokenizer
+
+from hf_posttrain.check import data_command
+from hf_posttrain.data.audit import audits
+from hf_posttrain.data.sources import load
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS
+
+ANSWERS = {"chosen": "4", "rejected": "5"}
+TURNS = {"chosen": [USER, REPLY], "rejected": [USER, WRONG]}
+SYSTEM = {"role": "system", "content": "Be short."}
+AFTER_SYSTEM = f"<|im_start|>system\nBe short.{END}\n{ASKED}"
+
+
+@pytest.mark.parametrize(
+    ("row", "method", "message"),
+    [
+        ({"question": "2+2?", **ANSWERS}, "dpo", r"'question' .* write columns: {prompt: question}; if it is no"),
+        ({"system": "Add.", "question": "2+2?", **ANSWERS}, "dpo", r"write columns: {prompt: question}"),
+        ({"Question": "3+3?", **TURNS}, "dpo", r"column 'Question' says what was asked"),
+        ({"system_prompt": "Add.", "messages": [USER, REPLY]}, "sft", r"write columns: {system: system_prompt}"),
+        ({"question": "2+2?", "text": "4"}, "sft", r"write columns: {prompt: question, completion: text}"),
+        ({"context": "Sums.", "messages": [USER, REPLY]}, "opd", r"put its text into the messages; .*unused: context"),
+        ({"prompt": "3+3?", **TURNS}, "dpo", r"row 0: column 'prompt': '3\+3\?' does not stand in .* share, '2\+2\?'"),
+    ],
+)
+def test_a_prompt_that_no_format_reads_stops_the_run(row, method, message):
+    with pytest.raises(InputError, match=message):
+        prepare([row], method)
+    stream = datasets.Dataset.from_list([row]).to_iterable_dataset()
+    with pytest.raises(InputError, match=message):
+        list(prepare(stream, method))
+
+
+@pytest.mark.parametrize(
+    ("row", "method"),
+    [
+        ({"question": "2+2?", **TURNS}, "dpo"),  # it is the first turn
+        ({"source": "a web page", **TURNS}, "dpo"),
+        ({"question": "2+2?", "chosen": "2+2? 4", "rejected": "2+2? 5"}, "dpo"),
+        ({"prompt": "2+2?", "messages": [USER, REPLY]}, "sft"),
+        ({"instruction": "Add.", "output": "4", "text": "### Add.\n4"}, "sft"),
+        ({"system_prompt": None, "messages": [USER, REPLY]}, "sft"),
+        ({"question": "2+2?", "input_ids": [1, 2]}, "sft"),
+    ],
+)
+def test_what_repeats_the_prompt_is_no_loss(row, method):
+    assert len(prepare([row], method)) == 1
+
+
+def test_columns_that_are_not_read_are_named_once_in_a_run_and_in_a_check(caplog):
+    row = {"id": 7, "messages": [USER, REPLY], "images": ["a.png"], "tools": None}
+    told = "read as messages; columns not read: id, images"
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        prepare([row, row], "sft", assistant_only_loss=True)
+    assert [text for text in caplog.messages if "not read" in text] == [f"train: {told}"]
+    raw = {"train": datasets.Dataset.from_list([row])}
+    audit = audits(raw, METHODS["sft"], byte_tokenizer(), config(assistant_only_loss=True))["train"]
+    assert audit.notes == [told]
+    assert f"  {told}" in audit.lines()
+    audit = audits(raw, METHODS["sft"], byte_tokenizer(), config())["train"]
+    assert "all turns are trained, the users' too" in audit.notes[1]
+
+
+def test_a_part_of_the_prompt_beside_a_prompt_is_warned_of(caplog):
+    prepare([{"prompt": "q", "completion": "a", "context": "a page of text"}], "sft")
+    assert "column 'context' says what was asked, and prompt + completion does not read it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("row", "method"),
+    [
+        ({"prompt": [USER], "completion": [REPLY]}, "sft"),
+        ({"messages": [USER, REPLY]}, "opd"),
+        ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]}, "opd"),
+        ({"prompt": [SYSTEM, USER], "completion": [REPLY]}, "sft"),
+        (TURNS, "dpo"),
+        ({"prompt": "2+2?", **TURNS}, "dpo"),
+    ],
+)
+def test_a_system_column_is_the_first_turn(row, method):
+    assert texts([{"system": "Be short.", **row}], method)[0][:2] == (AFTER_SYSTEM, "4" + END)
+    assert texts([{"system": "", **row}], method) == texts([row], method)
+
+
+def test_a_system_column_without_one_meaning_is_refused():
+    with pytest.raises(InputError, match="column 'system': the messages have a system turn of another text, 'Be short"):
+        prepare([{"system": "Be long.", "prompt": [SYSTEM, USER], "completion": [REPLY]}], "sft")
+    plain = [{"system": "Be short.", "prompt": "2+2?", "completion": "4"}]
+    with pytest.raises(InputError, match="row 0: column 'system': the row is plain text otherwise: set apply_chat"):
+        prepare(plain, "sft")
+    assert texts(plain, "sft", apply_chat_template=True)[0][0] == AFTER_SYSTEM
+
+
+def test_sources_keep_the_tools_and_system_that_only_some_have(tmp_path, caplog):
+    one = jsonl(tmp_path / "one.jsonl", [{"messages": [USER, REPLY], "system": "Be short.", "id": 1}])
+    two = jsonl(tmp_path / "two.jsonl", [{"messages": [USER, REPLY], "tools": [{"name": "f"}]}])
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        rows = load([source(one), source(two)])
+    assert (rows[0]["system"], rows[0]["tools"], rows[1]["tools"]) == ("Be short.", None, [{"name": "f"}])
+    assert caplog.messages == ["data: not all sources have these columns, which are not read: id"]
+    with pytest.raises(InputError, match="system, tools must be a column of all sources that are streams"):
+        load([source(one, streaming=True), source(two, streaming=True)])
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_columns_may_change_places(streaming, tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "q"}])
+    swapped = load(source(path, streaming=streaming, columns={"prompt": "completion", "completion": "prompt"}))
+    assert list(swapped) == [{"prompt": "q", "completion": "a"}]
+
+
+def test_the_data_command_names_them_too(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    jsonl(tmp_path / "mine.jsonl", [{"id": 7, "messages": [USER, REPLY]}])
+    assert data_command.main(["mine.jsonl"]) == 0
+    assert "\nnot read: id\n" in capsys.readouterr().out
+    jsonl(tmp_path / "mine.jsonl", [{"question": "2+2?", **ANSWERS}])
+    assert data_command.main(["mine.jsonl", "--method", "dpo"]) == 1
+    assert "columns: {prompt: question}" in capsys.readouterr().out
+    jsonl(tmp_path / "mine.jsonl", [{"context": "Sums.", "messages": [USER, REPLY]}])
+    assert data_command.main(["mine.jsonl"]) == 2
+    assert "sft: column 'context' says what was asked, and messages does not read it" in capsys.readouterr().out
