@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -376,11 +377,13 @@ def test_random_weights_are_drawn_from_the_seed(folder, monkeypatch):
 
 def checkpoint(path, *without):
     path.mkdir(parents=True)
-    for name in ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth"):
-        if name not in without:
-            (path / name).touch()
-    if "trainer_state.json" not in without:
-        (path / "trainer_state.json").write_text('{"global_step": 1}')
+    save_file({"weight": torch.zeros(1)}, path / "model.safetensors")
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        torch.save({}, path / name)
+    for name, text in (("config.json", "{}"), ("trainer_state.json", '{"global_step": 1}')):
+        (path / name).write_text(text)
+    for name in without:
+        (path / name).unlink()
     return str(path)
 
 
@@ -403,10 +406,8 @@ def test_what_is_resumed(folder, caplog, monkeypatch):
     made = stub_method(monkeypatch, "sft")
     caplog.set_level("INFO", "hf_posttrain")
     assert find_checkpoint("out") is None
-    assert "no complete checkpoint in out: a fresh start" in caplog.text
     path = checkpoint(folder / "out/checkpoint-1")
     assert find_checkpoint("out") == "out/checkpoint-1"
-    assert "resuming out/checkpoint-1" in caplog.text
     run.run(load_recipe("sft.yaml", ["train.resume_from_checkpoint=auto"]))
     run.run(load_recipe("sft.yaml", [f"train.resume_from_checkpoint={path}"]))
     assert [done[0] for _, done in made] == [("train", "auto"), ("train", path)]  # auto: the first rank decides
@@ -428,7 +429,9 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
     assert AutoModelForCausalLM.from_pretrained("out").generation_config.eos_token_id == 258
     assert AutoTokenizer.from_pretrained("out").eos_token == "<|im_end|>"
     assert json.loads(Path("out/all_results.json").read_text())["train_loss"] > 0
-    assert run.main(["out/recipe.yaml", "train.resume_from_checkpoint=auto", "train.max_steps=3"]) == 0
+    longer = ["out/recipe.yaml", "train.resume_from_checkpoint=auto", "train.max_steps=3"]
+    assert "max_steps: then 2, now 3" in error_line(capsys, *longer)  # a linear rate would have ended elsewhere
+    assert run.main([*longer, "train.resume_despite=max_steps"]) == 0
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 3
 
 

@@ -69,6 +69,8 @@ NEEDS = {need.symbol: need for need in [
          "once a train(): (wrapped model, the loader that is iterated)"),
     Need("transformers.Trainer._load_from_checkpoint", "trainer/saving.py",
          "loads the weights of the folder that is resumed"),
+    Need("transformers.Trainer._load_optimizer_and_scheduler", "trainer/base.py trainer/saving.py",
+         "(checkpoint): loads both from its files, but for DeepSpeed's"),
     Need("transformers.Trainer.get_batch_samples", "trainer/step.py",
          "a step's micro-batches, and num_items_in_batch of compute_loss; none: no step"),
     Need("transformers.Trainer.current_gradient_accumulation_steps", "trainer/step.py", "micro-batches of this step"),
@@ -382,7 +384,8 @@ def _noted(name):
 
 
 for _name in (
-    "_get_train_sampler", "_get_dataloader", "_load_from_checkpoint", "get_batch_samples",
+    "_get_train_sampler", "_get_dataloader", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
+    "get_batch_samples",
     "_prepare_inputs", "training_step", "prediction_step", "save_model", "_save", "_load_best_model",
 ):  # fmt: skip
     setattr(Watched, _name, _noted(_name))
@@ -413,7 +416,7 @@ def resumed(run):
 OVERRIDDEN = [
     "_prepare_for_training", "_get_train_sampler", "_get_dataloader", "get_batch_samples", "prediction_step",
     "evaluation_loop", "_save_checkpoint", "_push_from_checkpoint", "save_model", "_save",
-    "_load_from_checkpoint", "_load_best_model",
+    "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model",
 ]  # fmt: skip
 
 
@@ -474,6 +477,12 @@ def _(run):
     assert run.model_wrapped is model
     assert loader.iterated == 1
     assert [one.name for one in run.calls].index("get_batch_samples") > run.calls.index(call)
+
+
+@canary("transformers.Trainer._load_optimizer_and_scheduler")
+def _(resumed):
+    first = resumed.of("_load_optimizer_and_scheduler")[0]
+    assert first.args == resumed.of("_load_from_checkpoint")[0].args
 
 
 @canary("transformers.Trainer._load_from_checkpoint")

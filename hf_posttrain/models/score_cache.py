@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +100,44 @@ def score_rows(
 def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
     inner, whole_model = forward.causal_lm(model), forward.unwrapped(model)
-    configs = [{key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}]
+    configs = [computed_config(inner)]
     if with_adapter and isinstance(whole_model, peft.PeftModel):
         configs.append(whole_model.peft_config[whole_model.active_adapter].to_dict())
-    described = f"{sharded.plain_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=_plain)}"
-    digest = xxhash.xxh3_128(described.encode())
+    described = f"{class_name(inner)} {json.dumps(configs, sort_keys=True, default=plain)}"
     weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
+    trained = lambda name: ".lora_" in name or ".modules_to_save." in name  # noqa: E731
+    return weights_key({name: w for name, w in weights.items() if with_adapter or not trained(name)}, described)
+
+
+def weights_key(weights: Mapping[str, Any], described: str = "", sample: int = 0) -> str:
+    """A hash of the weights' names, dtypes, shapes and bytes, after `described`. All ranks call it.
+
+    sample: so many values of each weight, evenly spread, instead of all: another model differs in some of them.
+    """
+    digest = xxhash.xxh3_128(described.encode())
     for name, tensor in weights.items():
-        if not with_adapter and (".lora_" in name or ".modules_to_save." in name):
-            continue
         with sharded.gathered(tensor):
             if isinstance(tensor, DTensor):  # an offloaded one where its collectives run
                 whole: Any = tensor.to(tensor.device_mesh.device_type)
                 tensor = whole.full_tensor()
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            flat: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-            digest.update(flat)
+            values = tensor.detach().reshape(-1)
+            flat: Any = values[:: -(-len(values) // sample) or 1] if sample else values
+            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def class_name(inner: nn.Module) -> str:
+    """The class of a causal LM, without what FSDP2 adds to its name."""
+    return sharded.plain_class(inner).__name__
+
+
+def computed_config(inner: Any) -> dict[str, Any]:
+    """The config of a causal LM, but for what changes no number."""
+    return {key: value for key, value in inner.config.to_dict().items() if key not in _NOT_COMPUTED}
+
+
+def plain(value: Any) -> Any:
     """A value as JSON can have it, the same in every process: the order of a set is not."""
     return sorted(value) if isinstance(value, set) else str(value)
 

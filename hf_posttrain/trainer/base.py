@@ -31,7 +31,7 @@ from ..scoring.layouts import Collator, Example
 from ..watch import progress
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
-from . import checkpoint, evaluation, saving, step
+from . import checkpoint, evaluation, same_run, saving, step
 from .config import PostTrainConfig
 from .loss_units import Losses, Meter
 from .method import Method
@@ -86,11 +86,14 @@ class PostTrainer(Trainer):
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         self.generation_config = policies.align_generation(model, self.tokenizer, self.terminal_ids)
         model = policies.prepare_policy(model, peft_config, args)
+        self.base_key = same_run.base_weights(model, peft_config, self.method)
+        self.second_key: str | None = None  # the same of the second model
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.pace = {"train": Meter(), "eval": Meter()}, Pace()
         self.router_coef = router_coef(forward.causal_lm(model).config, args.router_aux_loss_coef)
         self.scored = [forward.causal_lm(model)]
         self.second_model: Frozen | None = None
+        self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)
         collator = self.collator_class(self.examples, choose_layout(self.scored, args.layout))
         with launch.main_process_first(args):
@@ -164,6 +167,8 @@ class PostTrainer(Trainer):
     def set_second_model(self, second: Frozen | None) -> None:
         """A second model scores the same batches, or no longer does: their layout must suit it too."""
         self.second_model = second
+        if second is not None:
+            self.second_key = same_run.base_weights(second.model, None, self.method)
         self.scored = self.scored[:1] + ([forward.causal_lm(second.model)] if second else [])
         self.data_collator.layout = choose_layout(self.scored, self.args.layout)
 
@@ -197,6 +202,7 @@ class PostTrainer(Trainer):
         """
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
+        self.described = same_run.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         logger.info("training %s", launch.describe_launch(self))
@@ -248,4 +254,5 @@ class PostTrainer(Trainer):
     _save = saving.save_files
     _save_checkpoint = saving.save_checkpoint
     _load_from_checkpoint = saving.load_from_checkpoint
+    _load_optimizer_and_scheduler = saving.load_optimizer_and_scheduler
     _load_best_model = saving.load_best_model

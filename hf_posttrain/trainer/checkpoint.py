@@ -7,14 +7,20 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
+import torch
+import xxhash
+from accelerate.utils import gather_object
+from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import sort_checkpoints
 
 from ..engines import engine
-from ..errors import InputError
+from ..errors import InputError, named
+from . import same_run
 
 logger = logging.getLogger(__name__)
 SAVING = ".saving"  # folder in output_dir where a checkpoint is until it is complete
@@ -47,8 +53,8 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
     accelerator.wait_for_everyone()
     if args.should_save:
         new = run / SAVING / name
-        files = {str(file.relative_to(new)): file.stat().st_size for file in new.rglob("*") if file.suffix in _TENSORS}
-        state.stateful_callbacks[LAUNCH] = launched(trainer) | {"files": files}
+        files = {str(file.relative_to(new)): fingerprint(file) for file in new.rglob("*") if _is_read(file)}
+        state.stateful_callbacks[LAUNCH] = launched(trainer) | {"files": files, "run": trainer.described}
         state.save_to_json(str(new / "trainer_state.json"))
         # a kill at any moment leaves whole folders: one is renamed in, and renamed away before it is deleted
         if (run / name).exists():  # the same step of an earlier run
@@ -77,51 +83,131 @@ def launched(trainer: Any) -> dict[str, Any]:
 # ---- found again
 
 
-def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False) -> str | None:
-    """The newest complete `checkpoint-N` in `output_dir`, or None; the log names it, and what is passed over.
+def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False, newest: float = inf) -> str | None:
+    """The newest complete `checkpoint-N` in `output_dir`, or None; the log names what is passed over.
 
-    weights_only: of a run with save_only_model.
+    weights_only: of a run with save_only_model. newest: the largest N that is looked at.
     """
     for path in map(Path, reversed(sort_checkpoints(str(output_dir)))):
-        if not re.fullmatch(r"checkpoint-\d+", path.name):
+        if not re.fullmatch(r"checkpoint-\d+", path.name) or _step(path) > newest:
             continue  # HF takes checkpoint-5-tmp for one too
         if not (absent := lacking(path, weights_only)):
-            logger.info("resuming %s", path)
             return str(path)
         logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
-    logger.info("no complete checkpoint in %s: a fresh start", output_dir)
     return None
 
 
 def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
     """The folder that `train(resume_from_checkpoint=wanted)` means: a folder, "auto" or True; None is a fresh start.
 
-    Raises InputError where True finds none, and where this run could not go on as the one that wrote it.
+    Raises InputError on all ranks where True finds none, where machines do not share one, and where this run could not
+    go on as the one that wrote it.
     """
     if wanted in (True, "auto"):
-        folder, weights_only = trainer.args.output_dir, trainer.args.save_only_model
-        [found] = broadcast_object_list([find_checkpoint(folder, weights_only)])  # the first rank's view of the disk
+        folder, found = trainer.args.output_dir, _find_common(trainer)
         if found is None and wanted is True:
             raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {folder}")
+        if found is None:
+            logger.info("no complete checkpoint in %s: a fresh start", folder)
         wanted = found
-    if isinstance(wanted, str):
+    if not isinstance(wanted, str):
+        return wanted
+    # each machine looks at its own disk, and all ranks hear what is wrong with any
+    problem: str | None = None
+    try:
         check_launch(trainer, Path(wanted))
+    except InputError as error:
+        problem = str(error)
+    if problems := [said for said in gather_object([problem]) if said]:
+        raise InputError(problems[0])
+    logger.info("resuming %s", wanted)
     return wanted
 
 
+def _find_common(trainer: Any) -> str | None:
+    """The newest complete checkpoint in output_dir that each machine has, or None where no machine has any."""
+    args, newest = trainer.args, inf
+    while True:
+        own = find_checkpoint(args.output_dir, args.save_only_model, newest) if args.local_process_index == 0 else None
+        said = gather_object([(args.local_process_index == 0, own and Path(own).name)])
+        names = {rank: name for rank, (asked, name) in enumerate(said) if asked}
+        if len(set(names.values())) == 1:
+            return names[0] and str(Path(args.output_dir, names[0]))
+        if None in names.values():
+            seen = ", ".join(f"rank {rank}: {name or 'none'}" for rank, name in names.items())
+            raise InputError(
+                f"resume_from_checkpoint: the machines have no complete checkpoint in common in {args.output_dir} "
+                f"({seen}): put output_dir on a disk that all share, or copy a checkpoint to each"
+            )
+        newest = min(_step(Path(str(name))) for name in names.values())
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
 def lacking(folder: Path, weights_only: bool) -> list[str]:
-    """What keeps a checkpoint from being resumed: parts, a readable trainer_state.json, files of their full length."""
-    # by names, and then by the lengths that were noted when it was written
+    """What keeps a checkpoint from being resumed: parts that are not there, and what `damaged` says."""
     wanted = {"weights": _PARTS["weights"]} if weights_only else _PARTS
     absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    return absent + [name for name in damaged(folder) if not (absent and name.startswith("the whole of"))]
+
+
+def damaged(folder: Path) -> list[str]:
+    """What in a checkpoint is not as it was written: files that are gone, shorter, changed or unreadable."""
     try:
         state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
         state["global_step"]
-    except (OSError, ValueError, KeyError):
-        return [*absent, "trainer_state.json"]
-    files = state.get("stateful_callbacks", {}).get(LAUNCH, {}).get("files", {})
-    found = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
-    return absent or [f"the whole of {name}" for name, size in files.items() if found.get(name, 0) < size]
+        files = state.get("stateful_callbacks", {}).get(LAUNCH, {}).get("files", {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ["trainer_state.json"]
+    found = [
+        f"the whole of {name}" for name, then in files.items()
+        if not (folder / name).is_file() or not _is_as_then(folder / name, then)
+    ]  # fmt: skip
+    if any(folder.glob("model*.safetensors")) and not (folder / "config.json").exists():
+        found.append("config.json")
+    unread = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if not _is_readable(file)]
+    return list(dict.fromkeys(found + [f"a readable {name}" for name in unread if f"the whole of {name}" not in found]))
+
+
+def fingerprint(file: Path) -> list[Any]:
+    """[bytes, a hash of them: of large files of 64 blocks, evenly spread]."""
+    size, block = file.stat().st_size, 2**14
+    digest = xxhash.xxh3_64()
+    with file.open("rb") as opened:
+        for start in range(0, size, max(block, size // 64)):
+            opened.seek(start)
+            digest.update(opened.read(block))
+    return [size, digest.hexdigest()]
+
+
+def _is_as_then(file: Path, then: Any) -> bool:
+    """Is it the file of that fingerprint? Earlier versions noted lengths alone; JSON may be edited."""
+    if file.suffix not in _TENSORS:
+        return True
+    return fingerprint(file) == then if isinstance(then, list) else file.stat().st_size >= then
+
+
+def _is_read(file: Path) -> bool:
+    """Does a resumed run read this file of a checkpoint?"""
+    return file.suffix in _TENSORS or file.name in ("config.json", "adapter_config.json", "latest")
+
+
+def _is_readable(file: Path) -> bool:
+    """Has a file of a checkpoint the form of its kind? Looks at its beginning and end alone."""
+    try:
+        if file.name in ("config.json", "adapter_config.json") or file.name.endswith(".index.json"):
+            return isinstance(json.loads(file.read_text(encoding="utf-8")), dict)
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt"):
+                return True
+        if file.suffix in (".pt", ".pth", ".bin"):
+            with file.open("rb") as opened:  # torch's zip files, and pickles as DeepSpeed writes them
+                return opened.read(2) in (b"PK", b"\x80\x02") and file.stat().st_size > 2
+    except (OSError, ValueError, SafetensorError):
+        return False
+    return True
 
 
 def check_launch(trainer: Any, checkpoint: Path) -> None:
@@ -129,6 +215,8 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
     adapter = (checkpoint / "adapter_config.json").exists()
     weights = f"model.lora=null model.adapter={checkpoint}" if adapter else f"model.name_or_path={checkpoint}"
     restart = f"start a new run from its weights ({weights})"
+    if bad := damaged(checkpoint):
+        raise InputError(f"the checkpoint {checkpoint} is damaged, without {', '.join(bad)}: take another, or auto")
     if engine.changes_weights(trainer.accelerator) and (absent := lacking(checkpoint, weights_only=False)):
         raise InputError(
             f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
@@ -136,6 +224,8 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
         )
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     then, now = state.get("stateful_callbacks", {}).get(LAUNCH), launched(trainer)
+    if then is None or (trainer.described and not then.get("run")):
+        logger.info("%s does not say which settings wrote it: they are not compared with those of this run", checkpoint)
     if then is None:
         return  # not written by this package
     # one process and DDP write the same files, whole on rank 0
@@ -155,3 +245,30 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
             f"{now['rows_per_step']}, so rows would be skipped or seen twice: keep per_device_train_batch_size x "
             "gradient_accumulation_steps x processes, or set ignore_data_skip to begin the epoch again"
         )
+    found = same_run.differences(then.get("run", {}), trainer.described, trainer.args.resume_despite)
+    if not found:
+        return
+    lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
+    if fixed := [key for key in found if key in same_run.IN_STATE]:
+        way = f"set them back, or {restart}: the optimizer keeps the former {named(fixed)}"
+    else:
+        way = f"set them back, {restart}, or insist: resume_despite: [{named(sections)}]"
+    more = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
+    raise InputError(
+        f"the checkpoint {checkpoint} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, {way}"
+    )
+
+
+@contextmanager
+def loading(checkpoint: str | None) -> Iterator[None]:
+    """Raises InputError where files of a checkpoint are not those of this run's model and optimizer."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, RuntimeError, LookupError, OSError, EOFError, UnpicklingError, SafetensorError) as error:
+        problem = " ".join(str(error).split())[:300]
+        raise InputError(
+            f"the checkpoint {checkpoint} cannot be loaded into this run ({problem}): resume it with the model, "
+            "adapter and optimizer of the run that wrote it, or start a new run from its weights"
+        ) from error

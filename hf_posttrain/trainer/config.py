@@ -72,6 +72,8 @@ class PostTrainConfig(TrainingArguments):
     """In each evaluation, answer the prompts greedily and log eval_exact_match of the final answers."""
     eval_max_completion_length: int = 256
     """Longest answer in that evaluation, in tokens."""
+    resume_despite: list[str] | str | None = None
+    """Resume a checkpoint though these differ from the run that wrote it: names as the refusal lists them."""
 
     def __new__(cls, *args: Any, **kwargs: Any):
         """Names that TRL's configs or older transformers have and this one lacks raise with what to use instead."""

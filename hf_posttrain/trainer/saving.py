@@ -18,6 +18,7 @@ from ..models.load import adapter_shape
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
 from . import checkpoint, rules
+from .checkpoint import loading
 
 # in the README.md of a run where `report.card` wrote it
 CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
@@ -79,9 +80,18 @@ def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = No
     """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
     if _loads_pretrained(self):
         own = self.model if model is None else model
-        own.load_state_dict(type(own).from_pretrained(resume_from_checkpoint, dtype="auto").state_dict())
-    else:
+        with loading(resume_from_checkpoint):
+            loaded = type(own).from_pretrained(resume_from_checkpoint, config=own.config, dtype="auto")
+            own.load_state_dict(loaded.state_dict())
+        return
+    with loading(resume_from_checkpoint):
         Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)
+
+
+def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+    """HF's; raises InputError for files of another optimizer or model."""
+    with loading(checkpoint):
+        Trainer._load_optimizer_and_scheduler(self, checkpoint)
 
 
 def load_best_model(self: Any) -> None:

@@ -1,0 +1,119 @@
+"""What a run is, written into its checkpoints, and how another run that would resume one differs from it.
+
+Every option of the Config counts but for those named here, which change no weight; so an option that is new counts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import datasets
+import peft
+
+from ..errors import shown
+from ..models import score_cache
+from ..scoring import forward
+from ..watch.symptoms import listed
+
+_names = lambda text: frozenset(text.split())  # noqa: E731
+SAMPLE = 64  # values of each weight that tell one model from another
+HARMLESS = _names("""
+    output_dir run_name project trackio_space_id trackio_bucket_id trackio_static_space_id report_to disable_tqdm
+    log_level log_level_replica log_on_each_node logging_strategy logging_steps logging_first_step
+    logging_nan_inf_filter include_num_input_tokens_seen skip_memory_metrics debug stop_on save_strategy
+    save_steps save_total_limit save_only_model save_on_each_node enable_jit_checkpoint merge_lora push_to_hub
+    hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision do_train do_eval do_predict
+    local_rank use_cpu use_cache full_determinism resume_from_checkpoint resume_despite ignore_data_skip layout
+    per_device_train_batch_size gradient_accumulation_steps torch_empty_cache_steps activation_checkpointing
+    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs dataset_num_proc
+    dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
+    dataloader_multiprocessing_context precompute_ref_log_probs precompute_ref_batch_size generation_batch_size
+    vllm_mode vllm_server_base_url vllm_gpu_memory_utilization fsdp fsdp_config deepspeed parallelism_config
+    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
+""")
+"""Options that may change: what is logged, saved and shown, where and how the same numbers are computed. The engine and
+the rows of a step are compared by `checkpoint.check_launch`."""
+EVALUATION = _names("""
+    eval_strategy eval_steps eval_delay eval_on_start eval_exact_match eval_max_completion_length eval_dataset
+    eval_do_concat_batches eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size
+    prediction_loss_only include_for_metrics bf16_full_eval fp16_full_eval
+""")
+"""Options that may change where nothing depends on evaluations: no best model is looked for, no rate follows them."""
+IN_STATE = _names("""
+    optim optim_args optim_target_modules learning_rate lr_scheduler_type weight_decay adam_beta1 adam_beta2
+    adam_epsilon
+""")
+"""Options whose former value comes with the optimizer's state: a new one would have no effect."""
+
+
+def describe(trainer: Any) -> dict[str, Any]:
+    """{dotted name: JSON} of everything that the trained weights depend on. Reads every prepared row once."""
+    args, policy = trainer.args, forward.unwrapped(trainer.model)
+    options = args.to_dict()
+    follows = options["metric_for_best_model"] or options["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
+    left_out = HARMLESS if follows else HARMLESS | EVALUATION
+    found = {"method": trainer.method.name} | {name: options[name] for name in options if name not in left_out}
+    # the length of a run shapes its learning rate, if that is not constant
+    kind, warmup = options["lr_scheduler_type"], args.warmup_steps or 0
+    if kind == "constant" or (kind == "constant_with_warmup" and (warmup >= 1 or not warmup)):
+        del found["num_train_epochs"], found["max_steps"]
+    elif args.max_steps > 0:
+        del found["num_train_epochs"]
+    adapter = policy.peft_config[policy.active_adapter].to_dict() if isinstance(policy, peft.PeftModel) else {}
+    unread = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping", "runtime_config")
+    causal = forward.causal_lm(policy)
+    found |= {
+        "model": score_cache.computed_config(causal)
+        | {"class": score_cache.class_name(causal), "dtype": str(causal.dtype)},
+        "base_weights": trainer.base_key,
+        "second_model": trainer.second_key,
+        "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in unread},
+        "train_dataset": _rows(trainer, trainer.train_dataset),
+    }
+    if follows:
+        found["eval_dataset"] = _rows(trainer, trainer.eval_dataset)
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    for name in ("optimizer", "scheduler") if plugin is not None else ():  # of DeepSpeed's own
+        found[f"deepspeed.{name}"] = plugin.deepspeed_config.get(name)
+    return dict(_flat(json.loads(json.dumps(found, default=score_cache.plain))))
+
+
+def base_weights(model: Any, peft_config: Any, method: Any) -> str:
+    """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as."""
+    all_of_them = method.second == "reference" and peft_config is None
+    kept = {name: weight for name, weight in model.named_parameters() if all_of_them or not weight.requires_grad}
+    return score_cache.weights_key(kept, sample=SAMPLE)
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -> dict[str, str]:
+    """{name: "NAME: then X, now Y"} of what both runs describe otherwise and `despite` does not name.
+
+    despite: a name or a list of them; `model` stands for all that begins so. Options of the optimizer stay.
+    """
+    allowed = set(listed(despite)) - IN_STATE
+    return {
+        key: f"{key}: then {shown(then[key])}, now {shown(now[key])}" for key in then
+        if key in now and then[key] != now[key] and not {key, key.partition(".")[0]} & allowed
+        and not (key == "second_model" and None in (then[key], now[key]))  # its scores came from the cache
+    }  # fmt: skip
+
+
+def _rows(trainer: Any, rows: Any) -> Any:
+    """How many rows, and a hash of their tokens and labels; of a stream that of its first rows."""
+    if rows is None or isinstance(rows, dict):
+        return rows and {name: _rows(trainer, part) for name, part in rows.items()}
+    columns = trainer.method.rows.columns
+    if not isinstance(rows, datasets.Dataset):
+        first = [{name: row[name] for name in columns if name in row} for row in rows.take(8)]
+        return f"a stream ({score_cache.rows_key(datasets.Dataset.from_list(first))[:12]})"
+    used = rows.select_columns([name for name in columns if name in rows.column_names])
+    return f"{len(rows)} rows ({score_cache.rows_key(used)[:12]})"
+
+
+def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in a tree of mappings."""
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
