@@ -153,6 +153,9 @@ class PostTrainer(Trainer):
             raise InputError(f"{name}: a stream on several processes would be counted unevenly: set streaming: false")
         if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
             rows = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
+        # tensors, arrays or frames are a view of the plain values, which is all that is read; not so a transform
+        if getattr(rows, "format", {}).get("type") != "custom":
+            rows = rows.with_format(None)
         return cls.prepare_rows(rows, tokenizer, args, name)
 
     @classmethod

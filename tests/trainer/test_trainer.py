@@ -271,6 +271,28 @@ def test_raw_rows_in_a_list_train(method, tmp_path):
     assert trainer.state.log_history[0]["grad_norm"] > 0
 
 
+@pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow", "stream", "transform"])
+@pytest.mark.parametrize("method", ["sft", "kto"])
+def test_rows_with_a_format_train_as_they_do_without(method, form, tmp_path):
+    """Text, ids and labels as tensors, arrays or frames; a transform of the user's is kept."""
+    raw = [raw_row(TABLE[method].rows, f"{i}+1=", str(i + 1), label=i < 4) for i in range(8)]
+    if method == "kto" and form == "stream":
+        pytest.skip("KTO takes no stream")
+    for rows in (datasets.Dataset.from_list(raw), token_rows(method)):
+        losses = []
+        for given in (rows, formatted(rows, form)):
+            trainer = trainer_for(method, tiny_model(), given, tmp_path, max_steps=2, learning_rate=1e-3)
+            trainer.train()
+            losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        assert losses[1] == losses[0]
+
+
+def formatted(rows, form):
+    if form == "transform":
+        return rows.with_transform(lambda batch: batch)
+    return rows.to_iterable_dataset().with_format("torch") if form == "stream" else rows.with_format(form)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_evaluation_is_exact_for_every_batch_size(method, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
