@@ -151,12 +151,13 @@ class PostTrainer(Trainer):
             return {key: cls.prepare(part, tokenizer, args, f"{name} {key}") for key, part in rows.items()}
         if args.world_size > 1 and not name.startswith("train") and isinstance(rows, datasets.IterableDataset):
             raise InputError(f"{name}: a stream on several processes would be counted unevenly: set streaming: false")
+        plain: Any = rows
         if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
-            rows = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
+            plain = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
         # tensors, arrays or frames are a view of the plain values, which is all that is read; not so a transform
-        if getattr(rows, "format", {}).get("type") != "custom":
-            rows = rows.with_format(None)
-        return cls.prepare_rows(rows, tokenizer, args, name)
+        elif not isinstance(rows, datasets.Dataset) or rows.format["type"] not in (None, "custom"):
+            plain = rows.with_format(None)
+        return cls.prepare_rows(plain, tokenizer, args, name)
 
     @classmethod
     def prepare_rows(
