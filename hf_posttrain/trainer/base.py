@@ -189,10 +189,10 @@ class PostTrainer(Trainer):
         if self.scoring_checked:
             return
         self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)
-        layout, tolerance = self.data_collator.layout, 1e-3 if self.exact else 0.3
+        layout, explicit = self.data_collator.layout, self.args.layout == self.data_collator.layout
         with self.accelerator.autocast(), self.second_model or nullcontext() as second:
             models = ([model] if self.scoring_checked else []) + ([second] if second is not None else [])
-            layout = trusted_layout(models, layout, self.args.layout == layout, tolerance, self.args.device)
+            layout = trusted_layout(models, layout, explicit, self.args.device, self.args.max_length)
         # collective operations depend on the layout, so ranks agree on it
         [self.data_collator.layout] = broadcast_object_list([layout])
 

@@ -1,0 +1,74 @@
+"""The check of layouts and heads before the first batch, whatever the precision."""
+
+import logging
+
+import pytest
+import torch
+from architectures import WINDOW, tiny
+from models_for_tests import CONFIGS, tiny_model
+from training_for_tests import quick
+
+from hf_posttrain.errors import InputError
+from hf_posttrain.scoring import forward
+from hf_posttrain.scoring.choose_layout import check, tolerance, trusted_layout
+
+LOW = {"bf16 weights": (torch.bfloat16, False), "autocast": (torch.float32, True), "both": (torch.bfloat16, True)}
+
+
+def scoring(model, dtype=torch.float32):
+    forward.enable_scoring(model)
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("name", quick("qwen3", "gemma2", among=CONFIGS))
+@pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
+def test_the_check_is_as_exact_in_low_precision(name, dtype, autocast):
+    model = scoring(tiny_model(name), dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        assert check(model, "shared") < 1e-4
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
+def test_an_unknown_softcap_is_found_in_low_precision(dtype, autocast, caplog):
+    """RecurrentGemma caps its logits by a name of its own."""
+    model = scoring(tiny("recurrent_gemma"), dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), caplog.at_level(logging.WARNING):
+        assert trusted_layout([model], "padded", explicit=False) == "padded"
+    assert getattr(model, forward.OWN_LOGITS)
+    assert "its own forward is used" in caplog.text
+
+
+@pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
+def test_a_leaking_layout_is_found_in_low_precision(dtype, autocast):
+    """OPT takes its positions from the attention mask, so that packed documents leak."""
+    model = scoring(tiny("opt", scale=3.0), dtype)
+    low = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
+    with low, pytest.raises(InputError, match="layout=padded"):
+        trusted_layout([model], "packed", explicit=True)
+
+
+def test_a_window_of_the_config_that_the_model_lacks_is_found():
+    """Moshi's config has one, its text model sees everything."""
+    model = scoring(tiny("moshi"))
+    assert trusted_layout([model], "shared", explicit=False) == "padded"
+    # rows that are never longer than the window cannot show it, nor need they
+    assert trusted_layout([model], "shared", explicit=False, max_length=WINDOW) == "shared"
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_a_vocabulary_of_a_few_ids_is_checked_too(layout):
+    assert check(scoring(tiny_model(vocab_size=6, pad_token_id=5, eos_token_id=4)), layout) < 1e-4
+
+
+def test_a_model_that_looks_ahead_is_refused():
+    encoder = scoring(tiny("bert"))
+    with pytest.raises(InputError, match=r"BertLMHeadModel lets a token see those behind it.*is_decoder"):
+        trusted_layout([encoder], "padded", explicit=False)
+    assert trusted_layout([scoring(tiny("bert", is_decoder=True))], "padded", explicit=False) == "padded"
+
+
+def test_only_what_rounds_by_itself_is_given_more():
+    assert tolerance(tiny_model()) == 1e-3
+    model = tiny_model()
+    model.is_loaded_in_8bit = True
+    assert tolerance(model) == 0.1

@@ -1,0 +1,150 @@
+"""What a run does with an architecture, against the model's own forward: each answer alone, in float32."""
+
+import copy
+import random
+
+import torch
+from architectures import tiny
+from peft import LoraConfig, PeftModel
+from plain_for_tests import token_logps
+from training_for_tests import trainer_for
+from transformers import AutoModelForCausalLM
+
+from hf_posttrain.errors import InputError
+from hf_posttrain.generation import rollout
+from hf_posttrain.scoring import forward
+from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layout
+from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.layouts import Branch, Example, collate
+
+EQUAL = 1e-4  # largest difference of a log-probability, in float32
+
+
+def ids(draw, low, high):
+    """Token ids without the special ones."""
+    return [draw.randrange(5, 110) for _ in range(draw.randint(low, high))]
+
+
+def examples():
+    """Prompts with two answers, longer than any window of `architectures`, and short ones."""
+    draw = random.Random(1)
+    several = [Example(ids(draw, 20, 40), [Branch(ids(draw, 10, 30)), Branch(ids(draw, 5, 30))]) for _ in range(2)]
+    return [*several, Example(ids(draw, 1, 3), [Branch(ids(draw, 2, 40))])]
+
+
+@torch.no_grad()
+def scored_alone(model, rows):
+    """The log-probabilities of all answers' tokens, one answer after the other."""
+    found = []
+    for row in rows:
+        for branch in row.branches:
+            table = token_logps(model, row.prompt, branch.ids)
+            found.append(table[torch.arange(len(branch.ids)), branch.ids])
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def scored(model, rows, layout):
+    """The same as a run has them."""
+    batch = collate(rows, layout)
+    values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    return torch.cat([values[batch["owner"] == k] for k in range(len(batch["row"]))])
+
+
+def gap(found, expected):
+    """The largest difference, NaN if one of them is."""
+    return float((found - expected).abs().max())
+
+
+def layouts(model):
+    """Each layout that the model is said to take, and what `auto` ends with."""
+    rows = examples()
+    forward.enable_scoring(model)
+    alone = scored_alone(model, rows)
+    for layout in able([model])[0]:
+        trusted = trusted_layout([model], layout, False)
+        yield f"layout {layout}{'' if trusted == layout else ', refused'}", gap(scored(model, rows, trusted), alone)
+    yield f"auto: {choose_layout([model], 'auto')}", 0.0
+
+
+def generation(model):
+    """Greedy answers to prompts of several lengths, against the argmax of whole forwards."""
+    draw = random.Random(2)
+    prompts = [ids(draw, 3, 3), ids(draw, 1, 1), ids(draw, 18, 18), ids(draw, 6, 6)]
+    forward.enable_scoring(model)
+    found = rollout.generate(model, prompts, 6, [299], 0)
+    wrong = 0.0
+    for prompt, answer in zip(prompts, found, strict=True):
+        logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+        best, chosen = logits.max(-1).values, logits[torch.arange(len(answer)), answer]
+        wrong = max(wrong, float((best - chosen).max()))
+    yield "generation", wrong
+
+
+def trained(model, tmp_path, lora):
+    """An SFT step, then what is saved against what is in memory."""
+    draw = random.Random(3)
+    rows = [{"prompt_ids": ids(draw, 1, 20), "completion_ids": ids(draw, 2, 20)} for _ in range(4)]
+    rows = [row | {"completion_mask": [1] * len(row["completion_ids"])} for row in rows]
+    base = copy.deepcopy(model)
+    options = {"learning_rate": 1e-2, "disable_dropout": True}
+    if lora:
+        options["peft_config"] = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+    probe = torch.tensor([[7, 8, 9, 10, 11, 12]])
+    with torch.no_grad():
+        before = base(input_ids=probe, use_cache=False).logits
+    trainer = trainer_for("sft", model, rows, tmp_path, **options)
+    trainer.train()
+    plain = -scored_alone(base, [Example(row["prompt_ids"], [Branch(row["completion_ids"])]) for row in rows]).mean()
+    yield "loss of a step", abs(trainer.state.log_history[0]["loss"] - float(plain))
+    trainer.save_model(str(tmp_path / "saved"))
+    policy = trainer.model.eval()
+    if lora:
+        loaded = PeftModel.from_pretrained(base, str(tmp_path / "saved"))
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "saved"))
+    with torch.no_grad():
+        after = [m.eval()(input_ids=probe, use_cache=False).logits for m in (policy, loaded)]
+    yield "saved", gap(*after)
+    yield "moved", 0.0 if gap(after[0], before) > 1e-3 else float("nan")
+
+
+def without_dropout(name, tmp_path):
+    """All rates of the config at 0.3, and what is left of them in training."""
+    from hf_posttrain.methods import METHODS, config_class
+    from hf_posttrain.models.prepare import prepare_policy
+
+    config = tiny(name).config.get_text_config()
+    rates = {key: 0.3 for key, value in config.to_dict().items()
+             if ("drop" in key or "jitter" in key) and isinstance(value, float) and "class" not in key}  # fmt: skip
+    model = tiny(name, **rates)
+    args = config_class(METHODS["dpo"])(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    model = prepare_policy(model, None, args)
+    rows = examples()
+    layout = trusted_layout([model], choose_layout([model], "auto"), False)
+    quiet = scored(model, rows, layout)
+    torch.manual_seed(0)
+    yield "dropout off", gap(scored(model.train(), rows, layout), quiet)
+
+
+def examine(name, tmp_path):
+    """{check: largest difference, or what was raised}. `built` is alone where the architecture does not build."""
+    try:
+        model = tiny(name)
+        with torch.no_grad():
+            model(input_ids=torch.tensor([[5, 6, 7, 8, 9] * 5]), use_cache=False)
+    except Exception as error:
+        return {"built": f"{type(error).__name__}: {error}"[:120]}
+    found = {}
+    for what, check in {
+        "layouts": lambda: layouts(copy.deepcopy(model)),
+        "generation": lambda: generation(copy.deepcopy(model)),
+        "whole": lambda: trained(copy.deepcopy(model), tmp_path / "whole", lora=False),
+        "lora": lambda: trained(copy.deepcopy(model), tmp_path / "lora", lora=True),
+        "dropout": lambda: without_dropout(name, tmp_path / "dropout"),
+    }.items():
+        try:
+            found |= {f"{what}: {part}": value for part, value in check()}
+        except Exception as error:
+            found[what] = error if isinstance(error, InputError) else f"{type(error).__name__}: {error}"[:200]
+    return found
