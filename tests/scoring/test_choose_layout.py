@@ -9,7 +9,7 @@ from models_for_tests import CONFIGS, tiny_model
 from training_for_tests import quick
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.scoring import forward
+from hf_posttrain.scoring import choose_layout, forward
 from hf_posttrain.scoring.choose_layout import check, tolerance, trusted_layout
 
 LOW = {"bf16 weights": (torch.bfloat16, False), "autocast": (torch.float32, True), "both": (torch.bfloat16, True)}
@@ -72,3 +72,15 @@ def test_only_what_rounds_by_itself_is_given_more():
     model = tiny_model()
     model.is_loaded_in_8bit = True
     assert tolerance(model) == 0.1
+
+
+def test_a_kernel_that_takes_no_float32_is_checked_as_it_is(monkeypatch, caplog):
+    def refuse(*args):
+        raise RuntimeError("only bfloat16 here")
+
+    monkeypatch.setattr(choose_layout.InFloat32, "__enter__", refuse)
+    with caplog.at_level(logging.INFO):
+        assert trusted_layout([scoring(tiny_model(), torch.bfloat16)], "shared", explicit=True) == "shared"
+    assert "since float32 gave: only bfloat16 here" in caplog.text
+    trusted_layout([odd := scoring(tiny("recurrent_gemma", logits_soft_cap=1.0))], "padded", explicit=False)
+    assert getattr(odd, forward.OWN_LOGITS)

@@ -16,8 +16,8 @@ SIZES = {
     64: "mamba_d_ssm",
     16: "moe_intermediate_size shared_expert_intermediate_size mamba_d_head mamba_head_dim expert_dim",
     8: "head_dim q_lora_rank kv_lora_rank v_head_dim linear_key_head_dim linear_value_head_dim mamba_d_state "
-       "state_size ssm_state_size query_pre_attn_scalar hidden_size_per_layer_input laurel_rank chunk_size mamba_chunk_size "
-       "global_head_dim",
+       "state_size ssm_state_size query_pre_attn_scalar hidden_size_per_layer_input laurel_rank chunk_size "
+       "mamba_chunk_size global_head_dim",
     4: "num_hidden_layers num_attention_heads n_layer n_head n_heads n_layers num_layers num_heads num_experts "
        "num_local_experts n_routed_experts decoder_layers decoder_attention_heads encoder_attention_heads "
        "qk_rope_head_dim qk_nope_head_dim rotary_dim linear_num_value_heads mamba_n_heads mamba_num_heads",
