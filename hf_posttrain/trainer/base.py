@@ -66,7 +66,7 @@ class PostTrainer(Trainer):
 
     def __init__(
         self,
-        model: PreTrainedModel | nn.Module | str,
+        model: PreTrainedModel | nn.Module | str | None = None,
         args: PostTrainConfig | None = None,
         train_dataset: Rows | None = None,
         eval_dataset: Rows | dict[str, Rows] | None = None,
@@ -80,6 +80,11 @@ class PostTrainer(Trainer):
         if kwargs.get("data_collator") is not None or kwargs.get("compute_loss_func") is not None:
             raise InputError(
                 "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
+            )
+        if model is None or kwargs.get("model_init") is not None:
+            raise InputError(
+                "pass model, not model_init: adapter, reference and prepared rows belong to one model, so build a trainer "
+                "for each trial of a search over hyperparameters"
             )
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)
         launch.check_model(model, args)
@@ -197,6 +202,10 @@ class PostTrainer(Trainer):
         [self.data_collator.layout] = broadcast_object_list([layout])
 
     # ---- training
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: HF's changes `args` of a trainer that was built with others."""
+        raise InputError("hyperparameter_search: build a trainer for each trial, in the objective that optuna calls")
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """HF's training, from the seed: its numbers do not depend on what was drawn since the trainer was built.

@@ -271,13 +271,13 @@ def test_raw_rows_in_a_list_train(method, tmp_path):
     assert trainer.state.log_history[0]["grad_norm"] > 0
 
 
-@pytest.mark.parametrize("form", ["torch", "numpy", "pandas", "arrow", "stream", "transform"])
-@pytest.mark.parametrize("method", ["sft", "kto"])
+FORMS = [(method, form) for form in ("torch", "numpy", "pandas", "arrow", "transform") for method in ("sft", "kto")]
+
+
+@pytest.mark.parametrize(("method", "form"), [*FORMS, ("sft", "stream")])
 def test_rows_with_a_format_train_as_they_do_without(method, form, tmp_path):
     """Text, ids and labels as tensors, arrays or frames; a transform of the user's is kept."""
     raw = [raw_row(TABLE[method].rows, f"{i}+1=", str(i + 1), label=i < 4) for i in range(8)]
-    if method == "kto" and form == "stream":
-        pytest.skip("KTO takes no stream")
     for rows in (datasets.Dataset.from_list(raw), token_rows(method)):
         losses = []
         for given in (rows, formatted(rows, form)):
@@ -622,6 +622,17 @@ def test_bfloat16_fully_trained_warns_with_the_reason(dtype, adapted, warns, tmp
     with caplog.at_level(logging.WARNING):
         trainer_for("sft", tiny_model().to(getattr(torch, dtype)), token_rows("sft"), tmp_path, peft_config=lora)
     assert ("weights moved by 1.4 %" in caplog.text) == warns
+
+
+def test_model_init_is_refused_with_what_to_do_instead(tmp_path):
+    """A reference, an adapter and prepared rows are made from one model and one config."""
+    given = {"processing_class": byte_tokenizer(), "train_dataset": token_rows("sft")}
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    for model in (None, tiny_model()):
+        with pytest.raises(InputError, match=r"pass model, not model_init: .* build a trainer for each trial"):
+            SFTTrainer(model, args, model_init=tiny_model, **given)
+    with pytest.raises(InputError, match="build a trainer for each trial"):
+        SFTTrainer(tiny_model(), args, **given).hyperparameter_search()
 
 
 def test_batch_rebalance_is_refused(tmp_path):
