@@ -83,8 +83,8 @@ class PostTrainer(Trainer):
             )
         if model is None or kwargs.get("model_init") is not None:
             raise InputError(
-                "pass model, not model_init: adapter, reference and prepared rows belong to one model, so build a trainer "
-                "for each trial of a search over hyperparameters"
+                "pass model, not model_init: adapter, reference and prepared rows belong to one model, so build a "
+                "trainer for each trial of a search over hyperparameters"
             )
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)
         launch.check_model(model, args)
