@@ -20,7 +20,7 @@ from .frozen import Frozen, Reference
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
-COPY = "reference"  # name of the copy among the policy's adapters
+COPY = "frozen_reference"  # name of the copy among the policy's adapters
 
 
 def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Callable | None = None) -> Reference:
@@ -33,12 +33,10 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
     precompute = planned_twice(trainer) if asked is None else asked
     # under an adapter the base is there already: a new adapter is switched off, of a continued one a copy is kept
     adapted = isinstance(policy, peft.PeftModel)
-    # an adapter with biases trains the base's own: switched off, the base is not what the policy began as
-    biased = adapted and getattr(policy.peft_config[policy.active_adapter], "bias", "none") != "none"
-    by_adapter = adapted and not biased and ref_model is None
     inside: Callable = nullcontext
-    if by_adapter:
-        inside = peft.PeftModel.disable_adapter if trainer.new_adapter else AdapterCopy(policy)
+    if adapted and ref_model is None:
+        inside = adapter_reference(policy, trainer.new_adapter) or nullcontext
+    by_adapter = inside is not nullcontext
     # otherwise it is a copy of the policy in memory, never a reload by name
     second: Frozen | None = None
     if ref_model is not None:
@@ -66,6 +64,24 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         if asked and not by_adapter:
             reference.inside = None
     return reference
+
+
+def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
+    """The context in which the policy is as it began, on the base that it trains on; None where there is none.
+
+    new: does its adapter begin as no change?
+    """
+    # what is trained besides adapters (LoRA's bias, weights that the user unfroze) does not go away with them
+    own = (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_")
+    base = [name for name, p in policy.named_parameters() if p.requires_grad and not any(part in name for part in own)]
+    reason = f"{base[0]} of the base is trained too" if base else "several adapters are active"
+    if not base and len(policy.active_adapters) == 1:
+        try:
+            return peft.PeftModel.disable_adapter if new else AdapterCopy(policy)
+        except ValueError as error:  # some kinds of adapter are alone
+            reason = str(error)
+    logger.info("reference: a copy of the whole policy, since %s", reason)
+    return None
 
 
 def planned_twice(trainer: Any) -> bool:

@@ -17,6 +17,7 @@ import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models import score_cache
+from hf_posttrain.models.reference import COPY
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe.read import train_config
 from hf_posttrain.recipe.sections import DataSection, Recipe, Source
@@ -47,7 +48,7 @@ def test_sft_lora_continues_into_dpo_with_one_base(tmp_path):
     adapters = sum(p.numel() for name, p in dpo.model.named_parameters() if "lora_" in name)
     assert sum(p.numel() for p in dpo.model.parameters()) == size + adapters
     assert adapters == 2 * sum(p.numel() for n, p in sft.model.named_parameters() if "lora_" in n)
-    before = {n: p for n, p in parameters_of(dpo.model).items() if ".reference." in n}
+    before = {n: p for n, p in parameters_of(dpo.model).items() if f".{COPY}." in n}
     dpo.train()
     first, last = dpo.state.log_history[0], dpo.state.log_history[3]
     assert first["loss"] == pytest.approx(LN2, abs=1e-5)
@@ -57,7 +58,7 @@ def test_sft_lora_continues_into_dpo_with_one_base(tmp_path):
     assert all(torch.equal(p, dict(dpo.model.named_parameters())[name]) for name, p in before.items())
 
     dpo.save_model(tmp_path / "done")
-    assert not (tmp_path / "done" / "reference").exists()
+    assert not (tmp_path / "done" / COPY).exists()
     again = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "done")
     trained = peft.get_peft_model_state_dict(dpo.model, adapter_name="default")
     for name, value in peft.get_peft_model_state_dict(again).items():
@@ -131,6 +132,53 @@ def test_the_reference_of_an_adapter_with_biases_stays(method, tmp_path):
     before = trainer.reference.logps(trainer.model, batch)
     trainer.train()
     assert torch.equal(trainer.reference.logps(trainer.model, batch), before)
+
+
+@pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
+def test_the_reference_of_a_base_with_unfrozen_weights_stays(method, tmp_path):
+    policy = peft.get_peft_model(tiny_model("llama"), lora())
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or "norm" in name)
+    trainer = trainer_for(method, policy, token_rows(method), tmp_path, max_steps=2, learning_rate=0.1)
+    batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+    before = trainer.reference.logps(trainer.model, batch)
+    trainer.train()
+    assert torch.equal(trainer.reference.logps(trainer.model, batch), before)
+
+
+def test_trained_copies_and_tokens_of_an_adapter_need_no_second_model(tmp_path):
+    for option in ({"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [5, 6]}):
+        trainer = trainer_for(
+            "dpo", tiny_model("llama"), token_rows("dpo"), tmp_path, peft_config=lora(**option), max_steps=2,
+            learning_rate=0.1,
+        )  # fmt: skip
+        assert trainer.second_model is None
+        batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+        before = trainer.reference.logps(trainer.model, batch)
+        trainer.train()
+        assert torch.equal(trainer.reference.logps(trainer.model, batch), before)
+
+
+def test_two_active_adapters_stay_active(tmp_path):
+    policy = peft.get_peft_model(tiny_model("llama"), lora(init_lora_weights=False))
+    policy.add_adapter("other", lora(init_lora_weights=False))
+    policy.base_model.set_adapter(["default", "other"])
+    trainer = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=2, learning_rate=0.1)
+    trainer.train()
+    assert policy.base_model.active_adapters == ["default", "other"]
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(LN2, abs=1e-5)
+
+
+def test_a_continued_adapter_may_be_one_that_is_alone_or_have_any_name(tmp_path):
+    """AdaLoRA takes no second adapter beside the one that is trained."""
+    alone = peft.AdaLoraConfig(r=4, init_r=4, target_r=2, total_step=10, target_modules=["q_proj"])
+    named = peft.get_peft_model(tiny_model("llama"), lora(init_lora_weights=False), adapter_name="reference")
+    for policy in (peft.get_peft_model(tiny_model("llama"), alone), named):
+        trainer = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=2, learning_rate=0.1)
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(LN2, abs=1e-5)
+        trainer.save_model(tmp_path / policy.active_adapter)
+    assert (tmp_path / "reference" / "reference" / "adapter_model.safetensors").exists()
 
 
 def test_cache_notices_what_changes_the_numbers(tmp_path):
