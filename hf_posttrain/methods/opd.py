@@ -61,6 +61,8 @@ class OPDConfig(PostTrainConfig):
     """Longest rollout in tokens; the prompt has max_length minus this."""
     num_generations: int = 1
     """Rollouts of each prompt, K."""
+    disable_dropout: bool = True
+    """Set every dropout of the policy to 0: rollouts are sampled without, so they are scored without."""
     lmbda: float = 1.0
     """Share of prompts answered by the student; the others are trained on their completion in the data."""
     discount: float = 0.0

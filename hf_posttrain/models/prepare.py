@@ -1,6 +1,9 @@
 """The policy: from a loaded model to one that is ready to train, with the adapter and generation config it keeps."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import peft
@@ -80,14 +83,10 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         if getattr(model, "is_quantized", False):
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         model = peft.get_peft_model(model, peft_config)
+    if args.disable_dropout and (rates := switch_off_noise(model)):
+        logger.info("disable_dropout: off are %s", ", ".join(rates))
     module: Any
     for module in model.modules():
-        # dropout is in modules, LoRA's too, and in rates that a forward reads as attributes
-        if args.disable_dropout and isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, rate in list(vars(module).items()) if args.disable_dropout else ():
-            if "drop" in name and isinstance(rate, float):
-                setattr(module, name, 0.0)
         # on CPU bitsandbytes repacks weights in a first forward without gradient, and its backward reads them wrongly
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
@@ -112,3 +111,54 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
         cpu.attend_by_document(forward.causal_lm(model))
     return model
+
+
+def switch_off_noise(model: nn.Module) -> list[str]:
+    """Set every dropout to 0, and let routers route in training as they do in evaluation. Returns what was on.
+
+    Rates are in modules, LoRA's too, in attributes that a forward reads, and in the config where a forward reads that:
+    `own_rates` puts the config's back.
+    """
+    found: set[str] = set()
+    inner = forward.causal_lm(model)
+    inner.own_rates = []
+    for config in {id(config): config for config in (inner.config, inner.config.get_text_config())}.values():
+        rates = {name: rate for name, rate in vars(config).items() if _is_rate(name, rate)}
+        inner.own_rates.append((config, rates))
+        found.update(rates)
+        for name in rates:
+            setattr(config, name, 0.0)
+    module: Any
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            found |= {"dropout"} if module.p else set()
+            module.p = 0.0
+        for name in [name for name, rate in vars(module).items() if _is_rate(name, rate)]:
+            setattr(module, name, 0.0)
+        # routers with jitter, or which draw experts: the rate itself may have a meaning in evaluation (PhiMoE)
+        if any("jitter" in name for name in vars(module)):
+            module.train = MethodType(_stay_in_eval_mode, module)
+            module.eval()
+            found.update(name for name, rate in vars(module).items() if "jitter" in name and rate)
+    return sorted(found)
+
+
+def _is_rate(name: str, value: Any) -> bool:
+    return "drop" in name and isinstance(value, float) and value > 0
+
+
+def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
+    return nn.Module.train(module, False)
+
+
+@contextmanager
+def own_rates(model: nn.Module) -> Iterator[None]:
+    """Inside, the config has the rates of dropout that the model came with: for saving it."""
+    rates = getattr(forward.causal_lm(model), "own_rates", [])
+    for config, values in rates:
+        config.__dict__.update(values)
+    try:
+        yield
+    finally:
+        for config, values in rates:
+            config.__dict__.update(dict.fromkeys(values, 0.0))

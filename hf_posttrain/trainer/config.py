@@ -62,7 +62,7 @@ class PostTrainConfig(TrainingArguments):
     apply_chat_template: bool = False
     """Plain-string prompts become a user turn and their answers an assistant's, in the model's chat template."""
     disable_dropout: bool = False
-    """Set every dropout of the policy to 0, LoRA's included."""
+    """Set every dropout of the policy to 0, LoRA's included, and routers to no jitter."""
     router_aux_loss_coef: float | None = None
     """Weight of the experts' load-balancing loss; None: the model's own where its config has output_router_logits."""
     stop_on: list[str] | str | None = None

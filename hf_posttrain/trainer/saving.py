@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Trainer
 from ..engines import engine, sharded
 from ..errors import InputError
 from ..models.load import adapter_shape
+from ..models.prepare import own_rates
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
 from . import checkpoint, rules
@@ -37,12 +38,13 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
     # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
     merged = self.args.merge_lora and not (_internal_call and output_dir)
     check_folder(self, folder, merged)
-    if merged:
-        save_merged(self, folder)
-    else:
-        self._save(folder, whole_state(self, isinstance(self.model, peft.PeftModel)))
-        if self.args.should_save:
-            check_saved(self.model, folder)
+    with own_rates(self.model):
+        if merged:
+            save_merged(self, folder)
+        else:
+            self._save(folder, whole_state(self, isinstance(self.model, peft.PeftModel)))
+            if self.args.should_save:
+                check_saved(self.model, folder)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

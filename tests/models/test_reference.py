@@ -8,8 +8,8 @@ import datasets
 import peft
 import pytest
 import torch
-import transformers
 from accelerate import Accelerator
+from architectures import tiny
 from models_for_tests import tiny_model
 from training_for_tests import LORA, names_where, token_rows, trainer_for
 
@@ -109,16 +109,33 @@ def test_disable_dropout_reaches_lora_and_attention(method, tmp_path):
     assert not any(rates)
 
 
-def test_disable_dropout_reaches_rates_by_any_name(tmp_path):
-    config = transformers.Starcoder2Config(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, residual_dropout=0.5, attention_dropout=0.5, embedding_dropout=0.5,
-    )  # fmt: skip
-    trainer = trainer_for("dpo", transformers.AutoModelForCausalLM.from_config(config), token_rows("dpo"), tmp_path)
-    model = trainer.model.train()
-    ids = torch.arange(20)[None]
+NOISY = {
+    "starcoder2": ("residual_dropout", "attention_dropout", "embedding_dropout"),
+    "falcon": ("hidden_dropout", "attention_dropout"),  # read from the config in each forward
+    "persimmon": ("hidden_dropout", "attention_dropout"),
+    "mixtral": ("attention_dropout", "router_jitter_noise"),
+    "phimoe": ("attention_dropout", "input_jitter_noise"),  # its router also draws experts in training
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+def test_disable_dropout_reaches_rates_by_any_name(name, tmp_path, caplog):
+    model = tiny(name, **dict.fromkeys(NOISY[name], 0.5))
+    with caplog.at_level(logging.INFO):
+        trainer = trainer_for("dpo", copy.deepcopy(model), token_rows("dpo"), tmp_path)
+    assert "disable_dropout: off are" in caplog.text
+    assert all(rate.removeprefix("router_") in caplog.text for rate in NOISY[name])
+    policy, ids = trainer.model, torch.arange(20)[None]
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, model(ids).logits)
+        expected = model(ids).logits  # in eval mode
+        assert torch.equal(policy.train()(ids, use_cache=False).logits, expected)
+        assert not torch.equal(model.train()(ids, use_cache=False).logits, expected)
+    # what is saved has the rates that the model came with, and the policy goes on without
+    trainer.save_model(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert all(config[rate] == 0.5 for rate in NOISY[name])
+    with torch.no_grad():
+        assert torch.equal(policy.train()(ids, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
