@@ -1,0 +1,142 @@
+"""Hunters: what goes wrong with files, disks and reporters is said in a line, and nothing half-written is taken."""
+
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from processes_for_tests import on_two
+from training_for_tests import LORA, logged, token_rows, trainer_for
+
+from hf_posttrain.errors import InputError
+from hf_posttrain.trainer import checkpoint
+
+SETTINGS = {"max_steps": 3, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 1}
+DAMAGES = {
+    "gone": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "noise": lambda file: file.write_bytes(random.Random(0).randbytes(file.stat().st_size)),
+    "zeros": lambda file: file.write_bytes(bytes(file.stat().st_size)),  # what a file system leaves when power is lost
+    "half zeros": lambda file: file.write_bytes(
+        (whole := file.read_bytes())[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)
+    ),
+}
+READ = {  # files that a resumed run reads
+    "full": ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"),
+    "lora": ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth",
+             "trainer_state.json"),
+}  # fmt: skip
+
+
+def build(folder, kind="full", **changed):
+    torch.manual_seed(0)
+    adapter = {"peft_config": peft.LoraConfig(**LORA)} if kind == "lora" else {}
+    return trainer_for("sft", tiny_model(), token_rows("sft", 13), folder, **adapter | SETTINGS | changed)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """whole(kind): the trainer of an uninterrupted run with checkpoints 1 to 3, made once."""
+    made = {}
+
+    def get(kind="full"):
+        if kind not in made:
+            made[kind] = build(tmp_path_factory.mktemp(kind), kind)
+            made[kind].train()
+        return made[kind]
+
+    return get
+
+
+def left_at_2(whole, kind, folder):
+    """`folder` as a run of this kind leaves it that ended after step 2."""
+    for step in (1, 2):
+        shutil.copytree(Path(whole(kind).args.output_dir, f"checkpoint-{step}"), folder / f"checkpoint-{step}")
+    return folder / "checkpoint-2"
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_damaged_file_of_a_checkpoint_is_noticed(kind, whole, tmp_path, caplog):
+    """Each file in each way: the next older checkpoint is found, and a log says why."""
+    tried = 0
+    for name in READ[kind]:
+        for how, damage in DAMAGES.items():
+            folder = tmp_path / f"{name}-{how}"
+            damage(left_at_2(whole, kind, folder) / name)
+            caplog.clear()
+            if how.endswith("zeros") and name == "rng_state.pth":
+                continue  # it is so small that half of it may be zeros as it is
+            assert checkpoint.find_checkpoint(folder) == str(folder / "checkpoint-1"), (name, how)
+            [said] = [message for message in caplog.messages if "passed over" in message]
+            assert "checkpoint-2 is incomplete, without" in said
+            assert "\n" not in said
+            tried += 1
+    print(f"{kind}: {tried} damages, {tried} passed over")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "how"),
+    [("full", "config.json", "gone"), ("full", "model.safetensors", "noise"), ("lora", "optimizer.pt", "cut")],
+)
+def test_a_run_goes_on_from_the_older_one_and_refuses_the_damaged(kind, name, how, whole, tmp_path):
+    newest = left_at_2(whole, kind, tmp_path)
+    DAMAGES[how](newest / name)
+    with pytest.raises(InputError, match=f"checkpoint-2 is damaged, without .*{name}.*: take another, or auto"):
+        build(tmp_path, kind).train(resume_from_checkpoint=str(newest))
+    trainer = build(tmp_path, kind)
+    trainer.train(resume_from_checkpoint="auto")
+    assert [log["loss"] for log in logged(trainer) if "loss" in log] == [
+        log["loss"] for log in logged(whole(kind)) if "loss" in log
+    ]
+    assert all(map(torch.equal, trainer.model.parameters(), whole(kind).model.parameters()))
+
+
+def test_a_checkpoint_without_config_and_record_loads_with_the_models_own(whole, tmp_path):
+    """A class without a config would make its default size, which no machine of a tiny model holds."""
+    newest = left_at_2(whole, "full", tmp_path)
+    (newest / "config.json").unlink()
+    trainer = build(tmp_path)
+    trainer._load_from_checkpoint(str(newest))
+    assert sum(weight.numel() for weight in trainer.model.parameters()) < 1e6
+
+
+# ---- disks that machines do not share
+
+
+def resume_alone(rank, folders, steps):
+    """What each of two machines, with a disk of its own, resumes: the step, or the message that refuses it."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "SLURM_LOCALID": "0"}
+    for step in steps[rank]:
+        shutil.copytree(Path(folders[2], f"checkpoint-{step}"), Path(folders[rank], f"checkpoint-{step}"))
+    torch.manual_seed(0)
+    settings = SETTINGS | {"per_device_train_batch_size": 2, "save_steps": 1, "save_on_each_node": True}
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft", 13), folders[rank], **settings)
+    try:
+        found = checkpoint.find_resumed(trainer, "auto")
+    except InputError as error:
+        return str(error)
+    return found and Path(found).name
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (((1, 2, 3), (1, 2)), "checkpoint-2"), (((1, 2), ()), "in common in .*rank 0: checkpoint-2, rank 1: none"),
+        pytest.param(((1, 2, 3), (1, 2, 3)), "checkpoint-3", marks=pytest.mark.slow),
+        pytest.param(((1, 3), (1, 2)), "checkpoint-1", marks=pytest.mark.slow),
+        pytest.param(((), ()), None, marks=pytest.mark.slow),
+        pytest.param(((2,), (1, 3)), "in common in .*put output_dir on a disk that all", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_machines_agree_on_a_checkpoint_that_all_have(steps, expected, whole, tmp_path):
+    folders = [str(tmp_path / "0"), str(tmp_path / "1"), whole().args.output_dir]
+    found = on_two(resume_alone, "ddp", folders, steps)
+    assert found[0] == found[1] or found[0].replace(folders[0], folders[1]) == found[1]
+    assert re.search(expected, found[0]) if expected else found[0] is None
