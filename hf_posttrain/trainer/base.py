@@ -230,7 +230,8 @@ class PostTrainer(Trainer):
         return self.guard.stopped
 
     def _prepare_for_training(self, *args: Any) -> tuple[nn.Module, Any]:
-        model, dataloader = super()._prepare_for_training(*args)
+        with checkpoint.without_pickled_code(self):
+            model, dataloader = super()._prepare_for_training(*args)
         self.ready = True
         self.check_scoring(model)
         self.pace = Pace()

@@ -20,6 +20,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from ..engines import engine
 from ..errors import InputError, named
+from ..watch.symptoms import listed
 from . import same_run
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ _PARTS = {  # what a checkpoint holds, under the names of each engine
     "scheduler": ("scheduler.pt", "global_step*"),
     "random state": ("rng_state*.pth",),
 }
+_FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's variable: torch.load unpickles no code, whoever calls it
 _TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 
 
@@ -272,3 +274,31 @@ def loading(checkpoint: str | None) -> Iterator[None]:
             f"the checkpoint {checkpoint} cannot be loaded into this run ({problem}): resume it with the model, "
             "adapter and optimizer of the run that wrote it, or start a new run from its weights"
         ) from error
+
+
+@contextmanager
+def without_pickled_code(trainer: Any) -> Iterator[None]:
+    """DeepSpeed unpickles whatever its checkpoints hold, code too: inside, tensors and its own records alone are read.
+
+    Raises InputError for anything else, unless `pickle` is in resume_despite.
+    """
+    if not engine.zero_stage(trainer.accelerator) or "pickle" in listed(trainer.args.resume_despite):
+        yield
+        return
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    before = os.environ.get(_FORCED)
+    os.environ[_FORCED] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    except UnpicklingError as error:
+        found = re.search(r"GLOBAL (\S+)", str(error))
+        raise InputError(
+            f"the checkpoint would run code when DeepSpeed reads it ({found[1] if found else 'a pickle'}): if it is of "
+            "your own writing, resume_despite: [pickle] lets it"
+        ) from error
+    finally:
+        os.environ.pop(_FORCED) if before is None else os.environ.update({_FORCED: before})

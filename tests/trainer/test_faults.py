@@ -1,5 +1,6 @@
 """Hunters: what goes wrong with files, disks and reporters is said in a line, and nothing half-written is taken."""
 
+import json
 import os
 import random
 import re
@@ -10,7 +11,7 @@ import peft
 import pytest
 import torch
 from models_for_tests import tiny_model
-from processes_for_tests import on_two
+from processes_for_tests import engine_arguments, on_two
 from training_for_tests import LORA, logged, token_rows, trainer_for
 
 from hf_posttrain.errors import InputError
@@ -140,3 +141,46 @@ def test_machines_agree_on_a_checkpoint_that_all_have(steps, expected, whole, tm
     found = on_two(resume_alone, "ddp", folders, steps)
     assert found[0] == found[1] or found[0].replace(folders[0], folders[1]) == found[1]
     assert re.search(expected, found[0]) if expected else found[0] is None
+
+
+# ---- code in checkpoints
+
+
+class Evil:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def resume_evil(rank, folder, insist):
+    """Two steps under ZeRO-2, code put into the checkpoint of the first, and what resuming that says."""
+    config = engine_arguments("zero2") | SETTINGS | {"per_device_train_batch_size": 2, "max_steps": 2}
+    build_it = lambda **more: trainer_for("sft", tiny_model(), token_rows("sft", 13), folder, **config | more)  # noqa: E731
+    build_it().train()
+    torch.distributed.barrier()
+    place = Path(folder, "checkpoint-1")
+    if rank == 0:
+        [file, _] = sorted(place.glob("global_step1/*optim_states.pt"))
+        torch.save(torch.load(file, weights_only=False) | {"evil": Evil(f"{folder}/broken-in")}, file)
+        state = json.loads((place / "trainer_state.json").read_text())
+        files = state["stateful_callbacks"][checkpoint.LAUNCH]["files"]
+        files[str(file.relative_to(place))] = checkpoint.fingerprint(file)  # whoever can write it can write this too
+        (place / "trainer_state.json").write_text(json.dumps(state))
+    torch.distributed.barrier()
+    try:
+        build_it(resume_despite="pickle" if insist else None).train(resume_from_checkpoint=str(place))
+    except (InputError, RuntimeError) as error:  # the other rank has lost the one that is refused
+        return str(error)
+    return "resumed"
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize("insist", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_deepspeed_checkpoint_runs_no_code(insist, tmp_path):
+    found = on_two(resume_evil, "zero2", str(tmp_path), insist)
+    assert (tmp_path / "broken-in").exists() == insist
+    assert "resumed" in found if insist else "would run code when DeepSpeed reads it (posix.mkdir)" in found[0]

@@ -35,7 +35,7 @@ CHANGED = {  # option -> another value of it, where that cannot be told from the
     "accelerator_config": {"use_seedable_sampler": False}, "chat_template_kwargs": {"enable_thinking": False},
     "layout": "padded", "stop_on": "nan", "dataloader_num_workers": 1, "max_length": 9, "hub_strategy": "end",
     "data_seed": 7, "debug": "underflow_overflow", "label_names": ["labels"], "dataset_num_proc": 2,
-    "include_for_metrics": ["inputs"], "router_aux_loss_coef": 0.1, "save_total_limit": 1, "run_name": "other",
+    "include_for_metrics": ["loss"], "router_aux_loss_coef": 0.1, "save_total_limit": 1, "run_name": "other",
     "torch_empty_cache_steps": 1, "resume_despite": "beta", "length_column_name": "tokens", "ddp_timeout": 60,
     "hub_model_id": "a/b", "hub_token": "x", "hub_revision": "x", "trackio_space_id": "a/b", "project": "other",
     "loss_type": {"dpo": "ipo", "kto": "bco", "opd": "policy_gradient"}, "divergence": "reverse_kl",
