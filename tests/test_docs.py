@@ -413,9 +413,11 @@ def test_names_of_trl_are_its_own():
         pytest.skip(f"the page is about TRL 1.16, here is {trl.__version__}")
     distillation = importlib.import_module("trl.trainer.distillation_config").DistillationConfig
     gkd = importlib.import_module("trl.experimental.gkd").GKDConfig
+    cpo = importlib.import_module("trl.experimental.cpo").CPOConfig
+    orpo = importlib.import_module("trl.experimental.orpo").ORPOConfig
     transformers_own = {field.name for field in dataclasses.fields(TrainingArguments)}
     theirs = {
-        field.name for config in (trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, distillation, gkd)
+        field.name for config in (trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, distillation, gkd, cpo, orpo)
         for field in dataclasses.fields(config)
     }  # fmt: skip
     ours = {name for config in CONFIGS.values() for name in config.__dataclass_fields__}
