@@ -23,6 +23,8 @@ from hf_posttrain import OPDConfig
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.generation import vllm as vllm_rollout
+from hf_posttrain.losses.divergence import DIVERGENCES
+from hf_posttrain.methods.rules import POLICY_GRADIENT
 from hf_posttrain.trainer import saving
 
 TRAINING = {
@@ -48,6 +50,9 @@ def vllm(monkeypatch):
 def backend(request, vllm):
     """What a config needs for vllm_mode colocate or server; the server has other weights, or the base for LoRA."""
     mode, lora = request.param
+    if mode == "transformers":
+        yield {"rollout": mode}
+        return
     if mode == "colocate":
         yield {"peft_config": peft.LoraConfig(**LORA) if lora else None}
         return
@@ -124,6 +129,31 @@ def test_each_step_samples_with_the_policys_own_weights(backend, tmp_path):
 
 def losses_of(trainer):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+@pytest.mark.parametrize("backend", [("transformers", False), *BOTH[::2]], ids=["own", *NAMES[::2]], indirect=True)
+def test_a_teacher_equal_to_the_student_teaches_nothing_at_any_temperature(backend, tmp_path):
+    """Sampled, scored and compared at 0.7, by every loss: the divergence is 0 for each rollout."""
+    student = untied()
+    trainer, _ = opd(backend, tmp_path, copy.deepcopy(student), student, temperature=0.7)
+    for loss_type in (POLICY_GRADIENT, *DIVERGENCES):
+        trainer.args.loss_type = loss_type
+        metrics = trainer.evaluate()
+        assert metrics["eval_distill/reverse_kl"] == pytest.approx(0, abs=1e-6)
+        assert metrics["eval_logprob/gap"] == pytest.approx(0, abs=1e-6)
+        assert metrics["eval_loss"] == pytest.approx(0, abs=1e-6)
+    trainer.args.temperature = 1.4  # seen: scores follow the option
+    assert trainer.evaluate()["eval_logprob/student"] != metrics["eval_logprob/student"]
+
+
+@pytest.mark.parametrize("backend", [BOTH[1], BOTH[3]], ids=[NAMES[1], NAMES[3]], indirect=True)
+def test_a_hundred_transfers_of_an_adapter_leave_the_base_bit_for_bit(backend, tmp_path, monkeypatch):
+    """Nothing is merged into the policy, which in bfloat16 could not be undone."""
+    trainer, _ = opd(backend, tmp_path, tiny_model().to(torch.bfloat16))
+    before = weights(trainer.model)
+    for _ in range(100):
+        trainer.rollouts.synchronise()
+    assert_equal_weights(weights(trainer.model), before)
 
 
 @pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)

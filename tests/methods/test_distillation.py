@@ -15,6 +15,7 @@ import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.losses.divergence import DIVERGENCES
+from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.teacher_tiles import credited
 
 OBJECTIVES = ["policy_gradient", *DIVERGENCES]
@@ -274,6 +275,26 @@ def test_evaluation_is_on_policy_whatever_lmbda_says(tmp_path):
     prompts = rows.remove_columns("completion_ids")
     trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), eval_rows=prompts, lmbda=0.5)
     assert trainer.evaluate()["eval_generation/length"] > 0
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_the_tokens_that_both_models_score_are_those_of_the_rollouts(layout, tmp_path):
+    config = {"num_generations": 3, "gradient_accumulation_steps": 2, "layout": layout}
+    trainer = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), **config)
+    drawn, scored = [], []
+    generate, losses = trainer.rollouts.generate, trainer.losses
+
+    def watched(model, batch):
+        ids = scoring.targets(batch).tolist()
+        owned = [[t for t, own in zip(ids, batch["owner"].tolist(), strict=True) if own == n] for n in range(12)]
+        scored.extend(owned)
+        return losses(model, batch)
+
+    trainer.rollouts.generate = lambda *args: (drawn.extend(generate(*args)), drawn)[1]
+    trainer.losses = watched
+    trainer.train()
+    assert sorted(scored) == sorted(drawn)
+    assert len(drawn) == 24
 
 
 def test_metrics_count_the_students_own_tokens_alone(tmp_path):

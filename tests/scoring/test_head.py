@@ -181,6 +181,26 @@ def test_extreme_logits_in_bfloat16_stay_finite():
     assert torch.isfinite(weight.grad).all()
 
 
+def test_the_true_tokens_gradient_survives_bfloat16_where_it_is_almost_certain():
+    """1 - p of a p near 1, among 150,000 tokens, is not rounded away: within a few per cent, the rounding of a float32
+    sum of so many, it is that of float64."""
+    torch.manual_seed(0)
+    targets, own = torch.tensor([3, 149_999, 70_000]), torch.eye(8)[:3]
+    weight = 0.05 * torch.randn(150_000, 8)
+    weight[targets] = own
+    weight = weight.to(torch.bfloat16)
+    hidden = (torch.tensor([[17.0], [19.0], [22.0]]) * own).to(torch.bfloat16).requires_grad_()
+    values, _ = H.score_tokens(H.LinearHead(weight, None), hidden, LogProb(targets))
+    values.sum().backward()
+
+    logits = (hidden.detach() @ weight.T).double()
+    probs = torch.softmax(logits, -1)
+    assert 1e-6 < 1 - probs.amax(-1).max() < 1e-3 < 1 - probs.amax(-1).min() < 0.05
+    torch.testing.assert_close(values.double(), probs.gather(-1, targets[:, None])[:, 0].log(), rtol=0.05, atol=0)
+    expected = (torch.nn.functional.one_hot(targets, 150_000) - probs) @ weight.double()
+    assert ((hidden.grad.double() - expected).norm(dim=-1) < 0.05 * expected.norm(dim=-1)).all()
+
+
 @pytest.mark.parametrize("promised", [True, False])
 def test_no_token_gives_no_value_and_zero_gradient(promised):
     hidden, weight, bias, _ = tensors()

@@ -9,6 +9,7 @@ import copy
 import peft
 import pytest
 import torch
+import transformers as tf
 from models_for_tests import CONFIGS, tiny_model
 from plain_for_tests import PLAIN, slow_score
 from training_for_tests import (
@@ -23,6 +24,8 @@ from training_for_tests import (
     trainer_for,
 )
 
+from hf_posttrain.errors import InputError
+from hf_posttrain.generation.rollout import generate as GENERATE
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods.kto_pairing import find_partners
 from hf_posttrain.scoring import forward, head
@@ -81,6 +84,57 @@ def test_layouts_agree(method, architecture, tmp_path):
     expected = step(method, architecture, tmp_path, layout="padded")
     for layout in ("shared", "packed"):
         assert_same_step(step(method, architecture, tmp_path, layout=layout), expected)
+
+
+SHAPE = {
+    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 256, "eos_token_id": 258, "bos_token_id": None,
+}  # fmt: skip
+STATES = {
+    "qwen3_next": lambda: tf.Qwen3NextConfig(
+        **SHAPE, linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8,
+        num_experts=0, mlp_only_layers=[0, 1, 2, 3],
+    ),
+    "lfm2": lambda: tf.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"] * 2),
+    "mamba2": lambda: tf.Mamba2Config(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16,
+                                      n_groups=1, state_size=8, pad_token_id=256, bos_token_id=0, eos_token_id=258),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", STATES)
+def test_the_state_of_a_layer_keeps_to_its_row(architecture, tmp_path):
+    """Linear attention, convolution, Mamba: packed rows are refused; a batch is its rows one by one, in training and in
+    generation from padded prompts, after a long batch too."""
+    torch.manual_seed(0)
+    model, rows = tf.AutoModelForCausalLM.from_config(STATES[architecture]()).float().eval(), token_rows("dpo")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0 if parameter.dim() > 1 else 1.0)
+    for layout in ("shared", "packed"):
+        with pytest.raises(InputError, match="layers that take no custom mask"):
+            one_step("dpo", model, rows, tmp_path, layout=layout)
+    sizes = [{"per_device_train_batch_size": 4}, {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}]
+    together, alone = (one_step("dpo", model, rows, tmp_path, second=copy.deepcopy(model), **size) for size in sizes)
+    assert_same_step(together, alone, relative=1e-4)
+    prompts = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12]]
+    found = GENERATE(model, prompts, 6, [], 256)
+    assert found == [GENERATE(model, [prompt], 6, [], 256)[0] for prompt in prompts]
+    ids = list(prompts[1])  # without a cache: obviously right
+    with torch.no_grad():
+        for _ in range(6):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert found[1] == ids[1:]
+
+
+def test_packed_rows_of_gemma_4_train_as_padded_ones(tmp_path):
+    torch.manual_seed(0)
+    config = tf.Gemma4TextConfig(
+        **SHAPE, sliding_window=5, hidden_size_per_layer_input=8, vocab_size_per_layer_input=300,
+        num_kv_shared_layers=0, layer_types=["sliding_attention", "full_attention"] * 2,
+    )  # fmt: skip
+    model = tf.AutoModelForCausalLM.from_config(config).float()
+    expected = one_step("sft", model, token_rows("sft"), tmp_path, layout="padded")
+    assert_same_step(one_step("sft", model, token_rows("sft"), tmp_path, layout="packed"), expected, relative=1e-4)
 
 
 def lora():

@@ -17,6 +17,7 @@ from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from training_for_tests import (
     METHODS,
+    Gradients,
     assert_same_step,
     fix_rollouts,
     names_where,
@@ -462,6 +463,28 @@ def test_accumulation_is_no_mean_of_means(tmp_path):
     both = one_step("sft", tiny_model(), rows, tmp_path, gradient_accumulation_steps=2, **sizes)[0]
     assert both == pytest.approx((1 * single[0] + 9 * single[1]) / 10, rel=1e-5)
     assert abs(both - sum(single) / 2) > 0.05
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_the_last_window_of_an_epoch_may_be_a_partial_one(method, tmp_path):
+    """10 rows, window 4: the third step is the mean over the last two rows, not over four."""
+    rows, keep = token_rows(method, 10), Gradients()
+    sizes = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    trainer = trainer_for(method, tiny_model(), rows, tmp_path, callbacks=[keep], max_steps=3, **sizes)
+    trainer.train()
+    found = trainer.state.log_history[2]["loss"], keep.steps[2]
+    alone = one_step(method, tiny_model(), rows.select([8, 9]), tmp_path, per_device_train_batch_size=2)
+    assert_same_step(found, alone)
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_accumulation_does_not_ask_the_models_class(takes, tmp_path, monkeypatch):
+    """Where a model's class says that it takes no number of items (Gemma 3's), HF divides by the number of batches."""
+    model = tiny_model("gemma3")
+    monkeypatch.setattr(type(model), "accepts_loss_kwargs", takes, raising=False)
+    sizes = [{"per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size} for size in (1, 8)]
+    runs = [one_step("sft", model, token_rows("sft"), tmp_path, **each) for each in sizes]
+    assert_same_step(runs[1], runs[0])
 
 
 def test_packed_documents_do_not_leak_into_each_other(tmp_path):
