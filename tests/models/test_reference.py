@@ -360,7 +360,7 @@ def test_equal_rows_share_a_cache_whatever_made_them():
 def test_the_key_of_an_adapters_config_is_the_same_in_every_process():
     """Python orders the strings of a set anew in each process."""
     config = peft.LoraConfig(target_modules={"q_proj", "k_proj", "v_proj", "o_proj", "up_proj"}).to_dict()
-    written = json.loads(json.dumps(config, default=score_cache._plain))
+    written = json.loads(json.dumps(config, default=score_cache.plain))
     assert written["target_modules"] == ["k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
 
