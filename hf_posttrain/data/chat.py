@@ -4,16 +4,22 @@ The boundary comes from rendered text: the rendered prompt must be the beginning
 `InputError` names the problem; the caller adds file and row. `template_kwargs` go to the template.
 """
 
+import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
 from itertools import groupby, takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, shown
-from .messages import Messages, check_unicode
+from .messages import Messages, call_names, check_unicode, text_of
+
+_PROBE = "sentinel7391"
+"""A text that no template writes of itself."""
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
@@ -26,6 +32,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
         raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
     options = {**(template_kwargs or {}), **options}
     try:
+        messages = _as_template_reads(tokenizer, messages, tools)
         text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
     except Exception as error:  # a template is a program, and raises what it likes
         roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
@@ -33,6 +40,92 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
         raise InputError(f"the chat template refuses messages with roles [{roles}]: {problem}") from error
     check_unicode(text, "the rendered conversation")
     return text
+
+
+def find_unread(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, tools: list | None = None,
+                template_kwargs: dict | None = None) -> list[str]:  # fmt: skip
+    """What of the messages is not in their rendering `full` although a template may well leave it out: keys that it
+    does not write, tools, thinking of earlier turns, text next to a call. Raises InputError for a message of which it
+    writes neither text nor calls, as of a role that it does not know."""
+    found, template = [], tokenizer.get_chat_template(tools=tools)
+    # texts that stand in their order are all there; otherwise each is looked for, by another text in its place
+    ordered = _in_order([message["content"].strip() for message in messages], full)
+    called = _in_order([name for message in messages for name in call_names(message)], full)
+    for n, message in enumerate(messages):
+        where, content = f"message {n} ({shown(message['role'])[1:-1]})", message["content"].strip()
+        if call_names(message) and not called:
+            raise InputError(f"{where}: the chat template does not write its call of {', '.join(call_names(message))}")
+        if content and not ordered:
+            probes = [*messages[:n], {**message, "content": _PROBE}, *messages[n + 1 :]]
+            if _PROBE in render(tokenizer, probes, tools, template_kwargs):
+                found += [f"a part of the text of {message['role']} turns"] * (content not in full)
+            elif not call_names(message):
+                raise InputError(f"{where}: the chat template does not write its text, {shown(content)}")
+            else:
+                found.append("text next to calls")
+        for key, value in message.items():
+            written = value.strip() in full if isinstance(value, str) else re.search(rf"\b{re.escape(key)}\b", template)
+            if key not in ("role", "content", "tool_calls") and not written:
+                found.append(f"key {shown(key)}")
+    names = [tool.get("function", tool) for tool in tools or []]
+    if any(isinstance(tool, dict) and str(tool.get("name")) not in full for tool in names):
+        found.append("column 'tools'")
+    return sorted({*found})
+
+
+def _in_order(texts: list[str], full: str) -> bool:
+    """Do all texts stand in `full`, one behind the other?"""
+    place = 0
+    for text in texts:
+        if (at := full.find(text, place)) < 0:
+            return False
+        place = at + len(text)
+    return True
+
+
+def _as_template_reads(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None) -> Messages:
+    """Contents as parts, and arguments of calls as JSON text, for the templates that write these alone."""
+    template = tokenizer.get_chat_template(tools=tools)
+    if _reads_parts(tokenizer, template):
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    if any(m.get("tool_calls") for m in messages) and _reads_text_arguments(tokenizer, template):
+        messages = [{**m, "tool_calls": [_with_text(call) for call in m.get("tool_calls", [])]} for m in messages]
+    return messages
+
+
+def _with_text(call: dict) -> dict:
+    function = call.get("function", call)
+    function = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
+    return {**call, "function": function} if "function" in call else function
+
+
+@lru_cache(maxsize=32)
+def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Does the template write a content that is a list of parts, and none that is a string?"""
+    contents: tuple = (_PROBE, [{"type": "text", "text": _PROBE}])
+    as_text, as_parts = (_written(tokenizer, [{"role": "user", "content": content}]) for content in contents)
+    return _PROBE in as_parts and _PROBE not in as_text
+
+
+@lru_cache(maxsize=32)
+def _reads_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    """Must the arguments of a call be text, since it refuses a mapping or writes it as Python does?"""
+    found = []
+    for arguments in ({"x": _PROBE}, json.dumps({"x": _PROBE})):
+        call = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turns: Messages = [{"role": "user", "content": "hello"}]
+        turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        turns += [{"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "done"}]
+        found.append(_written(tokenizer, turns))
+    return _PROBE in found[1] and (_PROBE not in found[0] or str({"x": _PROBE}) in found[0])
+
+
+def _written(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+    """What the template makes of messages, "" where it refuses them."""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception:  # a template is a program, and raises what it likes
+        return ""
 
 
 def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -51,8 +144,8 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
     """
     if not tokenizer.chat_template:
         return eos_id(tokenizer)
-    probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "sentinel7391"}]
-    tail = render(tokenizer, probe, None, template_kwargs).rpartition("sentinel7391")[2]
+    probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
+    tail = render(tokenizer, probe, None, template_kwargs).rpartition(_PROBE)[2]
     ends = [i for i in _plain_ids(tokenizer, [tail])[0] if i in special_ids(tokenizer)]
     return ends[0] if ends else eos_id(tokenizer)
 
@@ -155,26 +248,36 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
 
 
 def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
-                   template_kwargs: dict | None = None) -> tuple[list[int], list[int]]:  # fmt: skip
-    """Ids of the conversation and a 0/1 mask of equal length: 1 for each assistant's content and its turn end.
+                   template_kwargs: dict | None = None, full: str = "") -> tuple[list[int], list[int]]:  # fmt: skip
+    """Ids of the conversation and a 0/1 mask of equal length: 1 for each assistant's content, calls and turn end.
 
-    Turns without content are not trained. Nothing follows the last 1. Raises InputError if there is no assistant turn,
-    or the text before a turn differs from what generation would see.
+    `full` is the conversation rendered, where that is known. Turns without any are not trained. Nothing follows the
+    last 1. Raises InputError if there is no assistant turn, the text before a turn differs from what generation would
+    see, or what an assistant wrote is not all in its turn.
     """
     end_id = turn_end_id(tokenizer, template_kwargs)
     # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
     tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
-    ids, mask = (_tagged_mask if tagged else _rendered_mask)(tokenizer, messages, tools, template_kwargs, end_id)
-    # 2. do not train a repeated end token, nor a turn that is an end token alone: they would teach empty answers
-    once = [m and not (n and ids[n] == ids[n - 1] == end_id) for n, m in enumerate(mask)]
-    mask = []
-    for is_turn, pairs in groupby(zip(once, ids, strict=True), key=lambda pair: bool(pair[0])):
-        turn = [i for _, i in pairs]
-        wrote = is_turn and str(tokenizer.decode(turn, skip_special_tokens=True)).strip()
-        mask += [int(bool(wrote))] * len(turn)
+    full = full or render(tokenizer, messages, tools, template_kwargs)
+    ids, mask, offsets = (_tagged_mask if tagged else _rendered_mask)(
+        tokenizer, messages, tools, template_kwargs, end_id, full
+    )
+    # 2. of each turn, nothing behind its end (a line break, a second end); no turn that is an end alone, which would
+    # teach empty answers
+    trained, mask, wrote = mask, [], []
+    for is_turn, pairs in groupby(zip(trained, ids, strict=True), key=lambda pair: bool(pair[0])):
+        turn, begin = [i for _, i in pairs], len(mask)
+        if not is_turn or not str(tokenizer.decode(turn, skip_special_tokens=True)).strip():
+            mask += [0] * len(turn)
+            continue
+        kept = len(end_once(tokenizer, turn, end_id)) if end_id in turn else len(turn)
+        kept = min(kept, len(turn))
+        mask += [1] * kept + [0] * (len(turn) - kept)
+        wrote.append(full[offsets[begin][0] : offsets[begin + kept - 1][1]])
     if not any(mask):
         raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
+    _check_written(messages, full, wrote)
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
     size = len(mask) - mask[::-1].index(1)
     end = [end_id] if messages[-1]["role"] == "assistant" and ids[size - 1] != end_id else []
@@ -184,9 +287,19 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
 
 
-def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
-    """Ids and mask from the template's generation tags."""
-    render(tokenizer, messages, tools, template_kwargs)  # its errors are the clear ones
+def _check_written(messages: Messages, full: str, wrote: list[str]) -> None:
+    """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has."""
+    for n, message in enumerate(messages):
+        for text in (message["content"].strip(), *call_names(message)):
+            if message["role"] == "assistant" and text in full and not any(text in turn for turn in wrote):
+                problem = f"message {n} (assistant): {shown(text)} would not be trained"
+                why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
+                raise InputError(f"assistant_only_loss: {problem}: {why}")
+
+
+def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
+    """Ids, mask and places in the text (begin, end), from the template's generation tags."""
+    messages = _as_template_reads(tokenizer, messages, tools)
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
     encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
@@ -197,14 +310,14 @@ def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[l
         ends_turn = ids[n] == end_id and ids[n - 1] != end_id
         if mask[n - 1] and (ends_turn or offsets[n][0] < offsets[n - 1][1]):
             mask[n] = 1
-    return ids, mask
+    return ids, mask, offsets
 
 
-def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple[list[int], list[int]]:
-    """Ids and mask from the text: a turn begins where generation would have begun it, and ends with its turn end."""
-    full = render(tokenizer, messages, tools, template_kwargs)
+def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
+    """Ids, mask and places from the text: a turn begins where generation would have begun it, and ends with its end."""
     encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, starts = encoded["input_ids"], [start for start, _ in encoded["offset_mapping"]]
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    starts, special = [start for start, _ in offsets], special_ids(tokenizer)
     # from the last turn to the first, since each must end before `limit`, the character where the next one begins
     mask, limit = [0] * len(ids), len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
@@ -220,13 +333,35 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id) -> tuple
             if header not in full or not header:
                 how = f"the assistant speaks first, and {header!r} does not open its turn"
                 raise InputError(f"assistant_only_loss: {how}")
-        # The content may hold the text of the turn end, so the end is looked for after the content, if the template has
-        # kept that unchanged, else from the turn's start. Without an end, all that follows is trained in the last turn,
-        # and the content alone in an earlier one.
-        content = messages[n]["content"].strip()
-        found = full.find(content, begin, limit)
-        after = bisect_left(starts, found + len(content) if found >= 0 else begin)
-        ends = (k + 1 for k in range(after, bisect_left(starts, limit)) if ids[k] == end_id)
-        first, stop = bisect_left(starts, begin), next(ends, after if messages[n + 1 :] else len(ids))
+        # The content may hold the text of the turn end, so the end is looked for behind the content, or behind what the
+        # template has kept of it (it may drop the thinking at its beginning).
+        content, later = messages[n]["content"].strip(), messages[n + 1 :]
+        kept = (content[at:].lstrip() for at in (0, *(m.end() for m in re.finditer(r"[\n>]", content))))
+        places = ((at, at + len(text)) for text in kept if (at := full.find(text, begin, limit)) >= 0)
+        found, behind = next(places, (begin, begin))
+        first, after, stop = bisect_left(starts, begin), bisect_left(starts, behind), len(ids)
+        if later and (messages[n].get("tool_calls") or after == len(ids) or ids[after] != end_id):
+            # calls follow the content, or there is no end: the turn rendered as the last one shows how far it goes
+            alone = ""
+            with suppress(InputError):  # a template may refuse a call that has no answer
+                alone = render(tokenizer, messages[: n + 1], tools, template_kwargs)
+            stop = bisect_right([end for _, end in offsets], shared_length(alone, full))
+            rest = alone[starts[stop] :] if stop < len(ids) else ""
+            if stop >= after and {*_plain_ids(tokenizer, [rest.strip()])[0]} <= special:
+                stop += bool(rest.strip()) and ids[stop] in special  # another end than that of a last turn
+            else:  # a last turn is written otherwise: the next message bounds this one
+                following = later[0]["content"].strip()
+                if following and following in full[begin:found] and following not in text_of(messages[n]):
+                    problem = f"the chat template writes message {n + 1} inside message {n}"
+                    raise InputError(f"assistant_only_loss: {problem}")
+                bound = full.find(following, behind, limit) if following else -1
+                stop = bisect_left(starts, bound if bound >= 0 else limit)
+                stop = stop if end_id in ids[after:stop] else after
+        if end_id in ids[after:stop]:
+            stop = ids.index(end_id, after) + 1
+        while stop > first and not full[starts[stop - 1] : offsets[stop - 1][1]].strip():
+            stop -= 1
+        if stop <= first and content:
+            raise InputError(f"assistant_only_loss: message {n} (assistant): the end of its turn is not found")
         mask[first:stop], limit = [1] * (stop - first), begin
-    return ids, mask
+    return ids, mask, offsets

@@ -11,7 +11,7 @@ from .kinds import RowKind
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
 """Bits of `fit`: what was cut; nothing is left to train; both branches are the same."""
-VERSION = 1
+VERSION = 2
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 
@@ -70,6 +70,9 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if plan.rows.labelled and len(sample.branches) == 2:
         chosen, rejected = sample.branches
         return [sample._replace(branches=[b], label=label) for b, label in ((chosen, True), (rejected, False))]
+    whole = plan.rows.masked and sample.prompt is None and sample.is_chat
+    if whole and not any(turn["role"] == "assistant" for turn in sample.branches[0]):
+        raise InputError(f"column {plan.form!r}: no turn is an assistant's, so there is no answer to train")
     # where answers are sampled, the last turn of a conversation is its answer
     if plan.rows.sampled and sample.prompt is None:
         turns = sample.branches[0]
@@ -111,11 +114,18 @@ def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sam
     if not sample.is_chat:
         return sample._replace(prompt=sample.prompt or "")
     if sample.prompt is None:
-        return sample._replace(prompt="", branches=[chat.render(tokenizer, sample.branches[0], *options)])
-    if not sample.branches:
-        return sample._replace(prompt=chat.prompt_text(tokenizer, sample.prompt, *options))
-    pairs = [chat.split_chat(tokenizer, sample.prompt, branch, *options) for branch in sample.branches]
-    return sample._replace(prompt=pairs[0][0], branches=[text for _, text in pairs])
+        pairs, chats = [("", chat.render(tokenizer, sample.branches[0], *options))], sample.branches
+    elif not sample.branches:
+        pairs, chats = [(chat.prompt_text(tokenizer, sample.prompt, *options), "")], [sample.prompt]
+    else:
+        pairs = [chat.split_chat(tokenizer, sample.prompt, branch, *options) for branch in sample.branches]
+        chats = [chat.join_messages(sample.prompt, branch) for branch in sample.branches]
+    unread = {
+        what for turns, (start, rest) in zip(chats, pairs, strict=True)
+        for what in chat.find_unread(tokenizer, turns, start + rest, *options)
+    }  # fmt: skip
+    branches = [text for _, text in pairs] if sample.branches else []
+    return sample._replace(prompt=pairs[0][0], branches=branches, unread=tuple(sorted(unread)))
 
 
 def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
@@ -124,11 +134,13 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         raise InputError(f"assistant_only_loss needs messages, {plan.form} holds plain text")
     options, turns = (sample.tools, plan.template_kwargs), sample.branches[0]
     turns = turns if sample.prompt is None else chat.join_messages(sample.prompt, turns)
-    ids, mask = chat.assistant_mask(tokenizer, turns, *options)
+    full = chat.render(tokenizer, turns, *options)
+    unread = tuple(chat.find_unread(tokenizer, turns, full, *options))
+    ids, mask = chat.assistant_mask(tokenizer, turns, *options, full)
     if sample.prompt is not None and plan.completion_only is not False:
         before = len(chat.encode(tokenizer, [chat.prompt_text(tokenizer, sample.prompt, *options)])[0])
         mask = [0] * before + mask[before:]
-    return Sample([], [ids], mask=mask)
+    return Sample([], [ids], mask=mask, unread=unread)
 
 
 def context(sample: Sample, plan: Plan) -> Sample:

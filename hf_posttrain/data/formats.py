@@ -24,6 +24,7 @@ class Sample(NamedTuple):
     label: bool | None = None
     mask: list[int] | None = None  # of the one branch, once it is ids
     tools: list | None = None
+    unread: tuple[str, ...] = ()  # what of its messages the chat template does not write
 
     @property
     def is_chat(self) -> bool:

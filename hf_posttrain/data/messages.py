@@ -1,5 +1,7 @@
 """What a data file holds -> messages for a chat template."""
 
+import difflib
+import json
 from typing import Any
 
 from ..errors import InputError, shown
@@ -38,12 +40,15 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
     if not isinstance(role, str) or not role.strip():
         raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {shown([*message])}")
     # a role that a template does not know may be rendered as it is, or dropped: better refused here
-    if role not in _ROLES and (known := _MISTAKEN.get(role.strip().lower())):
-        raise InputError(f"message {n} has the role {shown(role)}, expected {known!r}")
+    close = difflib.get_close_matches(role.strip().lower(), _MISTAKEN, 1, 0.75)
+    if role not in _ROLES and close:
+        raise InputError(f"message {n} has the role {shown(role)}, expected {_MISTAKEN[close[0]]!r}")
     check_unicode(role, f"message {n}: role")
     where = f"message {n} ({shown(role)[1:-1]})"
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise InputError(f"{where}: tool_calls is {shown(calls)}, expected a list of calls")
+    if calls:
+        message["tool_calls"] = [_clean_call(call, where) for call in calls]
     # a turn of calls alone needs no content; others have a string, or parts whose texts follow one another
     content = message.get("content", "" if calls else None)
     if isinstance(content, list):
@@ -55,6 +60,26 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
         raise InputError(f"{where}: content is {shown(content)}, expected a string")
     check_unicode(content, f"{where}: content")
     return {**message, "content": content}
+
+
+def _clean_call(call: dict[str, Any], where: str) -> dict[str, Any]:
+    """A call whose arguments are a mapping: OpenAI has them as JSON text, which templates would encode once more."""
+    function = call.get("function", call)
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        raise InputError(f"{where}: the arguments of a call are no JSON: {shown(function['arguments'])}") from None
+    function = {**function, "arguments": arguments}
+    return {**call, "function": function} if "function" in call else function
+
+
+def call_names(message: dict[str, Any]) -> list[str]:
+    """Names of the functions that a message calls."""
+    functions = [call.get("function", call) for call in message.get("tool_calls", [])]
+    names = [function.get("name") for function in functions if isinstance(function, dict)]
+    return [name for name in names if isinstance(name, str)]
 
 
 def text_of(value: Any) -> str:

@@ -1,10 +1,13 @@
 """Raw rows -> rows of ids, as the method's kind of rows has them, mapped and cached by `datasets`."""
 
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +25,7 @@ FACTS = {  # what is known of each example: its type in Arrow
     "unknown": datasets.Value("bool"),  # has it the unknown token?
     "uncut": datasets.Value("int64"),  # tokens of the prompt and the longest branch before they were cut
     "trained": datasets.Value("int64"),  # with a loss, of the longest branch; 0 where answers are yet to be sampled
+    "unread": datasets.Value("string"),  # what of its messages the chat template does not write, with commas
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
 }
 ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
@@ -55,7 +59,10 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
         return kept.select_columns(columns)
 
-    # one line of counts, and one of unknown tokens
+    # what the template does not write, one line of counts, and one of unknown tokens
+    counted = pc.value_counts(mapped.with_format("arrow")["unread"][:]).to_pylist()
+    if unwritten := template_note({each["values"]: each["counts"] for each in counted}):
+        logger.warning("%s: %s", name, unwritten)
     facts = mapped.with_format("numpy")
     state, row, unknown = (facts[column][:] for column in ("state", "row", "unknown"))
     lost = state & NO_TARGET > 0
@@ -151,6 +158,15 @@ def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
     return found
 
 
+def template_note(unread: Mapping[str, int]) -> str | None:
+    """A line on what the template does not write. unread: values of that fact -> examples."""
+    counts: Counter = Counter()
+    for found, examples in unread.items():
+        counts.update(dict.fromkeys(filter(None, found.split(", ")), examples))
+    told = ", ".join(f"{what} (in {examples} examples)" for what, examples in sorted(counts.items()))
+    return f"the chat template does not write: {told}" if told else None
+
+
 def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
     """Is it text in some rows and something else in others? There `datasets` reads the text "4" as the number 4."""
     kind = dataset.features[column]
@@ -213,6 +229,7 @@ def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedToken
             "completion_mask": kept.mask, "label": kept.label, "prompt_key": _key(whole.prompt),
             "row": row, "state": state,
             "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
+            "unread": ", ".join(kept.unread),
             "uncut": len(whole.prompt) + max(map(len, whole.branches), default=0),
             "trained": 0 if plan.rows.sampled else trained,
             "keys": [_key([*whole.prompt, -1, *branch]) for branch in compared],

@@ -353,7 +353,7 @@ def test_prompt_leaves_room_for_the_rollout():
 def test_assistant_only_without_generation_tags(template):
     rows = [{"messages": [USER, REPLY]}]
     assert texts(rows, "sft", tok.byte_tokenizer(template), assistant_only_loss=True) == [(ASKED, *["4" + END] * 2)]
-    with pytest.raises(InputError, match=r"train, row 0: assistant_only_loss: no token"):
+    with pytest.raises(InputError, match=r"train, row 0: column 'messages': no turn is an assistant's"):
         prepare([{"messages": [USER]}], "sft", tok.byte_tokenizer(template), assistant_only_loss=True)
 
 

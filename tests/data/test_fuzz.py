@@ -10,6 +10,7 @@ read must become exactly its prompt, its trained tokens and its state. Nothing e
 """
 
 import copy
+import difflib
 import hashlib
 import itertools
 import json
@@ -257,7 +258,8 @@ def message(raw):
         raw = {**raw, "content": raw.get("content", raw.get("value")), "role": known[raw["from"]]}
     role, calls, content = string(raw.get("role")), raw.get("tool_calls"), raw.get("content")
     ours = {"system", "user", "assistant", "tool"}
-    need(role.strip() and (role in ours or role.strip().lower() not in ours | {"human", "gpt"}))
+    others = [*ours, "human", "gpt", "chatgpt", "model", "bot"]
+    need(role.strip() and (role in ours or not difflib.get_close_matches(role.strip().lower(), others, 1, 0.75)))
     need(calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)))
     content = "" if content is None and calls else content
     if isinstance(content, list):
@@ -380,6 +382,7 @@ def text_row(plain, row, kind, form, options):
     if form in ("messages", "conversations"):
         turns = messages(row[form])
         if not kind.sampled:
+            need(any(turn["role"] == "assistant" for turn in turns))
             if options.get("assistant_only_loss"):
                 ids, mask = assistants(plain, turns, tools, 0)
                 return [], [ids], mask
@@ -532,7 +535,7 @@ def test_all_kinds_and_formats_are_mutated():
         assert {form_of(of, row) for of, row, _ in CASES if of == kind} == {*kind.formats}
 
 
-IDS = (1, "8d4bae3d54f78bdb")
+IDS = (2, "78896e7db33c232c")
 """encode.VERSION, and the digest of what it makes of all ROWS."""
 
 

@@ -5,7 +5,7 @@ import logging
 import datasets
 import pytest
 from test_data import ASKED, END, REPLY, USER, WRONG, config, jsonl, prepare, source, texts
-from tokenizers_for_tests import byte_tokenizer
+from tokenizers_for_tests import CHATML, DEEPSEEK, byte_tokenizer
 
 from hf_posttrain.check import data_command
 from hf_posttrain.data.audit import audits
@@ -115,6 +115,69 @@ def test_columns_may_change_places(streaming, tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "q"}])
     swapped = load(source(path, streaming=streaming, columns={"prompt": "completion", "completion": "prompt"}))
     assert list(swapped) == [{"prompt": "q", "completion": "a"}]
+
+
+# ---- messages
+
+
+@pytest.mark.parametrize("role", ["asistant", "assisstant", "Assitant", "usr", "sytem", "tools", "bot"])
+def test_a_misspelt_role_is_refused(role):
+    rows = [{"messages": [USER, REPLY]}, {"messages": [USER, {"role": role, "content": "4"}, REPLY]}]
+    for options in ({}, {"assistant_only_loss": True}):
+        with pytest.raises(InputError, match=rf"row 1: column 'messages': message 1 has the role '{role}', expected '"):
+            prepare(rows, "sft", **options)
+
+
+def test_a_role_that_the_template_writes_is_read():
+    assert "wizard\nhm" in texts([{"messages": [USER, {"role": "wizard", "content": "hm"}, REPLY]}], "sft")[0][1]
+
+
+ONLY_KNOWN = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+
+
+@pytest.mark.parametrize(
+    ("turns", "message"),
+    [
+        ([SYSTEM, USER, REPLY], r"message 0 \(system\): the chat template does not write its text, 'Be short.'"),
+        ([USER, {"role": "wizard", "content": "4"}, REPLY], r"message 1 \(wizard\): .* does not write its text, '4'"),
+        ([USER, {"role": "tool", "content": "2"}, REPLY], r"message 1 \(tool\)"),  # "2" is also in the question
+        ([USER, {"role": "assistant", "tool_calls": [{"name": "add"}]}], r"message 1 \(assistant\): .* does not write its call of add"),
+    ],
+)
+def test_a_message_that_the_template_drops_is_refused(turns, message):
+    tokenizer = byte_tokenizer(ONLY_KNOWN)
+    for row in ({"messages": turns}, {"prompt": turns, "completion": [REPLY]}):
+        with pytest.raises(InputError, match="row 0: " + message):
+            prepare([row], "sft", tokenizer)
+
+
+def test_a_conversation_without_an_answer_is_refused():
+    with pytest.raises(InputError, match="row 1: column 'messages': no turn is an assistant's, so there is no answer"):
+        prepare([{"messages": [USER, REPLY]}, {"messages": [USER, USER]}], "sft")
+    assert len(prepare([{"messages": [USER]}], "opd")) == 1
+
+
+def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
+    weighted, thought = {**REPLY, "weight": 0}, {"role": "assistant", "content": "hm</think>4"}
+    asked = {**USER, "name": "Jo"}
+    rows = [{"messages": [USER, weighted]}, {"messages": [USER, REPLY]}, {"messages": [asked, weighted]}]
+    told = "the chat template does not write: key 'name' (in 1 examples), key 'weight' (in 2 examples)"
+    for _ in range(2):  # from the cache as well
+        caplog.clear()
+        prepare(rows, "sft")
+        assert caplog.messages == [f"train: {told}"]
+    audit = audits({"train": datasets.Dataset.from_list(rows)}, METHODS["sft"], byte_tokenizer(), config())["train"]
+    assert told in audit.notes
+    caplog.clear()
+    off = {"thinking": False}
+    prepare([{"messages": [USER, thought]}], "sft", byte_tokenizer(DEEPSEEK), chat_template_kwargs=off)
+    assert "a part of the text of assistant turns (in 1 examples)" in caplog.text
+    caplog.clear()
+    prepare([{"messages": [USER, REPLY], "tools": [{"name": "add"}]}], "sft", byte_tokenizer(ONLY_KNOWN))
+    assert caplog.messages == []
+    without = ONLY_KNOWN.partition("{% endif %}")[2]
+    prepare([{"messages": [USER, REPLY], "tools": [{"name": "add"}]}], "sft", byte_tokenizer(without))
+    assert caplog.messages == ["train: the chat template does not write: column 'tools' (in 1 examples)"]
 
 
 def test_the_data_command_names_them_too(tmp_path, monkeypatch, capsys):
