@@ -121,7 +121,8 @@ class Run:
         self.policy = Shapes(self.recipe.model, True, device)
         self.scorer = self.policy if teacher is None else Shapes(teacher, False, device)
         models = list(dict.fromkeys([self.policy, self.scorer]))
-        self.layout = able([shapes.inner for shapes in models])[0][0] if config.layout == "auto" else config.layout
+        fitting, _ = able([shapes.inner for shapes in models], config.max_length)
+        self.layout = fitting[0] if config.layout == "auto" else config.layout
         self.train = self.batch("train", config.per_device_train_batch_size)
         try:
             for shapes in models:

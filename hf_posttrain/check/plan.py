@@ -48,7 +48,7 @@ class Plan:
 
 def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrainedModel], processes: int) -> Plan:
     """rows: of data.train, prepared. models: the policy, and the teacher if any; they need no weights."""
-    fitting, why = able(models)
+    fitting, why = able(models, config.max_length)
     layout = fitting[0] if config.layout == "auto" else config.layout
     # with sequence parallelism several processes share each row
     parallel = getattr(config, "parallelism_config", None)

@@ -22,6 +22,7 @@ from ..errors import InputError
 from ..scoring import forward
 from ..scoring.head import LogProb
 from ..scoring.layouts import IGNORE, Branch, Example, collate
+from ..scoring.rotary import rope_switch
 from .engine import weigh_rows
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}  # put behind rows to make them divisible
@@ -79,6 +80,7 @@ def check_model(model: PreTrainedModel, router_coef: float, args: Any) -> None:
         (kinds, f"cannot cut layers that are {', '.join(sorted(kinds))} with {attention}"),
         (not pairs, "does not know its attention: the config has no num_key_value_heads"),
         (heads % parts or (pairs % parts and parts % pairs), f"cannot share out {heads} heads and {pairs} of keys"),
+        (rope_switch(model), "would give each part of a row its own rotary frequencies (LongRoPE or dynamic NTK)"),
         (router_coef, "would cut the rows that the router's loss is taken of: set router_aux_loss_coef: 0"),
     ])  # fmt: skip
     parallel.sp_handler.sp_attn_implementation = attention

@@ -6,6 +6,8 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
+from ..scoring.forward import causal_lm
+
 logger = logging.getLogger(__name__)
 # options that change the distribution, with the value that does not
 _ALTERING = {
@@ -19,7 +21,10 @@ _ALTERING = {
 def generate(
     model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, terminal_ids: list[int], pad_id: int, sampler: Any
 ) -> list[list[int]]:
-    """Completions of left-padded prompts, ids and mask [n, L]: each may be followed by padding. sampler: a Sampler."""
+    """Completions of left-padded prompts, ids and mask [n, L]: each may be followed by padding.
+
+    model: with its adapter. sampler: a Sampler.
+    """
     sampling: dict[str, Any] = {"do_sample": False}
     if sampler.temperature is not None:
         sampling = {"do_sample": True, "temperature": sampler.temperature, "top_k": 0, "top_p": 1.0}
@@ -28,11 +33,12 @@ def generate(
     )
     config.suppress_tokens = [*range(sampler.vocabulary, model.config.get_text_config().vocab_size)] or None
     # transformers fills options that are not set from the model's own generation config: put that aside
-    own, model.generation_config = model.generation_config, config
+    inner = causal_lm(model)
+    own, inner.generation_config, model.generation_config = inner.generation_config, config, config
     try:  # not synced: whole weights are on each rank, so none waits for another
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False)
     finally:
-        model.generation_config = own
+        inner.generation_config = model.generation_config = own
     return output[:, ids.shape[1] :].tolist()
 
 

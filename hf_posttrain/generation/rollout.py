@@ -6,6 +6,7 @@ on. It is for plain decoder caches (`can_decode`); other models are left to tran
 Legend: n rows that go on, L length of the padded prompts, V vocabulary, D size of a head.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..scoring.cpu import FewRows, draw
-from ..scoring.forward import causal_lm, eval_mode
+from ..scoring.forward import causal_lm, eval_mode, unwrapped
 from . import by_transformers
 
 
@@ -76,6 +77,9 @@ def generate(
     sampler = Sampler(temperature, own if vocabulary is None else min(vocabulary, own))
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     size = batch_size or max(len(prompts), 1)
+    switch = getattr(inner, "rope_switch", None)
+    if switch and prompts and len(prompts[order[0]]) + max_new_tokens > switch:
+        size = 1  # a row's rotary frequencies depend on its length: in a batch on that of the longest
     completions: list[list[int]] = [[] for _ in prompts]
     with torch.no_grad(), eval_mode(model):
         for start in range(0, len(order), size):
@@ -85,7 +89,7 @@ def generate(
                 found = decode(inner, given, max_new_tokens, terminal_ids, sampler)
             else:
                 padded = left_padded(given, pad_id, inner.device)
-                rows = by_transformers.generate(inner, *padded, max_new_tokens, terminal_ids, pad_id, sampler)
+                rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler)
                 found = [until_terminal(row, terminal_ids) for row in rows]
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
@@ -124,6 +128,11 @@ class GrowingLayer(DynamicLayer):
 
 def can_decode(model: PreTrainedModel) -> bool:
     """Does the model keep plain keys and values, and no more, between steps?"""
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
+        return False  # activated LoRA is switched on by what PEFT's own generate sees in the prompt
+    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
+        return False  # RWKV
     if getattr(type(model), "prepare_inputs_for_generation", None) is not GenerationMixin.prepare_inputs_for_generation:
         return False
     layers = DynamicCache(config=model.config).layers

@@ -94,6 +94,8 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if not trained:
         raise InputError("no parameter of the model requires a gradient: there is nothing to train")
     if isinstance(model, peft.PeftModel):
+        if args.activation_checkpointing and getattr(model.active_peft_config, "alora_invocation_tokens", None):
+            raise InputError("alora_invocation_tokens needs activation_checkpointing: false")
         # checkpointed layers need an input with a gradient, and the base is frozen
         if args.activation_checkpointing:
             model.enable_input_require_grads()
@@ -108,6 +110,12 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             low.pop(),
         )
     forward.enable_scoring(model)
+    switch = forward.causal_lm(model).rope_switch
+    if switch and args.method.rows.sampled and (args.max_length is None or args.max_length > switch):
+        raise InputError(
+            f"max_length={args.max_length}: above {switch} tokens the model has other rotary frequencies (LongRoPE or "
+            f"dynamic NTK), so a longer rollout is not scored as it was sampled: set max_length={switch}"
+        )
     if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
         cpu.attend_by_document(forward.causal_lm(model))
     return model

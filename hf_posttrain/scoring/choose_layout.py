@@ -21,20 +21,21 @@ from . import forward
 from .cpu import BY_DOCUMENT
 from .head import LogProb, score_tokens
 from .layouts import Branch, Example, collate
+from .rotary import rope_switch
 
 logger = logging.getLogger(__name__)
 SPANS = re.compile("window|chunk|local")  # in the names of config fields that say how far a layer sees
 
 
-def choose_layout(models: Sequence[PreTrainedModel], layout: str) -> str:
+def choose_layout(models: Sequence[PreTrainedModel], layout: str, max_length: int | None = None) -> str:
     """The layout to use for all of `models`: an explicit one that they can take, or for `auto` the cheapest.
 
-    That is logged unless it is what the models before the last one have already.
+    max_length: of rows, None without a limit. The choice is logged unless the models before the last one have it too.
     Raises InputError where a model cannot take the explicit layout.
     """
-    fitting, why = able(models)
+    fitting, why = able(models, max_length)
     if layout == "auto":
-        if len(models) == 1 or fitting[0] != able(models[:-1])[0][0]:
+        if len(models) == 1 or fitting[0] != able(models[:-1], max_length)[0][0]:
             logger.info("layout: %s (%s)", fitting[0], why)
         return fitting[0]
     if layout not in fitting:
@@ -42,16 +43,21 @@ def choose_layout(models: Sequence[PreTrainedModel], layout: str) -> str:
     return layout
 
 
-def able(models: Sequence[PreTrainedModel]) -> tuple[list[str], str]:
+def able(models: Sequence[PreTrainedModel], max_length: int | None = None) -> tuple[list[str], str]:
     """The layouts that all of `models` can take, the cheapest first, and why these."""
-    found = [_able(model) for model in models]
+    found = [_able(model, max_length) for model in models]
     fitting = [name for name in ("shared", "packed", "padded") if all(name in theirs for theirs, _ in found)]
     reasons = [f"{type(model).__name__}: {reason}" for model, (_, reason) in zip(models, found, strict=True)]
     return fitting, "; ".join(dict.fromkeys(reasons))
 
 
-def _able(model: PreTrainedModel) -> tuple[list[str], str]:
+def _able(model: PreTrainedModel, max_length: int | None) -> tuple[list[str], str]:
     """Layouts that work, and why."""
+    switch, adapters = rope_switch(model), getattr(model, "peft_config", {})
+    if switch and (max_length is None or max_length > switch):
+        return ["padded"], f"rows of more than {switch} tokens have other rotary frequencies"
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters.values()):
+        return ["padded"], "activated LoRA is switched on once in a row"
     config = model.config.get_text_config()
     implementation = config._attn_implementation or "eager"
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -106,7 +112,7 @@ def check(
     Returns the mean difference of a token's log-probability in float32, which is below 1e-4 where layout and head are
     right; in_float32 off: in the precision that the model has. Raises InputError where a token sees those behind it.
     """
-    examples = _check_rows(causal_config(model), max_length)
+    examples = _check_rows(forward.causal_lm(model), max_length)
     alone = [(example.prompt, branch.ids) for example in examples for branch in example.branches]
     batch = {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
     tile, found = LogProb(forward.targets(batch)), []
@@ -127,7 +133,7 @@ def check(
     with torch.no_grad(), forward.eval_mode(model), InFloat32() if in_float32 else nullcontext():
         values = forward.run(model, batch, scorer)["value"]
         for k, (before, ids) in enumerate(alone):
-            logps = torch.log_softmax(own_logits([*before, *ids], len(ids) + 1)[:-1], dim=-1)
+            logps = torch.log_softmax(own_logits([*before, *ids[:-1]], len(ids)), dim=-1)
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
             found.append((values[batch["owner"] == k] - expected).abs())
         (before, ids), other = alone[0], alone[1][1][0]
@@ -140,19 +146,16 @@ def check(
     return torch.cat(found).mean().item()
 
 
-def causal_config(model: nn.Module) -> Any:
-    """The config of the text model."""
-    return forward.causal_lm(model).config.get_text_config()
-
-
-def _check_rows(config: Any, max_length: int | None) -> list[Example]:
+def _check_rows(model: PreTrainedModel, max_length: int | None) -> list[Example]:
     """A prompt with two answers, a short one, and one that is longer than what a layer sees, if rows may be that."""
+    config: Any = model.config.get_text_config()
     size, draw = config.vocab_size, random.Random(0)
     ids = lambda count: draw.choices(range(min(5, size // 2), min(size, 500)), k=count)  # noqa: E731
     first = ids(5)
     second = [(first[-1] + 1) % size, *ids(2)]
     rows = [Example(ids(4), [Branch(first), Branch(second)]), Example(ids(1), [Branch(ids(2))])]
     sizes = {value for key, value in config.to_dict().items() if type(value) is int and SPANS.search(key)}
+    sizes.add(rope_switch(model) or 0)
     most = min(max_length or math.inf, getattr(config, "max_position_embeddings", None) or math.inf)
     if seen := [value for value in sizes if 1 < value < most]:
         rows.append(Example(ids(int(min(max(seen) + 4, most - 12))), [Branch(ids(12))]))

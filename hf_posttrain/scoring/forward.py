@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import cpu
+from . import cpu, rotary
 from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
 
@@ -89,6 +89,7 @@ def enable_scoring(model: nn.Module) -> None:
     inner = causal_lm(model)
     # a bound method, so that a deepcopy is bound to itself
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
+    inner.rope_switch = rotary.rotate_by_row(inner)
 
 
 @functools.cache

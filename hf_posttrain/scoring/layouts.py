@@ -118,6 +118,8 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     if layout == "padded":
         lengths = torch.tensor([len(row[0].ids) for row in rows])
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+        # no position beyond the row's own: some models choose their rotary frequencies by the largest
+        batch["position_ids"] = torch.minimum(batch["position_ids"], (lengths - 1).clamp(min=0)[:, None])
     return batch
 
 

@@ -100,7 +100,7 @@ class PostTrainer(Trainer):
         self.second_model: Frozen | None = None
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)
-        collator = self.collator_class(self.examples, choose_layout(self.scored, args.layout))
+        collator = self.collator_class(self.examples, choose_layout(self.scored, args.layout, args.max_length))
         with launch.main_process_first(args):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)
@@ -108,6 +108,7 @@ class PostTrainer(Trainer):
         if args.merge_lora:
             saving.check_mergeable(model)
         super().__init__(model, args, collator, train, evaluated, self.tokenizer, **kwargs)
+        self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it
         progress.replace_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)
@@ -179,7 +180,7 @@ class PostTrainer(Trainer):
         if second is not None:
             self.second_key = same_run.base_weights(second.model, None, self.method)
         self.scored = self.scored[:1] + ([forward.causal_lm(second.model)] if second else [])
-        self.data_collator.layout = choose_layout(self.scored, self.args.layout)
+        self.data_collator.layout = choose_layout(self.scored, self.args.layout, self.args.max_length)
 
     @property
     def exact(self) -> bool:

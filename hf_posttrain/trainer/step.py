@@ -4,6 +4,7 @@ Each function is a method of PostTrainer; those with a name of HF's Trainer take
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.trainer_utils import has_length
 
 from ..engines import engine
 from ..generation import rollout
-from ..scoring import forward
+from ..scoring import forward, neftune
 from ..scoring.head import TileFunction
 from .loss_units import row_weights
 from .router import balancing_loss
@@ -58,8 +59,10 @@ def generate(self: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, *
 def score(
     self: Any, model: nn.Module, batch: dict[str, Any], tile: TileFunction, weights: Tensor | None = None
 ) -> dict[str, Any]:
-    """`forward.score`, with the router's logits where their loss is on."""
-    return forward.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
+    """`forward.score`, with the router's logits where their loss is on, and NEFTune's noise."""
+    noise = self.args.neftune_noise_alpha if forward.unwrapped(model).training else None
+    with neftune.embedding_noise(model, batch, noise) if noise else nullcontext():
+        return forward.score(model, batch, tile, weights, router_logits=self.router_coef > 0)
 
 
 def weights(self: Any, batch: dict[str, Any]) -> Tensor:
