@@ -10,6 +10,7 @@ Heavy imports come after the recipe has been read, so that its errors and --help
 
 import contextlib
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -63,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not first:
             time.sleep(PATIENCE)
         print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
+            raise
+        print(f"error: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)
         return 2
     except RunStopped as error:
         if first:
@@ -127,6 +133,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     if trainer.is_world_process_zero():
         found = {"warnings": warnings, "data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
         (Path(config.output_dir) / "audit.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    trainer.recipe = recipe.to_dict()
     report.follow(trainer)
     metrics = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint).metrics
     # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished

@@ -28,7 +28,7 @@ from ..models.frozen import Frozen
 from ..scoring import forward
 from ..scoring.choose_layout import choose_layout, trusted_layout
 from ..scoring.layouts import Collator, Example
-from ..watch import progress
+from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
 from . import checkpoint, evaluation, same_run, saving, step
@@ -98,6 +98,7 @@ class PostTrainer(Trainer):
         self.router_coef = router_coef(forward.causal_lm(model).config, args.router_aux_loss_coef)
         self.scored = [forward.causal_lm(model)]
         self.second_model: Frozen | None = None
+        self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)
         collator = self.collator_class(self.examples, choose_layout(self.scored, args.layout, args.max_length))
@@ -219,10 +220,15 @@ class PostTrainer(Trainer):
         self.described = same_run.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
+        if self.args.save_strategy != "no" and self.args.should_save:
+            saving.check_space(self.args.output_dir, saving.least_bytes(self.model))
         logger.info("training %s", launch.describe_launch(self))
         set_seed(self.args.seed)
         self.meters["train"], self.has_trained = Meter(), False
-        with self.preemption.listening(), progress.messages_above():
+        of_run = {"method": self.method.name, "rows": self.described.get("train_dataset"), "recipe": self.recipe}
+        reporters.keep_from_failing(self.callback_handler.callbacks, of_run)
+        wandb = reporters.wandb_environment(checkpoint.wandb_id(resume_from_checkpoint))
+        with self.preemption.listening(), progress.messages_above(), wandb:
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @property

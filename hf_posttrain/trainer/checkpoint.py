@@ -20,6 +20,7 @@ from transformers.trainer_utils import sort_checkpoints
 
 from ..engines import engine
 from ..errors import InputError, named
+from ..watch import reporters
 from ..watch.symptoms import listed
 from . import same_run
 
@@ -56,7 +57,9 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
     if args.should_save:
         new = run / SAVING / name
         files = {str(file.relative_to(new)): fingerprint(file) for file in new.rglob("*") if _is_read(file)}
-        state.stateful_callbacks[LAUNCH] = launched(trainer) | {"files": files, "run": trainer.described}
+        state.stateful_callbacks[LAUNCH] = launched(trainer) | {
+            "files": files, "run": trainer.described, "wandb": reporters.wandb_id(),
+        }  # fmt: skip
         state.save_to_json(str(new / "trainer_state.json"))
         # a kill at any moment leaves whole folders: one is renamed in, and renamed away before it is deleted
         if (run / name).exists():  # the same step of an earlier run
@@ -71,6 +74,12 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
                 old.rename(run / SAVING / old.name)
         shutil.rmtree(run / SAVING)
     accelerator.wait_for_everyone()
+
+
+def size(output_dir: str | os.PathLike[str]) -> int:
+    """Bytes of the newest checkpoint in `output_dir`, 0 without one."""
+    newest = sort_checkpoints(str(output_dir))[-1:]
+    return sum(file.stat().st_size for path in newest for file in Path(path).rglob("*") if file.is_file())
 
 
 def launched(trainer: Any) -> dict[str, Any]:
@@ -97,6 +106,17 @@ def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = Fal
             return str(path)
         logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
     return None
+
+
+def wandb_id(checkpoint: str | bool | None) -> str | None:
+    """The id of the W&B run that wrote a checkpoint."""
+    return None if not isinstance(checkpoint, str) else _state(Path(checkpoint)).get("wandb")
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    """What `complete_or_invisible` has noted in a readable checkpoint; nothing in one of another package."""
+    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    return state.get("stateful_callbacks", {}).get(LAUNCH) or {}
 
 
 def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
@@ -224,11 +244,10 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
             f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
             f"DeepSpeed cannot resume it: {restart}"
         )
-    state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    then, now = state.get("stateful_callbacks", {}).get(LAUNCH), launched(trainer)
-    if then is None or (trainer.described and not then.get("run")):
+    then, now = _state(checkpoint), launched(trainer)
+    if trainer.described and not then.get("run"):
         logger.info("%s does not say which settings wrote it: they are not compared with those of this run", checkpoint)
-    if then is None:
+    if not then:
         return  # not written by this package
     # one process and DDP write the same files, whole on rank 0
     if then["engine"] != now["engine"] and not {then["engine"], now["engine"]} <= {"single", "ddp"}:

@@ -2,6 +2,10 @@
 
 import json
 import math
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import peft
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel, Trainer
 
@@ -18,11 +23,16 @@ from ..models.load import adapter_shape
 from ..models.prepare import own_rates
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
+from ..watch.progress import GIB
 from . import checkpoint, rules
 from .checkpoint import loading
 
 # in the README.md of a run where `report.card` wrote it
 CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
+_UNWRITABLE = re.compile(
+    r"No space left on device|File too large|Disk quota exceeded|Input/output error|Read-only file system"
+    r"|PytorchStreamWriter failed|iostream error|unexpected pos \d+"
+)  # what Python, safetensors, tokenizers and torch say of a write that failed
 _WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -38,7 +48,11 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
     # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
     merged = self.args.merge_lora and not (_internal_call and output_dir)
     check_folder(self, folder, merged)
+<<<<<<< HEAD
     with own_rates(self.model):
+=======
+    with writing(folder):
+>>>>>>> eeaa93d (A full disk and a reporter that fails are one line each; W&B holds the recipe and goes on with a resumed run)
         if merged:
             save_merged(self, folder)
         else:
@@ -67,10 +81,13 @@ def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None
 
 def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
     """HF's, into a folder that gets its name when it is complete; its time is not training time."""
-    with self.pace.paused(), checkpoint.complete_or_invisible(self) as folder:
+    run = self.args.output_dir
+    with self.pace.paused(), writing(run), checkpoint.complete_or_invisible(self) as folder:
         # HF asks for the folder of checkpoints, and pushes while it saves: here that comes later
         self._get_output_dir, self._push_from_checkpoint = (lambda trial: folder), (lambda folder: None)
         try:
+            if self.args.should_save:
+                check_space(run, checkpoint.size(run) or least_bytes(self.model))
             Trainer._save_checkpoint(self, model, trial)
         finally:
             del self._get_output_dir, self._push_from_checkpoint
@@ -171,6 +188,41 @@ def check_mergeable(model: Any) -> None:
     quantised = has_adapter and getattr(model.get_base_model(), "is_quantized", False)
     if problem := rules.merge_problem(has_adapter, quantised):
         raise InputError(problem)
+
+
+# ---- the space
+
+
+def least_bytes(model: nn.Module) -> int:
+    """What trained weights take on disk at least."""
+    return sum(getattr(w, "ds_numel", w.numel()) * w.element_size() for w in model.parameters() if w.requires_grad)
+
+
+def check_space(folder: str | Path, wanted: int) -> None:
+    """Raises InputError where the disk of `folder` has less than so many bytes left."""
+    place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(place).free) < wanted:
+        raise InputError(
+            f"{folder} has {free / GIB:.3g} GiB left, and a checkpoint takes {wanted / GIB:.3g} GiB at least: "
+            "free some, or set output_dir, save_total_limit or save_only_model"
+        )
+
+
+@contextmanager
+def writing(folder: str | Path) -> Iterator[None]:
+    """A disk that is full, or takes no more for another reason, is an InputError; each library words it otherwise."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        said = _UNWRITABLE.search(str(error))
+        if said or isinstance(error, InputError):
+            shutil.rmtree(Path(folder, checkpoint.SAVING), ignore_errors=True)  # gives space back
+        if said is None or isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{folder} could not be written ({said[0]}, {shutil.disk_usage(folder).free / GIB:.3g} GiB left): complete"
+            " checkpoints stay; free some space and go on with resume_from_checkpoint: auto"
+        ) from error
 
 
 # ---- the proof

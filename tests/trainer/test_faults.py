@@ -4,7 +4,11 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import peft
@@ -13,6 +17,7 @@ import torch
 from models_for_tests import tiny_model
 from processes_for_tests import engine_arguments, on_two
 from training_for_tests import LORA, logged, token_rows, trainer_for
+from transformers.integrations import TensorBoardCallback
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.trainer import checkpoint
@@ -141,6 +146,147 @@ def test_machines_agree_on_a_checkpoint_that_all_have(steps, expected, whole, tm
     found = on_two(resume_alone, "ddp", folders, steps)
     assert found[0] == found[1] or found[0].replace(folders[0], folders[1]) == found[1]
     assert re.search(expected, found[0]) if expected else found[0] is None
+
+
+# ---- full disks
+
+
+@contextmanager
+def files_up_to(size):
+    """No file can grow beyond so many bytes inside, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def sizes_of(folder):
+    return sorted({file.stat().st_size for file in Path(folder).rglob("*") if file.is_file()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "few"), [("full", 3), *[pytest.param(kind, None, marks=pytest.mark.slow) for kind in READ]]
+)
+def test_a_disk_that_is_full_at_any_write_is_one_line(kind, few, whole, tmp_path):
+    """Each file of the second checkpoint in turn is the one that cannot be written; or the `few` largest."""
+    sizes, said = sizes_of(Path(whole(kind).args.output_dir, "checkpoint-2")), []
+    for number, size in enumerate(sizes[-few:] if few else sizes):
+        folder = tmp_path / str(number)
+        shutil.copytree(Path(whole(kind).args.output_dir, "checkpoint-1"), folder / "checkpoint-1")
+        trainer = build(folder, kind)
+        trainer._save_checkpoint = files_up_to(size - 1)(trainer._save_checkpoint)
+        with pytest.raises(InputError) as raised:
+            trainer.train(resume_from_checkpoint="auto")
+        assert "\n" not in str(raised.value)
+        said.append(str(raised.value))
+        assert [path.name for path in folder.iterdir()] == ["checkpoint-1"], "what was half-written is gone"
+        assert checkpoint.find_checkpoint(folder) == str(folder / "checkpoint-1")
+    assert all(re.search(r"could not be written \(.*\): complete checkpoints stay", line) for line in said), said
+    print(f"{kind}: {len(said)} writes failed, {len(said)} said so in a line")
+
+
+def test_the_final_model_on_a_full_disk_is_one_line(whole, tmp_path):
+    with files_up_to(20000), pytest.raises(InputError, match="could not be written"):
+        whole().save_model(str(tmp_path / "model"))
+
+
+def test_too_little_space_is_told_before_it_is_filled(whole, tmp_path, monkeypatch):
+    kind = type(shutil.disk_usage("/"))
+    usage = lambda free: lambda path: kind(10**9, 10**9 - free, free)  # noqa: E731
+    trainer = build(tmp_path)
+    weights = sum(weight.nbytes for weight in trainer.model.parameters())
+    monkeypatch.setattr(shutil, "disk_usage", usage(weights - 1))
+    with pytest.raises(InputError, match=r"a checkpoint takes .* GiB at least"):  # before the first step
+        trainer.train()
+    assert trainer.state.global_step == 0
+    # the first checkpoint fits, the next is known to take three times the weights
+    monkeypatch.setattr(shutil, "disk_usage", usage(2 * weights))
+    with pytest.raises(InputError, match=r"a checkpoint takes .* GiB at least"):
+        build(tmp_path).train()
+    assert checkpoint.find_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+# ---- reporters
+
+
+class Failing(TensorBoardCallback):
+    """Fails at one of a run's events, as an integration does whose server has gone."""
+
+    def __init__(self, event):
+        self.calls = []
+
+        def fail(*args, **kwargs):
+            raise ConnectionError("no route\nto host")
+
+        for name in ("on_train_begin", "on_log", "on_save", "on_train_end"):
+            setattr(self, name, fail if name == event else lambda *args, name=name, **kwargs: self.calls.append(name))
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_log", "on_save", "on_train_end"])
+def test_a_reporter_that_fails_ends_no_run(event, whole, tmp_path, caplog):
+    reporter = Failing(event)
+    torch.manual_seed(0)
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft", 13), tmp_path, callbacks=[reporter], **SETTINGS)
+    trainer.train()
+    assert logged(trainer) == logged(whole())
+    [said] = [message for message in caplog.messages if "goes on without it" in message]
+    assert said == "Failing failed, and the run goes on without it: ConnectionError: no route to host"
+    assert event not in reporter.calls
+
+
+def test_tensorboard_without_a_folder_ends_no_run(whole, tmp_path, caplog, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "file"))
+    trainer = build(tmp_path / "run", report_to="tensorboard")
+    trainer.train()
+    assert logged(trainer) == logged(whole())
+    assert "TensorBoard failed, and the run goes on without it" in caplog.text
+
+
+WANDB = """
+import sys; sys.path[:0] = {paths!r}
+import test_faults as faults
+trainer = faults.build({folder!r}, report_to="wandb", run_name="a run")
+trainer.recipe = {{"method": "sft"}}
+trainer.train(resume_from_checkpoint="auto")
+import wandb
+print("steps", trainer.state.global_step, "id", wandb.run and wandb.run.id, dict(wandb.config) if wandb.run else "")
+"""
+
+
+def with_wandb(folder, **env):
+    """The output of a run that reports to W&B, in a process of its own."""
+    code = WANDB.format(paths=[entry for entry in sys.path if "tests" in entry], folder=str(folder))
+    env = {**os.environ, "WANDB_SILENT": "true", "WANDB_DIR": str(folder.parent), **env}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "env",
+    [{"WANDB_MODE": "online"},  # without a key
+     {"WANDB_MODE": "online", "WANDB_API_KEY": "0" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9",
+      "WANDB_INIT_TIMEOUT": "5", "WANDB_HTTP_TIMEOUT": "2"}],
+    ids=["no key", "unreachable"],
+)  # fmt: skip
+def test_wandb_that_cannot_start_ends_no_run(env, tmp_path):
+    output = with_wandb(tmp_path / "run", HOME=str(tmp_path), NETRC=str(tmp_path / "none"), **env)
+    assert "Wandb failed, and the run goes on without it" in output
+    assert "steps 3" in output
+
+
+@pytest.mark.slow
+def test_wandb_holds_recipe_and_rows_and_goes_on_with_the_run(whole, tmp_path):
+    first = with_wandb(tmp_path / "run", WANDB_MODE="offline")
+    assert "'recipe': {'method': 'sft'}" in first
+    assert "'rows': '13 rows (" in first
+    shutil.rmtree(tmp_path / "run/checkpoint-3")
+    again = with_wandb(tmp_path / "run", WANDB_MODE="offline")
+    assert re.search(r"id (\w+)", first)[1] == re.search(r"id (\w+)", again)[1]
 
 
 # ---- code in checkpoints
