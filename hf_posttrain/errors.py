@@ -13,7 +13,16 @@ _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 class InputError(ValueError):
-    """A mistake in what the user gave: its message, which the command prints alone, says what, where and what to do."""
+    """A mistake in what the user gave: its message, which the command prints alone, says what, where and what to do.
+
+    Whatever it quotes, it is one line of printable text of at most LONGEST characters.
+    """
+
+    LONGEST = 1200
+
+    def __init__(self, message: str):
+        line, half = printable(" ".join(message.splitlines())), self.LONGEST // 2 - 10
+        super().__init__(line if len(line) <= self.LONGEST else f"{line[:half]} [...] {line[-half:]}")
 
 
 class LaunchError(InputError):

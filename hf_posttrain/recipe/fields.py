@@ -143,7 +143,10 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
             if dataclasses.is_dataclass(item):
                 return [_typed(each, item, join(key, i), where, advice) for i, each in enumerate(value)]
     try:
-        return _coerced(value, kinds)
+        coerced = _coerced(value, kinds)
+        if isinstance(coerced, int) and coerced.bit_length() > 63:
+            raise InputError(f"{where(key)}: {key} must be below 2**63, not {shown(coerced)}")
+        return coerced
     except ValidationError:
         hint, section = "", next(filter(dataclasses.is_dataclass, kinds), None)
         if isinstance(value, str):

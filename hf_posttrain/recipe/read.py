@@ -85,11 +85,13 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
         return config_class(**values)
     except LaunchError:
         raise
-    except (ValueError, TypeError, ImportError) as error:
-        # the first key of the recipe that the message names is to blame
+    except (ValueError, TypeError, ImportError, OSError, ArithmeticError) as error:
+        # the first key of the recipe that the message names is to blame, or whose text it quotes
         problem = " ".join(str(error).split())
-        key = next((f"train.{name}" for name in re.findall(r"\w+", problem) if name in recipe.train), "train")
-        raise InputError(f"{recipe.where(key)}: {problem}") from error
+        named = [name for name in re.findall(r"\w+", problem) if name in recipe.train]
+        quoted = [name for name, value in recipe.train.items() if isinstance(value, str) and repr(value) in problem]
+        key = f"train.{(named or quoted)[0]}" if named or quoted else "train"
+        raise InputError(f"{recipe.where(key)}: {key + ': ' if quoted and not named else ''}{problem}") from error
 
 
 def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:

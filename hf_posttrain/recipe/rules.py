@@ -17,13 +17,16 @@ from ..data.files import or_unreadable, source_problem, with_home
 from ..errors import nearest_path
 from ..methods import METHODS
 from ..models.section import TOKENIZER_FILES, is_local
-from ..trainer.method import BELOW_ONE, COUNT, POSITIVE, Limit, Problem
+from ..trainer.method import BELOW_ONE, COUNT, Limit, Problem
 from ..trainer.rules import REPORTERS, beyond, merge_problem, one_of, problems
 from ..watch.symptoms import listed
 from .sections import Recipe
 
 _LORA_LIMITS = {"r": COUNT, "alpha": COUNT, "dropout": BELOW_ONE}
-_SOURCE_LIMITS = {"limit": Limit(COUNT.holds, "must be at least 1 (or null for all rows)"), "weight": POSITIVE}
+_SOURCE_LIMITS = {
+    "limit": Limit(COUNT.holds, "must be at least 1 (or null for all rows)"),
+    "weight": Limit(lambda n: 0 < n <= 1000, "must be positive, and at most 1000"),
+}
 _EXCLUDE_EACH_OTHER = (  # keys of a model section, and why
     ("quantization", "from_scratch", "no weights to load"),
     ("adapter", "from_scratch", "it belongs to saved weights"),

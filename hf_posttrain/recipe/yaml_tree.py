@@ -108,7 +108,10 @@ def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: d
     """Add the line of every key below `node`, which is that of `key`; `above` are the nodes around it."""
     if any(node is parent for parent in above):
         raise InputError(f"{place(node.start_mark.line + 1)}: {key} contains itself")
+    _check_tag(node, place)
     if isinstance(node, yaml.MappingNode):
+        for name, _ in node.value:
+            _check_tag(name, place)
         children = [(name.value, name, child) for name, child in node.value]
     else:  # a list, whose items are numbered, or a scalar
         children = [(n, child, child) for n, child in enumerate(node.value if isinstance(node.value, list) else [])]
@@ -118,6 +121,16 @@ def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: d
             raise InputError(f"{place(line)}: duplicate key {full} (first in line {lines[full]})")
         lines[full] = line
         _note_lines(child, full, place, lines, (*above, node))
+
+
+def _check_tag(node: yaml.Node, place: Callable[[int], str]) -> None:
+    """Refuse a tag such as `!!timestamp x`: PyYAML would fail at it, or make what is no plain value."""
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    kinds = [name for name in (kind, "int" * (kind == "float")) if name in _PLAIN_SCALARS]  # !!float 3 is 3.0
+    plain = any(re.fullmatch(_PLAIN_SCALARS[name][0], str(node.value)) for name in kinds)
+    if not plain and kind not in ("str", "seq", "map"):
+        tag = kind if kind.startswith("!") else f"!!{kind}"
+        raise InputError(f"{place(node.start_mark.line + 1)}: the tag {tag} is not read for such a value: drop it")
 
 
 def _assign(tree: Any, names: Sequence[str], value: Any, key: str = "") -> Any:
