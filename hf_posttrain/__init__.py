@@ -19,5 +19,9 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
+        from .trainer.rules import instead_of
+
+        if instead := instead_of(name, "python"):
+            raise ImportError(f"hf_posttrain has no {name}: {instead}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)

@@ -15,7 +15,7 @@ from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.section import ModelSection
 from ..trainer.method import Problem
-from ..trainer.rules import renamed
+from ..trainer.rules import instead_of, without_defaults
 from . import rules
 from .fields import Fields, build, fields_of, lora_fields, outdated, owners, train_fields
 from .sections import DataSection, Recipe, Source
@@ -41,6 +41,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     refuse(recipe, rules.between_sections(recipe))
     # the train section stays as it is given; its rules are asked of an object with all fields of the Config
     fields = partial(train_fields, recipe.method)
+    recipe.train = without_defaults(recipe.train, fields())
     given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
     refuse(recipe, rules.with_train(recipe, values))
@@ -120,7 +121,7 @@ def _advise(method: Any, key: str) -> str | None:
     """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere."""
     method = next((name for name in METHODS if name == method), None)  # anything may have been given
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-    if section == "train" and (instead := renamed().get(name)):
+    if section == "train" and (instead := instead_of(name, "recipe")):
         return instead
     if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
         return f"write {meant}"

@@ -8,6 +8,7 @@ Normalisation: a method returns one loss per unit (a token or an example); the d
 ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 == 1 x 4 == two processes.
 """
 
+import inspect
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import prepare
 from ..engines import engine, launch, sequence, sharded
-from ..errors import InputError
+from ..errors import InputError, named
 from ..models import prepare as policies
 from ..models.frozen import Frozen
 from ..scoring import forward
@@ -37,6 +38,7 @@ from .loss_units import Losses, Meter
 from .method import Method
 from .preemption import Preemption
 from .router import router_coef
+from .rules import keywords
 
 logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
@@ -68,19 +70,23 @@ class PostTrainer(Trainer):
         self,
         model: PreTrainedModel | nn.Module | str | None = None,
         args: PostTrainConfig | None = None,
+        data_collator: None = None,
         train_dataset: Rows | None = None,
         eval_dataset: Rows | dict[str, Rows] | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        *,
         peft_config: Any = None,
         **kwargs: Any,
     ):
         args = args or self.config_class(output_dir="outputs")
         if not isinstance(args, self.config_class):
-            raise InputError(f"args must be a {self.config_class.__name__}, not a {type(args).__name__}")
-        if kwargs.get("data_collator") is not None or kwargs.get("compute_loss_func") is not None:
-            raise InputError(
-                "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
-            )
+            wrong = f"args must be a {self.config_class.__name__}, not a {type(args).__name__}"
+            raise InputError(f"{wrong}: after the model name all arguments (args=..., train_dataset=...)")
+        kwargs = keywords(type(self).__name__, kwargs, inspect.signature(Trainer.__init__).parameters)
+        if data_collator is not None or kwargs.get("compute_loss_func") is not None:
+            problem = "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
+            third = f" (the third argument, a {type(data_collator).__name__}, is data_collator)"
+            raise InputError(problem + third * (data_collator is not None))
         if model is None or kwargs.get("model_init") is not None:
             raise InputError(
                 "pass model, not model_init: adapter, reference and prepared rows belong to one model, so build a "
@@ -154,6 +160,8 @@ class PostTrainer(Trainer):
         """
         if rows is None:
             return None
+        if isinstance(rows, dict) and name == "train":
+            raise InputError(f"train_dataset is a dict of {named(rows)}: give one of them, such as rows['train']")
         if isinstance(rows, dict):
             return {key: cls.prepare(part, tokenizer, args, f"{name} {key}") for key, part in rows.items()}
         if args.world_size > 1 and not name.startswith("train") and isinstance(rows, datasets.IterableDataset):

@@ -1,6 +1,5 @@
 """PostTrainConfig: TrainingArguments with what all methods add."""
 
-import dataclasses
 import inspect
 import logging
 from dataclasses import dataclass, field
@@ -20,8 +19,18 @@ logger = logging.getLogger(__name__)
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True}  # HfArgumentParser takes --bf16 and --bf16 true
 
 
+class _Named(type):
+    """The class of Configs: what they are made with is looked at first, so that names of TRL get an answer."""
+
+    def __call__(cls, *args: Any, **given: Any) -> Any:
+        known = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+        if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            given = rules.keywords(cls.__name__, given, known)
+        return super().__call__(*args, **given)
+
+
 @dataclass
-class PostTrainConfig(TrainingArguments):
+class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """Every field of TrainingArguments, and these. Defaults that differ are TRL's, except bf16, which is off on CPU.
 
     Raises InputError for fields that cannot be honoured and for contradictions.
@@ -74,14 +83,6 @@ class PostTrainConfig(TrainingArguments):
     """Longest answer in that evaluation, in tokens."""
     resume_despite: list[str] | str | None = None
     """Resume a checkpoint though these differ from the run that wrote it: names as the refusal lists them."""
-
-    def __new__(cls, *args: Any, **kwargs: Any):
-        """Names that TRL's configs or older transformers have and this one lacks raise with what to use instead."""
-        names = {option.name for option in dataclasses.fields(cls)}
-        for name in kwargs:
-            if name not in names and (instead := rules.renamed().get(name)):
-                raise InputError(f"{cls.__name__} has no {name}: {instead}")
-        return super().__new__(cls)
 
     def __post_init__(self):
         for _, problem in rules.problems(self, self.method):

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import nearest
+from ..errors import InputError, nearest
 from ..watch import symptoms
 from .method import BELOW_ONE, COUNT, NOT_NEGATIVE, Limit, Method, Problem
 
@@ -142,9 +142,38 @@ def stops(given: list[str] | str | None, method: Method) -> Iterator[Problem]:
 
 
 @cache
-def renamed() -> dict[str, str]:
-    """Names that TRL's configs or older transformers have and ours lack -> what to use instead."""
+def _renamed() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))
+
+
+def instead_of(name: str, reader: str) -> str | None:
+    """What to use instead of a name that TRL or older transformers have and we lack. reader: "recipe" or "python"."""
+    known = _renamed().get(name)
+    return known.get(reader, known.get("use")) if isinstance(known, dict) else known
+
+
+def without_defaults(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """`given` without those names beyond `known` that ask, as TRL's defaults do, for what is done anyway."""
+    kept = {}
+    for name, value in given.items():
+        entry = None if name in known else _renamed().get(name)
+        same = entry.get("same", ()) if isinstance(entry, dict) else ()
+        if not any(value == one and type(value) is type(one) for one in same):  # False == 0
+            kept[name] = value
+    return kept
+
+
+def keywords(function: Any, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """Keyword arguments for `function`, which takes `known`: without TRL's defaults. Raises InputError for another name
+    that TRL has, TypeError for one that nobody has."""
+    kept = without_defaults(given, known)
+    for name in kept:
+        if name in known:
+            continue
+        if instead := instead_of(name, "python"):
+            raise InputError(f"{function} has no {name}: {instead}")
+        raise TypeError(f"{function} has no {name}{nearest(name, known, listed=False)}")
+    return kept
 
 
 def merge_problem(has_adapter: bool, quantised: bool) -> str | None:

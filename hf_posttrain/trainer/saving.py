@@ -48,11 +48,7 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
     # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
     merged = self.args.merge_lora and not (_internal_call and output_dir)
     check_folder(self, folder, merged)
-<<<<<<< HEAD
-    with own_rates(self.model):
-=======
-    with writing(folder):
->>>>>>> eeaa93d (A full disk and a reporter that fails are one line each; W&B holds the recipe and goes on with a resumed run)
+    with writing(folder), own_rates(self.model):
         if merged:
             save_merged(self, folder)
         else:

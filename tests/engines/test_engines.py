@@ -315,7 +315,8 @@ def test_a_teacher_that_is_not_cut_leaves_the_device_after_each_use(offload, tmp
     teacher.to = lambda *where: moves.append(where) or teacher
     config = KDConfig(str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", max_steps=3)
     KDTrainer(
-        tiny_model(), config, token_rows("kd"), None, byte_tokenizer(), teacher_model=teacher, teacher_offload=offload
+        tiny_model(), config, train_dataset=token_rows("kd"), processing_class=byte_tokenizer(), teacher_model=teacher,
+        teacher_offload=offload,
     ).train()
     use, away = (config.device, None), ("cpu",)
     assert moves == ([use, away] * 4 if offload else [use]) + [away]  # a check of its scores and three steps

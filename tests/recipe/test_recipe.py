@@ -305,6 +305,13 @@ def test_training_arguments_fields(unchecked, tmp_path):
         assert message in refused
 
 
+def test_values_of_trl_that_change_nothing_are_taken_and_left_out(recipe):
+    same = ["train.f_divergence_type=reverse_kl", "train.use_vllm=false", "train.padding_free=true"]
+    assert recipe(DPO, *same).train == recipe().train
+    said = refusal(recipe, DPO, "train.tokenizer=x")
+    assert said == "command line: train.tokenizer does not exist: the tokenizer comes from model.name_or_path"
+
+
 def test_reading_a_recipe_imports_no_torch(recipe, tmp_path):
     recipe()
     code = "import sys, hf_posttrain.recipe.read as r; r.load_recipe('dpo.yaml'); print('torch' in sys.modules)"

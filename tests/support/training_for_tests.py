@@ -74,7 +74,7 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
     } | usual(method) | config  # fmt: skip
     kwargs = {} if second is None else {f"{'ref' if row.second == 'reference' else row.second}_model": second}
     return trainer_class(row)(
-        model, config_class(row)(**config), rows, eval_rows, byte_tokenizer(),
+        model, config_class(row)(**config), None, rows, eval_rows, byte_tokenizer(),
         peft_config=peft_config, callbacks=callbacks, **kwargs,
     )  # fmt: skip
 

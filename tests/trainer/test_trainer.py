@@ -36,7 +36,8 @@ from transformers import (
     HfArgumentParser,
 )  # fmt: skip
 
-from hf_posttrain import OPDTrainer, SFTConfig, SFTTrainer
+import hf_posttrain
+from hf_posttrain import DPOConfig, KDConfig, OPDTrainer, SFTConfig, SFTTrainer
 from hf_posttrain.data.kinds import SUPERVISED
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
@@ -213,7 +214,7 @@ def test_metrics_callbacks_and_best_model_work_as_in_hf(tmp_path):
             output_dir=str(tmp_path), use_cpu=True, max_steps=6, eval_strategy="steps", eval_steps=2, save_steps=2,
             metric_for_best_model="accuracy", load_best_model_at_end=True, report_to="none", learning_rate=1e-3,
         ),
-        token_rows("sft"), token_rows("sft", 12, seed=4).select(range(5)), byte_tokenizer(),
+        None, token_rows("sft"), token_rows("sft", 12, seed=4).select(range(5)), byte_tokenizer(),
         compute_metrics=compute_metrics, callbacks=[EarlyStoppingCallback(5)],
     )  # fmt: skip
     trainer.train()
@@ -393,15 +394,63 @@ def test_what_cannot_be_honoured_raises(config, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"), [("truncation_mode", "trimmed from its left first"), ("padding_free", "layout: packed")]
+    ("name", "advice"), [("truncation_mode", "trimmed from its left first"), ("packing_strategy", "best-fit")]
 )
 def test_fields_of_trl_that_do_not_exist_say_what_to_use(name, advice, tmp_path):
     with pytest.raises(InputError, match=f"SFTConfig has no {name}.*{advice}"):
-        SFTConfig(output_dir=str(tmp_path), **{name: True})
-    with pytest.raises(TypeError):
-        SFTConfig(output_dir=str(tmp_path), nonsense=1)
+        SFTConfig(output_dir=str(tmp_path), **{name: "wrapped"})
     config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, learning_rate=1e-4)
     assert copy.deepcopy(config).learning_rate == pickle.loads(pickle.dumps(config)).learning_rate == 1e-4
+
+
+def test_values_that_change_nothing_are_taken(tmp_path):
+    same = {"model_init_kwargs": None, "packing_strategy": "bfd", "eos_token": None, "pad_to_multiple_of": None,
+            "padding_free": True, "loss_type": "nll", "tokenizer": None, "top_k": 0}  # fmt: skip
+    assert SFTConfig(str(tmp_path), use_cpu=True, **same).max_length == 1024
+    KDConfig(str(tmp_path), use_cpu=True, seq_kd=False)
+    DPOConfig(str(tmp_path), use_cpu=True, f_divergence_type="reverse_kl", f_alpha_divergence_coef=1.0, use_vllm=False)
+    with pytest.raises(InputError, match="f_divergence_type"):
+        DPOConfig(str(tmp_path), use_cpu=True, f_divergence_type="js_divergence")
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (SFTConfig, {"max_lenght": 1}, r"SFTConfig has no max_lenght; did you mean 'max_length'\?"),
+        (SFTConfig, {"tokenizer": "x"}, "give the trainer processing_class$"),
+        (SFTConfig, {"model_init_kwargs": {"dtype": "auto"}}, "give the trainer that$"),
+        (KDConfig, {"lmbda": 0.5}, "OPDConfig"),
+    ],
+)
+def test_users_of_python_are_told_of_python(config, given, message, tmp_path):
+    with pytest.raises((TypeError, InputError), match=message) as raised:
+        config(str(tmp_path), use_cpu=True, **given)
+    assert "section" not in str(raised.value)
+
+
+def test_arguments_of_other_trainers_get_an_answer(tmp_path):
+    model, config, rows = tiny_model(), SFTConfig(str(tmp_path), use_cpu=True, report_to="none"), token_rows("sft")
+    for given, message in (
+        ({"formatting_func": str}, "SFTTrainer has no formatting_func: map the data set"),
+        ({"tokenizer": byte_tokenizer()}, "SFTTrainer has no tokenizer: give the trainer processing_class"),
+        ({"train_dataset": datasets.DatasetDict(train=rows, test=rows)}, "is a dict of train, test: give one of them"),
+        ({"data_collator": rows}, r"\(the third argument, a Dataset, is data_collator\)"),
+        ({"args": model}, "not a Qwen3ForCausalLM: after the model name all arguments"),
+    ):
+        with pytest.raises(InputError, match=message):
+            SFTTrainer(model, **{"args": config, "processing_class": byte_tokenizer()} | given)
+    with pytest.raises(TypeError, match="SFTTrainer has no callback; did you mean 'callbacks'"):
+        SFTTrainer(model, config, callback=[])
+    # the order is that of transformers.Trainer
+    trainer = SFTTrainer(model, config, None, rows, rows.select([0]), byte_tokenizer(), formatting_func=None)
+    assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, 1)
+
+
+def test_classes_of_trl_are_named():
+    for name in ("GKDTrainer", "DistillationConfig"):
+        with pytest.raises(ImportError, match=f"hf_posttrain has no {name}: use .*OPD"):
+            getattr(hf_posttrain, name)
+    assert not hasattr(hf_posttrain, "Nonsense")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -420,9 +469,8 @@ def test_replacing_collator_or_loss_is_refused(tmp_path):
             SFTTrainer(
                 tiny_model(),
                 SFTConfig(str(tmp_path), use_cpu=True),
-                token_rows("sft"),
-                None,
-                byte_tokenizer(),
+                train_dataset=token_rows("sft"),
+                processing_class=byte_tokenizer(),
                 **{name: print},
             )
 
@@ -530,7 +578,7 @@ def test_the_saved_model_stops_where_it_was_trained_to(lora, tmp_path):
 def test_activation_checkpointing_is_on_unless_said_otherwise(given, expected, tmp_path):
     """By either name, in a copy of the config too, and as the model is really trained."""
     config = SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1, report_to="none", **given)
-    trainer = SFTTrainer(tiny_model(), config, token_rows("sft"), None, byte_tokenizer())
+    trainer = SFTTrainer(tiny_model(), config, None, token_rows("sft"), None, byte_tokenizer())
     trainer.train()
     layers = [m for m in trainer.model.modules() if hasattr(m, "gradient_checkpointing")]
     assert any(layer.gradient_checkpointing for layer in layers) == expected
@@ -613,7 +661,7 @@ def test_a_tokenizer_without_pad_serves_rollouts(tmp_path):
     tokenizer = byte_tokenizer()
     tokenizer.pad_token = None
     args = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9)).args
-    trainer = OPDTrainer(tiny_model(), args, token_rows("opd"), None, tokenizer, teacher_model=tiny_model(seed=9))
+    trainer = OPDTrainer(tiny_model(), args, None, token_rows("opd"), None, tokenizer, teacher_model=tiny_model(seed=9))
     trainer.train()
     assert trainer.state.global_step == 1
 
