@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rows_for_tests import raw_row
 from safetensors.torch import save_file
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
@@ -52,6 +53,26 @@ def needs(method):
     """What a method's recipe says beyond that of SFT."""
     teacher = ["teacher={name_or_path: tiny, from_scratch: true}"] if METHODS[method].second == "teacher" else []
     return [*teacher, *(["train.max_completion_length=8"] if METHODS[method].rows.sampled else [])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_an_adapter_on_a_4bit_base_from_its_recipe(method, folder):
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64}  # 4-bit blocks are of 64 weights
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("tiny", **shape)).save_pretrained("tiny")
+    row = raw_row(METHODS[method].rows, "1 + 1 = ", "2", "3")
+    Path("rows.jsonl").write_text("\n".join(json.dumps(row | {"prompt": f"{i} + 1 = "}) for i in range(8)))
+    teacher = "\nteacher: {name_or_path: tiny, quantization: 4bit}" if METHODS[method].second == "teacher" else ""
+    Path("run.yaml").write_text(
+        f"method: {method}\nmodel: {{name_or_path: tiny, quantization: 4bit, lora: {{r: 4}}}}{teacher}\n"
+        "data: {train: {path: rows.jsonl}}\ntrain: {output_dir: out, max_steps: 1, use_cpu: true, logging_steps: 1}\n"
+    )
+    assert run.main(["run.yaml", *[given for given in needs(method) if not given.startswith("teacher=")]]) == 0
+    [log] = [log for log in json.loads(Path("out/trainer_state.json").read_text())["log_history"] if "loss" in log]
+    assert log["grad_norm"] > 0 or method in ("opd", "kto")  # of a teacher or a partner that is the student itself
+    assert Path("out/adapter_model.safetensors").exists()
 
 
 @pytest.fixture

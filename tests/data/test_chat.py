@@ -177,6 +177,23 @@ def test_assistant_mask_exact_positions():
     assert mask == [0] * (len(row) - 2) + [1, 1]
 
 
+@pytest.mark.parametrize("tagged", [False, True], ids=["untagged", "generation tags"])
+def test_a_tools_turn_stays_out_of_what_is_trained(tagged):
+    """A call, the tool's result and the answer: the assistant's pieces with their ends, nothing of the tool."""
+    said = "{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function | tojson }}</call>{% endfor %}"
+    said = "{% generation %}" + said + "<|im_end|>{% endgeneration %}" if tagged else said + "<|im_end|>"
+    template = (
+        "{% for m in messages %}<|im_start|>{{ 'user' if m.role == 'tool' else m.role }}\n"
+        "{% if m.role == 'assistant' %}" + said + "{% elif m.role == 'tool' %}<result>{{ m.content }}</result>"
+        "<|im_end|>{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+    turns = [USER, call, {"role": "tool", "content": "4"}, REPLY, MORE, LAST]
+    found = trained(tok.byte_tokenizer(template), turns)
+    assert found == ['<call>{"name": "add"}</call><|im_end|>', "4<|im_end|>", "6<|im_end|>"]
+
+
 def test_no_assistant_turn_or_unfit_template_raises():
     for template in (tok.CHATML, tok.CHATML_GENERATION):
         with pytest.raises(InputError, match="no token of this conversation was written by an assistant"):
