@@ -89,7 +89,8 @@ def generate(
                 found = decode(inner, given, max_new_tokens, terminal_ids, sampler)
             else:
                 padded = left_padded(given, pad_id, inner.device)
-                rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler)
+                ends = terminal_ids, pad_id
+                rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, *ends, sampler)
                 found = [until_terminal(row, terminal_ids) for row in rows]
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
