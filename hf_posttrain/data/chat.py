@@ -232,7 +232,8 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
     """(prompt ids, completion ids) of each pair, tokenised together in two calls.
 
     The prompt's ids are those that generation would see, so a token never spans the boundary: where tokenising the
-    whole text merges across it, the completion is tokenised on its own. Completions end with one `end_id`.
+    whole text merges across it, the completion is tokenised on its own, to ids that say the same text behind the
+    prompt. Completions end with one `end_id`.
     """
     heads = encode(tokenizer, prompts)
     fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
@@ -242,9 +243,23 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
         # boundary would be unknown too
         hidden = head and head[-1] == tokenizer.unk_token_id
         split = full[: len(head)] == head and not hidden
-        tail = full[len(head) :] if split else _plain_ids(tokenizer, [completion])[0]
+        tail = full[len(head) :] if split else _ids_behind(tokenizer, head, full, completion)
         pairs.append((head, end_once(tokenizer, tail, end_id)))
     return pairs
+
+
+def _ids_behind(tokenizer: PreTrainedTokenizerBase, head: list[int], full: list[int], completion: str) -> list[int]:
+    """Ids of the completion that with `head` say what `full` says.
+
+    A tokenizer in the manner of sentencepiece puts a space before any text, which a completion must not gain: then its
+    ids are those that it has behind a character that nothing merges with.
+    """
+    alone, whole = _plain_ids(tokenizer, [completion])[0], tokenizer.decode(full)
+    candidates = [alone]
+    for anchor in ("\n", ".", "|"):
+        before, both = _plain_ids(tokenizer, [anchor, anchor + completion])
+        candidates += [both[len(before) :]] * (both[: len(before)] == before)
+    return next((ids for ids in candidates if tokenizer.decode(head + ids) == whole), alone)
 
 
 def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,

@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     template_kwargs: dict | None = None
     as_chat: bool = False
     vocabulary: int | None = None  # rows that are ids already have them below this
+    bos: int | None = None  # the id that a prompt keeps at its beginning when it is cut
     version: int = VERSION
 
 
@@ -164,13 +165,22 @@ def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
     """The sample cut to size, and the bits PROMPT_CUT, COMPLETION_CUT, NO_TARGET and ALIKE that are true of it then."""
     prompt, branches, mask = sample.prompt, sample.branches, sample.mask
     if plan.rows.sampled:
-        prompt = prompt[-plan.max_length :] if plan.max_length else prompt
+        prompt = _without_left(prompt, plan.max_length, plan.bos) if plan.max_length else prompt
     elif plan.max_length is not None:
-        # the prompt gives way first, from the left, down to one token; then the branches, from the right
-        prompt = prompt[-max(1, plan.max_length - max(map(len, branches))) :]
-        branches = [branch[: plan.max_length - 1] for branch in branches]
-        mask = mask and mask[: plan.max_length - 1]
+        # the prompt gives way first, from the left, down to half of max_length; then the branches, from the right
+        size = max(1, plan.max_length // 2, plan.max_length - max(map(len, branches)))
+        prompt = _without_left(prompt, size, plan.bos)
+        branches = [branch[: plan.max_length - len(prompt)] for branch in branches]
+        mask = mask and mask[: len(branches[0])]
     lost = not plan.rows.sampled and not (all(branches) and (mask is None or any(mask)))
     bits = PROMPT_CUT * (prompt != sample.prompt) + COMPLETION_CUT * (branches != sample.branches) + NO_TARGET * lost
     alike = len(branches) == 2 and branches[0] == branches[1]
     return sample._replace(prompt=prompt, branches=branches, mask=mask), bits + ALIKE * alike
+
+
+def _without_left(prompt: list[int], size: int, bos: int | None) -> list[int]:
+    """The last `size` ids of the prompt; the first of them is the BOS where the prompt begins with it."""
+    if len(prompt) <= size:
+        return prompt
+    first = prompt[:1] if prompt[0] == bos and size > 1 else []
+    return first + prompt[len(prompt) - size + len(first) :]

@@ -40,10 +40,10 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
 
     Rows that have these columns already are returned as they are, neither validated nor cut; of a stream, if they have
     their types (lists of int32) too.
-    max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left, then branches from
-    the right. Where answers are sampled, max_length - max_completion_length bounds the prompt. Rows with no trained
-    token left are dropped; counts are logged, of rows with the unknown token too (not of streams).
-    Raises InputError for the first bad row.
+    max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left (its BOS stays), down
+    to half of it, then branches from the right. Where answers are sampled, max_length - max_completion_length bounds
+    the prompt. Rows with no trained token left are dropped; counts are logged, of rows with the unknown token too (not
+    of streams). Raises InputError for the first bad row.
     """
     own = {*method.rows.columns, "index"}
     if isinstance(dataset, datasets.IterableDataset):
@@ -198,6 +198,7 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     return Plan(
         method.name, method.rows, form, name, max_length, completion_only, assistant_only,
         option("chat_template_kwargs"), as_chat, max(tokenizer.get_vocab().values()) + 1 if is_ids else None,
+        tokenizer.bos_token_id,
     )  # fmt: skip
 
 

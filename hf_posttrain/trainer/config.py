@@ -57,7 +57,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     logging_nan_inf_filter: bool = False
     """Hide non-finite losses from the logged mean (HF's default); off, they are shown and their step is named."""
     max_length: int | None = 1024
-    """Longest prompt + completion in tokens: the prompt is trimmed first, from its left; None for no limit."""
+    """Longest prompt + completion in tokens: the prompt is cut first, from its left, to half; None: no limit."""
     merge_lora: bool = False
     """Save the model at the end with its adapter merged into the base, as one plain model."""
     layout: str = "auto"

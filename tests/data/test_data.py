@@ -235,7 +235,7 @@ def test_partner_has_another_prompt_even_where_truncation_cut_one_prompt_differe
     rows = [{"prompt": "p" * 30, "completion": "c" * n, "label": True} for n in (2, 4, 6)]
     rows += [{"prompt": "q" * 30, "completion": "c" * n, "label": False} for n in (2, 4, 6)]
     out = prepare(rows, "kto", max_length=12)
-    assert [len(ids) for ids in out["prompt_ids"]] == [9, 7, 5] * 2  # so the ids alone would be six prompts
+    assert [len(ids) for ids in out["prompt_ids"]] == [9, 7, 6] * 2  # so the ids alone would be six prompts
     assert len(set(out["prompt_key"])) == 2
     for seed in range(20):
         assert all((partner < 3) != (row < 3) for row, partner in enumerate(find_partners(out, seed)))
@@ -250,10 +250,31 @@ def test_plain_strings_never_see_the_template():
 
 def test_truncation_never_removes_the_whole_target():
     rows = [{"prompt": "p" * 50, "completion": "c" * n} for n in (3, 9, 50)]
-    # 10 tokens: "ccc" + end leaves 6 of the prompt; 10 are needed for 9 c's + end, so 1 + the first 9; the same for 50
-    expected = [("pppppp", "ccc" + END), ("p", "c" * 9), ("p", "c" * 9)]
+    # 10 tokens: "ccc" + end leaves 6 of the prompt; half of the ten are the prompt's, however long the completion is
+    expected = [("pppppp", "ccc" + END), ("ppppp", "ccccc"), ("ppppp", "ccccc")]
     assert [row[:2] for row in texts(rows, "sft", max_length=10)] == expected
     assert texts([{"text": "abcdef"}], "sft", max_length=4) == [("a", "bcd", "bcd")]
+
+
+def test_an_answer_that_is_too_long_leaves_the_prompt_whole():
+    """And one that is too long for its pair does not cut the prompt of the other."""
+    long = "very " * 50
+    assert texts([{"prompt": "2+2? ", "completion": long}], "sft", max_length=20)[0][:2] == ("2+2? ", long[:15])
+    pair = [{"prompt": "2+2? ", "chosen": "four", "rejected": long}]
+    assert texts(pair, "dpo", max_length=20) == [("2+2? ", "four" + END, long[:15])]
+    chat = [USER, REPLY, {"role": "user", "content": "x" * 100}, LAST]
+    cut = texts([{"messages": chat}], "sft", assistant_only_loss=True, max_length=80)[0]
+    assert (cut[0], cut[2]) == (ASKED, "4" + END)  # the conversation loses its end, not what was asked first
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prompt_that_is_cut_keeps_its_bos(method):
+    row = raw_row(METHODS[method].rows, "0123456789", "a", "b")
+    options = {"max_completion_length": 3} if METHODS[method].rows.sampled else {}
+    for made in prepare([row], method, tok.bos_tokenizer(), max_length=8, **options):
+        size = 5 if METHODS[method].rows.sampled else 6
+        assert made["prompt_ids"] == [256, *b"0123456789"[-size + 1 :]]
+    assert prepare([row], method, tok.bos_tokenizer(), max_length=2 + len(options), **options)[0]["prompt_ids"] != [256]
 
 
 def test_rows_without_target_are_dropped_and_counted(caplog):

@@ -141,7 +141,7 @@ ONLY_KNOWN = CHATML.replace("{% for m in messages %}", "{% for m in messages if 
         ([SYSTEM, USER, REPLY], r"message 0 \(system\): the chat template does not write its text, 'Be short.'"),
         ([USER, {"role": "wizard", "content": "4"}, REPLY], r"message 1 \(wizard\): .* does not write its text, '4'"),
         ([USER, {"role": "tool", "content": "2"}, REPLY], r"message 1 \(tool\)"),  # "2" is also in the question
-        ([USER, {"role": "assistant", "tool_calls": [{"name": "add"}]}], r"message 1 \(assistant\): .* its call"),
+        ([USER, {"role": "assistant", "tool_calls": [{"name": "add"}]}], r"message 1 .* not write its call of add"),
     ],
 )
 def test_a_message_that_the_template_drops_is_refused(turns, message):

@@ -4,11 +4,16 @@
     base_tokenizer()    the same, but eos == pad == <|endoftext|> as in a Qwen base model
     bos_tokenizer()     the same bytes, a post-processor that writes <s> first, and a Llama-3-like template
     words_tokenizer()   single characters and the merges "ab", "cd": merging across a boundary can be provoked
+    llama2_tokenizer()  in the manner of sentencepiece: spaces are part of words, one is put before a text; <s> first
+    gpt2_tokenizer()    byte BPE with merges, words split as GPT-2 does
 
 Templates: CHATML, CHATML_GENERATION (with generation tags), QWEN3 (thinking), DEEPSEEK (prompt ends in <think>), LLAMA.
 """
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+import functools
+import json
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 CHATML = (
@@ -95,3 +100,46 @@ def words_tokenizer() -> PreTrainedTokenizerFast:
     vocab = {c: i for i, c in enumerate(_byte_alphabet())} | {"ab": 256, "cd": 257}
     backend = _byte_backend(vocab, [("a", "b"), ("c", "d")], ["</s>"])
     return _wrap(backend, None, eos_token="</s>", pad_token="</s>")
+
+
+_WORDS = ["Question: What is the capital of France? Answer: Paris", "The answer is 42, not 7.", "two  spaces\nlines"]
+
+
+@functools.cache
+def _trained_merges() -> dict:
+    """Vocabulary and merges of a few words, with a token for each byte, a space being a part of the word behind it."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=500, special_tokens=special, initial_alphabet=["▁"], show_progress=False)
+    tokenizer.train_from_iterator(_WORDS * 20, trainer)
+    return json.loads(tokenizer.to_str())["model"]
+
+
+def llama2_tokenizer(legacy: bool = True, bos: bool = True, eos: bool = True) -> PreTrainedTokenizerFast:
+    """`legacy`: a space is put before every text, of which there is one between special tokens as well."""
+    made = _trained_merges()
+    merges = [tuple(merge) for merge in made["merges"]]
+    backend = Tokenizer(models.BPE(made["vocab"], merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    if legacy:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    undone = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(undone)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    if bos:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "pad_token": "<unk>"} | ({"eos_token": "</s>"} if eos else {})
+    return _wrap(backend, None, **special)
+
+
+def gpt2_tokenizer(add_prefix_space: bool = False) -> PreTrainedTokenizerFast:
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet,
+                                  show_progress=False)  # fmt: skip
+    backend.train_from_iterator(_WORDS * 20, trainer)
+    return _wrap(backend, None, eos_token="<|endoftext|>", bos_token="<|endoftext|>", pad_token="<|endoftext|>")
