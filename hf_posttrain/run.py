@@ -167,10 +167,19 @@ def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str,
         trainer.save_metrics("train", metrics)
     if recipe.data.eval is None:
         return metrics
-    found = trainer.evaluate()
+    found = last_evaluation(trainer) or trainer.evaluate()
     trainer.log_metrics("eval", found)
     trainer.save_metrics("eval", found)
     return metrics | found
+
+
+def last_evaluation(trainer: Any) -> dict[str, float]:
+    """The metrics of an evaluation of the weights as they are now, made after the last step; {} without one."""
+    state, best = trainer.state, trainer.args.load_best_model_at_end
+    if not trainer.has_trained or (best and state.best_global_step != state.global_step):
+        return {}  # the data may be others, or the weights are those of another step
+    logs = [log for log in state.log_history if log["step"] == state.global_step and any("eval_" in key for key in log)]
+    return {name: value for log in logs for name, value in log.items() if name != "step"}
 
 
 def preprocess(recipe: Recipe) -> None:

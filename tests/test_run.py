@@ -290,7 +290,7 @@ def stub_method(monkeypatch, name):
 
     class Trainer:
         preemption, has_trained, stopped = types.SimpleNamespace(happened=False), True, None
-        method = METHODS["sft"]
+        method, state = METHODS["sft"], types.SimpleNamespace(log_history=[], global_step=2, best_global_step=None)
 
         @staticmethod
         def prepare(rows, tokenizer, args, name_of_rows):
@@ -328,6 +328,23 @@ def stub_method(monkeypatch, name):
     monkeypatch.setattr(report, "follow", lambda trainer: None)
     monkeypatch.setattr(report, "write", lambda folder: made[-1][1].append("report"))
     return made
+
+
+@pytest.mark.parametrize(
+    ("overrides", "evaluations"),
+    [(["train.eval_steps=1"], 2), (["train.eval_strategy=no"], 1),
+     (["train.eval_steps=1", "train.load_best_model_at_end=true", "train.learning_rate=0.5", "train.seed=1"], 3)],
+)  # fmt: skip
+def test_the_last_step_is_evaluated_once(folder, monkeypatch, overrides, evaluations):
+    """Unless the weights are those of another step by then, as the best ones of a rate that is too high."""
+    made, real = [], SFTTrainer.evaluate
+    monkeypatch.setattr(SFTTrainer, "evaluate", lambda self, *a, **k: made.append(real(self, *a, **k)) or made[-1])
+    run.main(["sft.yaml", "data.eval={path: rows.jsonl, columns: {prompt: question, completion: answer}}",
+              "train.eval_strategy=steps", *overrides])  # fmt: skip
+    assert len(made) == evaluations
+    kept = json.loads(Path("out/all_results.json").read_text())
+    assert {key: kept[key] for key in made[-1]} == made[-1]
+    assert kept["eval_loss"] > 0
 
 
 def test_steps_of_a_distillation_run(folder, monkeypatch):

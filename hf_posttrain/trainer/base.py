@@ -114,7 +114,11 @@ class PostTrainer(Trainer):
             evaluated = self.prepare(eval_dataset, self.tokenizer, args, "eval")
         if args.merge_lora:
             saving.check_mergeable(model)
+        config = self.scored[0].config
+        cached = getattr(config, "use_cache", None)
         super().__init__(model, args, collator, train, evaluated, self.tokenizer, **kwargs)
+        if cached is not None:
+            config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it
         progress.replace_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())

@@ -2,11 +2,12 @@
 
 import inspect
 import logging
+import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from ..engines import sequence
@@ -112,6 +113,12 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         for name in self.lr_scheduler_kwargs or {}:
             if name not in allowed and not takes_all:
                 raise InputError(f"lr_scheduler_kwargs: {kind.value} has no option {name}{nearest(name, allowed)}")
+        # an optimizer whose package is missing, which Trainer finds when the model is loaded
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(self)
+        except (ImportError, ValueError) as error:
+            if re.search("install|import", str(error)):
+                raise InputError(f"optim: {' '.join(str(error).split())}") from error
         self.parallelism_config = sequence.settle(self)
         if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
             logger.info("layout: padded (with sequence parallelism a row is one document)")

@@ -52,11 +52,18 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
         if merged:
             save_merged(self, folder)
         else:
-            self._save(folder, whole_state(self, isinstance(self.model, peft.PeftModel)))
+            self._save(folder, _tied_once(self.model, whole_state(self, isinstance(self.model, peft.PeftModel))))
             if self.args.should_save:
                 check_saved(self.model, folder)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+
+def _tied_once(model: Any, state: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """A gathered state without the second names of tied weights: gathered, they are tensors of their own."""
+    first: dict[int, str] = {}
+    names = {name: first.setdefault(id(w), name) for name, w in model.named_parameters(remove_duplicate=False)}
+    return state and {name: tensor for name, tensor in state.items() if names.get(name, name) == name}
 
 
 def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:

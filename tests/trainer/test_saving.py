@@ -150,6 +150,17 @@ def test_saved_on_two_and_loaded_on_one(engine, kind, trained):
         assert_same(merged.state_dict(), loaded(folder / "merged"))
 
 
+@pytest.mark.parametrize("engine", quick("fsdp2", "zero3", among=("single", *ENGINES)))
+def test_a_tied_head_is_saved_once_and_the_cache_stays_on(engine, trained):
+    folder, *_ = trained(engine, "dpo", "full", **{"world": 1} if engine == "single" else {})
+    model = tiny_model()
+    assert model.config.tie_word_embeddings
+    for place in (folder / "saved", folder / "checkpoint-5"):
+        if list(place.glob("*.safetensors")):  # else FSDP2's own files
+            assert set(load_file(place / "model.safetensors")) == {name for name, _ in model.named_parameters()}
+        assert json.loads((place / "config.json").read_text())["use_cache"] is True
+
+
 @pytest.mark.parametrize("engine", quick("zero3", among=ENGINES))
 @pytest.mark.parametrize(("name", "kind"), [("qwen3_moe", "full"), ("llama", "modules")])
 def test_experts_and_trained_copies(engine, name, kind, trained):

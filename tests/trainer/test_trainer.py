@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import logging
 import pickle
@@ -716,3 +717,11 @@ def test_the_log_names_what_runs(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         trainer.train()
     assert "training on engine single, 1 process, 8 rows a step, no mixed precision" in caplog.text
+
+
+def test_an_optimizer_without_its_package_is_told_with_the_config(tmp_path):
+    if importlib.util.find_spec("galore_torch"):
+        pytest.skip("galore_torch is installed")
+    with pytest.raises(InputError, match=r"^optim: You need to install `galore_torch`") as raised:
+        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, optim="galore_adamw", optim_target_modules=["q"])
+    assert "\n" not in str(raised.value)
