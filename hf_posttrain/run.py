@@ -2,19 +2,21 @@
 
     accelerate launch -m hf_posttrain.run RECIPE.yaml [section.key=value ...]
 
-Exit codes: 0, after SIGTERM too, which saves a checkpoint; 1 where train.stop_on ended the run, or a check warns; 2 for
-a mistake in the input, in one line on stderr; 3 for an error that nobody foresaw, with its traceback in a file; 130 for
-Ctrl-C.
+Exit codes: 0; 1 for a run that was stopped (SIGTERM, which saves a checkpoint, or train.stop_on) or a check that warns;
+2 for a mistake in the input, in one line on stderr; 3 for an error that nobody foresaw, with its traceback in a file;
+130 for Ctrl-C, which saves a checkpoint too.
 Heavy imports come after the recipe has been read, so that its errors and --help are quick.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import json
 import logging
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -35,6 +37,7 @@ logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
 # Commands of their own: first word -> the module whose `main` takes the rest
 OTHERS = {"data": "hf_posttrain.check.data_command", "compare": "hf_posttrain.report.compare"}
+PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the one that started it ends
 PATIENCE = 10  # seconds that other ranks give the first one to say what is wrong, before they say it too
 
 
@@ -57,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return preflight(arguments)
         recipe = load_recipe(arguments.recipe, arguments.overrides)
         folder = None if arguments.preprocess_only else recipe.train.get("output_dir")
+        end_with_launcher()
         preprocess(recipe) if arguments.preprocess_only else run(recipe)
         return 0
     except InputError as error:
@@ -74,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if first:
             print(error, file=sys.stderr, flush=True)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted; train.resume_from_checkpoint=auto goes on from a checkpoint", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as error:  # of a training it says what was saved
+        print(": ".join(filter(None, ("interrupted", str(error)))), file=sys.stderr, flush=True)
         return 130
     except Exception as error:
         return report_crash(error, folder)
@@ -105,6 +109,12 @@ def report_crash(error: Exception, folder: str | None) -> int:
     return code
 
 
+def end_with_launcher() -> None:
+    """A process that torchrun or accelerate started gets SIGTERM when that is killed: it saves and stops."""
+    if sys.platform == "linux" and {"LOCAL_RANK", "ACCELERATE_MIXED_PRECISION"} & os.environ.keys():
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def run(recipe: Recipe) -> dict[str, float]:
     """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded.
 
@@ -114,6 +124,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     trainer_class, config = parts.configure(recipe, training=True)
     from . import report
     from .recipe.datasets import audit_data, prepare_data
+    from .trainer import lock
 
     tokenizer, peft_config = parts.check_models(recipe, config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
@@ -126,35 +137,36 @@ def run(recipe: Recipe) -> dict[str, float]:
         logger.warning("%s", warning)
     # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
-    trainer = trainer_class(
-        args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=rows["train"],
-        eval_dataset=rows.get("eval"), **parts.load_models(recipe, config),
-    )  # fmt: skip
-    if trainer.is_world_process_zero():
-        found = {"warnings": warnings, "data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
-        (Path(config.output_dir) / "audit.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    trainer.recipe = recipe.to_dict()
-    report.follow(trainer)
-    metrics = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint).metrics
-    # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
-    if trainer.preemption.happened and not trainer.stopped:
-        logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
+    with lock.held(config):
+        trainer = trainer_class(
+            args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=rows["train"],
+            eval_dataset=rows.get("eval"), **parts.load_models(recipe, config),
+        )  # fmt: skip
+        if trainer.is_world_process_zero():
+            found = {"warnings": warnings, "data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
+            (Path(config.output_dir) / "audit.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        trainer.recipe = recipe.to_dict()
+        report.follow(trainer)
+        metrics = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint).metrics
+        # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
+        if trainer.preemption.happened and not trainer.stopped:
+            logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
+            return metrics
+        if not trainer.stopped:
+            metrics = finish(trainer, recipe, metrics)
+        trainer.save_state()
+        if trainer.is_world_process_zero():
+            try:
+                report.write(config.output_dir)
+            except Exception as error:  # no failure of the run
+                problem = f"{type(error).__name__}: {error}"
+                logger.warning("no report (%s); hf_posttrain.report.write(%r) makes it", problem, config.output_dir)
+        if trainer.stopped:
+            trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others
+            raise RunStopped(trainer.stopped)
+        if config.push_to_hub:
+            trainer.push_to_hub(commit_message="Report and model card", revision=config.hub_revision)
         return metrics
-    if not trainer.stopped:
-        metrics = finish(trainer, recipe, metrics)
-    trainer.save_state()
-    if trainer.is_world_process_zero():
-        try:
-            report.write(config.output_dir)
-        except Exception as error:  # no failure of the run
-            problem = f"{type(error).__name__}: {error}"
-            logger.warning("no report (%s); hf_posttrain.report.write(%r) makes it", problem, config.output_dir)
-    if trainer.stopped:
-        trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others
-        raise RunStopped(trainer.stopped)
-    if config.push_to_hub:
-        trainer.push_to_hub(commit_message="Report and model card", revision=config.hub_revision)
-    return metrics
 
 
 def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:

@@ -32,7 +32,7 @@ from ..scoring.layouts import Collator, Example
 from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
-from . import checkpoint, evaluation, same_run, saving, step
+from . import checkpoint, evaluation, lock, same_run, saving, step
 from .config import PostTrainConfig
 from .loss_units import Losses, Meter
 from .method import Method
@@ -225,8 +225,13 @@ class PostTrainer(Trainer):
         """HF's training, from the seed: its numbers do not depend on what was drawn since the trainer was built.
 
         resume_from_checkpoint: a folder, "auto" for the newest complete checkpoint of output_dir or a fresh start, or
-        True, which wants one. Raises InputError where this run could not go on as the one that wrote it.
+        True, which wants one. Raises InputError where this run could not go on as the one that wrote it, or where
+        another trains in output_dir; KeyboardInterrupt after Ctrl-C, when a checkpoint has been saved.
         """
+        with lock.held(self.args):
+            return self._train_alone(resume_from_checkpoint, *args, **kwargs)
+
+    def _train_alone(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
         self.described = same_run.describe(self) if self.args.should_save else {}
@@ -241,7 +246,12 @@ class PostTrainer(Trainer):
         reporters.keep_from_failing(self.callback_handler.callbacks, of_run)
         wandb = reporters.wandb_environment(checkpoint.wandb_id(resume_from_checkpoint))
         with self.preemption.listening(), progress.messages_above(), wandb:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self.preemption.interrupted:
+            newest = checkpoint.find_checkpoint(self.args.output_dir, self.args.save_only_model)
+            how = f"{newest} is saved; the same command with train.resume_from_checkpoint=auto goes on"
+            raise KeyboardInterrupt(how if newest else "nothing is saved")
+        return output
 
     @property
     def stopped(self) -> str | None:

@@ -1,8 +1,10 @@
-"""SIGTERM to any rank: all ranks finish the optimizer step, save a checkpoint and leave `train`."""
+"""SIGTERM or Ctrl-C to any rank: all ranks finish the optimizer step, save a checkpoint and leave `train`."""
 
 import logging
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,25 +17,40 @@ logger = logging.getLogger(__name__)
 
 
 class Preemption(TrainerCallback):
-    """Looks after each step whether any rank was asked to stop. `happened`: was the last run stopped?"""
+    """Looks after each step whether any rank was asked to stop.
+
+    happened: was the last run stopped? interrupted: when Ctrl-C was pressed first, or 0; `train` then ends in a
+    KeyboardInterrupt.
+    """
 
     def __init__(self, accelerator: Any):
         self.accelerator = accelerator
         self.asked = self.happened = False
+        self.interrupted = 0.0
         self.group: Any = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Around a training; Python lets only the main thread listen."""
-        self.asked = self.happened = False
+        self.asked, self.happened, self.interrupted = False, False, 0.0
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "asked", True))
+        handlers = {signal.SIGTERM: lambda *_: setattr(self, "asked", True), signal.SIGINT: self._interrupt}
+        before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, *_: Any) -> None:
+        """Ask once; pressed again it ends the run at once. A launcher sends each Ctrl-C a second time."""
+        if self.interrupted and time.monotonic() - self.interrupted > 2:
+            raise KeyboardInterrupt
+        if not self.interrupted and self.accelerator.is_main_process:
+            os.write(2, b"\nCtrl-C: saving after this step; again to stop at once\n")  # a logger may be in use just now
+        self.asked, self.interrupted = True, self.interrupted or time.monotonic()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Stop together, where any rank was asked to. Time is short, so nothing is evaluated."""
@@ -47,7 +64,8 @@ class Preemption(TrainerCallback):
         if asked:
             self.happened = control.should_save = control.should_training_stop = True
             control.should_evaluate = False
-            logger.warning("SIGTERM: saving step %d and stopping", state.global_step)
+            how = "Ctrl-C" if self.interrupted else "SIGTERM"
+            logger.warning("%s: saving step %d and stopping", how, state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the best checkpoint in memory, so that HF neither loads it now nor deletes the new one in its favour;

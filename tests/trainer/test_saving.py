@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import score_cache
-from hf_posttrain.trainer import checkpoint, saving
+from hf_posttrain.trainer import checkpoint, lock, saving
 
 pytestmark = pytest.mark.engines
 
@@ -475,6 +475,77 @@ def test_sigterm_to_the_command(launcher, worker, code, tmp_path):
     [saved] = tmp_path.glob("checkpoint-*")
     assert checkpoint.lacking(saved, False) == []
     assert int(saved.name.split("-")[1]) < 400  # the signal came in time
+
+
+@pytest.mark.slow
+def test_processes_end_with_their_launcher(tmp_path):
+    """Killed with -9, it can tell them nothing: they save and stop all the same."""
+    child = [sys.executable, "-m", "hf_posttrain.run", "recipes/tiny/sft_student.yaml",
+             f"train.output_dir={tmp_path}/out", "train.logging_steps=1", "train.eval_on_start=false", "train.eval_steps=400"]  # fmt: skip
+    code = f"import subprocess; subprocess.Popen({child!r}, stdout=open({str(tmp_path / 'log')!r}, 'w')).wait()"
+    env = os.environ | {"ACCELERATE_MIXED_PRECISION": "no"}  # which accelerate launch sets
+    with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, env=env) as launcher:
+        end = time.monotonic() + 200
+        while "/400  loss " not in ((tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+        worker = workers_of(launcher.pid)[0]
+        launcher.kill()
+    while Path(f"/proc/{worker}").exists() and Path(f"/proc/{worker}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    [saved] = (tmp_path / "out").glob("checkpoint-*")
+    assert checkpoint.lacking(saved, False) == []
+
+
+class Interrupted(TrainerCallback):
+    """Ctrl-C to this process in the middle of step 2, twice in a row as a launcher passes it on."""
+
+    def __init__(self, again=False):
+        self.again = again
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            if self.again:
+                self.again.interrupted -= 3  # seconds ago
+                os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "again"])
+def test_ctrl_c_saves_once_and_promises_what_is_there(again, tmp_path, capfd):
+    stopping = Interrupted()
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, callbacks=[stopping], max_steps=4)
+    stopping.again = again and trainer.preemption
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        trainer.train()
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "Ctrl-C: saving after this step; again to stop at once" in capfd.readouterr().err
+    saved = [path.name for path in visible(tmp_path)]
+    assert saved == ([] if again else ["checkpoint-2"])
+    assert ("checkpoint-2 is saved; the same command with" in str(raised.value)) is not again
+
+
+def test_two_runs_do_not_share_an_output_dir(tmp_path, capsys):
+    """The second is refused in a line; the lock of one that was killed goes with it."""
+    code = f"""
+import time
+from types import SimpleNamespace
+from hf_posttrain.trainer import lock
+with lock.held(SimpleNamespace(process_index=0, output_dir={str(tmp_path)!r})):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "held\n"
+        with pytest.raises(InputError, match=rf"another run \(process {first.pid} on .*\) trains in"):
+            trainer.train()
+        first.kill()
+    with lock.held(trainer.args):  # the command holds it around `train`
+        trainer.train()
 
 
 # ---- computed once
