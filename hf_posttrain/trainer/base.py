@@ -185,6 +185,13 @@ class PostTrainer(Trainer):
         """`prepare` of one data set; a method adds what its rows need besides their tokens."""
         return prepare(rows, cls.method, tokenizer, args, name)
 
+    def _prepare_replaced(self) -> None:
+        """Prepare a `train_dataset` that was put in the place of the one that the trainer was built with."""
+        rows, columns = self.train_dataset, set(self.method.rows.columns)
+        if rows is not None and not (isinstance(rows, datasets.Dataset) and columns <= set(rows.column_names)):
+            with launch.main_process_first(self.args):
+                self.train_dataset = with_lengths(self.prepare(rows, self.tokenizer, self.args, "train"), self.args)
+
     # ---- scoring
 
     def set_second_model(self, second: Frozen | None) -> None:
@@ -234,6 +241,7 @@ class PostTrainer(Trainer):
     def _train_alone(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
+        self._prepare_replaced()
         self.described = same_run.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)

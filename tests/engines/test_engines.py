@@ -414,3 +414,34 @@ def test_evaluation_before_training_and_a_second_training_are_refused(engine):
         assert (first, after) == (None, None)
         assert before == "FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead"
         assert second == "train() runs once under FSDP2 and DeepSpeed: build another trainer"
+
+
+# ---- what two processes cannot do
+
+
+def refused_on_two(rank, folder):
+    """What a stream given to `evaluate`, one given as eval_dataset, and even_batches: false are answered with."""
+    stream = datasets.IterableDataset.from_generator(lambda: iter(token_rows("sft", 5)))
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), folder)
+    tries = (
+        lambda: trainer.evaluate(stream),
+        lambda: trainer_for("sft", tiny_model(), token_rows("sft"), folder, eval_rows=stream),
+        lambda: trainer_for("sft", tiny_model(), token_rows("sft"), folder, accelerator_config={"even_batches": False}),
+    )
+    said = []
+    for attempt in tries:
+        with pytest.raises(InputError) as raised:
+            attempt()
+        said.append(str(raised.value))
+    return said
+
+
+def test_uneven_batches_and_streams_to_evaluate_are_refused_on_several_processes(tmp_path):
+    for said in on_two(refused_on_two, "ddp", str(tmp_path)):
+        assert said[0] == said[1]
+        assert said[0] == "eval: a stream on several processes would be counted unevenly: set streaming: false"
+        assert said[2].startswith("accelerator_config: with even_batches: false ranks wait for each other")
+    # alone both are as good as any
+    stream = datasets.IterableDataset.from_generator(lambda: iter(token_rows("sft", 5)))
+    config = {"accelerator_config": {"even_batches": False}}
+    trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows=stream, **config).evaluate()

@@ -480,8 +480,9 @@ def test_sigterm_to_the_command(launcher, worker, code, tmp_path):
 @pytest.mark.slow
 def test_processes_end_with_their_launcher(tmp_path):
     """Killed with -9, it can tell them nothing: they save and stop all the same."""
-    child = [sys.executable, "-m", "hf_posttrain.run", "recipes/tiny/sft_student.yaml",
-             f"train.output_dir={tmp_path}/out", "train.logging_steps=1", "train.eval_on_start=false", "train.eval_steps=400"]  # fmt: skip
+    options = ("train.logging_steps=1", "train.eval_on_start=false", "train.eval_steps=400")
+    child = [sys.executable, "-m", "hf_posttrain.run", "recipes/tiny/sft_student.yaml", *options,
+             f"train.output_dir={tmp_path}/out"]  # fmt: skip
     code = f"import subprocess; subprocess.Popen({child!r}, stdout=open({str(tmp_path / 'log')!r}, 'w')).wait()"
     env = os.environ | {"ACCELERATE_MIXED_PRECISION": "no"}  # which accelerate launch sets
     with subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, env=env) as launcher:

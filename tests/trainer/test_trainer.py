@@ -725,3 +725,24 @@ def test_an_optimizer_without_its_package_is_told_with_the_config(tmp_path):
     with pytest.raises(InputError, match=r"^optim: You need to install `galore_torch`") as raised:
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, optim="galore_adamw", optim_target_modules=["q"])
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_rows_can_be_replaced_by_raw_ones(method, tmp_path, monkeypatch):
+    """As trainers of transformers let it: `trainer.train_dataset = rows` before train."""
+    fix_rollouts(monkeypatch)
+    rows, logs = [raw_row(TABLE[method].rows, f"{n}+1=", str(n), "x") for n in range(8)], []
+    for given in (rows, token_rows(method)):
+        trainer = trainer_for(method, tiny_model(), given, tmp_path, second=second_model(method), learning_rate=1e-3)
+        trainer.train_dataset = rows
+        trainer.train()
+        logs.append(trainer.state.log_history[0]["loss"])
+    assert logs[0] == logs[1]
+
+
+def test_rows_that_a_cached_reference_has_not_seen_are_one_line(tmp_path):
+    config = {"precompute_ref_log_probs": True}
+    trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, **config)
+    trainer.train_dataset = [raw_row(TABLE["dpo"].rows)]
+    with pytest.raises(InputError, match="this data set was not scored by the reference"):
+        trainer.train()
