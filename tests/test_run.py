@@ -201,6 +201,15 @@ def test_a_folder_of_checkpoints_is_no_checkpoint(folder, no_weights, capsys):
     assert "old holds checkpoints: name one, or auto" in line
 
 
+def test_true_resumes_as_in_transformers_where_there_is_a_checkpoint(folder, capsys):
+    line = error_line(capsys, "sft.yaml", "train.resume_from_checkpoint=true")
+    assert "resume_from_checkpoint: true, and no checkpoint is in out: auto begins anew" in line
+    assert run.main(["sft.yaml", "train.resume_from_checkpoint=false"]) == 0
+    capsys.readouterr()
+    assert run.main(["sft.yaml", "train.resume_from_checkpoint=true", "train.max_steps=3"]) == 0
+    assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 3
+
+
 def test_a_finished_run_that_is_resumed_keeps_its_metrics(folder):
     run.main(["sft.yaml"])
     metrics = (folder / "out/all_results.json").read_text()

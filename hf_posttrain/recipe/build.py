@@ -44,7 +44,7 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
             raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
     # "auto" passes over what is not whole
     wanted = config.resume_from_checkpoint if training else None
-    if wanted not in (None, "auto") and (absent := lacking(Path(wanted), config.save_only_model)):
+    if isinstance(wanted, str) and wanted != "auto" and (absent := lacking(Path(wanted), config.save_only_model)):
         place = recipe.where("train.resume_from_checkpoint")
         raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
     return trainer_class(method), config
@@ -105,7 +105,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
 def make_output_dir(recipe: Recipe, config: Any) -> None:
     """Make config.output_dir. Raises InputError where the system refuses it."""
     folder = Path(config.output_dir)
-    if config.resume_from_checkpoint is None and (folder / "trainer_state.json").exists():
+    if not config.resume_from_checkpoint and (folder / "trainer_state.json").exists():
         logger.info("%s holds an earlier run: its files will be overwritten", folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -58,23 +58,33 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     given = build(fields_of(Recipe), tree, "", partial(place_of, places), partial(_advise, method))
     recipe = Recipe(**given, path=path, places=places)
 
-    def found(name: str | None) -> Any:
-        """A path with its home folder, and in the recipe's folder where it is there and not here."""
+    def expanded(name: str, key: str) -> str:
+        """A path with its home folder and environment variables."""
+        path = os.path.expanduser(os.path.expandvars(name))
+        if (unset := re.search(r"\$(\w+|\{\w+\})", path)) and not os.path.exists(path):
+            raise InputError(f"{recipe.where(key)}: {key}: the environment variable {unset[0]} is not set")
+        return path
+
+    def found(name: str | None, key: str) -> Any:
+        """The same, and in the recipe's folder where it is there and not here."""
         if not name:
             return name
-        here = os.path.expanduser(name)
+        here = expanded(name, key)
         near = path.parent / here
         # unlike Path.exists, this is False in a folder that may not be entered
         return str(near) if os.path.exists(near) and not os.path.exists(here) else here
 
+    for name in ("output_dir", "resume_from_checkpoint", "deepspeed", "fsdp_config"):
+        if isinstance(value := recipe.train.get(name), str):
+            recipe.train[name] = expanded(value, f"train.{name}")
     for key, section in recipe.models():
         for name in ("name_or_path", "adapter", "chat_template"):
-            setattr(section, name, found(getattr(section, name)))
+            setattr(section, name, found(getattr(section, name), f"{key}.{name}"))
         # `lora` is a plain mapping of peft's names and our friendly ones
         if section.lora is not None:
             section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", {f"{key}.lora.rank": "use r"}.get)
-    for _, source in recipe.sources():
-        source.path = found(source.path)
+    for key, source in recipe.sources():
+        source.path = found(source.path, f"{key}.path")
     return recipe
 
 

@@ -143,7 +143,10 @@ def of_training(recipe: Recipe) -> Iterator[Problem]:
         yield ("train",), "train.output_dir is missing: the folder in which the run leaves everything"
     elif problem := _unwritable(Path(output)):
         yield ("train.output_dir",), f"train.output_dir: {problem}"
-    if wanted and wanted != "auto" and (problem := _no_checkpoint(Path(wanted))):
+    if wanted is True and not any(Path(output or "").glob("checkpoint-*")):
+        problem = f"true, and no checkpoint is in {output}: auto begins anew where there is none"
+        yield ("train.resume_from_checkpoint",), f"train.resume_from_checkpoint: {problem}"
+    if isinstance(wanted, str) and wanted != "auto" and (problem := _no_checkpoint(Path(wanted))):
         yield ("train.resume_from_checkpoint",), f"train.resume_from_checkpoint: {problem}"
 
 

@@ -53,6 +53,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """bf16 autocast; None: on where the GPU has it (and fp16 is not set), off on CPU."""
     fsdp: str | None = field(default=None, metadata=_SWITCH)
     """True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way."""
+    resume_from_checkpoint: str | None = field(default=None, metadata=_SWITCH)
+    """A checkpoint's folder, auto (the newest complete one of output_dir, or a fresh start), or true (it must exist)."""
     remove_unused_columns: bool = False
     """Our collators read their own columns; leave it off."""
     logging_nan_inf_filter: bool = False

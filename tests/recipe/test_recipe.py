@@ -279,6 +279,27 @@ def test_relative_paths_are_also_looked_for_alongside_the_recipe(recipe, tmp_pat
     assert load_recipe("recipes/dpo.yaml").data.train.path == "pairs.jsonl"
 
 
+def test_variables_and_the_home_folder_are_written_out_in_every_path(recipe, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("WHERE", "far")
+    paths = {
+        "model.name_or_path": "${WHERE}/model", "model.chat_template": "~/t.jinja",
+        "data.train.path": "$WHERE/rows.jsonl",
+        "train.output_dir": "${HOME}/outs", "train.resume_from_checkpoint": "~/outs/checkpoint-1",
+        "train.deepspeed": "$HOME/ds.json",
+    }  # fmt: skip
+    Path("t.jinja").write_text("")
+    read = recipe(DPO.replace("lora: {r: 8}", ""), *(f"{key}={path}" for key, path in paths.items()))
+    assert (read.model.name_or_path, read.data.train.path) == ("far/model", "far/rows.jsonl")
+    assert read.model.chat_template == f"{tmp_path}/t.jinja"
+    assert read.train["output_dir"] == f"{tmp_path}/outs"
+    assert read.train["resume_from_checkpoint"] == f"{tmp_path}/outs/checkpoint-1"
+    assert read.train["deepspeed"] == f"{tmp_path}/ds.json"
+    for key in paths:
+        said = refusal(recipe, DPO, f"{key}=a/${{NOT_SET}}/b")
+        assert said == f"command line: {key}: the environment variable ${{NOT_SET}} is not set"
+
+
 def test_training_arguments_fields(unchecked, tmp_path):
     from transformers import TrainingArguments
     from transformers.trainer_utils import IntervalStrategy
