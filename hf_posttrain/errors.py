@@ -30,7 +30,7 @@ class LaunchError(InputError):
 
 
 class RunStopped(Exception):
-    """A warning that train.stop_on names has ended a run: its message says which, at which step, and what to do."""
+    """SIGTERM, or a warning that train.stop_on names, has ended a run: the message says which, when, and what to do."""
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def end_with_launcher() -> None:
 def run(recipe: Recipe) -> dict[str, float]:
     """Train, evaluate and save as `recipe` says; returns the metrics. InputErrors come before weights are loaded.
 
-    Raises RunStopped where a warning of `train.stop_on` ended it: the model is then not saved.
+    Raises RunStopped where SIGTERM or a warning of `train.stop_on` ended it: the model is then not saved.
     """
     # what is wrong is said in the order of what it takes to know it: the recipe and its files, torch, tokenizers, rows
     trainer_class, config = parts.configure(recipe, training=True)
@@ -150,8 +150,8 @@ def run(recipe: Recipe) -> dict[str, float]:
         metrics = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint).metrics
         # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
         if trainer.preemption.happened and not trainer.stopped:
-            logger.info("to go on: the same command with train.resume_from_checkpoint=auto")
-            return metrics
+            trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others
+            raise RunStopped("stopped by SIGTERM; to go on: the same command with train.resume_from_checkpoint=auto")
         if not trainer.stopped:
             metrics = finish(trainer, recipe, metrics)
         trainer.save_state()
