@@ -138,7 +138,7 @@ NEEDS = {need.symbol: need for need in [
          "its mask weighs tokens, with any numbers"),
     Need("transformers.core_model_loading.revert_weight_conversion", "generation/vllm.py",
          "names of memory -> those of the hub's files"),
-    Need("transformers.GenerationMixin.prepare_inputs_for_generation", "generation/rollout.py",
+    Need("transformers.GenerationMixin.prepare_inputs_for_generation", "generation/choose_way.py",
          "overridden by models that keep more than keys and values"),
     Need("transformers.cache_utils.DynamicLayer", "generation/rollout.py",
          "keys, values, is_initialized, lazy_initialization and the length of keys are all of its state"),

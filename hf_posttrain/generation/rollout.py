@@ -1,12 +1,11 @@
 """Sampling from exactly the distribution that is scored, and greedy answers for evaluation.
 
 `transformers.generate` computes a whole static batch until its last row ends; in `decode` a step costs the rows that go
-on. It is for plain decoder caches (`can_decode`); other models are left to transformers, see `by_transformers`.
+on. It is for plain decoder caches; other models are left to transformers, see `choose_way` and `by_transformers`.
 
 Legend: n rows that go on, L length of the padded prompts, V vocabulary, D size of a head.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ..scoring.cpu import FewRows, draw
 from ..scoring.forward import causal_lm, eval_mode, unwrapped
-from . import by_transformers
+from . import by_transformers, choose_way
 
 
 class OwnModel:
@@ -76,25 +75,33 @@ def generate(
     own = inner.config.get_text_config().vocab_size
     sampler = Sampler(temperature, own if vocabulary is None else min(vocabulary, own))
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    size = batch_size or max(len(prompts), 1)
-    switch = getattr(inner, "rope_switch", None)
-    if switch and prompts and len(prompts[order[0]]) + max_new_tokens > switch:
-        size = 1  # a row's rotary frequencies depend on its length: in a batch on that of the longest
     completions: list[list[int]] = [[] for _ in prompts]
+    longest = max(map(len, prompts), default=0) + max_new_tokens
+    way, proven = getattr(inner, "answers_by", ("", 0))
     with torch.no_grad(), eval_mode(model):
+        if prompts and longest > proven:
+            try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, Sampler(None, own))  # noqa: E731
+            way, proven = inner.answers_by = choose_way.choose(model, longest, try_out)
+        size = 1 if way == choose_way.ALONE else batch_size or max(len(prompts), 1)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
-            if can_decode(inner):
-                found = decode(inner, given, max_new_tokens, terminal_ids, sampler)
-            else:
-                padded = left_padded(given, pad_id, inner.device)
-                ends = terminal_ids, pad_id
-                rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, *ends, sampler)
-                found = [until_terminal(row, terminal_ids) for row in rows]
+            found = answer(model, way, given, max_new_tokens, terminal_ids, pad_id, sampler)
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
     return completions
+
+
+def answer(
+    model: nn.Module, way: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, terminal_ids: list[int],
+    pad_id: int, sampler: Sampler,
+) -> list[list[int]]:  # fmt: skip
+    """`generate` for one batch, in a way of `choose_way`."""
+    if way == choose_way.DECODE:
+        return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler)
+    padded = left_padded(prompts, pad_id, causal_lm(model).device)
+    rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler)
+    return [until_terminal(row, terminal_ids) for row in rows]
 
 
 # ---- our own decoding
@@ -125,19 +132,6 @@ class GrowingLayer(DynamicLayer):
         if length := self.get_seq_length():
             self.buffers = [buffer[indices] for buffer in self.buffers]
             self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
-
-
-def can_decode(model: PreTrainedModel) -> bool:
-    """Does the model keep plain keys and values, and no more, between steps?"""
-    adapters = getattr(model, "peft_config", {}).values()
-    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in adapters):
-        return False  # activated LoRA is switched on by what PEFT's own generate sees in the prompt
-    if "past_key_values" not in inspect.signature(type(model).forward).parameters:
-        return False  # RWKV
-    if getattr(type(model), "prepare_inputs_for_generation", None) is not GenerationMixin.prepare_inputs_for_generation:
-        return False
-    layers = DynamicCache(config=model.config).layers
-    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
 def decode(

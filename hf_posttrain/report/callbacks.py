@@ -25,6 +25,7 @@ from transformers import TrainerCallback, TrainingArguments
 
 from .. import __version__
 from ..engines import engine, launch
+from ..errors import InputError
 from ..generation import rollout
 from ..scoring import forward as scoring
 
@@ -200,7 +201,11 @@ class Samples(TrainerCallback):
         trainer = self.trainer
         prompts = [prompt for prompt, _ in asked] if trainer.is_world_process_zero() else []
         with rollout.seeded(trainer.accelerator.device, trainer.args.seed):
-            found = trainer.generate(prompts, LONGEST, batch_size=COUNT)
+            try:
+                found = trainer.generate(prompts, LONGEST, batch_size=COUNT)
+            except InputError as error:  # a model that cannot, on one process as on all
+                logger.warning("no sample answers: %s", error)
+                return [None] * len(prompts)
         texts = trainer.tokenizer.batch_decode(found, skip_special_tokens=True) if found else []
         ends = trainer.terminal_ids
         return [text if ids[-1] in ends else f"{text} …" for text, ids in zip(texts, found, strict=True)]

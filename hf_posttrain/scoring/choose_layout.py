@@ -5,7 +5,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -124,20 +124,14 @@ def check(
                 return {"value": head.score(states, tile)[0]}
             return {"value": score_tokens(*plain.cast(states, states.dtype), tile)[0]}
 
-    def own_logits(ids: Sequence[int], last: int) -> Tensor:
-        """Of the last tokens, [last, V]."""
-        few = {"logits_to_keep": last} if "logits_to_keep" in takes else {}
-        return model(input_ids=torch.tensor([ids], device=device), use_cache=False, **few).logits[0, -last:].float()
-
-    takes = inspect.signature(type(forward.causal_lm(model)).forward).parameters
     with torch.no_grad(), forward.eval_mode(model), InFloat32() if in_float32 else nullcontext():
         values = forward.run(model, batch, scorer)["value"]
         for k, (before, ids) in enumerate(alone):
-            logps = torch.log_softmax(own_logits([*before, *ids[:-1]], len(ids)), dim=-1)
+            logps = torch.log_softmax(own_logits(model, [*before, *ids[:-1]], len(ids)), dim=-1)
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
             found.append((values[batch["owner"] == k] - expected).abs())
         (before, ids), other = alone[0], alone[1][1][0]
-        changed = [own_logits([*before, *ids[:-1], last], len(ids) + 1)[:-1] for last in (ids[-1], other)]
+        changed = [own_logits(model, [*before, *ids[:-1], last], len(ids) + 1)[:-1] for last in (ids[-1], other)]
     if not (changed[0] - changed[1]).abs().mean() <= 1e-3:
         raise InputError(
             f"{type(forward.causal_lm(model)).__name__} lets a token see those behind it, so it is no causal LM "
@@ -146,18 +140,35 @@ def check(
     return torch.cat(found).mean().item()
 
 
+def own_logits(model: nn.Module, ids: Sequence[int], last: int) -> Tensor:
+    """The logits of the last tokens by the model's own forward, [last, V]."""
+    inner = forward.causal_lm(model)
+    few = {"logits_to_keep": last} if "logits_to_keep" in inspect.signature(type(inner).forward).parameters else {}
+    return model(input_ids=torch.tensor([ids], device=inner.device), use_cache=False, **few).logits[0, -last:].float()
+
+
+def spans(model: PreTrainedModel) -> list[int]:
+    """How far layers see, sizes of chunks and the like, in tokens: what longer rows show and shorter ones do not."""
+    config: Any = model.config.get_text_config()
+    sizes = {value for key, value in config.to_dict().items() if type(value) is int and SPANS.search(key)}
+    return sorted(size for size in {*sizes, rope_switch(model) or 0} if size > 1)
+
+
+def some_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
+    """A function that draws token ids, always the same ones."""
+    size, draw = model.config.get_text_config().vocab_size, random.Random(0)
+    return lambda count: draw.choices(range(min(5, size // 2), min(size, 500)), k=count)
+
+
 def _check_rows(model: PreTrainedModel, max_length: int | None) -> list[Example]:
     """A prompt with two answers, a short one, and one that is longer than what a layer sees, if rows may be that."""
     config: Any = model.config.get_text_config()
-    size, draw = config.vocab_size, random.Random(0)
-    ids = lambda count: draw.choices(range(min(5, size // 2), min(size, 500)), k=count)  # noqa: E731
+    ids = some_ids(model)
     first = ids(5)
-    second = [(first[-1] + 1) % size, *ids(2)]
+    second = [(first[-1] + 1) % config.vocab_size, *ids(2)]
     rows = [Example(ids(4), [Branch(first), Branch(second)]), Example(ids(1), [Branch(ids(2))])]
-    sizes = {value for key, value in config.to_dict().items() if type(value) is int and SPANS.search(key)}
-    sizes.add(rope_switch(model) or 0)
     most = min(max_length or math.inf, getattr(config, "max_position_embeddings", None) or math.inf)
-    if seen := [value for value in sizes if 1 < value < most]:
+    if seen := [size for size in spans(model) if size < most]:
         rows.append(Example(ids(int(min(max(seen) + 4, most - 12))), [Branch(ids(12))]))
     return rows
 

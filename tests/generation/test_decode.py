@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from architectures import WINDOW, tiny
 from models_for_tests import CONFIGS, tiny_model
 
-from hf_posttrain.generation import rollout
+from hf_posttrain.errors import InputError
+from hf_posttrain.generation import choose_way, rollout
 from hf_posttrain.generation.rollout import FewRows, Sampler
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
@@ -26,7 +28,7 @@ def alone(model, prompt, count, ends):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_completions_are_those_of_each_prompt_alone(name):
     model = tiny_model(name)
-    assert rollout.can_decode(model)
+    assert choose_way.can_decode(model)
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
     found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=3)
@@ -37,8 +39,9 @@ def test_greedy_completions_are_those_of_each_prompt_alone(name):
 def test_models_with_another_state_are_left_to_transformers(monkeypatch):
     model = tiny_model()
     expected = rollout.generate(model, PROMPTS, 12, ENDS, 256)
-    monkeypatch.setattr(rollout, "can_decode", lambda model: False)
+    monkeypatch.setattr(choose_way, "can_decode", lambda model: False)
     monkeypatch.setattr(rollout, "decode", None)
+    del model.answers_by
     assert rollout.generate(model, PROMPTS, 12, ENDS, 256) == expected
 
 
@@ -48,11 +51,12 @@ def test_can_decode_knows_plain_caches():
     small = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30}
     for config in (MambaConfig(**small), Qwen3NextConfig(**small, num_attention_heads=2, num_key_value_heads=1)):
         with torch.device("meta"):
-            assert not rollout.can_decode(AutoModelForCausalLM.from_config(config))
+            assert not choose_way.can_decode(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_step_costs_the_rows_that_go_on_and_a_shared_prompt_is_read_once(monkeypatch):
     model, sizes = tiny_model(), []
+    rollout.generate(model, [[1, 2, 3]], 10, ENDS, 256)  # the proof is behind it
     real = model.forward
 
     def watched(input_ids, **kwargs):
@@ -107,3 +111,48 @@ def test_logits_that_are_not_finite_are_an_error_and_no_token(broken):
     torch.nn.init.constant_(model.lm_head.weight, broken)
     with torch.no_grad(), pytest.raises(RuntimeError, match="NaN or infinite"):
         rollout.decode(model, [[5, 6], [7]], 3, [0], Sampler(1.0, 250))
+
+
+# ---- the proof that answers are the model's own
+
+
+def way(model, longest=40):
+    return rollout.generate(model, [[5] * (longest - 6)], 6, [299], 0) and model.answers_by[0]
+
+
+@pytest.mark.parametrize(("name", "expected"), {
+    "llama": choose_way.DECODE, "mamba": choose_way.BATCHES,
+    "rwkv": choose_way.ALONE,  # its state takes padding as text
+    "bart": choose_way.ALONE,  # its positions take padding as text
+}.items())  # fmt: skip
+def test_answers_are_those_of_whole_forwards(name, expected, caplog):
+    model = tiny(name)
+    assert way(model) == expected
+    assert rollout.generate(model, PROMPTS, 6, [299], 0) == [alone(model, prompt, 6, [299]) for prompt in PROMPTS]
+    assert ("answered one by one" in caplog.text) == (expected == choose_way.ALONE)
+
+
+def test_the_proof_is_made_again_for_rows_longer_than_a_window(monkeypatch):
+    model, proven = tiny("mistral"), []
+    real = choose_way.choose
+    monkeypatch.setattr(choose_way, "choose", lambda *args: proven.append(args[1]) or real(*args))
+    for longest in (10, 11, WINDOW + 1, 50):
+        way(model, longest)
+    assert proven == [10, WINDOW + 1]
+
+
+def test_a_model_whose_cache_is_wrong_is_refused(monkeypatch):
+    model = tiny("llama")
+    real = type(model).forward
+
+    def forgets(self, *args, past_key_values=None, **kwargs):
+        output = real(self, *args, past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None:
+            output.logits = -output.logits
+        return output
+
+    monkeypatch.setattr(type(model), "forward", forgets)
+    with pytest.raises(InputError, match="MoshiForCausalLM generates other answers"):
+        way(tiny("moshi"))  # its cache keeps a window that its layers do not have
+    with pytest.raises(InputError, match="LlamaForCausalLM generates other answers with a cache"):
+        way(model)

@@ -108,9 +108,10 @@ def test_one_generation_call_serves_the_whole_window(tmp_path, monkeypatch):
 
 
 def test_generation_batch_size_caps_one_call(monkeypatch):
-    sizes, real = [], rollout.decode
+    model, sizes, real = tiny_model(), [], rollout.decode
+    rollout.generate(model, [[1]], 8, [258], 256)  # the proof is behind it
     monkeypatch.setattr(rollout, "decode", lambda m, prompts, *a: (sizes.append(len(prompts)), real(m, prompts, *a))[1])
-    rollout.generate(tiny_model(), [[1, 2], [3], [4, 5, 6]], 4, [258], 256, batch_size=2)
+    rollout.generate(model, [[1, 2], [3], [4, 5, 6]], 4, [258], 256, batch_size=2)
     assert sizes == [2, 1]
 
 

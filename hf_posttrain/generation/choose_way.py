@@ -1,0 +1,83 @@
+"""How a model's answers are generated, and the proof that they are its own: as `scoring.choose_layout` for scores."""
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from ..errors import InputError
+from ..scoring.choose_layout import InFloat32, own_logits, some_ids, spans, tolerance
+from ..scoring.forward import causal_lm
+
+logger = logging.getLogger(__name__)
+DECODE, BATCHES, ALONE = "decode", "batches", "alone"
+"""`rollout.decode`; transformers' own generate, of left-padded batches; that with each prompt alone."""
+Answer = Callable[[str, list[list[int]]], list[list[int]]]
+"""(way, prompts) -> a few greedy tokens after each."""
+
+
+def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
+    """The first way whose greedy answers are those of whole forwards, and for how long rows, in tokens, that is proven.
+
+    longest: row that is wanted now. Raises InputError where all ways give other answers than the model's own.
+    """
+    inner = causal_lm(model)
+    beyond = [size for size in spans(inner) if size >= longest]
+    proven = min(beyond) if beyond else math.inf
+    if (switch := getattr(inner, "rope_switch", None)) and longest > switch:
+        return ALONE, proven  # a row's rotary frequencies depend on its length: in a batch on that of the longest
+    gaps: dict[str, float] = {}
+    for in_float32, most in ((True, 10 * tolerance(inner)), (False, 1.0)):
+        for way in _ways(inner):
+            try:
+                with InFloat32() if in_float32 else nullcontext():
+                    gaps[way] = _gap(model, longest, way, answer)
+            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+                logger.debug("%s: generation %s failed: %s", type(inner).__name__, way, error)
+                continue
+            if gaps[way] <= most:
+                if way == ALONE:
+                    said = "%s generates wrongly in padded batches: its prompts are answered one by one"
+                    logger.warning(said, type(inner).__name__)
+                return way, proven
+        if gaps:
+            break  # not kernels that take no float32, but wrong answers
+    raise InputError(f"{type(inner).__name__} generates other answers with a cache than its own forward has")
+
+
+def _ways(model: PreTrainedModel) -> Iterator[str]:
+    """The quick ones first."""
+    if can_decode(model):
+        yield DECODE
+    yield from (BATCHES, ALONE)
+
+
+def can_decode(model: PreTrainedModel) -> bool:
+    """Does the model say that it keeps plain keys and values, and no more, between steps?"""
+    if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in getattr(model, "peft_config", {}).values()):
+        return False  # activated LoRA is switched on by what PEFT's own generate sees in the prompt
+    own = getattr(type(model), "prepare_inputs_for_generation", None)
+    takes_cache = "past_key_values" in inspect.signature(type(model).forward).parameters
+    if own is not GenerationMixin.prepare_inputs_for_generation or not takes_cache:
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def _gap(model: nn.Module, longest: int, way: str, answer: Answer) -> float:
+    """How much less likely the answers' tokens are than the best ones of whole forwards: the largest, in logits."""
+    inner = causal_lm(model)
+    draw, sizes = some_ids(inner), {1, 3, 6} | {size + 2 for size in spans(inner) if size + 5 < longest}
+    prompts, gap = [draw(size) for size in sorted(sizes)], 0.0
+    found = [answer(way, [prompt])[0] for prompt in prompts] if way == ALONE else answer(way, prompts)
+    for prompt, ids in zip(prompts, found, strict=True):
+        logits = own_logits(model, [*prompt, *ids[:-1]], len(ids))
+        chosen = logits.gather(-1, torch.tensor(ids, device=logits.device)[:, None])[:, 0]
+        gap = max(gap, (logits.amax(-1) - chosen).max().item())
+    return gap
