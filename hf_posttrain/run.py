@@ -38,6 +38,12 @@ logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 # Commands of their own: first word -> the module whose `main` takes the rest
 OTHERS = {"data": "hf_posttrain.check.data_command", "compare": "hf_posttrain.report.compare"}
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the one that started it ends
+ADVICE = {  # names of exceptions (torch may not be imported) that are no fault of ours -> what to do
+    **dict.fromkeys(("OutOfMemoryError", "MemoryError"),
+                    "--check and docs/troubleshooting.md, Out of memory, say what to change"),
+    "DistNetworkError": "a port in use is changed with accelerate launch --main_process_port N or torchrun"
+                        " --master_port N",
+}  # fmt: skip
 PATIENCE = 10  # seconds that other ranks give the first one to say what is wrong, before they say it too
 
 
@@ -87,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report_crash(error: Exception, folder: str | None) -> int:
     """Write the traceback of an error that nobody foresaw into `folder` (None: a temporary file) and say so in a line.
-    Every rank has a file of its own. Returns the exit code: 3, or 2 where memory ran out, which no recipe shows."""
+    Every rank has a file of its own. Returns the exit code: 3, or 2 where ADVICE says what to change."""
     from .report.run_folder import command_line
 
     said = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:400]
@@ -101,10 +107,9 @@ def report_crash(error: Exception, folder: str | None) -> int:
     except OSError:  # a full disk, for one
         print(text, file=sys.stderr)
         file = Path("above")
-    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):  # torch's, by name: it may not be imported
-        advice, code = f"--check and docs/troubleshooting.md, Out of memory, say what to change (traceback: {file})", 2
-    else:
-        advice, code = f"nobody foresaw this error: please report it, with its traceback ({file})", 3
+    advice, code = f"nobody foresaw this error: please report it, with its traceback ({file})", 3
+    if advised := ADVICE.get(type(error).__name__):
+        advice, code = f"{advised} (traceback: {file})", 2
     print(f"error: {said}; {advice}", file=sys.stderr, flush=True)
     return code
 

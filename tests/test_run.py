@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
+import hf_posttrain
 from hf_posttrain import SFTTrainer, report, run
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
@@ -154,7 +155,7 @@ def test_help_imports_no_torch():
         ),
         (["data.train.path=row.jsonl"], "rows.jsonl"),
         (["data.train.path=empty.jsonl"], "empty"),
-        (["data.train.path=bad.jsonl"], "command line: train (bad.jsonl), row 1: column 'completion': empty"),
+        (["data.train.path=bad.jsonl"], "command line: train (bad.jsonl), row 1 (line 3): column 'completion': empty"),
         (["data.train.columns={prompt: qestion, completion: answer}"], "question"),
         (["data.train.columns=null"], "sft.yaml:4: "),
         (["model.name_or_path=tinny"], "did you mean 'tiny'?"),
@@ -166,7 +167,7 @@ def test_help_imports_no_torch():
 )
 def test_mistakes_end_before_the_model_loads(folder, no_weights, capsys, overrides, message):
     (folder / "empty.jsonl").write_text("")
-    (folder / "bad.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": "q", "answer": ""}\n')
+    (folder / "bad.jsonl").write_text('{"question": "q", "answer": "a"}\n\n{"question": "q", "answer": ""}\n')
     assert message in error_line(capsys, "sft.yaml", *overrides)
 
 
@@ -289,6 +290,29 @@ def test_a_traceback_that_no_file_takes_is_printed(folder, capsys, monkeypatch):
     shown = capsys.readouterr().err
     assert "in broken" in shown
     assert shown.splitlines()[-1].endswith("(above)")
+
+
+def test_fp16_is_refused_without_a_gpu_and_checked_for_one(folder, capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert "fp16: true needs a GPU" in error_line(capsys, "sft.yaml", "train.fp16=true")
+    assert run.main(["sft.yaml", "train.fp16=true", "train.use_cpu=false", "--check"]) == 0
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        run.main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"hf-posttrain {hf_posttrain.__version__}\n"
+
+
+def test_a_port_in_use_is_no_fault_of_ours(folder, capsys, monkeypatch):
+    def broken(recipe):
+        raise torch.distributed.DistNetworkError("The server socket has failed to listen: EADDRINUSE")
+
+    monkeypatch.setattr(run, "run", broken)
+    assert run.main(["sft.yaml"]) == 2
+    assert "EADDRINUSE; a port in use is changed with accelerate launch --main_process_port" in capsys.readouterr().err
 
 
 def stub_method(monkeypatch, name):

@@ -100,6 +100,9 @@ def check(
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
     at_home = launched or torch.cuda.is_available()
     trainer_class, config = build.configure(recipe if at_home else build.of_any_machine(recipe))
+    # what samples rollouts is planned, wherever the check runs
+    for name in (name for name in recipe.train if name.startswith(("rollout", "vllm_"))):
+        setattr(config, name, recipe.train[name])
     from ..data.lengths import warn_if_too_long
     from ..models.load import load_skeleton
     from ..recipe.datasets import audit_data, prepare_data

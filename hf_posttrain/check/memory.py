@@ -208,7 +208,7 @@ def estimate(
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             other, available = total - free - torch.cuda.memory_reserved(), available or total
-        if getattr(config, "vllm_mode", None) == "colocate":
+        if getattr(config, "rollout", None) == "vllm" and config.vllm_mode != "server":
             other += int((config.vllm_gpu_memory_utilization or 0.3) * (available or 0))
     run = Run(recipe, config, engine, trainer_class, rows, other, available)
     if engine.gpu and not {"bf16", "fp16", "use_cpu"} & recipe.train.keys():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .. import __version__
 from ..errors import InputError, nearest_path
 from ..methods import METHODS
 from .yaml_tree import OVERRIDE
@@ -59,6 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("words", metavar="RECIPE.yaml, section.key=value", nargs="*",
                         help="the recipe file, and what replaces values of it")  # fmt: skip
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     for name, (reading, meaning) in _OPTIONS.items():
         parser.add_argument(name, help=meaning, **reading)
     arguments, unknown = parser.parse_known_intermixed_args(argv)

@@ -1,5 +1,9 @@
 """A recipe's data section -> the trainer's data sets, tokenised once a machine into a cache for all runs."""
 
+import itertools
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +13,7 @@ from ..data.audit import DataAudit, audits
 from ..data.lengths import tokens_of
 from ..data.sources import decoded, load
 from ..engines import launch
-from ..errors import error_context
+from ..errors import InputError, error_context
 from ..generation.exact_match import answerable
 from ..methods import METHODS
 from .sections import Recipe
@@ -21,7 +25,7 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
     # one process of each machine tokenises, and the others find its cache
     with launch.main_process_first(config):
         for name, sources in recipe.data.given():
-            with error_context(recipe.where(f"data.{name}.path")), decoded(sources, name):
+            with error_context(recipe.where(f"data.{name}.path")), _naming_line(sources), decoded(sources, name):
                 raw = load(sources, name)
                 rows[name] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
@@ -44,6 +48,23 @@ def summary(rows: Any) -> str:
     ids = [column for column in rows.column_names if column.endswith("_ids") and column != "mismatch_ids"]
     folders = sorted({str(Path(file["filename"]).parent) for file in rows.cache_files})
     return f"{len(rows)} rows, {tokens_of(rows, ids).sum()} tokens, cached in {', '.join(folders)}"
+
+
+@contextmanager
+def _naming_line(sources: Any) -> Iterator[None]:
+    """Rows are counted from 0, after empty lines are left out: say the line of a .jsonl file too, as editors count."""
+    try:
+        yield
+    except InputError as error:
+        path = "" if isinstance(sources, list) or sources.weight != 1 else sources.path
+        found = re.search(r", row (\d+)", str(error))
+        if not found or not path.endswith(".jsonl") or not Path(path).is_file():
+            raise
+        with open(path, "rb") as file:
+            lines = (number for number, line in enumerate(file, 1) if line.strip())
+            number = next(itertools.islice(lines, int(found[1]), None))
+        text = str(error)[: found.end()] + f" (line {number})" + str(error)[found.end() :]
+        raise InputError(text) from error
 
 
 def _with_file(name: str, sources: Any) -> str:

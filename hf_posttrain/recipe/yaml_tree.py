@@ -63,6 +63,8 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
         if not OVERRIDE.match(override):
             raise InputError(f"command line: {override!r} is not section.key=value, such as train.learning_rate=5e-7")
         parsed, _ = _parse(value, lambda _: f"command line: {override}")  # noqa: B023 (called at once)
+        if tree and not isinstance(tree, dict):
+            break  # no recipe: its reader says so
         tree = _assign(tree, key.split("."), parsed)
         # what stood below the key is gone; sections that the override has made are of the command line too
         places = {known: place for known, place in places.items() if not known.startswith(f"{key}.")}

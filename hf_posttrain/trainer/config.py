@@ -54,7 +54,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     fsdp: str | None = field(default=None, metadata=_SWITCH)
     """True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way."""
     resume_from_checkpoint: str | None = field(default=None, metadata=_SWITCH)
-    """A checkpoint's folder, auto (the newest complete one of output_dir, or a fresh start), or true (it must exist)."""
+    """A checkpoint's folder, auto (the newest complete one of output_dir, or a fresh start) or true (it must exist)."""
     remove_unused_columns: bool = False
     """Our collators read their own columns; leave it off."""
     logging_nan_inf_filter: bool = False
@@ -100,6 +100,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             gpu = not self.use_cpu and torch.cuda.is_available()
             self.bf16 = gpu and not self.fp16 and torch.cuda.is_bf16_supported(including_emulation=False)
         super().__post_init__()
+        if self.fp16 and self.device.type == "cpu":
+            raise InputError("fp16: true needs a GPU (on CPU its gradients would not be scaled): leave it out here")
         # Accelerate would cut a laid-out batch by rows, as it does by default with streams
         loading: Any = self.accelerator_config
         if loading.dispatch_batches or loading.split_batches:

@@ -104,6 +104,12 @@ def test_an_adapter_that_is_continued_is_counted_as_a_new_one(folder, capsys, ki
     assert "It can run." in capsys.readouterr().out
 
 
+def test_rollouts_by_vllm_are_planned_where_vllm_is_not(folder):
+    rollouts = ["method=opd", "teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"]
+    assert "generation" in checked(*rollouts).memory.phases
+    assert "generation" not in checked(*rollouts, "train.rollout=vllm").memory.phases
+
+
 def test_json_has_the_same_and_nothing_else_is_on_stdout(folder):
     command = [sys.executable, "-m", "hf_posttrain.run", "recipe.yaml", "--check", "--probe", "--json"]
     done = subprocess.run([*command, "train.hub_token=secret"], capture_output=True, text=True)
