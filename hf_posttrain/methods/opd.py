@@ -9,16 +9,19 @@ exactly q. Rollouts depend on (seed, step, rank) alone, so a resumed run repeats
 Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy distillation as in ArcticTraining.
 """
 
+import logging
 import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
 import datasets
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from ..data.packing import lengths_of
 from ..errors import InputError
 from ..generation import by_transformers, rollout, vllm
 from ..losses.divergence import policy_gradient
@@ -34,6 +37,7 @@ from ..trainer.loss_units import Losses, row_weights
 from . import METHODS
 from .rules import POLICY_GRADIENT
 
+logger = logging.getLogger(__name__)
 BACKENDS: dict[str, Any] = {
     "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm.Server,
 }  # fmt: skip
@@ -118,7 +122,7 @@ class OPDTrainer(PostTrainer):
         self.synchronised: int | None = None
         """The step whose weights are where rollouts are sampled."""
         if self.args.lmbda < 1:
-            require_completions(self.train_dataset)
+            check_completions(self.train_dataset, self.args.max_completion_length)
 
     @staticmethod
     def examples(row: dict) -> list[Example]:
@@ -240,8 +244,12 @@ class OPDTrainer(PostTrainer):
         return metrics
 
 
-def require_completions(rows: Any) -> None:
-    """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none."""
-    for number, row in enumerate(rows if isinstance(rows, datasets.Dataset) else []):
-        if not row["completion_ids"]:
-            raise InputError(f"lmbda below 1 trains on completions of the data, and row {number} has none")
+def check_completions(rows: Any, longest: int) -> None:
+    """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none, and warns where it is
+    cut at `longest` tokens."""
+    lengths = lengths_of(rows, "completion_ids") if isinstance(rows, datasets.Dataset) else np.ones(1)
+    if not lengths.all():
+        raise InputError(f"lmbda below 1 trains on completions of the data, and row {lengths.argmin()} has none")
+    if count := int((lengths > longest).sum()):
+        said = "train: %d completions of the data are cut at max_completion_length %d, their ends with them"
+        logger.warning(said, count, longest)

@@ -35,8 +35,13 @@ def dpo_losses(values: Any) -> Iterator[Problem]:
         yield from one_of("loss_type", name, PAIRED)
     if not names:
         yield ("loss_type",), "loss_type is empty: name one loss at least, such as sigmoid"
-    if weights is not None and len(weights) != len(names):
-        yield ("loss_weights", "loss_type"), f"loss_weights has {len(weights)} values for {len(names)} loss_type"
+    if weights is not None:
+        each = weights if isinstance(weights, list | tuple) else [weights]
+        numbers = [weight for weight in each if isinstance(weight, int | float) and 0 <= weight < float("inf")]
+        if len(each) != len(names):
+            yield ("loss_weights", "loss_type"), f"loss_weights has {len(each)} values for {len(names)} loss_type"
+        elif len(numbers) < len(each) or not (any(numbers) or values.nll_coef):
+            yield ("loss_weights",), f"loss_weights={weights!r}: numbers of at least 0 are wanted, and one above 0"
     if "simpo" in names and len(names) > 1 and values.beta is None:
         yield ("loss_type",), "loss_type combines simpo (beta 2) with others (beta 0.1): set beta"
 
@@ -59,6 +64,8 @@ def kto(values: Any) -> Iterator[Problem]:
         value = getattr(values, name)
         if value != "auto" and not (isinstance(value, int | float) and 0 <= value < float("inf")):
             yield (name,), f"{name}={value!r} is neither auto nor a number of at least 0"
+    if values.desirable_weight == values.undesirable_weight == 0:
+        yield ("undesirable_weight", "desirable_weight"), "both class weights are 0, which trains nothing"
 
 
 def kd(values: Any) -> Iterator[Problem]:

@@ -49,6 +49,7 @@ class PostTrainer(Trainer):
 
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model.
     train_dataset, eval_dataset: rows in any format of `data`: raw, streaming or already tokenised.
+    To change a loss, override `losses`, which training and evaluation both read (an own `compute_loss` only trains).
     Raises InputError for a mistake in the arguments or the data.
     """
 
@@ -120,6 +121,10 @@ class PostTrainer(Trainer):
         if cached is not None:
             config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it
+        trained = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if groups and not any(id(parameter) in trained for group in groups for parameter in group["params"]):
+            raise InputError("optimizers: this optimizer has none of the weights that are trained (of the adapter?)")
         progress.replace_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)

@@ -50,10 +50,11 @@ def get_dataloader(self: Any, dataset: Any, *args: Any, **options: Any) -> Any:
         self.data_collator = replace(collator, layout="padded")
     # in order, however training rows are sampled; not kept, since HF keeps loaders by a name that such rows lack
     options |= {"sampler_fn": None, "dataloader_key": None}
+    drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # an option for training
     try:
         return Trainer._get_dataloader(self, rows, *args, **options)
     finally:
-        self.data_collator = collator
+        self.data_collator, self.args.dataloader_drop_last = collator, drop_last
 
 
 def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,7 +62,9 @@ def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> An
     if not self.ready and engine.changes_weights(self.accelerator):
         raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
     self.check_scoring(self.model_wrapped)
-    with self.pace.paused():
+    # what training draws for its dropout does not depend on how often it is evaluated
+    drawn_on = [self.args.device] if self.args.device.type == "cuda" else []
+    with self.pace.paused(), torch.random.fork_rng(drawn_on):
         self.prepare_evaluation()
         self.meters["eval"] = Meter()
         output: Any = Trainer.evaluation_loop(self, dataloader, *args, **kwargs)

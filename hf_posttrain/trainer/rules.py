@@ -34,11 +34,14 @@ REPORTERS: dict[str, tuple[str, ...]] = {
     "trackio": ("trackio",), "wandb": ("wandb",),
 }  # fmt: skip
 """What transformers reports to, and the packages of which it needs one."""
+_ROUNDS = "it rounds the weights themselves, which then train on so; under bf16 evaluation is in bf16 anyway"
 _REFUSED = {  # field: (off, why it stays off)
     "label_smoothing_factor": (0.0, "it smooths full logits, which never exist; label_smoothing is for preferences"),
     "use_liger_kernel": (False, "the head is fused already"),
     "torch_compile": (False, "batches change shape at every step; leave it off"),
     "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
+    "bf16_full_eval": (False, _ROUNDS),
+    "fp16_full_eval": (False, _ROUNDS),
     "restore_callback_states_from_checkpoint": (False, "our callbacks restore themselves"),
     "batch_eval_metrics": (False, "metrics are exact sums over the whole set; leave it off"),
 }

@@ -319,6 +319,20 @@ def test_metrics_count_the_students_own_tokens_alone(tmp_path):
     assert mixed == [found if one else {} for found, one in zip(rolled, drawn, strict=True)]
 
 
+def test_completions_of_the_data_that_are_cut_are_counted(tmp_path, caplog):
+    """At max_completion_length, which else is of rollouts: the end of such an answer is not trained."""
+    config = {"second": tiny_model(seed=9), "lmbda": 0.5, "max_completion_length": 4}
+    rows = token_rows("opd")
+    cut = sum(len(ids) > 4 for ids in rows["completion_ids"])
+    with caplog.at_level(logging.WARNING):
+        trainer_for("opd", tiny_model(), rows, tmp_path, **config)
+    assert f"{cut} completions of the data are cut at max_completion_length 4" in caplog.text
+    assert cut
+    caplog.clear()
+    trainer_for("opd", tiny_model(), rows, tmp_path, **config | {"second": tiny_model(seed=9), "lmbda": 1.0})
+    assert "are cut" not in caplog.text
+
+
 def test_lmbda_needs_completions(tmp_path):
     rows = token_rows("opd").remove_columns("completion_ids")
     with pytest.raises(InputError, match="row 0 has none"):

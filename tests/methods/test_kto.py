@@ -164,6 +164,11 @@ def test_a_single_prompt_is_refused():
 # ---- weights
 
 
+def test_weights_that_train_nothing_are_refused(tmp_path):
+    with pytest.raises(InputError, match="both class weights are 0"):
+        trainer_for("kto", tiny_model(), token_rows("kto"), tmp_path, desirable_weight=0, undesirable_weight=0.0)
+
+
 def test_auto_weights_balance_the_classes():
     assert class_weights("auto", 1.0, [True] * 2 + [False] * 6) == (3.0, 1.0)
     assert class_weights("auto", 1.0, [True] * 6 + [False] * 2) == (1.0, 1.0)  # never below 1

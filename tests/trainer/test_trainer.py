@@ -349,6 +349,35 @@ def test_predictions_are_a_row_for_each_example_in_order(method, metrics, tmp_pa
 
 
 @pytest.mark.parametrize("method", METHODS)
+def test_an_incomplete_batch_is_dropped_in_training_alone(method, tmp_path):
+    rows, config = token_rows(method, 7, seed=6), {"per_device_eval_batch_size": 3, "layout": "padded"}
+    found = []
+    for drop in (False, True):
+        trainer = trainer_for(
+            method, tiny_model(), token_rows(method), tmp_path, second=second_for(method), eval_rows=rows,
+            dataloader_drop_last=drop, **config,
+        )  # fmt: skip
+        assert len(trainer.predict(rows).predictions) == 7
+        found.append(trainer.evaluate()["eval_loss"])
+        assert trainer.args.dataloader_drop_last == drop
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("method", ["sft", "opd"])
+def test_what_is_trained_does_not_depend_on_how_often_it_is_evaluated(method, tmp_path):
+    """With dropout, whose random numbers an evaluation must not use up."""
+    losses = []
+    for config in ({}, {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}):
+        trainer = trainer_for(
+            method, tiny_model(attention_dropout=0.1), token_rows(method), tmp_path, second=second_for(method),
+            eval_rows=token_rows(method, 3), max_steps=3, learning_rate=1e-3, **config,
+        )  # fmt: skip
+        trainer.train()
+        losses.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_metrics_may_ask_for_inputs(method, tmp_path):
     """A row for each example, of a pair the chosen answer: the prompt and what follows it, -100 behind."""
     rows, seen = token_rows(method, 7, seed=6), []
@@ -387,6 +416,7 @@ def test_sampling_by_length_works(method, tmp_path):
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 cannot be honoured"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True cannot be honoured"), ({"layout": "rows"}, "is not one of"),
         ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "no mixture of experts"),
+        ({"bf16_full_eval": True}, "rounds the weights themselves"), ({"fp16_full_eval": True}, "cannot be honoured"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_raises(config, message, tmp_path):
@@ -694,6 +724,20 @@ def test_bfloat16_fully_trained_warns_with_the_reason(dtype, adapted, warns, tmp
     with caplog.at_level(logging.WARNING):
         trainer_for("sft", tiny_model().to(getattr(torch, dtype)), token_rows("sft"), tmp_path, peft_config=lora)
     assert ("weights moved by 1.4 %" in caplog.text) == warns
+
+
+def test_an_optimizer_of_other_weights_is_refused(tmp_path):
+    """It would train nothing: made before the adapter was, it has the base's weights, which are frozen."""
+    args, rows = SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1), token_rows("sft")
+    model, other = tiny_model(), tiny_model()
+    lora = peft.LoraConfig(target_modules="all-linear")
+    for given, peft_config in ((model, lora), (other, None)):
+        optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
+        with pytest.raises(InputError, match="none of the weights that are trained"):
+            SFTTrainer(model, args, rows, None, byte_tokenizer(), peft_config, optimizers=(optimizer, None))
+        model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    SFTTrainer(model, args, rows, None, byte_tokenizer(), optimizers=(optimizer, None)).train()
 
 
 def test_model_init_is_refused_with_what_to_do_instead(tmp_path):
