@@ -24,8 +24,10 @@ TOKENIZERS = {
     "sentencepiece without BOS": lambda: tok.llama2_tokenizer(bos=False),
     "sentencepiece without BOS, not legacy": lambda: tok.llama2_tokenizer(legacy=False, bos=False),
 }
-PROMPTS = ["Answer:", "Answer: ", "Answer:  ", "Answer:\n", "xa", "The answer is not", "2+2=", "é ", "東京", "a\t", "<"]
-COMPLETIONS = ["Paris", " Paris", "  Paris", "#7", "42", "\nlines", "bcd", "é", " 京", ".", " ", "s", "|x", "\n\nx", "🎉 y"]
+PROMPTS = ["Answer:", "Answer: ", "Answer:  ", "Answer:\n", "xa", "The answer is not", "2+2=", "é ",
+           "東京", "a\t", "<"]  # fmt: skip
+COMPLETIONS = ["Paris", " Paris", "  Paris", "#7", "42", "\nlines", "bcd", "é", " 京", ".", " ", "s",
+               "|x", "\n\nx", "🎉 y"]  # fmt: skip
 
 
 def compared(tokenizer, prompt, completion):
