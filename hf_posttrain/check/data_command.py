@@ -66,16 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict, tokenizer: Any) -> tuple[list, int]:
     """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names."""
     lines = [f"{name}: columns {named(rows[0])}"]
-    from ..data.formats import unread
+    from ..data.formats import our_name, unread
 
-    forms, problems = _readable(rows, methods)
+    rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
+    forms, problems, lost = _readable(rows, methods)
     nearest = suggest.suggest(rows, [METHODS[method] for method in methods])
-    # a format without a prompt does not do where a column that it does not read has one
-    lost = {
-        method: problem for method, form in forms.items() if "prompt" not in form
-        and (problem := suggest.prompt_problem(rows, unread(rows[0], form), form))
-    }  # fmt: skip
-    forms = {method: form for method, form in forms.items() if method not in lost}
     renames = nearest is not None and not nearest.missing and any(a != b for a, b in nearest.columns.items())
     problems |= {} if renames and not forms else lost
     # it can be read as it is, unless all that is read are prompts, and answers are there under another name
@@ -105,28 +100,35 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
     mapping = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs}
     tree = {"data": {"train": {"path": name, "columns": columns | mapping}}}
     section = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=10_000, default_flow_style=None)
+    if aside := [column for column in rows[0] if column not in nearest.columns.values()]:
+        lines.append(f"not read: {named(aside)}")
     lines.append(f"format: none that is read as it is; the nearest is {nearest.form} ({', '.join(nearest.methods)})")
     lines += ["write into the recipe:", *textwrap.indent(section, "  ").splitlines()]
     renamed = [
         {column: value for column, value in row.items() if column not in mapping.values()}
         | {ours: row[theirs] for ours, theirs in mapping.items()} for row in rows
     ]  # fmt: skip
-    forms, problems = _readable(renamed, nearest.methods)
+    forms, problems, _ = _readable(renamed, nearest.methods)
     if not forms:
         return [*lines, *(f"then {method}: {problem}" for method, problem in problems.items())], 2
     return [*lines, *_first_example(renamed[0], forms, tokenizer)], 1
 
 
-def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row)."""
+def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row, {method:
+    problem} of those whose format leaves a prompt unread)."""
     from ..data.encode import Plan, read
-    from ..data.formats import detect
+    from ..data.formats import detect, unread
 
-    forms, problems = {}, {}
+    forms, problems, lost = {}, {}, {}
     for method in methods:
         try:
             form = detect(list(rows[0]), METHODS[method])
         except InputError:
+            continue
+        left = suggest.prompt_problem(rows, unread(rows[0], form), form)
+        if left and "prompt" not in form:
+            lost[method] = left
             continue
         try:
             for n, row in enumerate(rows):
@@ -137,8 +139,9 @@ def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str],
             problems[method] = str(error)
             # a column of the right name that grades answers by scores or words
             if form.endswith(" + label") and suggest.kind(row.get("label")) in ("text", "number"):
-                problems[method] += f"; {suggest.label_advice('label', row['label'], METHODS.values())}"
-    return forms, problems
+                labels = [row.get("label") for row in rows]
+                problems[method] += f"; {suggest.label_advice('label', labels, METHODS.values())}"
+    return forms, problems, lost
 
 
 def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:

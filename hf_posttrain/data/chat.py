@@ -292,7 +292,7 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
         wrote.append(full[offsets[begin][0] : offsets[begin + kept - 1][1]])
     if not any(mask):
         raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
-    _check_written(messages, full, wrote)
+    _check_written(tokenizer, messages, full, wrote)
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
     size = len(mask) - mask[::-1].index(1)
     end = [end_id] if messages[-1]["role"] == "assistant" and ids[size - 1] != end_id else []
@@ -302,11 +302,14 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
 
 
-def _check_written(messages: Messages, full: str, wrote: list[str]) -> None:
-    """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has."""
+def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, wrote: list[str]) -> None:
+    """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has.
+    Special tokens alone say nothing."""
     for n, message in enumerate(messages):
         for text in (message["content"].strip(), *call_names(message)):
-            if message["role"] == "assistant" and text in full and not any(text in turn for turn in wrote):
+            if message["role"] != "assistant" or text not in full or any(text in turn for turn in wrote):
+                continue
+            if {*_plain_ids(tokenizer, [text])[0]} - special_ids(tokenizer):
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"
                 why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
                 raise InputError(f"assistant_only_loss: {problem}: {why}")

@@ -1,6 +1,7 @@
 """What the file system shows of a data source, found without `datasets`, whose import is slow."""
 
 import csv
+import gzip
 import json
 import os
 import re
@@ -10,14 +11,19 @@ from typing import Any
 
 from ..errors import nearest
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Extension of a data file -> its reader in `datasets`."""
 _INSTEAD = {
     ".gz": "unpack it first (gunzip)", ".zst": "unpack it first (unzstd)", ".zip": "unpack it first (unzip)",
-    ".xz": "unpack it first (unxz)", ".bz2": "unpack it first (bunzip2)", ".tsv": "save it as .csv, with commas",
+    ".xz": "unpack it first (unxz)", ".bz2": "unpack it first (bunzip2)",
     ".xlsx": "save it as .csv", ".txt": 'write one JSON object a line, such as {"text": ...}, into a .jsonl',
     ".ndjson": "name it .jsonl",
 }  # fmt: skip
+
+
+def extension(path: Path) -> str:
+    """The extension of a data file: of .jsonl.gz it is .jsonl."""
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
 
 
 def or_unreadable(problem_of: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
@@ -42,7 +48,7 @@ def source_problem(source: str) -> str | None:
     """What is wrong with the path of a data source; None for a good one and for a name on the hub."""
     path = with_home(source)
     if path.is_file():
-        if path.suffix not in BUILDERS:
+        if extension(path) not in BUILDERS:
             instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""
             return f"{path} has an unknown extension; known are {', '.join(BUILDERS)}{instead}"
         with path.open("rb") as file:
@@ -60,7 +66,7 @@ def source_problem(source: str) -> str | None:
     if path.is_dir():
         return None if any(path.iterdir()) else f"the folder {path} is empty"
     # what cannot be a name on the hub must be a path, and this one is missing
-    if path.suffix in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
+    if extension(path) in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
         script = path.parent / "make_data.py"
         if script.is_file() and re.search(rf"\b{re.escape(path.name)}\b", script.read_text(encoding="utf-8")):
             return f"there is no file or folder {path} (python {script} makes it)"
@@ -74,9 +80,11 @@ def broken(path: Path) -> str | None:
     if path.is_dir():
         found = ((file, broken(file)) for file in sorted(path.rglob("*")) if file.is_file())
         return next((f"{file.relative_to(path)}, {problem}" for file, problem in found if problem), None)
-    if not path.is_file() or path.suffix not in (".jsonl", ".json", ".csv"):
+    kind = extension(path)
+    if not path.is_file() or kind not in (".jsonl", ".json", ".csv", ".tsv"):
         return None
-    lines = path.read_bytes().split(b"\n")
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        lines = file.read().split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
             line.decode()
@@ -84,7 +92,8 @@ def broken(path: Path) -> str | None:
             place = f"byte {line[error.start]:#x}, column {error.start + 1}"
             return f"line {number} is not UTF-8 ({place}): save the file in UTF-8"
     texts = [line.decode("utf-8-sig") for line in lines]
-    return next(_csv_problems(texts) if path.suffix == ".csv" else _json_problems(texts, path.suffix), None)
+    separator = {".csv": ",", ".tsv": "\t"}.get(kind)
+    return next(_csv_problems(texts, separator) if separator else _json_problems(texts, kind), None)
 
 
 def _json_problems(lines: list[str], suffix: str) -> Iterator[str]:
@@ -102,13 +111,13 @@ def _json_problems(lines: list[str], suffix: str) -> Iterator[str]:
                 yield f'line {number}: a row is an object such as {{"text": ...}}, not {json.dumps(row)[:40]}'
 
 
-def _csv_problems(lines: list[str]) -> Iterator[str]:
-    reader, line = csv.reader((f"{line}\n" for line in lines), strict=True), 1
+def _csv_problems(lines: list[str], separator: str) -> Iterator[str]:
+    reader, line = csv.reader((f"{line}\n" for line in lines), delimiter=separator, strict=True), 1
     try:
         width, line = len(next(reader)), 2
         for row in reader:
             if len(row) > width:
-                hint = "a text that holds commas stands in double quotes"
+                hint = f"a text that holds {'commas' if separator == ',' else 'tabs'} stands in double quotes"
                 yield f"line {line} has {len(row)} fields, the first line {width}: {hint}"
             line = reader.line_num + 1
     except csv.Error as error:

@@ -5,7 +5,7 @@ kind of rows is made from.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ from ..errors import InputError, error_context, named, nearest, shown
 from . import chat
 from .kinds import Reader
 from .messages import Messages, check_unicode, clean_messages, without_none
+
+_PROMPTED = "prompt + chosen + rejected"
 
 
 class Sample(NamedTuple):
@@ -46,6 +48,11 @@ def detect(columns: list[str], method: Reader) -> str:
     )
 
 
+def our_name(column: str, columns: Collection[str]) -> str:
+    """What we call a column that has another name in a format that is read as it is."""
+    return "label" if column == "kto_tag" and "label" not in columns else column
+
+
 def unread(columns: Iterable[str], form: str) -> list[str]:
     """Those of the columns that `read_format` makes no use of."""
     used = {*form.split(" + ")}
@@ -55,7 +62,7 @@ def unread(columns: Iterable[str], form: str) -> list[str]:
         masked = form in ("prompt_ids", "prompt_ids + completion_ids")
         used |= {"completion_ids", "completion_mask"} if masked else set()
     elif form != "text":
-        used |= {"system", "tools"}
+        used |= {"system", "tools"} | ({"input"} if "instruction" in used else set())
     return [column for column in columns if column not in used]
 
 
@@ -90,9 +97,24 @@ def read_format(row: dict, form: str) -> Sample:
     if form in ("messages", "conversations"):
         with error_context(f"column {form!r}"):
             return Sample(None, [clean_messages(row[form])], tools=_tools(row))
+    # a conversation whose last turn is labelled, or one that two single messages answer
+    if chats := [column for column in columns if column in ("messages", "conversations")]:
+        with error_context(f"column {chats[0]!r}"):
+            turns = clean_messages(row[chats[0]])
+        if "label" in columns:
+            if turns[-1]["role"] != "assistant" or len(turns) == 1:
+                raise InputError(f"column {chats[0]!r}: expected an answer of the assistant's behind other turns")
+            return Sample(turns[:-1], [turns[-1:]], label, tools=_tools(row))
+        row = {**row, "prompt": turns, **{name: _single(row[name]) for name in ("chosen", "rejected")}}
+        whole = any(isinstance(row[name], list) and len(row[name]) > 1 for name in ("chosen", "rejected"))
+        if turns[-1]["role"] == "assistant" and not whole:
+            raise InputError(f"column {chats[0]!r}: ends with an answer, although chosen and rejected are the answers")
+        return read_format({**row, "prompt": None} if whole else row, "chosen + rejected" if whole else _PROMPTED)
+    if "instruction" in columns:
+        row = {**row, "prompt": _instruction(row)}
     # a prompt, and answers to it
     answers = []
-    for column in (name for name in columns if name not in ("prompt", "label")):
+    for column in (name for name in columns if name not in ("prompt", "instruction", "label")):
         value = _value(row, column)
         if isinstance(value, list) and value[-1]["role"] != "assistant":
             raise InputError(f"column {column!r}: the last turn is {shown(value[-1]['role'])}, expected 'assistant'")
@@ -102,7 +124,8 @@ def read_format(row: dict, form: str) -> Sample:
         answers.append(value)
     # pairs without a prompt share their beginning; so do whole conversations next to a prompt that is text
     text_prompt = isinstance(row.get("prompt"), str)
-    if "chosen" not in columns or ("prompt" in row and not (text_prompt and isinstance(answers[0], list))):
+    shared = "chosen" in columns and (row.get("prompt") is None or (text_prompt and isinstance(answers[0], list)))
+    if not shared:
         return Sample(_value(row, "prompt"), answers, label, tools=_tools(row))
     prompt, answers = _split_shared(*answers)
     if text_prompt:
@@ -111,6 +134,23 @@ def read_format(row: dict, form: str) -> Sample:
             begin = f"column 'prompt': {shown(row['prompt'])} does not stand in what chosen and rejected share"
             raise InputError(f"{begin}, {shown(' '.join(said))}")
     return Sample(prompt, answers, label, tools=_tools(row))
+
+
+def _single(answer: Any) -> Any:
+    """An answer to messages as messages: it may be a text, or one message."""
+    if isinstance(answer, str):
+        return [{"role": "assistant", "content": answer}]
+    return [answer] if isinstance(answer, dict) else answer
+
+
+def _instruction(row: dict) -> str:
+    """The prompt of a row in Alpaca's columns: the instruction and, on a line of its own, the input if there is one."""
+    parts = [row["instruction"], "" if row.get("input") is None else row["input"]]
+    for column, text in zip(("instruction", "input"), parts, strict=True):
+        if not isinstance(text, str):
+            raise InputError(f"column {column!r}: expected a string, found {shown(text)}")
+        check_unicode(text, f"column {column!r}")
+    return "\n".join(part for part in parts if part)
 
 
 def add_system(sample: Sample, text: Any) -> Sample:
@@ -147,11 +187,12 @@ def _split_shared(chosen: str | Messages, rejected: str | Messages) -> tuple[Any
     """(prompt, [chosen, rejected]): the longest common beginning is the prompt, in whole messages, or in text up to a
     word or line boundary (a space belongs to the completions, a line break to the prompt). No branch is left empty."""
     n = min(chat.shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        while n and chosen[n - 1] != "\n" and (chosen[n], rejected[n]) != (" ", " "):
-            n -= 1
-    elif n == 0:
-        raise InputError("columns 'chosen' and 'rejected': the conversations share no first message to be the prompt")
+    is_text = isinstance(chosen, str) and isinstance(rejected, str)
+    while is_text and n and chosen[n - 1] != "\n" and (chosen[n], rejected[n]) != (" ", " "):
+        n -= 1
+    if n == 0:
+        lacking = "texts share no beginning" if is_text else "conversations share no first message"
+        raise InputError(f"columns 'chosen' and 'rejected': the {lacking} to be the prompt")
     return chosen[:n], [chosen[n:], rejected[n:]]
 
 

@@ -46,20 +46,23 @@ class Reader(Protocol):
     def rows(self) -> RowKind: ...
 
 
-_PAIRS = ("prompt + chosen + rejected", "chosen + rejected")
+_PAIRS = ("prompt + chosen + rejected", "instruction + chosen + rejected", "messages + chosen + rejected",
+          "conversations + chosen + rejected", "chosen + rejected")  # fmt: skip
 SUPERVISED = RowKind(
     ("prompt_ids", "completion_ids", "completion_mask"),
-    ("prompt_ids + completion_ids", "input_ids", "prompt + completion", "messages", "conversations", "text"),
+    ("prompt_ids + completion_ids", "input_ids", "prompt + completion", "messages", "conversations", "text",
+     "instruction + output"),
     needs_prompt=False,
-)
+)  # fmt: skip
 PREFERENCE = RowKind(("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids + chosen_ids + rejected_ids", *_PAIRS))
 UNPAIRED = RowKind(
     ("prompt_ids", "completion_ids", "label", "prompt_key"),
-    ("prompt_ids + completion_ids + label", "prompt + completion + label", *_PAIRS),
-)
+    ("prompt_ids + completion_ids + label", "prompt + completion + label", "instruction + output + label",
+     "messages + label", "conversations + label", *_PAIRS),
+)  # fmt: skip
 PROMPTS = RowKind(
     ("prompt_ids", "completion_ids"),
-    ("prompt_ids", "prompt + completion", "prompt", "messages", "conversations"),
+    ("prompt_ids", "prompt + completion", "prompt", "messages", "conversations", "instruction + output"),
     sampled=True,
 )
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, named
 from . import suggest
 from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read
-from .formats import detect, unread
+from .formats import detect, our_name, unread
 from .kinds import Reader, RowKind
 
 logger = logging.getLogger(__package__)
@@ -126,9 +126,12 @@ def tokenised(
 def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], str]:
     """(the data set with our name for its text, its columns, its format)."""
     columns, field = _columns(dataset), getattr(config, "dataset_text_field", "text")
+    ours = {column: our_name(column, columns) for column in columns}
     if field != "text" and field in columns and "text" not in columns:
-        dataset = dataset.rename_column(field, "text")
-        columns = _columns(dataset)
+        ours[field] = "text"
+    for column in (column for column in columns if ours[column] != column):
+        dataset = dataset.rename_column(column, ours[column])
+    columns = list(ours.values())
     if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
         raise InputError("the data set has no rows")
     return dataset, columns, detect(columns, method)
@@ -187,7 +190,9 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     if method.rows.masked and form in ("messages", "conversations", "text") and completion_only:
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
     if as_chat and (form == "text" or is_ids):
-        raise InputError(f"apply_chat_template needs a column 'prompt', the data has {form}")
+        raise InputError(f"apply_chat_template needs a column 'prompt' or 'instruction', the data has {form}")
+    if as_chat and not tokenizer.chat_template:
+        raise InputError("apply_chat_template needs a chat template, the tokenizer has none: set model.chat_template")
     if assistant_only and is_ids:
         raise InputError(f"assistant_only_loss needs messages, the data has {form}: give it a completion_mask")
     if assistant_only and not tokenizer.is_fast:

@@ -11,7 +11,7 @@ import datasets
 import numpy as np
 
 from ..errors import InputError, error_context, named, nearest
-from .files import BUILDERS, broken, source_problem, with_home
+from .files import BUILDERS, broken, extension, source_problem, with_home
 
 logger = logging.getLogger(__package__)
 
@@ -79,7 +79,8 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
         raise InputError(f"cannot read {source.path}{local}: {problem}") from error
     if isinstance(rows, datasets.Dataset) and len(rows) == 0:
         raise InputError(f"{source.path} has no rows")
-    if path.suffix == ".csv" and len(rows.column_names) == 1 and (other := re.search("[;\t|]", rows.column_names[0])):
+    lone = rows.column_names[0] if extension(path) == ".csv" and len(rows.column_names) == 1 else ""
+    if other := re.search("[;\t|]", lone):
         raise InputError(f"{source.path} is separated by {other[0]!r}: a .csv has commas between its fields")
     # our names for the columns; another column that has our name is removed
     columns, there = source.columns or {}, rows.column_names
@@ -100,13 +101,20 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
     return rows.take(source.limit) if source.streaming else rows.select(range(min(source.limit, len(rows))))
 
 
+def _refuse_split(split: str, known: str, what: str) -> None:
+    """Raises InputError for a split that rows without splits do not have: all of them are "train"."""
+    if not {part.partition("[")[0].strip() for part in split.split("+")} <= {"train", known}:
+        raise InputError(f"{what}, without a split {split!r}: leave split out, or take a part, such as train[90%:]")
+
+
 def _read(path: Path, source: Any) -> Any:
     """The rows of one split of a source, "train" where none is given."""
     split, streaming = source.split or "train", bool(source.streaming)
-    # 1. saved to disk: slices and sums (`train[:90%]+test`) are as load_dataset has them; a saved Dataset has no
-    # splits, so any name stands for it
+    # 1. saved to disk: slices and sums (`train[:90%]+test`) are as load_dataset has them
     if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
         saved = datasets.load_from_disk(str(path))
+        if not isinstance(saved, dict):
+            _refuse_split(split, str(saved.split or "train"), "it is one saved data set")
         splits = saved if isinstance(saved, dict) else {split.partition("[")[0]: saved}
         lengths, parts = {name: len(rows) for name, rows in splits.items()}, []
         for part in datasets.ReadInstruction.from_spec(split).to_absolute(lengths):
@@ -120,7 +128,9 @@ def _read(path: Path, source: Any) -> Any:
     if path.is_dir():
         name = str(path)
     elif path.is_file():
-        name, options = BUILDERS[path.suffix], {"data_files": {split.partition("[")[0]: str(path)}}
+        _refuse_split(split, "train", "it is one file")
+        name, options = BUILDERS[extension(path)], {"data_files": {"train": str(path)}}
+        options |= {"sep": "\t"} if extension(path) == ".tsv" else {}
     # that a file is broken is raised, and need not be logged as well; of a folder, only the log names the broken file
     builder = logging.getLogger(f"datasets.packaged_modules.{name}.{name}")
     before, builder.disabled = builder.disabled, path.is_file()

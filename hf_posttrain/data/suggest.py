@@ -103,29 +103,24 @@ def suggest(rows: list[dict], methods: Collection[Reader]) -> Suggestion | None:
 def no_mapping(rows: list[dict], nearest: Suggestion | None, methods: Collection[Reader]) -> str | None:
     """What to do with layouts that new names alone do not make readable; None where this is none that is known."""
     columns = rows[0]
-    if {"instruction", "input", "output"} <= {*columns} and any(row["input"] for row in rows):
-        return (
-            "this is Alpaca's layout, whose prompt is in two columns: write a column 'prompt' with both, for instance"
-            " row['prompt'] = row['instruction'] + '\\n\\n' + row['input'], and rename output with"
-            " columns: {completion: output}"
-        )
     # answers with a column that grades them otherwise than by true and false
     if nearest and "label" in nearest.missing and {"prompt", "completion"} <= {*nearest.columns}:
         grades = (name for name in f"{_NAMES['label']} {_SCORES}".split() if name in columns)
-        return next((label_advice(name, columns[name], methods) for name in grades), None)
+        return next((label_advice(name, [row.get(name) for row in rows], methods) for name in grades), None)
     return None
 
 
-def label_advice(column: str, value: Any, methods: Collection[Reader]) -> str:
+def label_advice(column: str, values: list, methods: Collection[Reader]) -> str:
     """How to make labels of a column that holds scores or words, for those of `methods` that train on labels."""
     labelled = " or ".join(method.name.upper() for method in methods if method.rows.labelled)
     paired = " or ".join(method.name.upper() for method in methods if method.rows.paired)
-    if kind(value) == "number":
+    found = sorted({shown(value) for value in values if value is not None})
+    if any(kind(value) == "number" for value in values):
         return (
-            f"column {column!r} holds a score ({shown(value)}), labels for {labelled} are true or false: choose a limit"
+            f"column {column!r} holds a score ({found[0]}), labels for {labelled} are true or false: choose a limit"
             f" and write row['label'] = row[{column!r}] >= limit; or make pairs for {paired} of two answers to a prompt"
         )
     return (
-        f"column {column!r} holds {shown(value)}, labels for {labelled} are true or false: write row['label'] ="
-        f" row[{column!r}] == {shown(value)} where that is the good answer"
+        f"column {column!r} holds {', '.join(found[:5])}, labels for {labelled} are true or false: write row['label'] ="
+        f" row[{column!r}] == VALUE, with the value that good answers have"
     )

@@ -58,6 +58,10 @@ READ = [  # row, {format: the kinds of rows that are made from it}, the first ex
     ({"prompt": "2+2?"}, {"prompt": (PROMPTS,)}, ["2+2?", "(sampled by the student)"]),
     ({"prompt": "", "completion": "4"}, {"prompt + completion": (SUPERVISED, PROMPTS)}, ["[[4]]"]),
     ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, {"input_ids": (SUPERVISED,)}, ["1[[2 3]]"]),
+    ({"instruction": "Add", "input": "2, 2", "output": "4"}, {"instruction + output": (SUPERVISED, PROMPTS)},
+     ["Add", "2, 2", "[[4]]"]),
+    ({"messages": [USER, REPLY], "kto_tag": True},
+     {"messages": (SUPERVISED, PROMPTS), "messages + label": (UNPAIRED,)}, ["user: 2+2?", "[[assistant: 4]]"]),
 ]  # fmt: skip
 
 
@@ -74,7 +78,7 @@ def test_layouts_that_are_read(described, row, formats, example):
 VALUES = {
     "prompt": "2+2?", "completion": "4", "chosen": "so 4", "rejected": "so 5", "label": True, "text": "four",
     "messages": [USER, REPLY], "conversations": SHARED, "prompt_ids": [65, 66], "completion_ids": [67],
-    "chosen_ids": [67], "rejected_ids": [68], "input_ids": [65, 66, 67],
+    "chosen_ids": [67], "rejected_ids": [68], "input_ids": [65, 66, 67], "instruction": "2+2?", "output": "4",
 }  # fmt: skip
 """Of the columns of all formats."""
 
@@ -86,6 +90,8 @@ VALUES = {
 def test_every_format_of_every_method(described, tmp_path, method, form, tokens):
     byte_tokenizer().save_pretrained(tmp_path / "tiny")
     row = {column: VALUES[column] for column in form.split(" + ")}
+    if "chosen" in row:  # the answers to messages
+        row |= {column: value[:1] for column, value in row.items() if column in ("messages", "conversations")}
     code, text = described(row, "--method", method, *(["--model", "tiny"] if tokens else []))
     assert code == 0
     assert f"\nformat: {form} ({method})\n" in text
@@ -95,8 +101,7 @@ def test_every_format_of_every_method(described, tmp_path, method, form, tokens)
 
 MAPPED = [  # row, the method whose recipe it goes into, the mapping
     ({"question": "2+2?", "answer": "4"}, "sft", "{prompt: question, completion: answer}"),
-    ({"instruction": "2+2?", "output": "4"}, "sft", "{prompt: instruction, completion: output}"),
-    ({"instruction": "2+2?", "input": "", "output": "4"}, "sft", "{prompt: instruction, completion: output}"),
+    ({"instruction": "2+2?", "response": "4"}, "sft", "{prompt: instruction, completion: response}"),
     ({"query": "2+2?", "response": "4", "id": 7}, "kd", "{prompt: query, completion: response}"),
     ({"Problem": "2+2?", "Solution": "4"}, "sft", "{prompt: Problem, completion: Solution}"),
     ({"prompt": "2+2?", "response": "4"}, "sft", "{completion: response}"),
@@ -132,14 +137,16 @@ def test_columns_to_write_are_those_that_load(described, tmp_path, row, method, 
 
 
 REFUSED = [  # row, arguments, what to do
-    ({"instruction": "add", "input": "2, 2", "output": "4"}, [],
-     r"Alpaca.*row\['prompt'\] = row\['instruction'\] \+ '\\n\\n' \+ row\['input'\].*columns: {completion: output}"),
     ({"prompt": "2+2?", "completion": "4", "label": "yes"}, ["--method", "kto"],
-     r"kto: row 0: column 'label': expected true or false.*found 'yes'; .*row\['label'\] = row\['label'\] == 'yes'"),
+     r"kto: row 0: column 'label': expected true or false.*found 'yes'; .*row\['label'\] = row\['label'\] == VALUE"),
     ({"prompt": "2+2?", "completion": "4", "score": 0.8}, ["--method", "kto"],
      r"column 'score' holds a score \(0.8\).*row\['label'\] = row\['score'\] >= limit; or make pairs for DPO"),
     ({"question": "2+2?", "answer": "4", "liked": "no"}, ["--method", "kto"],
      "column 'liked' holds 'no', labels for KTO are true or false"),
+    ([{"prompt": "q", "completion": "a", "label": label} for label in ("no", "yes", "no")], ["--method", "kto"],
+     r"holds 'no', 'yes', labels .* write row\['label'\] = row\['label'\] == VALUE, with the value that good answers"),
+    ({"chosen": "4", "rejected": "5"}, ["--method", "dpo"],
+     "dpo: row 0: columns 'chosen' and 'rejected': the texts share no beginning to be the prompt"),
     ({"prompt": "2+2?", "chosen": "4"}, ["--method", "dpo"],
      "nearest is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
     ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\ndpo reads .*\nkto reads"),

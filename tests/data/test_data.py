@@ -3,6 +3,7 @@
 `byte_tokenizer` makes one token per byte, so rows are compared as text and lengths can be counted by eye.
 """
 
+import gzip
 import json
 import logging
 from functools import partial
@@ -155,6 +156,12 @@ PAIRS = [
      ("Human: hi\nBot: a", " cat" + END, " cow" + END)),
     ({"chosen": "Q\nyes", "rejected": "Q\nno"}, ("Q\n", "yes" + END, "no" + END)),
     ({"chosen": "say it", "rejected": "say it twice"}, ("say", " it" + END, " it twice" + END)),
+    ({"instruction": "Add", "input": "2, 2", "chosen": "4", "rejected": "5"}, ("Add\n2, 2", "4" + END, "5" + END)),
+    ({"messages": [USER], "chosen": REPLY, "rejected": WRONG}, (ASKED, "4" + END, "5" + END)),
+    ({"messages": [USER], "chosen": "4", "rejected": "5"}, (ASKED, "4" + END, "5" + END)),
+    ({"messages": [USER], "chosen": [USER, REPLY], "rejected": [USER, WRONG]}, (ASKED, "4" + END, "5" + END)),
+    ({"conversations": [{"from": "human", "value": "2+2?"}], "chosen": {"from": "gpt", "value": "4"},
+      "rejected": {"from": "gpt", "value": "5"}}, (ASKED, "4" + END, "5" + END)),
 ]  # fmt: skip
 
 
@@ -172,8 +179,32 @@ def test_pairs_feed_methods_of_pairs_and_of_labels(row, expected):
 def test_unpaired_labels(method):
     rows = [{"prompt": "q", "completion": "a", "label": label} for label in (True, False)]
     assert texts(rows, method) == [("q", "a" + END, True), ("q", "a" + END, False)]
+    of_turns = [(ASKED, "4" + END, True), (ASKED, "4" + END, False)]
     rows = [{"prompt": [USER], "completion": [REPLY], "label": label} for label in (1, 0)]
-    assert texts(rows, method) == [(ASKED, "4" + END, True), (ASKED, "4" + END, False)]
+    assert texts(rows, method) == of_turns
+    assert texts([{"messages": [USER, REPLY], "label": label} for label in (1, 0)], method) == of_turns
+    assert texts([{"messages": [USER, REPLY], "kto_tag": tag} for tag in (True, False)], method) == of_turns
+    row = {"instruction": "q", "input": "", "output": "a", "kto_tag": True}
+    assert texts([row], method) == [("q", "a" + END, True)]
+    with pytest.raises(InputError, match="row 0: column 'messages': expected an answer of the assistant's"):
+        prepare([{"messages": [USER], "label": True}], method)
+
+
+def test_alpacas_columns_are_a_prompt_and_its_answer():
+    row = {"instruction": "Add", "input": "2, 2", "output": "4"}
+    assert texts([row], "sft") == [("Add\n2, 2", "4" + END, "4" + END)]
+    assert texts([{**row, "input": None}], "sft")[0][0] == "Add"
+    asked = ASKED.replace("2+2?", "Add\n2, 2")
+    assert texts([row], "sft", apply_chat_template=True)[0][0] == asked
+    with_system = texts([{**row, "system": "Be short."}], "opd", apply_chat_template=True)[0][0]
+    assert with_system == f"<|im_start|>system\nBe short.{END}\n{asked}"
+    with pytest.raises(InputError, match=r"column 'history' says what was asked, and instruction \+ output"):
+        prepare([{**row, "history": [["1+1?", "2"]]}], "sft")
+
+
+def test_messages_that_end_with_an_answer_are_no_prompt_of_two_others():
+    with pytest.raises(InputError, match="column 'messages': ends with an answer, although chosen and rejected are"):
+        prepare([{"messages": [USER, REPLY], "chosen": REPLY, "rejected": WRONG}], "dpo")
 
 
 @pytest.mark.parametrize("method", methods_of(PROMPTS))
@@ -549,7 +580,13 @@ def test_files_folders_and_saved_sets(tmp_path):
     (tmp_path / "folder").mkdir()
     jsonl(tmp_path / "folder" / "train.jsonl", rows)
     columns = {"prompt": "q", "completion": "answer"}
-    for name in ("rows.csv", "rows.parquet", "rows.jsonl", "rows.json", "saved", "folder"):
+    table.to_csv(tmp_path / "rows.tsv", sep="\t")
+    for name in ("rows.jsonl", "rows.json", "rows.csv", "rows.tsv"):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress((tmp_path / name).read_bytes()))
+    for name in ("rows.csv", "rows.parquet", "rows.jsonl", "rows.json", "rows.tsv", "saved", "folder",
+                 "rows.jsonl.gz", "rows.json.gz", "rows.csv.gz", "rows.tsv.gz"):  # fmt: skip
+        streamed = load(source(tmp_path / name, columns=columns, limit=1, streaming=True))
+        assert [dict(row) for row in streamed] == [{"prompt": "a", "completion": "b"}], name
         loaded = load(source(tmp_path / name, columns=columns, limit=1))
         assert [dict(row) for row in loaded] == [{"prompt": "a", "completion": "b"}], name
 
@@ -579,6 +616,7 @@ def test_sources_are_mixed_by_weight(tmp_path):
         ("broken.jsonl", '{"text": "a"}\n{"text": b}\n', "line 2 is not valid JSON"),
         ("broken.json", '[\n{"text": "a"},\n{"text": b}]', "line 3 is not valid JSON"),
         ("lines.json", '{"text": "a"}\n{"text": "b"}\n{"text": ', "line 3 is not valid JSON"),
+        ("wide.tsv", "a\tb\n1\t2\n1\t2\t3\n", "line 3 has 3 fields, the first line 2: a text that holds tabs"),
         ("open.csv", '"prompt,completion\na,b\n', "in line 1 has double quotes that are not closed"),
     ],
 )
@@ -588,6 +626,22 @@ def test_unreadable_files(name, content, message, tmp_path):
         (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match="data.train: .*" + message):
         load(source(tmp_path / name), "data.train")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_file_has_no_splits(streaming, tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": str(n)} for n in range(10)])
+    with pytest.raises(InputError, match=r"rows\.jsonl: it is one file, without a split 'validation': leave"):
+        load(source(path, split="validation", streaming=streaming))
+    rows = load(source(path, split="train[80%:]", streaming=streaming)) if not streaming else None
+    assert streaming or rows["text"][:] == ["8", "9"]
+
+
+def test_a_saved_data_set_has_the_split_that_it_was_saved_from(tmp_path):
+    jsonl(tmp_path / "rows.jsonl", [{"text": "a"}])
+    rows = datasets.load_dataset("json", data_files={"validation": str(tmp_path / "rows.jsonl")}, split="validation")
+    rows.save_to_disk(tmp_path / "saved")
+    assert len(load(source(tmp_path / "saved", split="validation"))) == 1
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -657,7 +711,6 @@ def saved(tmp_path):
     ("name", "split", "expected"),
     [
         ("one", "train", range(20)),
-        ("one", "any", range(20)),  # a Dataset has no splits
         ("one", "train[:10%]", range(2)),
         ("one", "train[-3:]", range(17, 20)),
         ("more", "valid", [20]),
@@ -677,7 +730,8 @@ def test_slices_of_saved_sets(saved, name, split, expected, streaming):
         ("more", "test", r"cannot read .*more: Unknown split \"test\". Should be one of \['train', 'valid'\]"),
         ("more", "train[x]", r"cannot read .*more: Unrecognized instruction format: train\[x\]"),
         ("one", "train[:1%]", "one has no rows"),
-        ("one", "train+test", "Unknown split"),
+        ("one", "train+test", r"one saved data set, without a split 'train\+test': leave split out, or take a part"),
+        ("one", "any", "one saved data set, without a split 'any'"),
     ],
 )
 def test_splits_that_a_saved_set_has_not(saved, name, split, message):
@@ -803,6 +857,8 @@ def test_plain_strings_as_chat(method):
     assert plain[:] != prepare(text, method)[:]
     with pytest.raises(InputError, match="needs a column 'prompt'"):
         prepare([{"text": "a"}], "sft", apply_chat_template=True)
+    with pytest.raises(InputError, match="apply_chat_template needs a chat template, the tokenizer has none"):
+        prepare(text, method, tok.words_tokenizer(), apply_chat_template=True)
 
 
 def test_plain_prompts_as_chat_alongside_messages():

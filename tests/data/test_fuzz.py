@@ -58,6 +58,9 @@ TURN_PAIR = {"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG]}
 IMPLICIT = {"chosen": "Q: 2+2?\nA: it is 4.", "rejected": "Q: 2+2?\nA: it was 5."}
 TURN_IMPLICIT = {"chosen": [USER, REPLY], "rejected": [USER, WRONG]}
 BESIDE = {"prompt": "2+2?", "chosen": [USER, REPLY], "rejected": [USER, WRONG]}
+ALPACA = {"instruction": "Add.", "input": "2, 2"}
+ONE_EACH = {"messages": [SYSTEM, USER], "chosen": REPLY, "rejected": [WRONG]}
+SHARED_EACH = {"conversations": SHARED[:1], "chosen": {"from": "gpt", "value": "4"}, "rejected": "5"}
 TOKENS = {"prompt_ids": [50, 43, 50], "completion_ids": [52, 46, 258]}
 MASKED = {**TOKENS, "completion_mask": [1, 0, 1]}
 LABELLED = {"input_ids": [50, 43, 50, 52, 258], "labels": [-100, -100, -100, 52, 258]}
@@ -71,23 +74,25 @@ OF_ANSWERS = [
     ({"messages": CHAT}, {}), ({"messages": CHAT}, ASSISTANT), ({"messages": CHAT}, {**ASSISTANT, "max_length": 60}),
     ({"conversations": SHARED}, {}), ({"conversations": SHARED}, ASSISTANT), ({"messages": PARTS}, ASSISTANT),
     ({"messages": CHAT, "tools": [TOOL]}, ASSISTANT), (TOKENS, {}), (MASKED, {}), (MASKED, {"max_length": 3}),
-    (LABELLED, {}), (WHOLE, {}),
+    (LABELLED, {}), (WHOLE, {}), ({**ALPACA, "output": "4"}, {}),
+    ({**ALPACA, "output": "4"}, {"apply_chat_template": True}),
 ]  # fmt: skip
 OF_PAIRS = [
     (PAIR, {}), (PAIR, CUT), (TURN_PAIR, {}), ({**TURN_PAIR, "tools": [TOOL]}, {}), (IMPLICIT, {}), (TURN_IMPLICIT, {}),
-    (BESIDE, {}),
+    (BESIDE, {}), ({**ALPACA, "chosen": "4", "rejected": "5"}, {}), (ONE_EACH, {}), (SHARED_EACH, {}),
 ]  # fmt: skip
 ROWS = {  # of each kind of rows
     SUPERVISED: OF_ANSWERS,
     PREFERENCE: [*OF_PAIRS, (TOKEN_PAIR, {}), (TOKEN_PAIR, {"max_length": 3})],
     UNPAIRED: [
         *OF_PAIRS, ({**PLAIN, "label": True}, {}), ({**PLAIN, "label": False}, CUT), ({**TURNS, "label": 1}, {}),
-        ({**TOKENS, "label": 0}, {}),
+        ({**TOKENS, "label": 0}, {}), ({**ALPACA, "output": "4", "label": True}, {}),
+        ({"messages": CHAT, "label": False}, {}), ({"conversations": SHARED, "label": 1}, {}),
     ],
     PROMPTS: [
         ({"prompt": "2+2?"}, {}), ({"prompt": [USER]}, {}), (PLAIN, {"max_length": 12, "max_completion_length": 6}),
         (TURNS, {}), ({"messages": CHAT}, {}), ({"conversations": SHARED}, {}), ({"prompt_ids": [50, 43]}, {}),
-        (TOKENS, {}),
+        (TOKENS, {}), ({**ALPACA, "output": "4"}, {}),
     ],
 }  # fmt: skip
 CASES = [(kind, row, options) for kind, rows in ROWS.items() for row, options in rows]
@@ -300,6 +305,12 @@ def answer(value):
     return value
 
 
+def single(value):
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    return [value] if isinstance(value, dict) else value
+
+
 def joined(prompt, completion):
     if (prompt[-1]["role"], completion[0]["role"]) != ("assistant", "assistant"):
         return prompt + completion
@@ -318,6 +329,7 @@ def prompt_and_answers(row, columns):
         if isinstance(answers[0], str):
             while n and answers[0][n - 1] != "\n" and any(each[n] != " " for each in answers):
                 n -= 1
+            need(n)
         else:
             need(n)
             if isinstance(prompt, str):
@@ -379,7 +391,22 @@ def text_row(plain, row, kind, form, options):
     def with_tools(text):
         return plain.begin + tools + text.removeprefix(plain.begin)
 
-    if form in ("messages", "conversations"):
+    first = form.split(" + ")[0]
+    if first == "instruction":
+        parts = [string(row["instruction"]), string("" if row.get("input") is None else row["input"])]
+        row = {**row, "prompt": "\n".join(part for part in parts if part)}
+    if first != form and first in ("messages", "conversations"):
+        turns, pair = messages(row[first]), [row.get("chosen"), row.get("rejected")]
+        if "label" in form:
+            need(len(turns) > 1 and turns[-1]["role"] == "assistant")
+            prompt, answers = turns[:-1], [turns[-1:]]
+        elif any(isinstance(each, list) and len(each) > 1 for each in pair):
+            whole = {name: single(row[name]) for name in ("chosen", "rejected")}
+            prompt, answers = prompt_and_answers(whole, [*whole])
+        else:
+            need(turns[-1]["role"] != "assistant")
+            prompt, answers = turns, [answer(single(each)) for each in pair]
+    elif form in ("messages", "conversations"):
         turns = messages(row[form])
         if not kind.sampled:
             need(any(turn["role"] == "assistant" for turn in turns))
@@ -390,7 +417,8 @@ def text_row(plain, row, kind, form, options):
         answered = len(turns) > 1 and turns[-1]["role"] == "assistant"
         prompt, answers = (turns[:-1], [turns[-1:]]) if answered else (turns, [])
     else:
-        prompt, answers = prompt_and_answers(row, [c for c in form.split(" + ") if c not in ("prompt", "label")])
+        answering = [c for c in form.split(" + ") if c not in ("prompt", "instruction", "label")]
+        prompt, answers = prompt_and_answers(row, answering)
     if options.get("apply_chat_template") and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
         answers = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
@@ -477,7 +505,8 @@ def check_message(error, form, where=f"fuzz, row {ROW}: "):
     assert text.startswith(where), text
     assert "\n" not in text, text
     assert len(text) < 600, text
-    about = [*form.split(" + "), "tools", "labels", "completion_", "chat template", "rendered", "assistant_only_loss"]
+    about = [*form.split(" + "), "input", "tools", "labels", "completion_", "chat template", "rendered"]
+    about += ["assistant_only_loss"]
     assert any(name in text for name in about), text
 
 
@@ -541,7 +570,7 @@ def test_all_kinds_and_formats_are_mutated():
         assert {form_of(of, row) for of, row, _ in CASES if of == kind} == {*kind.formats}
 
 
-IDS = (2, "2c72615dc9ea3c97")
+IDS = (2, "842a8eeeb36af72a")
 """encode.VERSION, and the digest of what it makes of all ROWS."""
 
 
