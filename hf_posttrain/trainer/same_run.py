@@ -27,7 +27,7 @@ HARMLESS = _names("""
     per_device_train_batch_size gradient_accumulation_steps torch_empty_cache_steps activation_checkpointing
     activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs dataset_num_proc
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-    dataloader_multiprocessing_context precompute_ref_log_probs precompute_ref_batch_size generation_batch_size
+    dataloader_multiprocessing_context precompute_ref_log_probs precompute_ref_batch_size
     vllm_mode vllm_server_base_url vllm_gpu_memory_utilization fsdp fsdp_config deepspeed parallelism_config
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
 """)

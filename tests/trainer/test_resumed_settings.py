@@ -111,7 +111,7 @@ ASKED_FOR = {  # options that cannot be changed alone on this machine, and what 
     "resume_from_checkpoint": "what `resume` does", "rollout": "vLLM", "vllm_mode": "vLLM",
     "local_rank": "several processes",
 }  # fmt: skip
-RANDOM = ("per_device_train_batch_size", "gradient_accumulation_steps", "layout", "generation_batch_size")
+RANDOM = ("per_device_train_batch_size", "gradient_accumulation_steps", "layout")
 """Options with which dropout draws other numbers: compared without."""
 
 

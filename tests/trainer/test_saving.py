@@ -51,9 +51,9 @@ class Signalled(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def model_for(kind, name="qwen3", dropout=0.1):
+def model_for(kind, name="qwen3", dropout=0.1, **changes):
     """(policy, peft_config): fully trained, with a new adapter, with trained copies too, or continued by DPO."""
-    model = tiny_model(name, attention_dropout=dropout)
+    model = tiny_model(name, attention_dropout=dropout, **changes)
     config = peft.LoraConfig(**LORA, modules_to_save=["embed_tokens"] if kind == "modules" else None)
     if kind == "continued":
         model = peft.get_peft_model(model, config)
@@ -340,17 +340,21 @@ def kill_when(reached, ranks):
     return alive
 
 
-def killed_and_resumed(engine, world, kills, folder):
+LARGE = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 64, "vocab_size": 8000}
+"""Of a model whose checkpoints are 120 MB, so that a save takes about a second."""
+
+
+def killed_and_resumed(engine, world, kills, folder, model):
     """(logs, weights, _) of a run that saves every step and is killed, half the times while it saves, and resumed."""
     draw, while_saving = random.Random(0), 0
-    settings = {"save_steps": 1, "save_total_limit": 2, "max_steps": 3 * kills + 2, "resume": "auto"}
+    settings = {"save_steps": 1, "save_total_limit": 2, "max_steps": 3 * kills + 2, "resume": "auto", "model": model}
     for kill in range(kills):
         known = visible(folder)
         with tempfile.TemporaryDirectory() as results:
             ranks = start(run_with, engine, results, str(folder), engine, ("sft",), settings, world=world)
             while visible(folder) == known and all(rank.is_alive() for rank in ranks):
                 time.sleep(0.005)
-            files, end = draw.randint(1, 6), time.monotonic() + draw.uniform(0, 0.06)
+            files, end = draw.randint(1, 6), time.monotonic() + draw.uniform(0, 1 if model else 0.06)
             by_files, by_time = (lambda: in_saving(folder) >= files), (lambda: time.monotonic() > end)  # noqa: B023
             assert kill_when(by_files if kill % 2 else by_time, ranks), "the run ended before it could be killed"
         while_saving += (folder / checkpoint.SAVING).exists()
@@ -361,19 +365,24 @@ def killed_and_resumed(engine, world, kills, folder):
 
 
 @pytest.mark.parametrize(
-    ("engine", "world", "kills"),
+    ("engine", "world", "kills", "model"),
     [
-        ("single", 1, 3),
-        pytest.param("single", 1, 20, marks=pytest.mark.slow), pytest.param("fsdp2", 2, 20, marks=pytest.mark.slow),
-        pytest.param("zero3", 2, 20, marks=pytest.mark.slow),
+        ("single", 1, 3, {}),
+        *[pytest.param(engine, world, kills, LARGE, marks=pytest.mark.slow) for engine, world, kills in
+          (("single", 1, 30), ("ddp", 2, 10), ("fsdp2", 2, 10), ("zero3", 2, 10))],
     ],
+    ids=lambda value: "large" if value == LARGE else None,
 )  # fmt: skip
-def test_killed_at_any_moment_a_run_goes_on_from_a_complete_checkpoint(engine, world, kills, tmp_path):
+def test_killed_at_any_moment_a_run_goes_on_from_a_complete_checkpoint(engine, world, kills, model, tmp_path):
+    """Bit by bit as if nothing had happened. HF_POSTTRAIN_KILLS: another number of kills of the large model."""
+    kills = int(os.environ.get("HF_POSTTRAIN_KILLS", kills)) if model else kills
     (tmp_path / "whole").mkdir()
     (tmp_path / "killed").mkdir()
-    _, weights, _ = on(engine, tmp_path / "whole", "sft", world=world, max_steps=3 * kills + 2, save_strategy="no")
-    _, found, _ = killed_and_resumed(engine, world, kills, tmp_path / "killed")
+    steps = {"max_steps": 3 * kills + 2, "save_strategy": "no", "model": model}
+    logs, weights, _ = on(engine, tmp_path / "whole", "sft", world=world, **steps)
+    logs_found, found, _ = killed_and_resumed(engine, world, kills, tmp_path / "killed", model)
     assert_same(found, weights)
+    assert_same_logs([log for log in logs_found if "loss" in log], [log for log in logs if "loss" in log])
     assert not (tmp_path / "killed" / checkpoint.SAVING).exists()
 
 
