@@ -512,7 +512,7 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
         ("kto", [{"prompt": "a", "completion": "b", "label": True}] * 3, "all 3 rows have the same prompt"),
         ("kto", [{"prompt": "a", "completion": "b", "label": "yes"}] * 3, "expected true or false"),
         ("dpo", [{"prompt": "a", "chosen": "b"}] * 3, "are none that dpo reads"),
-        ("sft", [{"messages": [{"role": "user"}]}] * 3, "row 0: column 'messages': message 0"),
+        ("sft", [{"messages": [{"role": "user"}]}] * 3, "row 0 (line 1): column 'messages': message 0"),
         ("sft", [{"messages": "user: hello"}] * 3, "expected a list of messages"),
         ("opd", [{"prompt": 5}] * 3, "expected a string or a list of messages"),
         *((method, [{"question": "a"}] * 3, f"are none that {method} reads") for method in METHODS),
@@ -540,7 +540,7 @@ def test_an_output_dir_that_is_a_file_is_refused(folder, no_weights, capsys):
 
 
 def test_unquoted_no_and_options_of_another_method(folder, no_weights, capsys):
-    line = error_line(capsys, "sft.yaml", "train.eval_strategy=no", "train.loss_type=nll")
+    line = error_line(capsys, "sft.yaml", "train.eval_strategy=no", "train.loss_type=sigmoid")
     assert "train.loss_type does not exist: distillation on data calls it divergence" in line
 
 

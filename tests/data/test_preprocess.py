@@ -122,7 +122,7 @@ def test_a_stream_has_nothing_to_cache(folder, capsys):
         ("train.fsdp=[1]", "command line: train.fsdp must be"),
         ("train.merge_lora=true", "command line: train.merge_lora: true needs model.lora"),
         ("data.train.columns={completion: answer}", "no column 'answer'"),
-        ("data.train.path=bad.jsonl", "command line: train (bad.jsonl), row 0: column 'completion': empty"),
+        ("data.train.path=bad.jsonl", "command line: train (bad.jsonl), row 0 (line 1): column 'completion': empty"),
     ],
 )
 def test_mistakes_are_found_by_preprocess_only(folder, capsys, override, message):
