@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,8 +84,11 @@ def broken(path: Path) -> str | None:
     kind = extension(path)
     if not path.is_file() or kind not in (".jsonl", ".json", ".csv", ".tsv"):
         return None
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        lines = file.read().split(b"\n")
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            lines = file.read().split(b"\n")
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        return f"it is no whole gzip file ({error})"
     for number, line in enumerate(lines, 1):
         try:
             line.decode()

@@ -104,7 +104,7 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
 def _refuse_split(split: str, known: str, what: str) -> None:
     """Raises InputError for a split that rows without splits do not have: all of them are "train"."""
     if not {part.partition("[")[0].strip() for part in split.split("+")} <= {"train", known}:
-        raise InputError(f"{what}, without a split {split!r}: leave split out, or take a part, such as train[90%:]")
+        raise InputError(f"{what}, without a split {split!r}: set split: train, or a part of it, such as train[90%:]")
 
 
 def _read(path: Path, source: Any) -> Any:

@@ -631,10 +631,18 @@ def test_unreadable_files(name, content, message, tmp_path):
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_file_has_no_splits(streaming, tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", [{"text": str(n)} for n in range(10)])
-    with pytest.raises(InputError, match=r"rows\.jsonl: it is one file, without a split 'validation': leave"):
+    with pytest.raises(InputError, match=r"rows\.jsonl: it is one file, without a split 'validation': set split"):
         load(source(path, split="validation", streaming=streaming))
     rows = load(source(path, split="train[80%:]", streaming=streaming)) if not streaming else None
     assert streaming or rows["text"][:] == ["8", "9"]
+
+
+def test_a_gzip_file_that_is_cut_or_none_is_said_in_one_line(tmp_path):
+    whole = gzip.compress(json.dumps({"text": "a" * 100}).encode())
+    for content in (whole[:-10], b"\x1f\x8b", b"plain"):
+        (tmp_path / "rows.jsonl.gz").write_bytes(content)
+        with pytest.raises(InputError, match=r"rows\.jsonl\.gz: it is no whole gzip file"):
+            load(source(tmp_path / "rows.jsonl.gz"))
 
 
 def test_a_saved_data_set_has_the_split_that_it_was_saved_from(tmp_path):
@@ -730,7 +738,7 @@ def test_slices_of_saved_sets(saved, name, split, expected, streaming):
         ("more", "test", r"cannot read .*more: Unknown split \"test\". Should be one of \['train', 'valid'\]"),
         ("more", "train[x]", r"cannot read .*more: Unrecognized instruction format: train\[x\]"),
         ("one", "train[:1%]", "one has no rows"),
-        ("one", "train+test", r"one saved data set, without a split 'train\+test': leave split out, or take a part"),
+        ("one", "train+test", r"one saved data set, without a split 'train\+test': set split: train, or a part"),
         ("one", "any", "one saved data set, without a split 'any'"),
     ],
 )

@@ -73,7 +73,7 @@ FILES = {
     "empty.jsonl": "",
     "blank.jsonl": "\n \n",
     "pointer.jsonl": "version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
-    "rows.jsonl.gz": b"\x1f\x8b",
+    "rows.jsonl.zst": b"\x28\xb5",
     "rows.parquet": "prompt,completion\n",
     "utf16.jsonl": lines(*ROWS).encode("utf-16"),
     "comma.jsonl": lines(ROWS[0], '{"prompt": "a", }', ROWS[1]),
@@ -92,7 +92,7 @@ FILES = {
     "single.jsonl": lines(*({"prompt": f"{n}", "completion": "b"} for n in range(3))),
     "null.jsonl": lines(ROWS[0], {"prompt": None, "completion": "b"}),
     "mixed.jsonl": lines({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": {"text": 3}}),
-    "turns.jsonl": lines({"messages": [{"role": "user", "content": "a"}]}, {"messages": "b"}),
+    "turns.jsonl": lines({"messages": [{"role": "assistant", "content": "a"}]}, {"messages": "b"}),
     "yes.jsonl": lines(*({"prompt": f"{n}", "completion": "b", "label": "yes"} for n in range(3))),
     "one.jsonl": lines(*({"prompt": "a", "completion": f"{n}", "label": True} for n in range(3))),
 }

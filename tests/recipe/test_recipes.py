@@ -55,7 +55,7 @@ def small_overrides(recipe, student, teacher, folder):
             continue
         file = folder / f"{split}.jsonl"
         file.write_text("\n".join(json.dumps(ROWS[source.path](n)) for n in range(6)))
-        overrides += [f"data.{split}.path={file}", f"data.{split}.name=null"]
+        overrides += [f"data.{split}.path={file}", f"data.{split}.name=null", f"data.{split}.split=train"]
     return overrides
 
 
