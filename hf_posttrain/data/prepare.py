@@ -151,14 +151,25 @@ def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) 
 
 def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
     """What is given and not used, or used in another way than many expect."""
-    _, columns, form = _opened(dataset, method, config)
+    dataset, columns, form = _opened(dataset, method, config)
     found = []
+    for column in (column for column in columns if column not in unread(columns, form)):
+        if _has_json((dataset.features or {}).get(column)):
+            remedy = "write tools and the arguments of calls as JSON text"
+            found.append(f"column {column!r} has values of several types, of which the text '1' is read as 1: {remedy}")
     if aside := [column for column in unread(columns, form) if column not in {"index", "prompt_key", *ADDED}]:
         found.append(f"read as {form}; columns not read: {named(aside)}")
     whole = method.rows.masked and form in ("messages", "conversations")
     if whole and not getattr(config, "assistant_only_loss", None):
         found.append("all turns are trained, the users' too; assistant_only_loss: true trains the assistant's alone")
     return found
+
+
+def _has_json(kind: Any) -> bool:
+    """Has a column values inside that `datasets` reads as JSON, since they are of several types?"""
+    if isinstance(kind, datasets.List):
+        return _has_json(kind.feature)
+    return isinstance(kind, dict) and any(isinstance(k, datasets.Json) or _has_json(k) for k in kind.values())
 
 
 def template_note(unread: Mapping[str, int]) -> str | None:

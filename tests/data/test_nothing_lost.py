@@ -180,6 +180,20 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
     assert caplog.messages == ["train: the chat template does not write: column 'tools' (in 1 examples)"]
 
 
+def test_values_of_several_types_inside_tools_are_told(tmp_path, caplog):
+    def row(value):
+        return {"messages": [USER, REPLY], "tools": [{"name": "f", "parameters": {"x": {"default": value}}}]}
+
+    rows = load(source(jsonl(tmp_path / "rows.jsonl", [row(1), row("1")])))
+    assert rows[1]["tools"][0]["parameters"]["x"]["default"] == 1  # what `datasets` makes of the text
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        prepare(rows, "sft", assistant_only_loss=True)
+        assert "column 'tools' has values of several types, of which the text '1' is read as 1" in caplog.text
+        caplog.clear()
+        prepare([row(1), row(2)], "sft", assistant_only_loss=True)
+        assert "several types" not in caplog.text
+
+
 def test_the_data_command_names_them_too(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     jsonl(tmp_path / "mine.jsonl", [{"id": 7, "messages": [USER, REPLY]}])
