@@ -32,6 +32,8 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
     proven = min(beyond) if beyond else math.inf
     if (switch := getattr(inner, "rope_switch", None)) and longest > switch:
         return ALONE, proven  # a row's rotary frequencies depend on its length: in a batch on that of the longest
+    if own_logits(model, some_ids(inner)(3), 1).isnan().any():
+        return next(_ways(inner)), 0  # nothing can be proven: the generation itself says so
     gaps: dict[str, float] = {}
     for in_float32, most in ((True, 10 * tolerance(inner)), (False, 1.0)):
         for way in _ways(inner):

@@ -48,11 +48,16 @@ class Sampler:
     vocabulary: int  # ids from there on are never chosen
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """[n, V] -> [n]. Where a logit is NaN or infinite, sampling on CPU gives an id that does not exist."""
+        """[n, V] -> [n]. Where a logit is NaN or +infinite, the id is `vocabulary`, which does not exist."""
         logits = logits[:, : self.vocabulary].float()
         if self.temperature is None:
-            return logits.argmax(-1)
-        return draw(torch.softmax(logits / self.temperature, dim=-1))
+            best, token = logits.max(-1)
+            broken = ~best.isfinite()
+        else:
+            probs = torch.softmax(logits / self.temperature, dim=-1)
+            broken = probs[:, 0].isnan()  # as is the whole row then
+            token = draw(probs.masked_fill_(broken[:, None], 1.0))  # CUDA would end the process
+        return token.masked_fill(broken, self.vocabulary)
 
 
 def generate(
@@ -143,7 +148,7 @@ def decode(
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
-    Raises RuntimeError where it samples on CPU and the model's logits are NaN or infinite.
+    Raises RuntimeError where the model's logits are NaN or infinite.
     """
     # Read each distinct prompt once. Padding is on the left, so that the next token of every row is in one column.
     number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}

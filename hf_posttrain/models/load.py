@@ -5,6 +5,7 @@ Weights are read from safetensors files unless trust_remote_code is set.
 
 import copy
 import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as hf_deepspeed
 
@@ -171,6 +173,10 @@ def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig 
     values = {_FRIENDLY.get(name, name): value for name, value in section.lora.items()}
     if len(values) < len(section.lora):
         raise InputError(f"{where}: model.lora gives alpha or dropout under two names")
+    # PEFT takes a string as a regular expression of whole names, and a plain word is none of them
+    for name in ("target_modules", "exclude_modules", "modules_to_save"):
+        if isinstance(word := values.get(name), str) and word != "all-linear" and re.fullmatch(r"[\w.]+", word):
+            values[name] = [word]
     try:
         return peft.LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values})
     except (ValueError, TypeError, ImportError) as error:
@@ -201,7 +207,7 @@ def names_the_source(what: str, name: str) -> Iterator[None]:
     """Turns what from_pretrained raises into one line that names the model, and its nearest folder if it is missing."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         first = str(error).strip().partition("\n")[0].rstrip(".")
         if (path := Path(name)).exists():
             raise InputError(f"{what} {name}: {first}") from error

@@ -82,7 +82,18 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             raise InputError(f"{kind}: only adapters inside the layers (LoRA and the like) are supported")
         if getattr(model, "is_quantized", False):
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        model = peft.get_peft_model(model, peft_config)
+        # routers that are a linear layer by class and return several tensors
+        linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        own = "transformers.models."
+        routers = {name.rpartition(".")[2] for name, kind in linear.items() if kind.__module__.startswith(own)}
+        if routers and getattr(peft_config, "target_modules", None) == "all-linear" and not peft_config.exclude_modules:
+            peft_config.exclude_modules = sorted(routers)
+            logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
+        try:
+            model = peft.get_peft_model(model, peft_config)
+        except (ValueError, TypeError) as error:
+            first = str(error).strip().partition("\n")[0]
+            raise InputError(f"peft_config (model.lora): {first}") from error
     if args.disable_dropout and (rates := switch_off_noise(model)):
         logger.info("disable_dropout: off are %s", ", ".join(rates))
     module: Any

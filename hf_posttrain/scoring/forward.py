@@ -104,7 +104,8 @@ def _scoring_forward(model_class: Any) -> Callable:
         if getattr(self, OWN_LOGITS, False):
             return scorer(head, model_class.forward(self, *args, **kwargs).logits)
         # PEFT passes every argument on, most of them None
-        outputs = self.base_model(*args, **{name: value for name, value in kwargs.items() if value is not None})
+        backbone = self.model if self.base_model is self else self.base_model  # Llama 4 names another prefix
+        outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
         # the head module is called, so that ZeRO-3's hooks gather its weights; what runs inside is the scorer
         with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
             scores = head.module(outputs.last_hidden_state)

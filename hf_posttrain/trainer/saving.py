@@ -1,5 +1,6 @@
 """How PostTrainer saves: every weight, whatever the engine, read again and compared before anybody relies on it."""
 
+import copy
 import json
 import math
 import re
@@ -11,7 +12,10 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -72,8 +76,14 @@ def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None
     exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
     with without_reference_adapter(self.model, state_dict) as state_dict:
         Trainer._save(self, output_dir, state_dict)
-    if not self.args.should_save:
-        return
+        if not self.args.should_save:
+            return
+        if isinstance(self.model, peft.PeftModel) and (trained := trained_base(self.model)):
+            # weights of the base that are trained too: PEFT loads them from the adapter's file, and saves none
+            state = state_dict or self.model.state_dict()
+            file = adapter_folder(self.model, folder) / "adapter_model.safetensors"
+            added = {name: state[name].detach().cpu().contiguous() for name in trained}
+            save_file(load_file(file) | added, file, metadata={"format": "pt"})
     self.generation_config.save_pretrained(folder)
     # config.json has the dtype of the model in memory; weights that were saved in float32 are to be loaded so
     if exact and (file := folder / "config.json").exists():
@@ -175,7 +185,12 @@ def save_merged(trainer: Any, folder: str) -> None:
         return
     # a twin in one piece, with the same adapter; not through from_config, since DeepSpeed would cut it
     inner, trained = policy.get_base_model(), policy.active_adapter
-    base = sharded.plain_class(inner)(inner.config).to(inner.dtype)
+    config = copy.deepcopy(inner.config)
+    ends = inner.get_input_embeddings(), inner.get_output_embeddings()
+    if any(isinstance(end, BaseTunerLayer | ModulesToSaveWrapper) for end in ends):
+        # head and embedding are no longer one tensor
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    base = sharded.plain_class(inner)(config).to(inner.dtype)
     twin = peft.get_peft_model(base, adapter_shape(policy.peft_config[trained]), adapter_name=trained)
     others = set(policy.peft_config) - {trained}
     twin.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})
@@ -191,6 +206,24 @@ def check_mergeable(model: Any) -> None:
     quantised = has_adapter and getattr(model.get_base_model(), "is_quantized", False)
     if problem := rules.merge_problem(has_adapter, quantised):
         raise InputError(problem)
+
+
+def trained_base(policy: peft.PeftModel) -> list[str]:
+    """Names of trained parameters that PEFT does not save with the adapter: those of the base that the user unfroze."""
+    known = {id(weight) for weight in adapter_state(policy).values()}
+    return [name for name, p in policy.named_parameters() if p.requires_grad and id(p) not in known]
+
+
+def adapter_state(policy: peft.PeftModel) -> dict[str, Tensor]:
+    """The parameters, and buffers (VeRA's projections), that PEFT saves with an adapter, by their saved names."""
+    named: dict[str, Any] = dict(policy.named_parameters(remove_duplicate=False))
+    named |= policy.named_buffers(remove_duplicate=False)
+    return peft.get_peft_model_state_dict(policy, named, policy.active_adapter, save_embedding_layers=False)
+
+
+def adapter_folder(policy: peft.PeftModel, folder: str | Path) -> Path:
+    """Where PEFT saves the active adapter."""
+    return Path(folder) if policy.active_adapter == "default" else Path(folder, policy.active_adapter)
 
 
 # ---- the space
@@ -253,9 +286,8 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
 
     Raises RuntimeError where a file cannot be read or a weight is missing, empty or of another shape.
     """
-    inner, place = forward.unwrapped(model), Path(folder)
-    if isinstance(inner, peft.PeftModel) and inner.active_adapter != "default":
-        place = place / inner.active_adapter  # as PEFT has it
+    inner = forward.unwrapped(model)
+    place = adapter_folder(inner, folder) if isinstance(inner, peft.PeftModel) else Path(folder)
     saved: dict[str, list[int]] = {}
     for file in sorted(place.glob("*.safetensors")):
         try:
@@ -265,14 +297,15 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
             raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
     named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
     if isinstance(inner, peft.PeftModel):
-        named = peft.get_peft_model_state_dict(inner, named, inner.active_adapter, save_embedding_layers=False)
+        named = adapter_state(inner) | {name: named[name] for name in trained_base(inner)}
     # of tied weights one name is enough; ds_shape is the whole shape of what ZeRO-3 has cut
     shapes = {id(weight): list(getattr(weight, "ds_shape", weight.shape)) for weight in named.values()}
     there = {id(weight) for name, weight in named.items() if saved.get(name) == shapes[id(weight)]}
     missing = {id(weight): name for name, weight in named.items() if id(weight) not in there}
     found, expected = (sum(map(math.prod, each.values())) for each in (saved, shapes))
-    # as many numbers as expected: the same weights under the names of the hub's format
-    if missing and found != expected:
+    # as many numbers as expected: the same weights under the names of the hub's format, and buffers that are saved
+    buffers = sum(tensor.numel() for name, tensor in inner.named_buffers() if name in inner.state_dict())
+    if missing and found not in (expected, expected + buffers):
         raise RuntimeError(
             f"what was saved in {folder} is not the whole model: {len(missing)} of {len(shapes)} weights are missing "
             f"or have another shape, {next(iter(missing.values()))} first ({found} of {expected} numbers are there)"

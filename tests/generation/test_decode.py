@@ -156,3 +156,24 @@ def test_a_model_whose_cache_is_wrong_is_refused(monkeypatch):
         way(tiny("moshi"))  # its cache keeps a window that its layers do not have
     with pytest.raises(InputError, match="LlamaForCausalLM generates other answers with a cache"):
         way(model)
+
+
+@pytest.mark.parametrize("temperature", [None, 1.0])
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_broken_logits_are_told_greedy_and_sampled(temperature, broken, monkeypatch):
+    sampler = Sampler(temperature, 300)
+    logits = torch.randn(3, 300)
+    logits[1, 7] = broken
+    ids = sampler(logits)
+    assert ids[1] == 300
+    assert (ids[[0, 2]] < 300).all()
+    monkeypatch.setattr(rollout, "draw", lambda probs: torch.multinomial(probs, 1).squeeze(-1))  # as on CUDA
+    assert sampler(logits)[1] == 300
+
+
+def test_a_model_that_gives_nan_raises():
+    model = tiny_model()
+    model.lm_head.weight.data[:] = float("nan")
+    for temperature in (None, 1.0):
+        with pytest.raises(RuntimeError, match="NaN or infinite"):
+            rollout.generate(model, [[5, 6]], 4, [299], 0, temperature)

@@ -1,21 +1,26 @@
 """Tokenizers, models and adapters from a recipe's section; vocabularies; layouts; what a saved model stops at."""
 
 import logging
+import shutil
 
 import peft
 import pytest
 import torch
+from architectures import tiny
 from models_for_tests import tiny_model
 from tokenizers_for_tests import CHATML, base_tokenizer, bos_tokenizer, byte_tokenizer, words_tokenizer
-from training_for_tests import assert_same_step, one_step, token_rows
+from training_for_tests import assert_same_step, one_step, token_rows, trainer_for
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, Qwen3Config
 
+import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.models import load as models
 from hf_posttrain.models import prepare
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.scoring import choose_layout
 from hf_posttrain.scoring import forward as scoring
+from hf_posttrain.scoring.layouts import Branch, Example, collate
+from hf_posttrain.scoring.teacher_tiles import TeacherStates
 
 
 def tiny_config(vocab_size=300):
@@ -257,3 +262,68 @@ def test_a_4bit_base_has_the_gradients_of_its_dequantised_weights(tmp_path):
         return one_step("sft", adapted, token_rows("sft"), tmp_path)
 
     assert_same_step(step(lambda model: model), step(lambda model: model.dequantize().float()), relative=1e-4)
+
+
+def test_one_layer_may_be_named_without_a_list():
+    for word in ("q_proj", "self_attn.q_proj"):
+        assert models.lora_config(ModelSection("x", lora={"target_modules": word})).target_modules == {word}
+    whole = models.lora_config(ModelSection("x", lora={"target_modules": "all-linear", "exclude_modules": "lm_head"}))
+    assert (whole.target_modules, whole.exclude_modules) == ("all-linear", {"lm_head"})
+    pattern = r".*layers\.[01]\.self_attn\.(q|v)_proj"  # is left to PEFT
+    assert models.lora_config(ModelSection("x", lora={"target_modules": pattern})).target_modules == pattern
+
+
+def test_an_adapter_that_does_not_fit_is_refused_in_one_line(tmp_path):
+    config = peft.LoraConfig(target_modules=["nowhere"])
+    assert "nowhere" in refusal(trainer_for, "sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=config)
+
+
+def test_all_linear_leaves_out_routers_that_return_several_tensors(tmp_path):
+    config = peft.LoraConfig(r=2, target_modules="all-linear")
+    trainer = trainer_for("sft", tiny("llama4_text"), token_rows("sft"), tmp_path, peft_config=config)
+    trainer.train()
+    assert not any("router" in name for name, p in trainer.model.named_parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("kept", [0.5, 0.001])
+def test_weights_that_are_cut_short_are_one_line(folder, kept, tmp_path):
+    shutil.copytree(folder, tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: int(weights.stat().st_size * kept)])
+    assert str(tmp_path / "cut") in refusal(models.load_model, ModelSection(str(tmp_path / "cut")))
+
+
+class Int8Head(torch.nn.Module):
+    """A head of 8-bit weights that casts by itself, as bitsandbytes' do."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.scale, self.out_features = head.weight.detach().abs().max() / 127, head.out_features
+        rounded = (head.weight.detach() / self.scale).round().to(torch.int8)
+        self.weight = torch.nn.Parameter(rounded, requires_grad=False)
+
+    def forward(self, hidden):
+        return hidden @ (self.weight.float() * self.scale).T.to(hidden.dtype)
+
+
+def test_a_teacher_with_a_quantised_head_is_scored_through_it():
+    model = tiny_model("llama")
+    model.lm_head = Int8Head(model.lm_head)
+    scoring.enable_scoring(model)
+    batch = collate([Example([5, 6, 7], [Branch([8, 9, 10])])], "shared")
+    with torch.no_grad():
+        states = TeacherStates.of(model, batch, copy_head=False)
+        expected = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:]
+    assert states.hidden.dtype == torch.float32  # not that of the weight
+    torch.testing.assert_close(states.logits(slice(None)), expected)
+    with pytest.raises(InputError, match="no plain linear layer"):  # where it would have to be copied
+        TeacherStates.of(model, batch, copy_head=True)
+
+
+def test_an_8bit_teacher_cannot_be_offloaded(tmp_path):
+    teacher = tiny_model(seed=9)
+    teacher.is_loaded_in_8bit = True
+    config = hf_posttrain.KDConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    arguments = (tiny_model(), config, token_rows("kd"), None, byte_tokenizer())
+    options = {"teacher_model": teacher, "teacher_offload": True}
+    assert "use 4bit, or do not offload" in refusal(hf_posttrain.KDTrainer, *arguments, **options)

@@ -1,0 +1,81 @@
+"""What is saved of an adapter, and of what is trained besides it, is what was trained."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from architectures import tiny
+from models_for_tests import tiny_model
+from training_for_tests import logged, token_rows, trainer_for
+from transformers import AutoModelForCausalLM
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def with_norms(base):
+    policy = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or "norm" in name)
+    return policy
+
+
+def test_unfrozen_weights_of_the_base_are_saved_with_the_adapter_and_resumed(tmp_path):
+    base, rows = tiny_model("llama"), token_rows("sft")
+    options = {"max_steps": 4, "learning_rate": 3e-2}
+    trainer = trainer_for(
+        "sft", with_norms(copy.deepcopy(base)), rows, tmp_path, **options, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "saved")
+    torch.testing.assert_close(logits(loaded), logits(trainer.model))
+    resumed = trainer_for("sft", with_norms(copy.deepcopy(base)), rows, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert logged(resumed)[:4] == logged(trainer)[:4]
+
+
+@pytest.mark.parametrize("option", [
+    {"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]},
+    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+], ids=["lm_head", "embed_tokens", "modules_to_save"])  # fmt: skip
+def test_an_adapter_on_a_tied_head_merges_into_what_was_trained(option, tmp_path):
+    config = peft.LoraConfig(r=4, **option)
+    model = tiny_model("qwen3")
+    assert model.config.tie_word_embeddings
+    before = logits(model)
+    trainer = trainer_for(
+        "sft", model, token_rows("sft"), tmp_path, peft_config=config, learning_rate=1e-2, max_steps=3, merge_lora=True
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "merged")
+    trained = logits(trainer.model)
+    assert (trained - before).abs().max() > 0.1
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), trained)
+
+
+def test_vera_is_saved_with_its_projections(tmp_path):
+    base = tiny_model("llama")
+    trainer = trainer_for(
+        "sft", copy.deepcopy(base), token_rows("sft"), tmp_path, max_steps=2, learning_rate=1e-2,
+        save_strategy="steps", save_steps=1, peft_config=peft.VeraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "saved")
+    torch.testing.assert_close(logits(loaded), logits(trainer.model))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama4_text"])
+def test_buffers_and_odd_prefixes_of_a_model_are_no_obstacle(name, tmp_path):
+    """DeepSeek's router has a bias that is a buffer; Llama 4 names its backbone otherwise than its prefix says."""
+    trainer = trainer_for("sft", tiny(name), token_rows("sft"), tmp_path, learning_rate=1e-3)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(logits(loaded), logits(trainer.model))
