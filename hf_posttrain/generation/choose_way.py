@@ -75,7 +75,7 @@ def can_decode(model: PreTrainedModel) -> bool:
 def _gap(model: nn.Module, longest: int, way: str, answer: Answer) -> float:
     """How much less likely the answers' tokens are than the best ones of whole forwards: the largest, in logits."""
     inner = causal_lm(model)
-    draw, sizes = some_ids(inner), {1, 3, 6} | {size + 2 for size in spans(inner) if size + 5 < longest}
+    draw, sizes = some_ids(inner), {1, 3, 6, 12, 16} | {size + 2 for size in spans(inner) if size + 5 < longest}
     prompts, gap = [draw(size) for size in sorted(sizes)], 0.0
     found = [answer(way, [prompt])[0] for prompt in prompts] if way == ALONE else answer(way, prompts)
     for prompt, ids in zip(prompts, found, strict=True):

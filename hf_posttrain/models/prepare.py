@@ -80,6 +80,8 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         if getattr(peft_config, "is_prompt_learning", False):
             kind = type(peft_config).__name__
             raise InputError(f"{kind}: only adapters inside the layers (LoRA and the like) are supported")
+        if peft_config.peft_type in ("POLY", "SHADOW", "XLORA"):
+            raise InputError(f"{peft_config.peft_type.value}: an adapter that needs inputs of its own is not supported")
         if getattr(model, "is_quantized", False):
             model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
         # routers that are a linear layer by class and return several tensors
@@ -91,7 +93,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
         try:
             model = peft.get_peft_model(model, peft_config)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, ImportError) as error:
             first = str(error).strip().partition("\n")[0]
             raise InputError(f"peft_config (model.lora): {first}") from error
     if args.disable_dropout and (rates := switch_off_noise(model)):

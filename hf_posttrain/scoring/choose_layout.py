@@ -205,7 +205,7 @@ def trusted_layout(
         logger.warning(said, name)
         if not right(layout):
             if layout == "padded" or not right("padded"):
-                raise InputError(f"rows of several lengths give {name} other numbers than each alone: use batches of 1")
+                raise InputError(f"{name} scores otherwise in batches than each row alone: it is not supported")
             layout = "padded"
     return layout
 
@@ -218,7 +218,11 @@ def _is_right(model: nn.Module, layout: str, device: torch.device | str, max_len
         raise
     except (RuntimeError, TypeError) as error:  # a kernel that takes no float32
         logger.info("layout %s: checked in the model's own precision, since float32 gave: %s", layout, error)
+    try:
         return check(model, layout, device, max_length, in_float32=False) <= 0.3
+    except RuntimeError as error:  # a head that does not fit the backbone's states, as ELECTRA's
+        logger.info("layout %s: %s", layout, error)
+        return False
 
 
 def tolerance(model: PreTrainedModel) -> float:

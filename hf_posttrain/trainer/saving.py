@@ -194,7 +194,15 @@ def save_merged(trainer: Any, folder: str) -> None:
     twin = peft.get_peft_model(base, adapter_shape(policy.peft_config[trained]), adapter_name=trained)
     others = set(policy.peft_config) - {trained}
     twin.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})
-    merged: Any = twin.merge_and_unload()
+    buffers = dict(twin.named_buffers())
+    for name, buffer in policy.named_buffers():  # some kinds draw what no state dict has
+        if name in buffers:
+            buffers[name].copy_(buffer)
+    try:
+        merged: Any = twin.merge_and_unload()
+    except (ValueError, NotImplementedError) as error:
+        kind = policy.peft_config[trained].peft_type
+        raise InputError(f"merge_lora: PEFT cannot merge {kind} here ({error}): save it without merge_lora") from error
     for saved in (merged, trainer.tokenizer, trainer.generation_config):
         saved.save_pretrained(folder)
     check_saved(merged, folder)
@@ -216,9 +224,8 @@ def trained_base(policy: peft.PeftModel) -> list[str]:
 
 def adapter_state(policy: peft.PeftModel) -> dict[str, Tensor]:
     """The parameters, and buffers (VeRA's projections), that PEFT saves with an adapter, by their saved names."""
-    named: dict[str, Any] = dict(policy.named_parameters(remove_duplicate=False))
-    named |= policy.named_buffers(remove_duplicate=False)
-    return peft.get_peft_model_state_dict(policy, named, policy.active_adapter, save_embedding_layers=False)
+    state = policy.state_dict(keep_vars=True)
+    return peft.get_peft_model_state_dict(policy, state, policy.active_adapter, save_embedding_layers=False)
 
 
 def adapter_folder(policy: peft.PeftModel, folder: str | Path) -> Path:

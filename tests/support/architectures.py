@@ -32,7 +32,8 @@ MLA = {"num_key_value_heads": 4, "head_dim": 4}  # one latent for all heads; wha
 HYBRID = {"layer_types": ["mamba", "attention"] * 2}
 DECODER = {"is_decoder": True, "encoder_layers": 4, "num_hidden_layers": 4}  # of an encoder-decoder
 SPECIAL = {
-    "axk1": MLA, "axk2": MLA, "deepseek_v3": MLA, "deepseek_v32": MLA, "glm_moe_dsa": MLA, "youtu": MLA,
+    "axk1": MLA, "axk2": MLA, "deepseek_v2": MLA, "deepseek_v3": MLA, "glm4_moe_lite": MLA,
+    "minicpm3": MLA, "deepseek_v32": MLA, "glm_moe_dsa": MLA, "youtu": MLA,
     "bamba": {"attn_layer_indices": [1, 3]}, "bart": DECODER, "bigbird_pegasus": DECODER, "blenderbot": DECODER,
     "blenderbot-small": DECODER, "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},

@@ -1,0 +1,100 @@
+"""Every kind of adapter of the installed PEFT that takes a causal LM: it starts as the base does or says so, the
+reference stays, and what is saved and merged is what was trained."""
+
+import copy
+import logging
+import warnings
+
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from training_for_tests import token_rows, trainer_for
+from transformers import AutoModelForCausalLM
+
+from hf_posttrain.errors import InputError
+
+IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
+TARGETS = ["q_proj", "v_proj"]
+OPTIONS = {
+    "ADALORA": {"init_r": 4, "target_r": 2, "total_step": 10}, "BOFT": {"boft_block_size": 4}, "C3A": {"block_size": 8},
+    "FOURIERFT": {"n_frequency": 8, "scaling": 50.0},
+    "IA3": {"target_modules": ["k_proj", "v_proj"], "feedforward_modules": []},
+    "LN_TUNING": {"target_modules": ["input_layernorm"]}, "OFT": {"oft_block_size": 4}, "VBLORA": {"vector_length": 8},
+    "TRAINABLE_TOKENS": {"target_modules": ["embed_tokens"], "token_indices": list(range(200))},
+}  # fmt: skip
+"""What a kind needs for a model of 32 columns."""
+QUICK = ("LORA", "VERA", "IA3", "OFT", "LN_TUNING")
+KINDS = sorted(kind.value for kind in PEFT_TYPE_TO_CONFIG_MAPPING)
+counts: dict[str, list[str]] = {"tried": [], "refused": [], "equal": []}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=IDS, use_cache=False).logits
+
+
+def config_of(kind):
+    """A small config of a kind of adapter. Raises whatever PEFT does for one that needs more than that."""
+    make = next(make for value, make in PEFT_TYPE_TO_CONFIG_MAPPING.items() if value.value == kind)
+    options = {"task_type": "CAUSAL_LM", "target_modules": TARGETS} | OPTIONS.get(kind, {})
+    return make(**{name: value for name, value in options.items() if name in make.__dataclass_fields__})
+
+
+def run_with(kind, tmp_path, **options):
+    """A DPO run with such an adapter, before it trains, and its base; None where it is refused in one line."""
+    counts["tried"].append(kind)
+    base = tiny_model("llama")
+    try:
+        trainer = trainer_for(
+            "dpo", copy.deepcopy(base), token_rows("dpo"), tmp_path, peft_config=config_of(kind), max_steps=4,
+            learning_rate=3e-2, **options,
+        )  # fmt: skip
+    except (InputError, ImportError) as error:  # PEFT's config itself wants a package
+        counts["refused"].append(f"{kind}: {error}")
+        return None, base
+    return trainer, base
+
+
+@pytest.mark.parametrize("kind", [k if k in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
+def test_an_adapter_is_what_was_trained(kind, tmp_path, caplog):
+    warnings.filterwarnings("ignore")
+    trainer, base = run_with(kind, tmp_path)
+    if trainer is None:
+        return
+    before = logits(trainer.model).clone()
+    starts_equal = (before - logits(base)).abs().max() < 1e-4
+    batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+    reference = trainer.reference.logps(trainer.model, batch)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    # the policy starts as its reference does, or that is said
+    first = trainer.state.log_history[0]["loss"]
+    assert first == pytest.approx(0.6931472, abs=1e-4) or "differs from its reference" in caplog.text
+    assert starts_equal or first == pytest.approx(0.6931472, abs=1e-4) or "differs from its reference" in caplog.text
+    torch.testing.assert_close(trainer.reference.logps(trainer.model, batch), reference, atol=1e-4, rtol=0)
+    trained = logits(trainer.model)
+    assert (trained - before).abs().max() > 1e-4, "nothing was trained"
+    trainer.save_model(tmp_path / "saved")
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "saved")
+    torch.testing.assert_close(logits(loaded), trained, atol=1e-4, rtol=0)
+    # merged
+    trainer.args.merge_lora = True
+    try:
+        trainer.save_model(tmp_path / "merged")
+    except InputError as error:
+        counts["refused"].append(f"{kind}, merged: {error}")
+    else:
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(logits(merged), trained, atol=2e-3, rtol=0)
+    counts["equal"].append(kind)
+
+
+@pytest.mark.slow
+def test_the_counts_of_adapters():
+    """After the others: how many kinds were tried."""
+    for name, kinds in counts.items():
+        print(f"{name}: {len(kinds)} ({'; '.join(kinds)})")
+    assert not [message for message in counts["refused"] if "\n" in message]
+    assert len(counts["equal"]) + sum(", merged" not in each for each in counts["refused"]) == len(counts["tried"])

@@ -1,0 +1,58 @@
+"""Every causal LM of the installed transformers that builds tiny: layouts, answers, saving, LoRA, dropout off.
+
+Each is compared with the model's own forward (`hunt_architectures`): equal, refused in one line, or known to be wrong
+in transformers or PEFT themselves (`UPSTREAM`). The rest would be silently wrong.
+"""
+
+import logging
+
+import pytest
+from architectures import NAMES
+from hunt_architectures import EQUAL, examine
+
+from hf_posttrain.errors import InputError
+
+QUICK = ("falcon", "mamba")
+UPSTREAM = {
+    "diffllama": "its forward refuses attention_dropout", "laguna": "PEFT loads no adapter of its shared experts",
+    "emu3": "its text config is none of AutoModelForCausalLM's", "mllama": "the same",
+    "gemma4": "per_layer_config of a config with fewer layers", "gemma4_unified": "the same",
+    "zaya": "its config is validated when it is loaded", "xlstm": "its kernel wants head sizes that are not tiny",
+    "whisper": "its cache wants an encoder",
+    "camembert": "padding_idx beyond a tiny vocabulary", "prophetnet": "the same",
+}
+"""What fails in transformers or PEFT on their own, in a part of the examination; it fails with an error, or says so."""
+counts: dict[str, list[str]] = {"tried": [], "not built": [], "refused": [], "equal": [], "upstream": []}
+
+
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES])
+def test_an_architecture_is_right_or_refused(name, tmp_path):
+    logging.disable(logging.WARNING)
+    try:
+        found = examine(name, tmp_path)
+    finally:
+        logging.disable(logging.NOTSET)
+    counts["tried"].append(name)
+    if "built" in found:
+        counts["not built"].append(f"{name}: {found['built']}")
+        return
+    refused = {part: value for part, value in found.items() if isinstance(value, InputError)}
+    counts["refused"] += [f"{name}, {part}: {value}" for part, value in refused.items()]
+    assert not any("\n" in str(value) for value in refused.values())
+    wrong = {part: value for part, value in found.items()
+             if part not in refused and not (isinstance(value, float) and value < EQUAL)}  # fmt: skip
+    if wrong and name in UPSTREAM:
+        counts["upstream"].append(f"{name}: {wrong}")
+        return
+    assert not wrong
+    if not refused:
+        counts["equal"].append(name)
+
+
+@pytest.mark.slow
+def test_the_counts_of_architectures():
+    """After the others: how many were tried, how many are equal, and what is refused and why."""
+    for what, names in counts.items():
+        print(f"{what}: {len(names)}")
+        for line in names if what != "tried" else []:
+            print(f"    {line}")
