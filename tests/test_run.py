@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from rows_for_tests import raw_row
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers_for_tests import bos_tokenizer, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
@@ -504,6 +505,43 @@ def test_sft_end_to_end_leaves_everything_and_resumes(folder, capsys, caplog):
     assert "max_steps: then 2, now 3" in error_line(capsys, *longer)  # a linear rate would have ended elsewhere
     assert run.main([*longer, "train.resume_despite=max_steps"]) == 0
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 3
+
+
+RESUMED = [  # key of a recipe, changed between run and resume -> what is said of it; None: it changes no number
+    ("data.train.limit=4", "train_dataset: then '8 rows"), ("data.train.split=train[:5]", "train_dataset"),
+    ("data.train.weight=2", "train_dataset"),
+    ("data.train.columns={prompt: answer, completion: question}", "train_data"),
+    ("data.train.streaming=true", "train_dataset"), ("data.train.path=copy.jsonl", None), ("data.eval.limit=2", None),
+    ("model.name_or_path=moved", None), ("model.dtype=bfloat16", "model.dtype: then 'torch.float32', now"),
+    ("model.attn_implementation=eager", None), ("data.train.path=pairs.jsonl", "no column 'question'"),
+    ("model.trust_remote_code=true", None), ("train.seed=7", "seed: then 42, now 7"), ("train.merge_lora=false", None),
+    ("method=cpo", "method: then 'sft', now 'cpo'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [pytest.param(*row, marks=[] if n in (0, 5, 7, 8) else pytest.mark.slow) for n, row in enumerate(RESUMED)],
+)
+def test_a_key_of_a_recipe_is_refused_or_changes_nothing(folder, capsys, changed, said):
+    (folder / "copy.jsonl").write_text((folder / "rows.jsonl").read_text())
+    shutil.copytree(folder / "tiny", folder / "moved")
+    rows = [{"prompt": f"{i} + 1 = ", "chosen": "1", "rejected": "2"} for i in range(8)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    usual = ["sft.yaml", "data.eval={path: rows.jsonl, columns: {prompt: question, completion: answer}}"]
+    assert run.main(usual) == 0
+    weights = load_file("out/model.safetensors")
+    shutil.rmtree("out/checkpoint-2")
+    if changed.startswith("method"):
+        usual = ["sft.yaml", "data.train={path: pairs.jsonl}"]
+    again = [*usual, changed, "train.resume_from_checkpoint=auto"]
+    if said is None:
+        assert run.main(again) == 0
+        for name, tensor in load_file("out/model.safetensors").items():
+            torch.testing.assert_close(tensor, weights[name], rtol=1e-5, atol=1e-7)
+    else:
+        assert said in error_line(capsys, *again)
+
 
 
 @pytest.mark.parametrize(
