@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 from ..errors import InputError
 
 logger = logging.getLogger(__name__)
-NAME = ".lock"
+NAME = "_lock"  # a name that Trainer does not push to the hub
 
 
 @contextmanager
