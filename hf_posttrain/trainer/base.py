@@ -264,6 +264,11 @@ class PostTrainer(Trainer):
             newest = checkpoint.find_checkpoint(self.args.output_dir, self.args.save_only_model)
             how = f"{newest} is saved; the same command with train.resume_from_checkpoint=auto goes on"
             raise KeyboardInterrupt(how if newest else "nothing is saved")
+        if not (self.has_trained or self.preemption.happened) and self.state.global_step < self.state.max_steps:
+            raise InputError(
+                "not a step was taken: the rows do not fill one batch (dataloader_drop_last), or of a stream one window "
+                "(per_device_train_batch_size x gradient_accumulation_steps)"
+            )
         return output
 
     @property

@@ -726,6 +726,16 @@ def test_bfloat16_fully_trained_warns_with_the_reason(dtype, adapted, warns, tmp
     assert ("weights moved by 1.4 %" in caplog.text) == warns
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_training_without_a_step_is_an_error(stream, tmp_path):
+    """Three rows, of batches of four that are dropped unless full, or of a stream in windows of four batches."""
+    rows = token_rows("sft", 3)
+    rows, config = (rows.to_iterable_dataset(), {}) if stream else (rows, {"dataloader_drop_last": True})
+    trainer = trainer_for("sft", tiny_model(), rows, tmp_path, gradient_accumulation_steps=4, **config)
+    with pytest.raises(InputError, match="not a step was taken: the rows do not fill one batch"):
+        trainer.train()
+
+
 def test_an_optimizer_of_other_weights_is_refused(tmp_path):
     """It would train nothing: made before the adapter was, it has the base's weights, which are frozen."""
     args, rows = SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1), token_rows("sft")
