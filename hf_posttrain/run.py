@@ -30,6 +30,7 @@ from . import __version__
 from .errors import InputError, RunStopped, printable
 from .recipe import build as parts
 from .recipe.cli import parse
+from .recipe.fields import train_fields
 from .recipe.read import load_recipe
 from .recipe.sections import Recipe
 
@@ -178,7 +179,7 @@ def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str,
     """Save the trained model and the recipe as resolved, then evaluate; returns the metrics of both."""
     trainer.save_model()  # and adapter, tokenizer, generation config
     if trainer.is_world_process_zero():
-        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        (Path(trainer.args.output_dir) / "recipe.yaml").write_text(recipe.to_yaml(defaults(recipe)), encoding="utf-8")
     if trainer.has_trained:  # not a finished run that was resumed: its metrics stay
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
@@ -197,6 +198,17 @@ def last_evaluation(trainer: Any) -> dict[str, float]:
         return {}  # the data may be others, or the weights are those of another step
     logs = [log for log in state.log_history if log["step"] == state.global_step and any("eval_" in key for key in log)]
     return {name: value for log in logs for name, value in log.items() if name != "step"}
+
+
+def defaults(recipe: Recipe) -> dict[str, Any]:
+    """The options of training that the recipe leaves open, with their defaults of today: another version may have
+    others. Those that say where a run is, not what it trains, are left out."""
+    from .report.page import MACHINERY
+
+    # of a machine is fp16 too: where it is given, `--check` plans no other precision
+    known, left_out = train_fields(recipe.method), (*MACHINERY, "fp16", "local_rank", "do_")
+    return {name: field.default for name, field in known.items() if field.default is not None
+            and name not in recipe.train and not name.startswith(left_out)}  # fmt: skip
 
 
 def preprocess(recipe: Recipe) -> None:

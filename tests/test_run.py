@@ -22,6 +22,7 @@ from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe import build as parts
+from hf_posttrain.recipe.fields import train_fields
 from hf_posttrain.recipe.read import load_recipe
 from hf_posttrain.trainer.checkpoint import find_checkpoint
 
@@ -401,6 +402,23 @@ def test_steps_of_a_distillation_run(folder, monkeypatch):
     assert not given["teacher_model"].training
     assert given["teacher_offload"] is True
     assert load_recipe("out/recipe.yaml").model.lora == {"r": 2}
+
+
+def test_the_resolved_recipe_has_the_defaults_that_another_version_may_change(folder, monkeypatch):
+    stub_method(monkeypatch, "sft")
+    run.run(load_recipe("sft.yaml"))
+    given, left = load_recipe("sft.yaml").train, load_recipe("out/recipe.yaml").train
+    assert given.items() <= left.items()
+    assert (left["learning_rate"], left["max_grad_norm"], left["max_length"]) == (2e-5, 1.0, 1024)
+    known = train_fields("sft")
+    assert all(left[name] == known[name].default for name in left.keys() - given.keys())
+    assert not {"eval_steps", "report_to", "fp16"} & left.keys()
+    # it is run again, and leaves the same
+    text = Path("out/recipe.yaml").read_text()
+    run.run(load_recipe("out/recipe.yaml"))
+    again = load_recipe("out/recipe.yaml")
+    assert again.train == left
+    assert "# not given, with the defaults" in text
 
 
 def test_a_run_that_stop_on_ends_exits_with_1_and_saves_no_model(folder, capsys, monkeypatch):

@@ -1,7 +1,8 @@
 """The sections of a recipe as dataclasses; `models.section` has that of a model."""
 
 import dataclasses
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -90,6 +91,10 @@ class Recipe:
         tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
         return {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
 
-    def to_yaml(self) -> str:
-        """The same as YAML, which `load_recipe` reads back."""
-        return f"# resolved from {self.path}\n" + write_tree(self.to_dict())
+    def to_yaml(self, defaults: Mapping[str, Any] | None = None) -> str:
+        """The same as YAML, which `load_recipe` reads back; after the given options of training those of `defaults`."""
+        text = f"# resolved from {self.path}\n" + write_tree(self.to_dict())
+        if defaults:
+            text += "  # not given, with the defaults of the version that trained\n"
+            text += textwrap.indent(write_tree(dict(defaults)), "  ")
+        return text

@@ -182,7 +182,7 @@ def prepared_slowly(rank, folder, timeout, drop_in):
     if drop_in:
         raw = datasets.load_dataset("json", data_files="rows.jsonl", split="train")
         args = SFTConfig(output_dir="out", use_cpu=True, report_to="none")
-        rows = SFTTrainer(tiny_model(), args, raw, processing_class=byte_tokenizer()).train_dataset
+        rows = SFTTrainer(tiny_model(), args, train_dataset=raw, processing_class=byte_tokenizer()).train_dataset
     else:
         recipe = load_recipe("recipe.yaml", ["data.eval=null"])
         trainer_class, config = parts.configure(recipe)
