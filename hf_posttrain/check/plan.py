@@ -22,7 +22,7 @@ class Plan:
 
     rows: int | None  # prepared training rows
     processes: int  # that train together
-    rows_per_step: int  # of an optimizer step, on all processes
+    rows_per_step: int  # of an optimizer step, on all processes: fewer where an epoch has no more
     steps: int  # optimizer steps
     epochs: float | None  # passes over the rows
     layout: str  # how examples are laid out: shared, packed or padded
@@ -65,6 +65,7 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     steps, epochs = math.ceil(in_epoch * config.num_train_epochs), config.num_train_epochs
     if config.max_steps > 0:
         steps, epochs = config.max_steps, config.max_steps / in_epoch
+    per_step = min(per_step, len(rows))
     # tokens, padding and what shared prompts save, of micro-batches drawn at random
     order = np.random.default_rng(0).permutation(len(rows))[: size * MICRO_BATCHES].tolist()
     counts = np.zeros(4)

@@ -8,6 +8,7 @@ numbers with and without, and the time counts into train_runtime. An error is a 
 import json
 import logging
 import platform
+import subprocess
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from ..engines import engine, launch
 from ..errors import InputError
 from ..generation import rollout
 from ..scoring import forward as scoring
+from .run_folder import command_line
 
 logger = logging.getLogger(__name__)
 library = logging.getLogger("hf_posttrain")
@@ -140,10 +142,20 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "rows_per_step": trainer.get_total_train_batch_size(args),
         "engine": launch.describe_launch(trainer).removeprefix("on engine "),
         "device": torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type} ({platform.machine()})",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"), "command": command_line(), "commit": find_commit(),
         "versions": {"hf_posttrain": __version__, "python": platform.python_version()}
         | {package: version(package) for package in PACKAGES},
     }  # fmt: skip
+
+
+def find_commit() -> str | None:
+    """The git commit of the current folder, with a + where files differ from it; None where there is none."""
+    try:
+        described = subprocess.run(["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"],
+                                   capture_output=True, text=True, timeout=10, check=True)  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip()
 
 
 class Samples(TrainerCallback):

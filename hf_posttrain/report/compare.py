@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, printable
 from . import page
 from .charts import format_number, make_charts
 from .run_folder import Run, read
@@ -33,18 +33,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", metavar="FILE.html", type=Path, default=Path("compare.html"),
                         help="the page (default: compare.html)")  # fmt: skip
     arguments = parser.parse_args(argv)
-    text, file = render_comparison(arguments.runs, arguments.output), arguments.output
+    file = arguments.output
+    text, table = render_comparison(arguments.runs, file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"--output {file} cannot be written ({error.strerror})") from error
-    print(file)
+    print("\n".join([*table, "", str(file)]))
     return 0
 
 
-def render_comparison(folders: Sequence[Path], output: Path) -> str:
-    """The page; its links to reports are relative to `output`. Raises InputError for fewer than two runs, or none."""
+def render_comparison(folders: Sequence[Path], output: Path) -> tuple[str, list[str]]:
+    """(the page, lines of its table of last values); its links to reports are relative to `output`. Raises InputError
+    for fewer than two runs, or none."""
     if len({folder.resolve() for folder in folders}) < 2:
         raise InputError("compare needs at least two different runs: hf-posttrain compare outputs/a outputs/b")
     # In the page a run is told by its name, in the order of the command.
@@ -63,13 +65,29 @@ def render_comparison(folders: Sequence[Path], output: Path) -> str:
     # A run from Python has no recipe: what stands in for it
     settings = [run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
                 for run in runs.values()]  # fmt: skip
-    return page.render(
+    finals = rank_last_values([*runs.values()], reason)
+    text = page.render(
         "compare.html", runs=runs, links=links, reason=reason, prompts=[*prompts.values()],
         facts={name: {fact: value for fact, value, _ in page.list_facts(run)} for name, run in runs.items()},
         warnings=[f"{name}: {warning}" for name, run in runs.items() for warning in page.list_warnings(run)],
         drawn=make_charts({name: run.history for name, run in runs.items()}),
-        finals=rank_last_values([*runs.values()], reason), differences=list_differences(settings),
+        finals=finals, differences=list_differences(settings),
     )  # fmt: skip
+    return text, write_table([*runs], finals)
+
+
+def write_table(names: list[str], finals: list[tuple[str, list[tuple[str, bool]]]]) -> list[str]:
+    """The last values as lines for a terminal: a column for each run, * behind the best of a row."""
+    rows = [
+        ["", *map(printable, names)],
+        *([printable(metric), *(value + "*" * best for value, best in cells)] for metric, cells in finals),
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    first, *others = widths
+    return [
+        "  ".join([row[0].ljust(first), *(cell.rjust(width) for cell, width in zip(row[1:], others, strict=True))])
+        for row in rows
+    ]
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from ..errors import InputError
+from ..errors import InputError, nearest_path
 from ..methods import METHODS
 from ..recipe.yaml_tree import read_tree, write_tree
 from ..trainer.method import Method
@@ -75,7 +75,7 @@ def read(folder: str | Path) -> Run:
     """The run in `folder`, an output_dir or a checkpoint. Raises InputError where there is none, or a broken file."""
     folder = Path(folder)
     if not os.path.isdir(folder):
-        raise InputError(f"there is no folder {folder}: give a run's output_dir")
+        raise InputError(f"there is no folder {folder}{nearest_path(folder)}: give a run's output_dir")
     # The state is the run's own, written when it ends, unless a checkpoint is newer: the run is resumed, or not over.
     numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
     newest = sorted((int(number), path) for number, path in numbered if number.isdecimal())[-1:]

@@ -104,6 +104,13 @@ def test_an_adapter_that_is_continued_is_counted_as_a_new_one(folder, capsys, ki
     assert "It can run." in capsys.readouterr().out
 
 
+def test_fewer_rows_than_a_step_takes_are_the_step(folder):
+    found = checked("train.per_device_train_batch_size=8", "train.gradient_accumulation_steps=2").plan
+    whole = checked("train.per_device_train_batch_size=10").plan
+    assert (found.rows_per_step, found.epochs) == (10, 3)
+    assert (found.tokens_per_step, found.trained_per_step) == (whole.tokens_per_step, whole.trained_per_step)
+
+
 def test_rollouts_by_vllm_are_planned_where_vllm_is_not(folder):
     rollouts = ["method=opd", "teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"]
     assert "generation" in checked(*rollouts).memory.phases

@@ -36,7 +36,12 @@ def page_of(*folders, output=None):
 
 def test_the_page_has_values_curves_differences_and_samples(two, capsys):
     page = page_of(*two)
-    assert capsys.readouterr().out.strip().endswith("compare.html")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[:3]] == [
+        ["a", "b"], ["loss", "(evaluation)", "0.6", "0.55*"], ["loss", "(training)", "0.1", "0.05"],
+    ]  # fmt: skip
+    assert len({len(line) for line in lines[:3]}) == 1
+    assert lines[-1].endswith("compare.html")
     assert page.table("The last logged value")[:2] == [
         ["loss (evaluation)", "0.6", "best 0.55"], ["loss (training)", "0.1", "0.05"],
     ]  # fmt: skip
@@ -128,6 +133,7 @@ def test_hostile_names_are_text(tmp_path):
         (["a"], "compare needs at least two different runs"),
         (["a", "./a"], "compare needs at least two different runs"),
         (["a", "nowhere"], "there is no folder nowhere"),
+        (["a", "empyt"], "there is no folder empyt; did you mean 'empty'?"),
         (["a", "empty"], "empty: no run is in it"),
     ],
 )

@@ -5,6 +5,7 @@ import gc
 import json
 import logging
 import os
+import re
 import types
 import weakref
 from functools import partial
@@ -251,7 +252,8 @@ def test_a_run_in_the_folder_of_an_earlier_one_is_not_told_as_that(tmp_path, mon
     assert "eval_loss" not in run.results
 
 
-def test_run_json_says_how_the_run_was_set_up(tmp_path):
+def test_run_json_says_how_the_run_was_set_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", "train.hub_token=secret", "--api_key", "secret", "a b"])
     trainer = trainer_for(
         "dpo", tiny_model(), token_rows("dpo"), tmp_path, peft_config=LoraConfig(**LORA), beta=0.25,
         per_device_train_batch_size=2, gradient_accumulation_steps=2,
@@ -269,6 +271,10 @@ def test_run_json_says_how_the_run_was_set_up(tmp_path):
     assert run["weights"] == {"all": sum(p.numel() for p in trainer.model.parameters()), "trained": trained}
     assert run["engine"].startswith("single, 1 process, 4 rows a step")
     assert run["versions"]["torch"] == torch.__version__
+    assert run["command"] == "train.py train.hub_token=<hidden> --api_key <hidden> 'a b'"
+    assert run["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", run["commit"])
+    monkeypatch.chdir(tmp_path)
+    assert callbacks.find_commit() is None
 
 
 def test_from_python_without_a_recipe(tmp_path):
