@@ -21,10 +21,11 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import __version__
 from .errors import InputError, RunStopped, printable
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = None  # where a run leaves its files, once the recipe has said it
     # only the first process talks; the variable is read when datasets is imported
     first = os.environ.get("LOCAL_RANK", "0") == "0"
-    logging.basicConfig(format="%(message)s")
+    set_up_messages()
     logging.getLogger("hf_posttrain").setLevel(logging.INFO if first else logging.ERROR)
     if not first:
         os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
@@ -92,6 +93,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report_crash(error, folder)
 
 
+class Labelled(logging.Formatter):
+    """The message alone; a warning of this package says that it is one, in yellow on a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        if record.levelno < logging.WARNING or not record.name.startswith("hf_posttrain"):
+            return text
+        label = record.levelname.lower()
+        return f"\033[33m{label}:\033[0m {text}" if sys.stderr.isatty() else f"{label}: {text}"
+
+
+def set_up_messages() -> None:
+    """What is logged goes to stderr, labelled; what other packages say that nobody can act on is left out."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(Labelled())
+    logging.basicConfig(handlers=[handler])
+    for said in (".*pin_memory.*no accelerator", ".*is_gradient_checkpointing"):
+        warnings.filterwarnings("ignore", message=said)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "etting accelerator to" not in record.getMessage())
+
+
 def report_crash(error: Exception, folder: str | None) -> int:
     """Write the traceback of an error that nobody foresaw into `folder` (None: a temporary file) and say so in a line.
     Every rank has a file of its own. Returns the exit code: 3, or 2 where ADVICE says what to change."""
@@ -128,6 +150,8 @@ def run(recipe: Recipe) -> dict[str, float]:
     """
     # what is wrong is said in the order of what it takes to know it: the recipe and its files, torch, tokenizers, rows
     trainer_class, config = parts.configure(recipe, training=True)
+    from transformers.utils.logging import disable_progress_bar
+
     from . import report
     from .recipe.datasets import audit_data, prepare_data
     from .trainer import lock
@@ -138,8 +162,8 @@ def run(recipe: Recipe) -> dict[str, float]:
     audits = audit_data(recipe, tokenizer, config) if config.process_index == 0 else {}
     for audit in audits.values():
         logger.info("%s", audit.short())
-    warnings = [warning for audit in audits.values() for warning in audit.warnings()]
-    for warning in warnings:
+    found_wrong = [warning for audit in audits.values() for warning in audit.warnings()]
+    for warning in found_wrong:
         logger.warning("%s", warning)
     # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
@@ -148,31 +172,45 @@ def run(recipe: Recipe) -> dict[str, float]:
             args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=rows["train"],
             eval_dataset=rows.get("eval"), **parts.load_models(recipe, config),
         )  # fmt: skip
+        disable_progress_bar()  # of files that are written; those that are read were shown
         if trainer.is_world_process_zero():
-            found = {"warnings": warnings, "data": {name: dataclasses.asdict(audit) for name, audit in audits.items()}}
-            (Path(config.output_dir) / "audit.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            data = {name: dataclasses.asdict(audit) for name, audit in audits.items()}
+            text = json.dumps({"warnings": found_wrong, "data": data}, indent=1)
+            (Path(config.output_dir) / "audit.json").write_text(f"{text}\n", encoding="utf-8")
         trainer.recipe = recipe.to_dict()
         report.follow(trainer)
-        metrics = trainer.train(resume_from_checkpoint=config.resume_from_checkpoint).metrics
-        # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
-        if trainer.preemption.happened and not trainer.stopped:
-            trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others
-            raise RunStopped("stopped by SIGTERM; to go on: the same command with train.resume_from_checkpoint=auto")
-        if not trainer.stopped:
-            metrics = finish(trainer, recipe, metrics)
-        trainer.save_state()
-        if trainer.is_world_process_zero():
-            try:
-                report.write(config.output_dir)
-            except Exception as error:  # no failure of the run
-                problem = f"{type(error).__name__}: {error}"
-                logger.warning("no report (%s); hf_posttrain.report.write(%r) makes it", problem, config.output_dir)
-        if trainer.stopped:
-            trainer.accelerator.wait_for_everyone()  # a rank that leaves with 1 ends the others
-            raise RunStopped(trainer.stopped)
-        if config.push_to_hub:
-            trainer.push_to_hub(commit_message="Report and model card", revision=config.hub_revision)
-        return metrics
+        return train(trainer, recipe)
+
+
+def train(trainer: Any, recipe: Recipe) -> dict[str, float]:
+    """Train, save, evaluate and leave a report; returns the metrics. Raises RunStopped as `run` does."""
+    from . import report
+
+    args = trainer.args
+    metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
+    # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
+    if trainer.preemption.happened and not trainer.stopped:
+        stop(trainer, "stopped by SIGTERM; to go on: the same command with train.resume_from_checkpoint=auto")
+    if not trainer.stopped:
+        metrics = finish(trainer, recipe, metrics)
+    trainer.save_state()
+    if trainer.is_world_process_zero():
+        try:
+            report.write(args.output_dir)
+        except Exception as error:  # no failure of the run
+            problem = f"{type(error).__name__}: {error}"
+            logger.warning("no report (%s); hf_posttrain.report.write(%r) makes it", problem, args.output_dir)
+    if trainer.stopped:
+        stop(trainer, trainer.stopped)
+    if args.push_to_hub:
+        trainer.push_to_hub(commit_message="Report and model card", revision=args.hub_revision)
+    return metrics
+
+
+def stop(trainer: Any, why: str) -> NoReturn:
+    """Raise RunStopped on all ranks together: a launcher ends the others when the first one leaves."""
+    trainer.accelerator.wait_for_everyone()
+    raise RunStopped(why)
 
 
 def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str, float]:

@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -299,6 +301,22 @@ def test_fp16_is_refused_without_a_gpu_and_checked_for_one(folder, capsys):
         pytest.skip("there is a GPU")
     assert "fp16: true needs a GPU" in error_line(capsys, "sft.yaml", "train.fp16=true")
     assert run.main(["sft.yaml", "train.fp16=true", "train.use_cpu=false", "--check"]) == 0
+
+
+def test_our_warnings_are_labelled_and_noise_of_others_is_left_out(monkeypatch):
+    record = logging.LogRecord("hf_posttrain.watch", logging.WARNING, "f", 1, "the loss is %s", ("odd",), None)
+    assert run.Labelled().format(record) == "warning: the loss is odd"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert run.Labelled().format(record) == "\033[33mwarning:\033[0m the loss is odd"
+    for name, level in (("hf_posttrain.run", logging.INFO), ("other", logging.WARNING)):
+        record.name, record.levelno = name, level
+        assert run.Labelled().format(record) == "the loss is odd"
+    with warnings.catch_warnings(record=True) as heard:
+        run.set_up_messages()
+        warnings.warn("'pin_memory' argument is set as true but no accelerator is found", stacklevel=1)
+        warnings.warn("`is_gradient_checkpointing` will be removed", FutureWarning, stacklevel=1)
+        warnings.warn("the disk burns", stacklevel=1)
+    assert [str(each.message) for each in heard] == ["the disk burns"]
 
 
 def test_the_version(capsys):

@@ -266,8 +266,8 @@ class PostTrainer(Trainer):
             raise KeyboardInterrupt(how if newest else "nothing is saved")
         if not (self.has_trained or self.preemption.happened) and self.state.global_step < self.state.max_steps:
             raise InputError(
-                "not a step was taken: the rows do not fill one batch (dataloader_drop_last), or of a stream one window "
-                "(per_device_train_batch_size x gradient_accumulation_steps)"
+                "not a step was taken: the rows do not fill one batch (dataloader_drop_last), or those of a stream one "
+                "step (per_device_train_batch_size x gradient_accumulation_steps)"
             )
         return output
 

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar on a terminal (`Bar`), elsewhere a line for each log (`Lines`):
+"""What a run shows while it trains: a line for each log (`Lines`), on a terminal above a bar (`Bar`):
 
     step 120/400  loss 0.6412  accuracy 0.71  margin 0.1852  3,412 tokens/s  02:10<05:03
 
@@ -22,7 +22,7 @@ from transformers.trainer_utils import has_length
 
 GIB = 2**30
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
-_BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
+_BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"  # fits into 80 columns
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
 _UNSHOWN = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped")
 """How keys end that say nothing of an evaluation's result."""
@@ -91,11 +91,11 @@ class Lines(PrinterCallback):
 
 
 class Bar(ProgressCallback):
-    """A bar with the latest figures, where standard error is a terminal, and `Lines` where nobody would see them."""
+    """A bar where standard error is a terminal, below `Lines`: the history of the run."""
 
     def __init__(self, key_metrics: Mapping[str, str]):
         super().__init__()
-        self.key_metrics, self.lines = key_metrics, Lines(key_metrics)
+        self.lines = Lines(key_metrics)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A bar from the step at which training begins."""
@@ -105,11 +105,7 @@ class Bar(ProgressCallback):
             self.training_bar = _make_bar(state.max_steps, _BAR, initial=state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Training logs update the bar, where that is all that a terminal needs; everything else is a line."""
-        if self.training_bar is not None and "loss" in logs:
-            self.training_bar.set_description_str(figures(logs, self.key_metrics))
-            if not self.training_bar.disable and sys.stdout.isatty():
-                return
+        """A line, above the bar."""
         self.lines.on_log(args, state, control, logs)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kw: Any) -> None:
