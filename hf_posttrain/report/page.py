@@ -15,6 +15,8 @@ MACHINERY = (  # arguments, or how they begin, on which neither the weights nor 
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
 )  # fmt: skip
 
+TIED = ("rewards/accuracies",)  # metrics that are of ties alone before the first step
+
 
 def render(template: str, **content: Any) -> str:
     """A file of templates/, filled; in HTML everything is escaped. They may call charts.py and the functions below."""
@@ -34,7 +36,9 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
     for metric in ("loss", "exact_match", *(run.row.key_metrics if run.row else ())):
         split = "evaluation" if f"eval_{metric}" in run.history else "training"
         if series := run.history.get(f"eval_{metric}", run.history.get(metric)):
-            remark = f"{split}, from {format_number(series.values[0])}" if len(series.steps) > 1 else split
+            # at step 0 a policy prefers nothing to its reference: all are ties, which is no accuracy of 0
+            first = next((value for step, value in zip(*series, strict=True) if step or metric not in TIED), None)
+            remark = f"{split}, from {format_number(first)}" if len(series.steps) > 1 else split
             found.append((TITLES.get(metric, metric), format_number(series.values[-1]), remark))
     (taken, planned), epochs = run.steps, run.state.get("epoch")
     remark = "" if epochs is None else f"{format_number(epochs)} epochs"

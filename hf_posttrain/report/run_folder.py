@@ -77,13 +77,17 @@ def read(folder: str | Path) -> Run:
     if not os.path.isdir(folder):
         raise InputError(f"there is no folder {folder}{nearest_path(folder)}: give a run's output_dir")
     # The state is the run's own, written when it ends, unless a checkpoint is newer: the run is resumed, or not over.
+    # Both may be left of an earlier run, where a fresh one has begun in its folder.
+    record = _hide_tokens(_read_json(folder / "run.json", {}))
     numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
-    newest = sorted((int(number), path) for number, path in numbered if number.isdecimal())[-1:]
-    candidates = [path for path in (folder / STATE, *(path for _, path in newest)) if path.exists()]
-    if not candidates:
+    checkpoints = [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdecimal())]
+    states = [path for path in (folder / STATE, *checkpoints) if path.exists()]
+    own, others = ([path for path in kind if path in states and not _is_earlier(path, record)]
+                   for kind in ([folder / STATE], checkpoints))  # fmt: skip
+    if not states:
         raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
-    state_file = max(candidates, key=lambda path: path.stat().st_mtime)
-    state, record = _read_json(state_file), _hide_tokens(_read_json(folder / "run.json", {}))
+    state_file = max([*own, *others[-1:]] or states, key=lambda path: path.stat().st_mtime)
+    state = _read_json(state_file) if own or others else {}
     # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
     results, recipe = folder / "all_results.json", folder / "recipe.yaml"
     tree, text = {}, ""
@@ -116,12 +120,17 @@ def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:
     """Is it missing, or of an earlier run? source: the trainer_state.json that is read; record: run.json."""
     if not file.exists():
         return True
-    # Older than the start in run.json
     written, over = file.stat().st_mtime, file.parent / STATE
-    if (started := record.get("started")) and written < datetime.fromisoformat(started).timestamp():
+    if _is_earlier(file, record):
         return True
     # Not younger than the end of a run, after which `source`, a checkpoint's state, was written
     return source != over and over.exists() and written <= over.stat().st_mtime
+
+
+def _is_earlier(file: Path, record: dict[str, Any]) -> bool:
+    """Is the file older than the start in run.json?"""
+    started = record.get("started")
+    return started is not None and file.stat().st_mtime < datetime.fromisoformat(started).timestamp()
 
 
 def command_line() -> str:

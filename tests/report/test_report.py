@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from datetime import datetime
 from xml.etree import ElementTree
 
 import pytest
@@ -303,6 +304,37 @@ def test_a_checkpoint_that_is_newer_than_the_end_of_an_earlier_run(tmp_path):
     assert (run.recipe, run.results) == ({}, {})
     os.utime(folder / "checkpoint-5" / "trainer_state.json", (500, 500))
     assert read(folder).results == {"train_runtime": 75.2}
+
+
+def test_checkpoints_of_an_earlier_run_are_not_those_of_a_fresh_one(tmp_path):
+    leave_run(tmp_path, log_of(loss=lambda step: 9.0 / step))
+    started = datetime.fromisoformat("2026-01-01T00:00:00+00:00")
+    (tmp_path / "run.json").write_text(json.dumps({"started": started.isoformat()}))
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    for number, hours in ((100, -1), (10, 1)):
+        folder = tmp_path / f"checkpoint-{number}"
+        folder.mkdir()
+        (folder / "trainer_state.json").write_text(json.dumps(state | {"global_step": number}))
+        os.utime(folder / "trainer_state.json", (started.timestamp() + 3600 * hours,) * 2)
+    os.utime(tmp_path / "trainer_state.json", (started.timestamp() - 3600,) * 2)
+    assert read(tmp_path).steps[0] == 10
+    # nothing is known yet of a run without a checkpoint
+    os.utime(tmp_path / "checkpoint-10" / "trainer_state.json", (started.timestamp() - 3600,) * 2)
+    assert (read(tmp_path).steps[0], read(tmp_path).history) == (0, {})
+
+
+def test_an_accuracy_does_not_start_from_ties(tmp_path):
+    log = [{"step": step, "eval_rewards/accuracies": value} for step, value in ((0, 0.0), (5, 0.6), (10, 0.8))]
+    leave_run(tmp_path, log, recipe={"method": "dpo"})
+    facts = {value: remark for _, value, remark in list_facts(read(tmp_path))}
+    assert facts["0.8"] == "evaluation, from 0.6"
+
+
+def test_an_answer_of_white_space_is_told_in_words(tmp_path):
+    leave_run(tmp_path, log_of(), samples=[{"prompt": "p", "before": "\n" * 90, "after": "good"}])
+    report.write(tmp_path)
+    words = Page((tmp_path / "report.html").read_text(encoding="utf-8")).words
+    assert "90 characters of white space" in words
 
 
 def test_recipe_and_results_that_are_older_than_the_start_are_of_an_earlier_run(tmp_path):
