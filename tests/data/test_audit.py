@@ -60,15 +60,15 @@ def random_rows(method, seed, count=60):
 
 
 def plain(method, rows, max_length):
-    """The same counts from the texts: a byte is a token, an answer has an end, a prompt is cut before answers are."""
+    """The same counts from the texts: a byte is a token, an answer has an end, a prompt is cut first, to half."""
     counts, seen, cut = Counter(), set(), {"prompt": [], "completion": [], "total": [], "uncut": []}
     labels = Counter((row["prompt"], row.get("completion"), row.get("label")) for row in rows)
     for row in rows:
         answers = [row[key] + "$" for key in answers_of(method)]
         longest = max(map(len, answers))
         cut["uncut"].append(len(row["prompt"]) + longest)
-        kept_prompt = row["prompt"][-max(1, max_length - longest) :]
-        kept = [answer[: max_length - 1] for answer in answers]
+        kept_prompt = row["prompt"][-max(1, max_length // 2, max_length - longest) :]
+        kept = [answer[: max_length - len(kept_prompt)] for answer in answers]
         what = (kept_prompt != row["prompt"]) + 2 * (kept != answers)
         counts[("", "prompt trimmed", "completion cut", "prompt trimmed and completion cut")[what]] += 1
         counts["repeated"] += tuple(row.items()) in seen
