@@ -86,14 +86,16 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
         rollouts = sampled(trainer, chosen) if method.rows.sampled else None
+    own = [name for name in chosen.column_names if name.endswith("_ids") and name != "mismatch_ids"]
     return Probe(
-        min(config.per_device_train_batch_size, len(chosen)), int(tokens_of(chosen)[0]),
+        min(config.per_device_train_batch_size, len(chosen)), int(tokens_of(chosen, own).max()),
         metrics["train_runtime"], peak_memory(config.device), metrics["train_loss"], rollouts,
     )  # fmt: skip
 
 
 def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     """Rollouts of the first prompts: lengths, stops, and the KL of student to teacher by position."""
+    trainer.args.lmbda = 1.0  # no prompt is answered by its data
     drawn = [rows[number] for number in range(min(PROMPTS, len(rows)))]
     [batch] = trainer.roll_out([trainer.data_collator(drawn)], 0)
     tokens = targets_of(batch)

@@ -195,6 +195,8 @@ def test_every_method_is_checked_and_probed(folder, method):
     assert found.method == method
     assert 0 < found.probe.loss < 20
     assert (found.probe.rollouts is not None) == row.rows.sampled
+    whole = max(sum(len(ids) for name, ids in row.items() if name.endswith("_ids")) for row in token_rows(method))
+    assert 0 < found.probe.longest <= whole  # without KTO's other prompt
     assert found.plan.steps == 3
     assert found.tokens.answers == (0 if row.rows.sampled else len(row.rows.answers) * found.tokens.examples)
     for sample in found.tokens.samples:
