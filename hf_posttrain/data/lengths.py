@@ -11,6 +11,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from ..errors import InputError
 from .packing import lengths_of
 
 logger = logging.getLogger(__package__)
@@ -86,3 +87,14 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str =
             "%s: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",
             name, count, what, positions, lengths.max(), remedy,
         )  # fmt: skip
+
+
+def check_completions(rows: Any, longest: int) -> None:
+    """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none, and warns where it is
+    cut at `longest` tokens."""
+    lengths = lengths_of(rows, "completion_ids") if isinstance(rows, datasets.Dataset) else np.ones(1)
+    if not lengths.all():
+        raise InputError(f"lmbda below 1 trains on completions of the data, and row {lengths.argmin()} has none")
+    if count := int((lengths > longest).sum()):
+        said = "train: %d completions of the data are cut at max_completion_length %d, their ends with them"
+        logger.warning(said, count, longest)

@@ -9,19 +9,16 @@ exactly q. Rollouts depend on (seed, step, rank) alone, so a resumed run repeats
 Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy distillation as in ArcticTraining.
 """
 
-import logging
 import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
-import datasets
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.packing import lengths_of
+from ..data.lengths import check_completions
 from ..errors import InputError
 from ..generation import by_transformers, rollout, vllm
 from ..losses.divergence import policy_gradient
@@ -37,7 +34,6 @@ from ..trainer.loss_units import Losses, row_weights
 from . import METHODS
 from .rules import POLICY_GRADIENT
 
-logger = logging.getLogger(__name__)
 BACKENDS: dict[str, Any] = {
     "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm.Server,
 }  # fmt: skip
@@ -242,14 +238,3 @@ class OPDTrainer(PostTrainer):
             if f"logprob/{name}" in metrics:
                 metrics[f"perplexity/{name}"] = math.exp(min(-metrics[f"logprob/{name}"], 700))
         return metrics
-
-
-def check_completions(rows: Any, longest: int) -> None:
-    """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none, and warns where it is
-    cut at `longest` tokens."""
-    lengths = lengths_of(rows, "completion_ids") if isinstance(rows, datasets.Dataset) else np.ones(1)
-    if not lengths.all():
-        raise InputError(f"lmbda below 1 trains on completions of the data, and row {lengths.argmin()} has none")
-    if count := int((lengths > longest).sum()):
-        said = "train: %d completions of the data are cut at max_completion_length %d, their ends with them"
-        logger.warning(said, count, longest)
