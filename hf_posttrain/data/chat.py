@@ -1,4 +1,4 @@
-"""Chat templates and token boundaries: messages -> text -> ids, and which ids the assistant wrote.
+"""Chat templates and token boundaries: messages -> text -> ids; `assistant_mask` says which the assistant wrote.
 
 The boundary comes from rendered text: the rendered prompt must be the beginning of the rendered conversation. An
 `InputError` names the problem; the caller adds file and row. `template_kwargs` go to the template.
@@ -6,17 +6,15 @@ The boundary comes from rendered text: the rendered prompt must be the beginning
 
 import json
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby, takewhile
+from itertools import takewhile
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, shown
-from .messages import Messages, call_names, check_unicode, text_of
+from .messages import Messages, call_names, check_unicode
 
 _PROBE = "sentinel7391"
 """A text that no template writes of itself."""
@@ -32,7 +30,7 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
         raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
     options = {**(template_kwargs or {}), **options}
     try:
-        messages = _as_template_reads(tokenizer, messages, tools)
+        messages = as_template_reads(tokenizer, messages, tools)
         text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
     except Exception as error:  # a template is a program, and raises what it likes
         roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
@@ -83,7 +81,7 @@ def _in_order(texts: list[str], full: str) -> bool:
     return True
 
 
-def _as_template_reads(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None) -> Messages:
+def as_template_reads(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None) -> Messages:
     """Contents as parts, and arguments of calls as JSON text, for the templates that write these alone."""
     template = tokenizer.get_chat_template(tools=tools)
     if _reads_parts(tokenizer, template):
@@ -146,7 +144,7 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
         return eos_id(tokenizer)
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = render(tokenizer, probe, None, template_kwargs).rpartition(_PROBE)[2]
-    ends = [i for i in _plain_ids(tokenizer, [tail])[0] if i in special_ids(tokenizer)]
+    ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special_ids(tokenizer)]
     return ends[0] if ends else eos_id(tokenizer)
 
 
@@ -179,7 +177,7 @@ def split_chat(tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion:
     """
     start = prompt_text(tokenizer, prompt, tools, template_kwargs)
     full = render(tokenizer, join_messages(prompt, completion), tools, template_kwargs)
-    return start, _after(start, full)
+    return start, text_behind(start, full)
 
 
 def shared_length(first: Sequence, second: Sequence) -> int:
@@ -187,7 +185,8 @@ def shared_length(first: Sequence, second: Sequence) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _after(start: str, full: str) -> str:
+def text_behind(start: str, full: str) -> str:
+    """What follows `start` in `full`. Raises InputError where `full` does not begin with it."""
     if full.startswith(start):
         return full[len(start) :]
     n = shared_length(start, full)
@@ -200,21 +199,22 @@ def _after(start: str, full: str) -> str:
     )
 
 
-def _plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def plain_ids(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    """Ids of each text, without anything that the tokenizer would add."""
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def _prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prefix_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer itself writes before any text: usually [] or [BOS]."""
-    bare, dressed = _plain_ids(tokenizer, ["x"])[0], tokenizer("x")["input_ids"]
+    bare, dressed = plain_ids(tokenizer, ["x"])[0], tokenizer("x")["input_ids"]
     return next((dressed[:n] for n in range(len(dressed)) if dressed[n : n + len(bare)] == bare), [])
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     """Ids of each text, plain or rendered: BOS once if the tokenizer writes one, and no EOS that it would append."""
     # templates often write the BOS themselves, so the tokenizer's own is added only where it is missing
-    prefix = _prefix_ids(tokenizer)
-    return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in _plain_ids(tokenizer, texts)]
+    prefix = prefix_ids(tokenizer)
+    return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in plain_ids(tokenizer, texts)]
 
 
 def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int) -> list[int]:
@@ -254,132 +254,9 @@ def _ids_behind(tokenizer: PreTrainedTokenizerBase, head: list[int], full: list[
     A tokenizer in the manner of sentencepiece puts a space before any text, which a completion must not gain: then its
     ids are those that it has behind a character that nothing merges with.
     """
-    alone, whole = _plain_ids(tokenizer, [completion])[0], tokenizer.decode(full)
+    alone, whole = plain_ids(tokenizer, [completion])[0], tokenizer.decode(full)
     candidates = [alone]
     for anchor in ("\n", ".", "|"):
-        before, both = _plain_ids(tokenizer, [anchor, anchor + completion])
+        before, both = plain_ids(tokenizer, [anchor, anchor + completion])
         candidates += [both[len(before) :]] * (both[: len(before)] == before)
     return next((ids for ids in candidates if tokenizer.decode(head + ids) == whole), alone)
-
-
-def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
-                   template_kwargs: dict | None = None, full: str = "") -> tuple[list[int], list[int]]:  # fmt: skip
-    """Ids of the conversation and a 0/1 mask of equal length: 1 for each assistant's content, calls and turn end.
-
-    `full` is the conversation rendered, where that is known. Turns without any are not trained. Nothing follows the
-    last 1. Raises InputError if there is no assistant turn, the text before a turn differs from what generation would
-    see, or what an assistant wrote is not all in its turn.
-    """
-    end_id = turn_end_id(tokenizer, template_kwargs)
-    # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
-    template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
-    tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
-    full = full or render(tokenizer, messages, tools, template_kwargs)
-    ids, mask, offsets = (_tagged_mask if tagged else _rendered_mask)(
-        tokenizer, messages, tools, template_kwargs, end_id, full
-    )
-    # 2. of each turn, nothing behind its end (a line break, a second end); no turn that is an end alone, which would
-    # teach empty answers
-    trained, mask, wrote = mask, [], []
-    for is_turn, pairs in groupby(zip(trained, ids, strict=True), key=lambda pair: bool(pair[0])):
-        turn, begin = [i for _, i in pairs], len(mask)
-        if not is_turn or not str(tokenizer.decode(turn, skip_special_tokens=True)).strip():
-            mask += [0] * len(turn)
-            continue
-        kept = len(end_once(tokenizer, turn, end_id)) if end_id in turn else len(turn)
-        kept = min(kept, len(turn))
-        mask += [1] * kept + [0] * (len(turn) - kept)
-        wrote.append(full[offsets[begin][0] : offsets[begin + kept - 1][1]])
-    if not any(mask):
-        raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
-    _check_written(tokenizer, messages, full, wrote)
-    # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
-    size = len(mask) - mask[::-1].index(1)
-    end = [end_id] if messages[-1]["role"] == "assistant" and ids[size - 1] != end_id else []
-    # 4. BOS once: some templates write it, for others the tokenizer does
-    prefix = _prefix_ids(tokenizer)
-    prefix = [] if ids[: len(prefix)] == prefix else prefix
-    return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
-
-
-def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, wrote: list[str]) -> None:
-    """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has.
-    Special tokens alone say nothing."""
-    for n, message in enumerate(messages):
-        for text in (message["content"].strip(), *call_names(message)):
-            if message["role"] != "assistant" or text not in full or any(text in turn for turn in wrote):
-                continue
-            if {*_plain_ids(tokenizer, [text])[0]} - special_ids(tokenizer):
-                problem = f"message {n} (assistant): {shown(text)} would not be trained"
-                why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
-                raise InputError(f"assistant_only_loss: {problem}: {why}")
-
-
-def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
-    """Ids, mask and places in the text (begin, end), from the template's generation tags."""
-    messages = _as_template_reads(tokenizer, messages, tools)
-    options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
-    encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
-    ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
-    for n in range(1, len(ids)):
-        # the turn end right after a tagged span is trained too; and where the last character of a span is split into
-        # several tokens, transformers marks only the first: mark the rest
-        ends_turn = ids[n] == end_id and ids[n - 1] != end_id
-        if mask[n - 1] and (ends_turn or offsets[n][0] < offsets[n - 1][1]):
-            mask[n] = 1
-    return ids, mask, offsets
-
-
-def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
-    """Ids, mask and places from the text: a turn begins where generation would have begun it, and ends with its end."""
-    encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    starts, special = [start for start, _ in offsets], special_ids(tokenizer)
-    # from the last turn to the first, since each must end before `limit`, the character where the next one begins
-    mask, limit = [0] * len(ids), len(full)
-    for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
-        if n:
-            start = render(tokenizer, messages[:n], tools, template_kwargs, add_generation_prompt=True)
-            begin = len(full) - len(_after(start, full))
-        else:
-            # templates do not render an empty conversation: take the header that opens an answer to some other message
-            probe = [{"role": "user", "content": "hello"}]
-            asked = render(tokenizer, probe, None, template_kwargs)
-            header = _after(asked, render(tokenizer, probe, None, template_kwargs, add_generation_prompt=True))
-            begin = full.find(header) + len(header)
-            if header not in full or not header:
-                how = f"the assistant speaks first, and {header!r} does not open its turn"
-                raise InputError(f"assistant_only_loss: {how}")
-        # The content may hold the text of the turn end, so the end is looked for behind the content, or behind what the
-        # template has kept of it (it may drop the thinking at its beginning).
-        content, later = messages[n]["content"].strip(), messages[n + 1 :]
-        kept = (content[at:].lstrip() for at in (0, *(m.end() for m in re.finditer(r"[\n>]", content))))
-        places = ((at, at + len(text)) for text in kept if (at := full.find(text, begin, limit)) >= 0)
-        found, behind = next(places, (begin, begin))
-        first, after, stop = bisect_left(starts, begin), bisect_left(starts, behind), len(ids)
-        if later and (messages[n].get("tool_calls") or after == len(ids) or ids[after] != end_id):
-            # calls follow the content, or there is no end: the turn rendered as the last one shows how far it goes
-            alone = ""
-            with suppress(InputError):  # a template may refuse a call that has no answer
-                alone = render(tokenizer, messages[: n + 1], tools, template_kwargs)
-            stop = bisect_right([end for _, end in offsets], shared_length(alone, full))
-            rest = alone[starts[stop] :] if stop < len(ids) else ""
-            if stop >= after and {*_plain_ids(tokenizer, [rest.strip()])[0]} <= special:
-                stop += bool(rest.strip()) and ids[stop] in special  # another end than that of a last turn
-            else:  # a last turn is written otherwise: the next message bounds this one
-                following = later[0]["content"].strip()
-                if following and following in full[begin:found] and following not in text_of(messages[n]):
-                    problem = f"the chat template writes message {n + 1} inside message {n}"
-                    raise InputError(f"assistant_only_loss: {problem}")
-                bound = full.find(following, behind, limit) if following else -1
-                stop = bisect_left(starts, bound if bound >= 0 else limit)
-                stop = stop if end_id in ids[after:stop] else after
-        if end_id in ids[after:stop]:
-            stop = ids.index(end_id, after) + 1
-        while stop > first and not full[starts[stop - 1] : offsets[stop - 1][1]].strip():
-            stop -= 1
-        if stop <= first and content:
-            raise InputError(f"assistant_only_loss: message {n} (assistant): the end of its turn is not found")
-        mask[first:stop], limit = [1] * (stop - first), begin
-    return ids, mask, offsets

@@ -6,6 +6,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, shown
 from . import chat
+from .assistant_mask import assistant_mask
 from .formats import Sample, add_system, read_format
 from .kinds import RowKind
 
@@ -137,7 +138,7 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
     turns = turns if sample.prompt is None else chat.join_messages(sample.prompt, turns)
     full = chat.render(tokenizer, turns, *options)
     unread = tuple(chat.find_unread(tokenizer, turns, full, *options))
-    ids, mask = chat.assistant_mask(tokenizer, turns, *options, full)
+    ids, mask = assistant_mask(tokenizer, turns, *options, full)
     if sample.prompt is not None and plan.completion_only is not False:
         before = len(chat.encode(tokenizer, [chat.prompt_text(tokenizer, sample.prompt, *options)])[0])
         mask = [0] * before + mask[before:]

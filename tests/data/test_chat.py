@@ -9,6 +9,7 @@ from models_for_tests import tiny_model
 from transformers import AutoTokenizer
 
 from hf_posttrain.data import chat
+from hf_posttrain.data.assistant_mask import assistant_mask
 from hf_posttrain.data.messages import clean_messages
 from hf_posttrain.errors import InputError
 from hf_posttrain.models import prepare as policy
@@ -36,7 +37,7 @@ def pair(tokenizer, prompt, completion, **options) -> tuple[str, str]:
 
 def trained(tokenizer, messages, **options) -> list[str]:
     """The texts under the ones of the assistant mask."""
-    row, mask = chat.assistant_mask(tokenizer, messages, **options)
+    row, mask = assistant_mask(tokenizer, messages, **options)
     assert len(row) == len(mask)
     spans, previous = [], 0
     for token, one in zip(row, mask, strict=True):
@@ -144,7 +145,7 @@ def test_bos_exactly_once():
     assert chat.encode(tokenizer, ["q", "<s>q"]) == [[bos, ord("q")]] * 2
     assert chat.encode(tok.byte_tokenizer(), ["q"]) == [[ord("q")]]
     for template in (tok.LLAMA, tok.CHATML, tok.CHATML_GENERATION):
-        row, mask = chat.assistant_mask(tok.bos_tokenizer(template), [USER, REPLY])
+        row, mask = assistant_mask(tok.bos_tokenizer(template), [USER, REPLY])
         assert (row[0], row.count(bos), mask[0]) == (bos, 1, 0)
 
 
@@ -171,7 +172,7 @@ def test_assistant_mask_is_the_same_with_and_without_tags(template):
 
 
 def test_assistant_mask_exact_positions():
-    row, mask = chat.assistant_mask(tok.byte_tokenizer(), [USER, REPLY, MORE])
+    row, mask = assistant_mask(tok.byte_tokenizer(), [USER, REPLY, MORE])
     before = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert row == ids(tok.byte_tokenizer(), before + "4<|im_end|>")  # nothing after the last trained token
     assert mask == [0] * (len(row) - 2) + [1, 1]
@@ -197,9 +198,9 @@ def test_a_tools_turn_stays_out_of_what_is_trained(tagged):
 def test_no_assistant_turn_or_unfit_template_raises():
     for template in (tok.CHATML, tok.CHATML_GENERATION):
         with pytest.raises(InputError, match="no token of this conversation was written by an assistant"):
-            chat.assistant_mask(tok.byte_tokenizer(template), [USER])
+            assistant_mask(tok.byte_tokenizer(template), [USER])
     with pytest.raises(InputError, match="does not begin with its rendered prompt"):
-        chat.assistant_mask(tok.byte_tokenizer(tok.DEEPSEEK), [USER, REPLY])
+        assistant_mask(tok.byte_tokenizer(tok.DEEPSEEK), [USER, REPLY])
 
 
 def test_assistant_mask_of_thinking_templates():
