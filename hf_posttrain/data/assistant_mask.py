@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left, bisect_right
 from contextlib import suppress
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -98,52 +98,93 @@ def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> t
 def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
     """Ids, mask and places from the text: a turn begins where generation would have begun it, and ends with its end."""
     encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-    starts, special = [start for start, _ in offsets], special_ids(tokenizer)
+    tokens = encoded["input_ids"], encoded["offset_mapping"]
+    given = _Rendered(tokenizer, messages, tools, template_kwargs, end_id, full, *tokens)
     # from the last turn to the first, since each must end before `limit`, the character where the next one begins
-    mask, limit = [0] * len(ids), len(full)
+    mask, limit = [0] * len(given.ids), len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
-        if n:
-            start = render(tokenizer, messages[:n], tools, template_kwargs, add_generation_prompt=True)
-            begin = len(full) - len(text_behind(start, full))
-        else:
-            # templates do not render an empty conversation: take the header that opens an answer to some other message
-            probe = [{"role": "user", "content": "hello"}]
-            asked = render(tokenizer, probe, None, template_kwargs)
-            header = text_behind(asked, render(tokenizer, probe, None, template_kwargs, add_generation_prompt=True))
-            begin = full.find(header) + len(header)
-            if header not in full or not header:
-                how = f"the assistant speaks first, and {header!r} does not open its turn"
-                raise InputError(f"assistant_only_loss: {how}")
-        # The content may hold the text of the turn end, so the end is looked for behind the content, or behind what the
-        # template has kept of it (it may drop the thinking at its beginning).
-        content, later = messages[n]["content"].strip(), messages[n + 1 :]
-        kept = (content[at:].lstrip() for at in (0, *(m.end() for m in re.finditer(r"[\n>]", content))))
-        places = ((at, at + len(text)) for text in kept if (at := full.find(text, begin, limit)) >= 0)
-        found, behind = next(places, (begin, begin))
-        first, after, stop = bisect_left(starts, begin), bisect_left(starts, behind), len(ids)
-        if later and (messages[n].get("tool_calls") or after == len(ids) or ids[after] != end_id):
-            # calls follow the content, or there is no end: the turn rendered as the last one shows how far it goes
-            alone = ""
-            with suppress(InputError):  # a template may refuse a call that has no answer
-                alone = render(tokenizer, messages[: n + 1], tools, template_kwargs)
-            stop = bisect_right([end for _, end in offsets], shared_length(alone, full))
-            rest = alone[starts[stop] :] if stop < len(ids) else ""
-            if stop >= after and {*plain_ids(tokenizer, [rest.strip()])[0]} <= special:
-                stop += bool(rest.strip()) and ids[stop] in special  # another end than that of a last turn
-            else:  # a last turn is written otherwise: the next message bounds this one
-                following = later[0]["content"].strip()
-                if following and following in full[begin:found] and following not in text_of(messages[n]):
-                    problem = f"the chat template writes message {n + 1} inside message {n}"
-                    raise InputError(f"assistant_only_loss: {problem}")
-                bound = full.find(following, behind, limit) if following else -1
-                stop = bisect_left(starts, bound if bound >= 0 else limit)
-                stop = stop if end_id in ids[after:stop] else after
-        if end_id in ids[after:stop]:
-            stop = ids.index(end_id, after) + 1
-        while stop > first and not full[starts[stop - 1] : offsets[stop - 1][1]].strip():
+        begin = given.begin_of(n)
+        first, stop = given.token_at(begin), given.stop_of(n, begin, limit)
+        while stop > first and not full[given.offsets[stop - 1][0] : given.offsets[stop - 1][1]].strip():
             stop -= 1
-        if stop <= first and content:
+        if stop <= first and messages[n]["content"].strip():
             raise InputError(f"assistant_only_loss: message {n} (assistant): the end of its turn is not found")
         mask[first:stop], limit = [1] * (stop - first), begin
-    return ids, mask, offsets
+    return given.ids, mask, given.offsets
+
+
+class _Rendered(NamedTuple):
+    """A conversation, its rendering, and the tokens of that with their places in the text."""
+
+    tokenizer: PreTrainedTokenizerBase
+    messages: Messages
+    tools: list | None
+    template_kwargs: dict | None
+    end_id: int
+    full: str
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+    def render(self, messages: Messages, **options: Any) -> str:
+        """Other messages by the same template."""
+        return render(self.tokenizer, messages, self.tools, self.template_kwargs, **options)
+
+    def token_at(self, place: int) -> int:
+        """The first token that begins at this character or behind it."""
+        return bisect_left(self.offsets, place, key=lambda offset: offset[0])
+
+    def begin_of(self, n: int) -> int:
+        """The character where generation would have begun message n."""
+        if n:
+            start = self.render(self.messages[:n], add_generation_prompt=True)
+            return len(self.full) - len(text_behind(start, self.full))
+        # templates do not render an empty conversation: take the header that opens an answer to some other message
+        probe = [{"role": "user", "content": "hello"}]
+        asked, opened = (render(self.tokenizer, probe, None, self.template_kwargs, add_generation_prompt=prompt)
+                         for prompt in (False, True))  # fmt: skip
+        header = text_behind(asked, opened)
+        if header not in self.full or not header:
+            raise InputError(f"assistant_only_loss: the assistant speaks first, and {header!r} does not open its turn")
+        return self.full.find(header) + len(header)
+
+    def stop_of(self, n: int, begin: int, limit: int) -> int:
+        """The token behind the end of message n, which stands between the characters `begin` and `limit`."""
+        found, behind = self.content_of(n, begin, limit)
+        after, stop, later = self.token_at(behind), len(self.ids), self.messages[n + 1 :]
+        ends_there = after < len(self.ids) and self.ids[after] == self.end_id
+        if later and (self.messages[n].get("tool_calls") or not ends_there):
+            # calls follow the content, or there is no end: the turn rendered as the last one shows how far it goes
+            stop = self.stop_as_last(n, after) or self.stop_before(n, begin, found, behind, limit)
+        if self.end_id in self.ids[after:stop]:
+            stop = self.ids.index(self.end_id, after) + 1
+        return stop
+
+    def content_of(self, n: int, begin: int, limit: int) -> tuple[int, int]:
+        """Where the content of message n begins and ends, or what the template has kept of it: it may drop the thinking
+        at its beginning. The content may hold the text of the turn end, so that is looked for behind it."""
+        content = self.messages[n]["content"].strip()
+        kept = (content[at:].lstrip() for at in (0, *(m.end() for m in re.finditer(r"[\n>]", content))))
+        places = ((at, at + len(text)) for text in kept if (at := self.full.find(text, begin, limit)) >= 0)
+        return next(places, (begin, begin))
+
+    def stop_as_last(self, n: int, after: int) -> int | None:
+        """The token behind message n as far as its rendering as the last one is the beginning of the whole; None where
+        a last turn is written otherwise."""
+        alone = ""
+        with suppress(InputError):  # a template may refuse a call that has no answer
+            alone = self.render(self.messages[: n + 1])
+        stop = bisect_right(self.offsets, shared_length(alone, self.full), key=lambda offset: offset[1])
+        rest = alone[self.offsets[stop][0] :].strip() if stop < len(self.ids) else ""
+        special = special_ids(self.tokenizer)
+        if stop < after or not {*plain_ids(self.tokenizer, [rest])[0]} <= special:
+            return None
+        return stop + (bool(rest) and self.ids[stop] in special)  # another end than that of a last turn
+
+    def stop_before(self, n: int, begin: int, found: int, behind: int, limit: int) -> int:
+        """The token where the next message begins, or where the content of message n ends if no end is before that."""
+        following = self.messages[n + 1]["content"].strip()
+        if following and following in self.full[begin:found] and following not in text_of(self.messages[n]):
+            raise InputError(f"assistant_only_loss: the chat template writes message {n + 1} inside message {n}")
+        bound = self.full.find(following, behind, limit) if following else -1
+        after, stop = self.token_at(behind), self.token_at(bound if bound >= 0 else limit)
+        return stop if self.end_id in self.ids[after:stop] else after
