@@ -14,16 +14,26 @@ import torch
 
 from ..errors import InputError
 
-# LaTeX for what plain text can say, in this order: a fraction behind a number is a mixed number, a unit does not count
-_PLAIN = tuple((re.compile(pattern), plain) for pattern, plain in (
-    (r"\\left|\\right|\\[!,;:()\[\] ]|\{(?=,\})|(?<=,)\}|\^\{?\\circ\}?|°|\*{2,}(?!\d)|(?<!\d)\*{2,}", ""),
-    (r"\\([%$])", r"\1"), (r"\*\*", "^"), (r"\\times|\\cdot|[×·]", "*"), (r"\\pi(?![a-zA-Z])", "π"),
-    (r"(?<=\d)\s*(?:\\text|\\mathrm|\\mbox)\s*\{\s*[a-zA-Z ]+\}(?:\^\{?\d\}?)?(?=\s*[}$.]|\s*$)", ""),
-    (r"\\(?:text|mathrm|mbox|textbf|mathbf|boldsymbol|textit)\s*\{([^{}]*)\}", r"\1"),
-    (r"(?<=\d)\s*(?=\\[dtc]?frac)", " "),
-    (r"\\[dtc]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
-    (r"\\sqrt\s*(?:\{(\w+)\}|(\d))", r"√\1\2"), (r"\^\s*\{(-?\w+)\}", r"^\1"), (r" ?([*^√]) ?(?=[\d√-])", r"\1"),
-))  # fmt: skip
+# LaTeX as plain text says it, in this order
+_PLAIN = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        (r"\\left|\\right|\\[!,;:()\[\] ]|\^\{?\\circ\}?|°", ""),  # sizes, spaces, degrees
+        (r"\{(?=,\})|(?<=,)\}", ""),  # 5{,}000
+        (r"\*{2,}(?!\d)|(?<!\d)\*{2,}", ""),  # Markdown's bold, not a power
+        (r"\\([%$])", r"\1"),
+        (r"\*\*", "^"),
+        (r"\\times|\\cdot|[×·]", "*"),
+        (r"\\pi(?![a-zA-Z])", "π"),
+        (r"(?<=\d)\s*(?:\\text|\\mathrm|\\mbox)\s*\{\s*[a-zA-Z ]+\}(?:\^\{?\d\}?)?(?=\s*[}$.]|\s*$)", ""),  # units
+        (r"\\(?:text|mathrm|mbox|textbf|mathbf|boldsymbol|textit)\s*\{([^{}]*)\}", r"\1"),
+        (r"(?<=\d)\s*(?=\\[dtc]?frac)", " "),  # a fraction behind a number is a mixed number
+        (r"\\[dtc]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))", r"\1\2/\3\4"),
+        (r"\\sqrt\s*(?:\{(\w+)\}|(\d))", r"√\1\2"),
+        (r"\^\s*\{(-?\w+)\}", r"^\1"),
+        (r" ?([*^√]) ?(?=[\d√-])", r"\1"),
+    )
+]
 # what may follow a number and makes it another one: a fraction, a time of day, a power, a product, a root
 _TAIL = r"(?>(?: \d+/\d+(?!\d)|[/:^*]-?√?\d[\d.,]*|√\d[\d.,]*|π)*)"
 _VALUE = r"(?>[-+$]*√?[\d.,]*\d(?:[eE][-+]?\d+)?)" + _TAIL
@@ -72,7 +82,7 @@ def _normal(answer: str) -> str:
     if _RATIO.fullmatch(number):
         with suppress(ValueError, ArithmeticError):  # too many digits, or by zero
             value = sum(map(Fraction, number.lstrip("-").split())) * (-1 if number.startswith("-") else 1)
-            number = str(value)
+            number = str(value)  # in lowest terms, and as a decimal where that is exact
             number = str(Context(prec=99, traps=[Inexact]).divide(value.numerator, value.denominator))
     try:
         return f"{_EXACT.create_decimal(number).normalize(_EXACT):f}"
