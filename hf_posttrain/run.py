@@ -154,7 +154,7 @@ def run(recipe: Recipe) -> dict[str, float]:
 
     from . import report
     from .recipe.datasets import audit_data, prepare_data
-    from .trainer import lock
+    from .trainer import output_dir
 
     tokenizer, peft_config = parts.check_models(recipe, config)
     rows = prepare_data(recipe, trainer_class, tokenizer, config)
@@ -167,7 +167,7 @@ def run(recipe: Recipe) -> dict[str, float]:
         logger.warning("%s", warning)
     # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
-    with lock.held(config):
+    with output_dir.locked(config):
         trainer = trainer_class(
             args=config, processing_class=tokenizer, peft_config=peft_config, train_dataset=rows["train"],
             eval_dataset=rows.get("eval"), **parts.load_models(recipe, config),

@@ -32,7 +32,7 @@ from ..scoring.layouts import Collator, Example
 from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
-from . import checkpoint, evaluation, lock, same_run, saving, step
+from . import checkpoint, evaluation, output_dir, same_run, saving, step
 from .config import PostTrainConfig
 from .loss_units import Losses, Meter
 from .method import Method
@@ -240,7 +240,7 @@ class PostTrainer(Trainer):
         True, which wants one. Raises InputError where this run could not go on as the one that wrote it, or where
         another trains in output_dir; KeyboardInterrupt after Ctrl-C, when a checkpoint has been saved.
         """
-        with lock.held(self.args):
+        with output_dir.locked(self.args):
             return self._train_alone(resume_from_checkpoint, *args, **kwargs)
 
     def _train_alone(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
@@ -251,7 +251,7 @@ class PostTrainer(Trainer):
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         if self.args.save_strategy != "no" and self.args.should_save:
-            saving.check_space(self.args.output_dir, saving.least_bytes(self.model))
+            output_dir.check_space(self.args.output_dir, output_dir.least_bytes(self.model))
         logger.info("training %s", launch.describe_launch(self))
         set_seed(self.args.seed)
         self.meters["train"], self.has_trained = Meter(), False

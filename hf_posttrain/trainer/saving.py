@@ -3,10 +3,6 @@
 import copy
 import json
 import math
-import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,6 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel, Trainer
 
@@ -27,16 +22,12 @@ from ..models.load import adapter_shape
 from ..models.prepare import own_rates
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
-from ..watch.progress import GIB
 from . import checkpoint, rules
 from .checkpoint import loading
+from .output_dir import check_space, least_bytes, writing
 
 # in the README.md of a run where `report.card` wrote it
 CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
-_UNWRITABLE = re.compile(
-    r"No space left on device|File too large|Disk quota exceeded|Input/output error|Read-only file system"
-    r"|PytorchStreamWriter failed|iostream error|unexpected pos \d+"
-)  # what Python, safetensors, tokenizers and torch say of a write that failed
 _WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -231,41 +222,6 @@ def adapter_state(policy: peft.PeftModel) -> dict[str, Tensor]:
 def adapter_folder(policy: peft.PeftModel, folder: str | Path) -> Path:
     """Where PEFT saves the active adapter."""
     return Path(folder) if policy.active_adapter == "default" else Path(folder, policy.active_adapter)
-
-
-# ---- the space
-
-
-def least_bytes(model: nn.Module) -> int:
-    """What trained weights take on disk at least."""
-    return sum(getattr(w, "ds_numel", w.numel()) * w.element_size() for w in model.parameters() if w.requires_grad)
-
-
-def check_space(folder: str | Path, wanted: int) -> None:
-    """Raises InputError where the disk of `folder` has less than so many bytes left."""
-    place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if (free := shutil.disk_usage(place).free) < wanted:
-        raise InputError(
-            f"{folder} has {free / GIB:.3g} GiB left, and a checkpoint takes {wanted / GIB:.3g} GiB at least: "
-            "free some, or set output_dir, save_total_limit or save_only_model"
-        )
-
-
-@contextmanager
-def writing(folder: str | Path) -> Iterator[None]:
-    """A disk that is full, or takes no more for another reason, is an InputError; each library words it otherwise."""
-    try:
-        yield
-    except (Exception, CheckpointException) as error:
-        said = _UNWRITABLE.search(str(error))
-        if said or isinstance(error, InputError):
-            shutil.rmtree(Path(folder, checkpoint.SAVING), ignore_errors=True)  # gives space back
-        if said is None or isinstance(error, InputError):
-            raise
-        raise InputError(
-            f"{folder} could not be written ({said[0]}, {shutil.disk_usage(folder).free / GIB:.3g} GiB left): complete"
-            " checkpoints stay; free some space and go on with resume_from_checkpoint: auto"
-        ) from error
 
 
 # ---- the proof

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import score_cache
-from hf_posttrain.trainer import checkpoint, lock, saving
+from hf_posttrain.trainer import checkpoint, output_dir, saving
 
 pytestmark = pytest.mark.engines
 
@@ -542,8 +542,8 @@ def test_two_runs_do_not_share_an_output_dir(tmp_path, capsys):
     code = f"""
 import time
 from types import SimpleNamespace
-from hf_posttrain.trainer import lock
-with lock.held(SimpleNamespace(process_index=0, output_dir={str(tmp_path)!r})):
+from hf_posttrain.trainer import output_dir
+with output_dir.locked(SimpleNamespace(process_index=0, output_dir={str(tmp_path)!r})):
     print("held", flush=True)
     time.sleep(100)
 """
@@ -553,7 +553,7 @@ with lock.held(SimpleNamespace(process_index=0, output_dir={str(tmp_path)!r})):
         with pytest.raises(InputError, match=rf"another run \(process {first.pid} on .*\) trains in"):
             trainer.train()
         first.kill()
-    with lock.held(trainer.args):  # the command holds it around `train`
+    with output_dir.locked(trainer.args):  # the command holds it around `train`
         trainer.train()
 
 

@@ -1,0 +1,90 @@
+"""The folder that a run writes to: one run at a time in it, and what is said where its disk has no space."""
+
+import logging
+import os
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..errors import InputError
+from ..watch.progress import GIB
+from . import checkpoint
+
+logger = logging.getLogger(__name__)
+LOCK = "_lock"  # a name that Trainer does not push to the hub
+_UNWRITABLE = re.compile(
+    r"No space left on device|File too large|Disk quota exceeded|Input/output error|Read-only file system"
+    r"|PytorchStreamWriter failed|iostream error|unexpected pos \d+"
+)  # what Python, safetensors, tokenizers and torch say of a write that failed
+
+
+@contextmanager
+def locked(args: Any) -> Iterator[None]:
+    """Inside, no other process trains in `args.output_dir`; the first rank holds it for all. May be nested.
+
+    The system lets a lock go with the process that holds it, however that ends. Raises InputError where it is held.
+    """
+    if args.process_index != 0:
+        yield
+        return
+    folder = Path(args.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    # one object for each path, so that `train` may be called inside the command's own
+    lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+        with suppress(OSError):
+            (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+    except Timeout:
+        holder = ""
+        with suppress(OSError):
+            holder = (folder / LOCK).read_text(encoding="utf-8").strip()
+        raise InputError(
+            f"output_dir: another run ({holder or 'a process'}) trains in {folder}: wait for it, or set another"
+        ) from None
+    except (OSError, NotImplementedError) as error:  # a file system without locks
+        logger.info("%s is not locked against a second run (%s)", folder, error)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def least_bytes(model: nn.Module) -> int:
+    """What trained weights take on disk at least."""
+    return sum(getattr(w, "ds_numel", w.numel()) * w.element_size() for w in model.parameters() if w.requires_grad)
+
+
+def check_space(folder: str | Path, wanted: int) -> None:
+    """Raises InputError where the disk of `folder` has less than so many bytes left."""
+    place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if (free := shutil.disk_usage(place).free) < wanted:
+        raise InputError(
+            f"{folder} has {free / GIB:.3g} GiB left, and a checkpoint takes {wanted / GIB:.3g} GiB at least: "
+            "free some, or set output_dir, save_total_limit or save_only_model"
+        )
+
+
+@contextmanager
+def writing(folder: str | Path) -> Iterator[None]:
+    """A disk that is full, or takes no more for another reason, is an InputError; each library words it otherwise."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        said = _UNWRITABLE.search(str(error))
+        if said or isinstance(error, InputError):
+            shutil.rmtree(Path(folder, checkpoint.SAVING), ignore_errors=True)  # gives space back
+        if said is None or isinstance(error, InputError):
+            raise
+        raise InputError(
+            f"{folder} could not be written ({said[0]}, {shutil.disk_usage(folder).free / GIB:.3g} GiB left): complete"
+            " checkpoints stay; free some space and go on with resume_from_checkpoint: auto"
+        ) from error
