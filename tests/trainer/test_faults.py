@@ -181,7 +181,8 @@ def test_a_disk_that_is_full_at_any_write_is_one_line(kind, few, whole, tmp_path
             trainer.train(resume_from_checkpoint="auto")
         assert "\n" not in str(raised.value)
         said.append(str(raised.value))
-        assert {path.name for path in folder.iterdir()} == {"checkpoint-1", output_dir.LOCK}, "what was half-written is gone"
+        left = {path.name for path in folder.iterdir()}
+        assert left == {"checkpoint-1", output_dir.LOCK}, "what was half-written is gone"
         assert checkpoint.find_checkpoint(folder) == str(folder / "checkpoint-1")
     assert all(re.search(r"could not be written \(.*\): complete checkpoints stay", line) for line in said), said
     print(f"{kind}: {len(said)} writes failed, {len(said)} said so in a line")
