@@ -8,7 +8,6 @@ Normalisation: a method returns one loss per unit (a token or an example); the d
 ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 == 1 x 4 == two processes.
 """
 
-import inspect
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -33,12 +32,11 @@ from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
 from . import checkpoint, evaluation, output_dir, same_run, saving, step
-from .config import PostTrainConfig
+from .config import PostTrainConfig, check_arguments, check_optimizer
 from .loss_units import Losses, Meter
 from .method import Method
 from .preemption import Preemption
 from .router import router_coef
-from .rules import keywords
 
 logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
@@ -80,20 +78,8 @@ class PostTrainer(Trainer):
         **kwargs: Any,
     ):
         args = args or self.config_class(output_dir="outputs")
-        if not isinstance(args, self.config_class):
-            wrong = f"args must be a {self.config_class.__name__}, not a {type(args).__name__}"
-            raise InputError(f"{wrong}: after the model name all arguments (args=..., train_dataset=...)")
-        kwargs = keywords(type(self).__name__, kwargs, inspect.signature(Trainer.__init__).parameters)
-        if data_collator is not None or kwargs.get("compute_loss_func") is not None:
-            problem = "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
-            third = f" (the third argument, a {type(data_collator).__name__}, is data_collator)"
-            raise InputError(problem + third * (data_collator is not None))
-        if model is None or kwargs.get("model_init") is not None:
-            raise InputError(
-                "pass model, not model_init: adapter, reference and prepared rows belong to one model, so build a "
-                "trainer for each trial of a search over hyperparameters"
-            )
-        model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)
+        kwargs = check_arguments(type(self), model, args, data_collator, kwargs)
+        model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)  # type: ignore[arg-type]
         launch.check_model(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         self.generation_config = policies.align_generation(model, self.tokenizer, self.terminal_ids)
@@ -121,10 +107,7 @@ class PostTrainer(Trainer):
         if cached is not None:
             config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it
-        trained = {id(parameter) for parameter in self.model.parameters() if parameter.requires_grad}
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        if groups and not any(id(parameter) in trained for group in groups for parameter in group["params"]):
-            raise InputError("optimizers: this optimizer has none of the weights that are trained (of the adapter?)")
+        check_optimizer(self)
         progress.replace_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)

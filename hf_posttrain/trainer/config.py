@@ -3,6 +3,7 @@
 import inspect
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -132,3 +133,32 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             logger.warning(found, self.n_gpu)
             self._n_gpu = 1
         check_engine(self)
+
+
+def check_arguments(
+    trainer: Any, model: Any, args: Any, data_collator: Any, kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`kwargs` of a trainer class without those of TRL that change nothing. Raises InputError for what cannot be
+    honoured."""
+    if not isinstance(args, trainer.config_class):
+        wrong = f"args must be a {trainer.config_class.__name__}, not a {type(args).__name__}"
+        raise InputError(f"{wrong}: after the model name all arguments (args=..., train_dataset=...)")
+    kept = rules.keywords(trainer.__name__, kwargs, inspect.signature(Trainer.__init__).parameters)
+    if data_collator is not None or kept.get("compute_loss_func") is not None:
+        problem = "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"
+        third = f" (the third argument, a {type(data_collator).__name__}, is data_collator)"
+        raise InputError(problem + third * (data_collator is not None))
+    if model is None or kept.get("model_init") is not None:
+        raise InputError(
+            "pass model, not model_init: adapter, reference and prepared rows belong to one model, so build a trainer "
+            "for each trial of a search over hyperparameters"
+        )
+    return kept
+
+
+def check_optimizer(trainer: Any) -> None:
+    """Raises InputError for an optimizer of other weights than those that are trained."""
+    trained = {id(parameter) for parameter in trainer.model.parameters() if parameter.requires_grad}
+    groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
+    if groups and not any(id(parameter) in trained for group in groups for parameter in group["params"]):
+        raise InputError("optimizers: this optimizer has none of the weights that are trained (of the adapter?)")
