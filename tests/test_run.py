@@ -211,7 +211,8 @@ def test_true_resumes_as_in_transformers_where_there_is_a_checkpoint(folder, cap
     assert "resume_from_checkpoint: true, and no checkpoint is in out: auto begins anew" in line
     assert run.main(["sft.yaml", "train.resume_from_checkpoint=false"]) == 0
     capsys.readouterr()
-    assert run.main(["sft.yaml", "train.resume_from_checkpoint=true", "train.max_steps=3"]) == 0
+    longer = "train.max_steps=3", "train.resume_despite=max_steps"
+    assert run.main(["sft.yaml", "train.resume_from_checkpoint=true", *longer]) == 0
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 3
 
 

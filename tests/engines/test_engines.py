@@ -29,7 +29,7 @@ from training_for_tests import (
     token_rows,
     trainer_for,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from hf_posttrain import DPOConfig, DPOTrainer, KDConfig, KDTrainer, SFTConfig
@@ -231,6 +231,8 @@ def hidden_dtypes(rank, method, engine, lora):
     for name, model in {"policy": trainer.model, "second": trainer.second_model and trainer.second_model.model}.items():
         if model is not None:
             scoring.causal_lm(model).model.layers[1].mlp.down_proj.register_forward_hook(watch(name))
+    # the check before the first batch is in float32
+    trainer.add_callback(type("Forget", (TrainerCallback,), {"on_train_begin": lambda *args, **kwargs: seen.clear()}))
     trainer.train()
     weights = {p.dtype for p in policy_of(trainer).parameters() if p.requires_grad}
     return {name: [str(d) for d in found] for name, found in seen.items()}, [str(d) for d in weights]
@@ -284,7 +286,7 @@ def cut(rank, method, engine, offload):
     method_config, method_trainer = {"kd": (KDConfig, KDTrainer), "dpo": (DPOConfig, DPOTrainer)}[method]
     second = {"teacher_model": tiny_model(seed=5), "teacher_offload": offload} if method == "kd" else {}
     trainer = method_trainer(
-        tiny_model(), method_config(**config), token_rows(method), None, byte_tokenizer(), **second
+        tiny_model(), method_config(**config), None, token_rows(method), None, byte_tokenizer(), **second
     )  # fmt: skip
     trainer.train()
     model = trainer.second_model.model

@@ -324,6 +324,6 @@ def test_an_8bit_teacher_cannot_be_offloaded(tmp_path):
     teacher = tiny_model(seed=9)
     teacher.is_loaded_in_8bit = True
     config = hf_posttrain.KDConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    arguments = (tiny_model(), config, token_rows("kd"), None, byte_tokenizer())
+    arguments = (tiny_model(), config, None, token_rows("kd"), None, byte_tokenizer())
     options = {"teacher_model": teacher, "teacher_offload": True}
     assert "use 4bit, or do not offload" in refusal(hf_posttrain.KDTrainer, *arguments, **options)

@@ -425,7 +425,7 @@ def test_what_cannot_be_honoured_raises(config, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "advice"), [("truncation_mode", "trimmed from its left first"), ("packing_strategy", "best-fit")]
+    ("name", "advice"), [("truncation_mode", "cut from its left first"), ("packing_strategy", "best-fit")]
 )
 def test_fields_of_trl_that_do_not_exist_say_what_to_use(name, advice, tmp_path):
     with pytest.raises(InputError, match=f"SFTConfig has no {name}.*{advice}"):
@@ -744,10 +744,11 @@ def test_an_optimizer_of_other_weights_is_refused(tmp_path):
     for given, peft_config in ((model, lora), (other, None)):
         optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
         with pytest.raises(InputError, match="none of the weights that are trained"):
-            SFTTrainer(model, args, rows, None, byte_tokenizer(), peft_config, optimizers=(optimizer, None))
+            SFTTrainer(model, args, None, rows, None, byte_tokenizer(), peft_config=peft_config,
+                       optimizers=(optimizer, None))  # fmt: skip
         model = tiny_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    SFTTrainer(model, args, rows, None, byte_tokenizer(), optimizers=(optimizer, None)).train()
+    SFTTrainer(model, args, None, rows, None, byte_tokenizer(), optimizers=(optimizer, None)).train()
 
 
 def test_model_init_is_refused_with_what_to_do_instead(tmp_path):
