@@ -158,8 +158,9 @@ def test_exit_codes_reach_the_shell(folder, code):
     assert not (folder / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.engines
-@pytest.mark.parametrize("engine", ["ddp", pytest.param("zero3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["ddp", "zero3"])
 def test_two_processes_check_together_and_one_speaks(folder, engine):
     """Through a launcher: the plan is of both, weights are cut where the engine cuts them, and the probe is theirs."""
     zero = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3", "DS_ACCELERATOR": "cpu"}

@@ -408,6 +408,7 @@ def on_a_full_disk(rank, folder):
         return on_ranks(rank, folder, 1)
 
 
+@pytest.mark.slow
 def test_ranks_stop_together_where_one_has_a_full_disk(tmp_path):
     (step, said), other = on_two(on_a_full_disk, "ddp", str(tmp_path))
     assert (step, said) == other
