@@ -30,10 +30,18 @@ def check_model(section: ModelSection) -> PretrainedConfig:
         raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
     if section.adapter:
         with names_the_source("adapter", section.adapter):
-            peft.PeftConfig.from_pretrained(section.adapter)
+            check_adapter_kind(peft.PeftConfig.from_pretrained(section.adapter))
     name = section.name_or_path
     with names_the_source("model", name):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+
+
+def check_adapter_kind(config: peft.PeftConfig) -> None:
+    """Raises InputError for an adapter that is not inside the layers (prompt tuning), and for one that needs more than
+    a forward: inputs of its own, or as AdaLoRA a loss, and calls in each step."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning or kind in ("ADALORA", "POLY", "SHADOW", "XLORA"):
+        raise InputError(f"{kind}: only adapters that act inside the layers, by themselves, are supported (LoRA, ...)")
 
 
 # ---- tokenizers

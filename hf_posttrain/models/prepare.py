@@ -70,32 +70,12 @@ def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends:
 def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     """Add a new adapter, switch dropout off, each where asked for, and let the forward take a scorer.
 
-    Raises InputError for an adapter on an adapter, and for adapters that are not inside the layers (prompt tuning).
+    Raises InputError for an adapter on an adapter, and for kinds of adapters that cannot be trained here.
     """
     if peft_config is not None:
-        if isinstance(model, peft.PeftModel):
-            raise InputError(
-                "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
-            )
-        if getattr(peft_config, "is_prompt_learning", False):
-            kind = type(peft_config).__name__
-            raise InputError(f"{kind}: only adapters inside the layers (LoRA and the like) are supported")
-        if peft_config.peft_type in ("POLY", "SHADOW", "XLORA"):
-            raise InputError(f"{peft_config.peft_type.value}: an adapter that needs inputs of its own is not supported")
-        if getattr(model, "is_quantized", False):
-            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-        # routers that are a linear layer by class and return several tensors
-        linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        own = "transformers.models."
-        routers = {name.rpartition(".")[2] for name, kind in linear.items() if kind.__module__.startswith(own)}
-        if routers and getattr(peft_config, "target_modules", None) == "all-linear" and not peft_config.exclude_modules:
-            peft_config.exclude_modules = sorted(routers)
-            logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
-        try:
-            model = peft.get_peft_model(model, peft_config)
-        except (ValueError, TypeError, ImportError) as error:
-            first = str(error).strip().partition("\n")[0]
-            raise InputError(f"peft_config (model.lora): {first}") from error
+        model = add_adapter(model, peft_config)
+    for adapter in getattr(model, "peft_config", {}).values():
+        load.check_adapter_kind(adapter)
     if args.disable_dropout and (rates := switch_off_noise(model)):
         logger.info("disable_dropout: off are %s", ", ".join(rates))
     module: Any
@@ -132,6 +112,29 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
         cpu.attend_by_document(forward.causal_lm(model))
     return model
+
+
+def add_adapter(model: nn.Module, config: Any) -> nn.Module:
+    """The model with a new adapter. Raises InputError where it has one, and for what PEFT refuses."""
+    if isinstance(model, peft.PeftModel):
+        raise InputError(
+            "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
+        )
+    load.check_adapter_kind(config)
+    if getattr(model, "is_quantized", False):
+        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    # routers that are a linear layer by class and return several tensors
+    linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    own = "transformers.models."
+    routers = {name.rpartition(".")[2] for name, kind in linear.items() if kind.__module__.startswith(own)}
+    if routers and getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
+        config.exclude_modules = sorted(routers)
+        logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
+    try:
+        return peft.get_peft_model(model, config)
+    except (ValueError, TypeError, ImportError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise InputError(f"peft_config (model.lora): {first}") from error
 
 
 def switch_off_noise(model: nn.Module) -> list[str]:

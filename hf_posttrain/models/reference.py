@@ -76,10 +76,7 @@ def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
     base = [name for name, p in policy.named_parameters() if p.requires_grad and not any(part in name for part in own)]
     reason = f"{base[0]} of the base is trained too" if base else "several adapters are active"
     if not base and len(policy.active_adapters) == 1:
-        try:
-            return peft.PeftModel.disable_adapter if new else AdapterCopy(policy)
-        except ValueError as error:  # some kinds of adapter are alone
-            reason = str(error)
+        return peft.PeftModel.disable_adapter if new else AdapterCopy(policy)
     logger.info("reference: a copy of the whole policy, since %s", reason)
     return None
 

@@ -85,13 +85,12 @@ def test_a_sound_recipe_is_shown_without_weights_and_nothing_is_written(folder, 
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("kind", ["lora", "modules_to_save", "ia3", "prompt_tuning"])
+@pytest.mark.parametrize("kind", ["lora", "modules_to_save", "ia3"])
 def test_an_adapter_that_is_continued_is_counted_as_a_new_one(folder, capsys, kind):
     configs = {
         "lora": peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
         "modules_to_save": peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]),
         "ia3": peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[], task_type="CAUSAL_LM"),
-        "prompt_tuning": peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
     }
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained("tiny"))
     model.save_pretrained("tiny")
@@ -102,6 +101,9 @@ def test_an_adapter_that_is_continued_is_counted_as_a_new_one(folder, capsys, ki
     assert found.memory.optimizer == 8 * sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     assert run.main(["recipe.yaml", "--check", override]) == 0
     assert "It can run." in capsys.readouterr().out
+    peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM").save_pretrained("prompt")
+    assert run.main(["recipe.yaml", "--check", "model={name_or_path: tiny, adapter: prompt}"]) == 2
+    assert "adapter prompt: PROMPT_TUNING: only adapters that act inside" in capsys.readouterr().err
 
 
 def test_fewer_rows_than_a_step_takes_are_the_step(folder):

@@ -186,16 +186,28 @@ def test_two_active_adapters_stay_active(tmp_path):
     assert trainer.state.log_history[0]["loss"] == pytest.approx(LN2, abs=1e-5)
 
 
-def test_a_continued_adapter_may_be_one_that_is_alone_or_have_any_name(tmp_path):
-    """AdaLoRA takes no second adapter beside the one that is trained."""
-    alone = peft.AdaLoraConfig(r=4, init_r=4, target_r=2, total_step=10, target_modules=["q_proj"])
-    named = peft.get_peft_model(tiny_model("llama"), lora(init_lora_weights=False), adapter_name="reference")
-    for policy in (peft.get_peft_model(tiny_model("llama"), alone), named):
-        trainer = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=2, learning_rate=0.1)
-        trainer.train()
-        assert trainer.state.log_history[0]["loss"] == pytest.approx(LN2, abs=1e-5)
-        trainer.save_model(tmp_path / policy.active_adapter)
-    assert (tmp_path / "reference" / "reference" / "adapter_model.safetensors").exists()
+def test_a_continued_adapter_may_have_any_name(tmp_path):
+    policy = peft.get_peft_model(tiny_model("llama"), lora(init_lora_weights=False), adapter_name="reference")
+    trainer = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=2, learning_rate=0.1)
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(LN2, abs=1e-5)
+    trainer.save_model(tmp_path / "saved")
+    assert (tmp_path / "saved" / "reference" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        peft.AdaLoraConfig(r=4, init_r=4, target_r=2, total_step=10, target_modules=["q_proj"], task_type="CAUSAL_LM"),
+        peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM"),
+    ],
+    ids=["adalora", "prompt tuning"],
+)
+def test_adapters_that_need_more_than_a_forward_are_refused_new_and_continued(config, tmp_path):
+    for given in ({"peft_config": config}, {}):
+        model = tiny_model("llama") if given else peft.get_peft_model(tiny_model("llama"), config)
+        with pytest.raises(InputError, match="only adapters that act inside the layers"):
+            trainer_for("dpo", model, token_rows("dpo"), tmp_path, **given)
 
 
 def test_cache_notices_what_changes_the_numbers(tmp_path):
