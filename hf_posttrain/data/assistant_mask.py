@@ -70,8 +70,10 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
     """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has.
     Special tokens alone say nothing."""
     for n, message in enumerate(messages):
-        for text in (message["content"].strip(), *call_names(message)):
-            if message["role"] != "assistant" or text not in full or any(text in turn for turn in wrote):
+        others = [other["content"] for other in messages if other is not message]
+        for text in (message["content"].strip(), *call_names(message)) if message["role"] == "assistant" else ():
+            elsewhere = sum(content.count(text) for content in others)
+            if full.count(text) <= elsewhere or any(text in turn for turn in wrote):
                 continue
             if {*plain_ids(tokenizer, [text])[0]} - special_ids(tokenizer):
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"

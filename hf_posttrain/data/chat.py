@@ -144,13 +144,19 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
         return eos_id(tokenizer)
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = render(tokenizer, probe, None, template_kwargs).rpartition(_PROBE)[2]
-    ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special_ids(tokenizer)]
+    special = special_ids(tokenizer)
+    ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]
     return ends[0] if ends else eos_id(tokenizer)
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Ids of special tokens, which plain text never becomes."""
-    return {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
+    return {*tokenizer.all_special_ids, *_added_special_ids(tokenizer, len(tokenizer))}
+
+
+@lru_cache(maxsize=32)
+def _added_special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozenset[int]:
+    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: list | None = None,

@@ -106,7 +106,9 @@ def read_format(row: dict, form: str) -> Sample:
                 raise InputError(f"column {chats[0]!r}: expected an answer of the assistant's behind other turns")
             return Sample(turns[:-1], [turns[-1:]], label, tools=_tools(row))
         row = {**row, "prompt": turns, **{name: _single(row[name]) for name in ("chosen", "rejected")}}
-        whole = any(isinstance(row[name], list) and len(row[name]) > 1 for name in ("chosen", "rejected"))
+        # answers are whole conversations themselves where they do not begin with what an assistant says
+        begins: list[Any] = [_value(row, name)[0] for name in ("chosen", "rejected") if isinstance(row[name], list)]
+        whole = any(turn["role"] != "assistant" or turn == turns[0] for turn in begins)
         if turns[-1]["role"] == "assistant" and not whole:
             raise InputError(f"column {chats[0]!r}: ends with an answer, although chosen and rejected are the answers")
         return read_format({**row, "prompt": None} if whole else row, "chosen + rejected" if whole else _PROMPTED)
@@ -124,7 +126,8 @@ def read_format(row: dict, form: str) -> Sample:
         answers.append(value)
     # pairs without a prompt share their beginning; so do whole conversations next to a prompt that is text
     text_prompt = isinstance(row.get("prompt"), str)
-    shared = "chosen" in columns and (row.get("prompt") is None or (text_prompt and isinstance(answers[0], list)))
+    whole = text_prompt and any(isinstance(answer, list) and answer[0]["role"] != "assistant" for answer in answers)
+    shared = "chosen" in columns and (row.get("prompt") is None or whole)
     if not shared:
         return Sample(_value(row, "prompt"), answers, label, tools=_tools(row))
     prompt, answers = _split_shared(*answers)

@@ -40,8 +40,7 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
     if not isinstance(role, str) or not role.strip():
         raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {shown([*message])}")
     # a role that a template does not know may be rendered as it is, or dropped: better refused here
-    close = difflib.get_close_matches(role.strip().lower(), _MISTAKEN, 1, 0.75)
-    if role not in _ROLES and close:
+    if role not in _ROLES and (close := difflib.get_close_matches(role.strip().lower(), _MISTAKEN, 1, 0.75)):
         raise InputError(f"message {n} has the role {shown(role)}, expected {_MISTAKEN[close[0]]!r}")
     check_unicode(role, f"message {n}: role")
     where = f"message {n} ({shown(role)[1:-1]})"

@@ -32,14 +32,16 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
     proven = min(beyond) if beyond else math.inf
     if (switch := getattr(inner, "rope_switch", None)) and longest > switch:
         return ALONE, proven  # a row's rotary frequencies depend on its length: in a batch on that of the longest
-    if own_logits(model, some_ids(inner)(3), 1).isnan().any():
-        return next(_ways(inner)), 0  # nothing can be proven: the generation itself says so
+    if not own_logits(model, some_ids(inner)(3), 1).isfinite().any():
+        raise RuntimeError("the model's logits are NaN or infinite: nothing can be drawn from them")
     gaps: dict[str, float] = {}
     for in_float32, most in ((True, 10 * tolerance(inner)), (False, 1.0)):
         for way in _ways(inner):
             try:
                 with InFloat32() if in_float32 else nullcontext():
                     gaps[way] = _gap(model, longest, way, answer)
+            except torch.OutOfMemoryError:
+                raise
             except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
                 logger.debug("%s: generation %s failed: %s", type(inner).__name__, way, error)
                 continue

@@ -41,7 +41,7 @@ _FINAL = re.compile(rf"####[ \t]*({_VALUE}(?![\w(])|[^\n]*\S)")
 _SAID = re.compile(  # an "A" or "answer" alone is a word
     rf"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*({_VALUE}|\$[^$\n]*\\[a-z][^$\n]*\$)"
 )
-_NUMBER = re.compile(rf"-?√?\d[\d,]*(?:\.\d+)?{_TAIL}")
+_NUMBER = re.compile(rf"-?√?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+){_TAIL}")
 _RATIO = re.compile(r"-?(?:\d+ )?\d+/\d+")
 _EXACT = Context(prec=999, Emax=999, Emin=-999, traps=[InvalidOperation])  # finite: 1e999999999 is not written out
 
@@ -77,7 +77,7 @@ def _boxed(text: str) -> list[str]:
 
 def _normal(answer: str) -> str:
     """One spelling for equal answers."""
-    answer = answer.strip("$.,*% \n\t")
+    answer = answer.lstrip("$,*% \n\t").rstrip("$.,*% \n\t")
     number = answer.replace(",", "").replace("$", "")
     if _RATIO.fullmatch(number):
         with suppress(ValueError, ArithmeticError):  # too many digits, or by zero

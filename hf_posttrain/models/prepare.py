@@ -76,6 +76,10 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         model = add_adapter(model, peft_config)
     for adapter in getattr(model, "peft_config", {}).values():
         load.check_adapter_kind(adapter)
+    active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
+    if len(active) > 1:
+        named = ", ".join(active)
+        raise InputError(f"several adapters are active ({named}), of which PEFT saves one: merge them, or activate one")
     if args.disable_dropout and (rates := switch_off_noise(model)):
         logger.info("disable_dropout: off are %s", ", ".join(rates))
     module: Any
@@ -145,7 +149,7 @@ def switch_off_noise(model: nn.Module) -> list[str]:
     """
     found: set[str] = set()
     inner = forward.causal_lm(model)
-    inner.own_rates = []
+    inner.own_rates = getattr(inner, "own_rates", [])  # of an earlier trainer of the same model
     for config in {id(config): config for config in (inner.config, inner.config.get_text_config())}.values():
         rates = {name: rate for name, rate in vars(config).items() if _is_rate(name, rate)}
         inner.own_rates.append((config, rates))

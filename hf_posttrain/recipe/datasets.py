@@ -56,13 +56,15 @@ def _naming_line(sources: Any) -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        path = "" if isinstance(sources, list) or sources.weight != 1 else sources.path
-        found = re.search(r", row (\d+)", str(error))
+        whole = not isinstance(sources, list) and sources.weight == 1 and sources.split in (None, "train")
+        path, found = sources.path if whole else "", re.search(r", row (\d+)", str(error))
         if not found or not path.endswith(".jsonl") or not Path(path).is_file():
             raise
         with open(path, "rb") as file:
             lines = (number for number, line in enumerate(file, 1) if line.strip())
-            number = next(itertools.islice(lines, int(found[1]), None))
+            number = next(itertools.islice(lines, int(found[1]), None), None)
+        if number is None:  # a file that is one JSON array
+            raise
         text = str(error)[: found.end()] + f" (line {number})" + str(error)[found.end() :]
         raise InputError(text) from error
 

@@ -9,6 +9,7 @@ ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 ==
 """
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, TypeAlias
@@ -223,6 +224,8 @@ class PostTrainer(Trainer):
         True, which wants one. Raises InputError where this run could not go on as the one that wrote it, or where
         another trains in output_dir; KeyboardInterrupt after Ctrl-C, when a checkpoint has been saved.
         """
+        if isinstance(resume_from_checkpoint, os.PathLike):
+            resume_from_checkpoint = os.fspath(resume_from_checkpoint)
         with output_dir.locked(self.args):
             return self._train_alone(resume_from_checkpoint, *args, **kwargs)
 

@@ -76,12 +76,6 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
     accelerator.wait_for_everyone()
 
 
-def size(output_dir: str | os.PathLike[str]) -> int:
-    """Bytes of the newest checkpoint in `output_dir`, 0 without one."""
-    newest = sort_checkpoints(str(output_dir))[-1:]
-    return sum(file.stat().st_size for path in newest for file in Path(path).rglob("*") if file.is_file())
-
-
 def launched(trainer: Any) -> dict[str, Any]:
     """What must be the same again for a resumed run to go on as if nothing had happened."""
     accelerator, name = trainer.accelerator, engine.name(trainer.accelerator)

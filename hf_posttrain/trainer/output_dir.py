@@ -6,11 +6,10 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -19,7 +18,13 @@ from ..watch.progress import GIB
 from . import checkpoint
 
 logger = logging.getLogger(__name__)
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 LOCK = "_lock"  # a name that Trainer does not push to the hub
+_held: set[Path] = set()  # folders that this process has locked
 _UNWRITABLE = re.compile(
     r"No space left on device|File too large|Disk quota exceeded|Input/output error|Read-only file system"
     r"|PytorchStreamWriter failed|iostream error|unexpected pos \d+"
@@ -32,30 +37,29 @@ def locked(args: Any) -> Iterator[None]:
 
     The system lets a lock go with the process that holds it, however that ends. Raises InputError where it is held.
     """
-    if args.process_index != 0:
+    folder = Path(args.output_dir).resolve()
+    if args.process_index != 0 or fcntl is None or folder in _held:
         yield
         return
-    folder = Path(args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    # one object for each path, so that `train` may be called inside the command's own
-    lock = FileLock(folder.resolve() / LOCK, is_singleton=True, thread_local=False)
-    try:
-        lock.acquire(timeout=0)
-        with suppress(OSError):
-            (folder / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-    except Timeout:
-        holder = ""
-        with suppress(OSError):
-            holder = (folder / LOCK).read_text(encoding="utf-8").strip()
-        raise InputError(
-            f"output_dir: another run ({holder or 'a process'}) trains in {folder}: wait for it, or set another"
-        ) from None
-    except (OSError, NotImplementedError) as error:  # a file system without locks
-        logger.info("%s is not locked against a second run (%s)", folder, error)
-    try:
-        yield
-    finally:
-        lock.release()
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "a process"
+            raise InputError(
+                f"output_dir: another run ({holder}) trains in {args.output_dir}: wait for it, or set another"
+            ) from None
+        except OSError as error:  # a file system without locks
+            logger.info("%s is not locked against a second run (%s)", args.output_dir, error)
+        file.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
+        _held.add(folder)
+        try:
+            yield
+        finally:
+            _held.remove(folder)
 
 
 def least_bytes(model: nn.Module) -> int:

@@ -47,7 +47,7 @@ IN_STATE = _names("""
 
 
 def describe(trainer: Any) -> dict[str, Any]:
-    """{dotted name: JSON} of everything that the trained weights depend on. Reads every prepared row once."""
+    """{name: JSON} of everything that the trained weights depend on. Reads every prepared row once."""
     args, policy = trainer.args, forward.unwrapped(trainer.model)
     options = args.to_dict()
     follows = options["metric_for_best_model"] or options["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
@@ -70,12 +70,14 @@ def describe(trainer: Any) -> dict[str, Any]:
         "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in unread},
         "train_dataset": _rows(trainer, trainer.train_dataset),
     }
+    if not isinstance(trainer.train_dataset, datasets.Dataset):
+        found["dataloader_num_workers"] = args.dataloader_num_workers  # share a stream's files: another order
     if follows:
         found["eval_dataset"] = _rows(trainer, trainer.eval_dataset)
     plugin = trainer.accelerator.state.deepspeed_plugin
     for name in ("optimizer", "scheduler") if plugin is not None else ():  # of DeepSpeed's own
         found[f"deepspeed.{name}"] = plugin.deepspeed_config.get(name)
-    return dict(_flat(json.loads(json.dumps(found, default=score_cache.plain))))
+    return json.loads(json.dumps(found, default=score_cache.plain))
 
 
 def base_weights(model: Any, peft_config: Any, method: Any) -> str:
@@ -92,9 +94,9 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -
     """
     allowed = set(listed(despite)) - IN_STATE
     return {
-        key: f"{key}: then {shown(then[key])}, now {shown(now[key])}" for key in then
-        if key in now and then[key] != now[key] and not {key, key.partition(".")[0]} & allowed
-        and not (key == "second_model" and None in (then[key], now[key]))  # its scores came from the cache
+        key: f"{key}: then {shown(before)}, now {shown(after)}" for key, before, after in _differing(then, now)
+        if not {key, key.partition(".")[0]} & allowed
+        and not (key == "second_model" and None in (before, after))  # its scores came from the cache
     }  # fmt: skip
 
 
@@ -110,10 +112,13 @@ def _rows(trainer: Any, rows: Any) -> Any:
     return f"{len(rows)} rows ({score_cache.rows_key(used)[:12]})"
 
 
-def _flat(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in a tree of mappings."""
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield f"{above}{name}", value
+def _differing(then: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, value then, value now) where two trees differ. Another version of a library may have more options,
+    and a model's or adapter's config more fields: what only one of the trees has there is no difference."""
+    grows = above in ("", "model.", "adapter.")
+    for name in sorted(then.keys() & now.keys() if grows else then.keys() | now.keys()):
+        before, after = then.get(name), now.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differing(before, after, f"{above}{name}.")
+        elif before != after:
+            yield f"{above}{name}", before, after

@@ -91,7 +91,7 @@ def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
         self._get_output_dir, self._push_from_checkpoint = (lambda trial: folder), (lambda folder: None)
         try:
             if self.args.should_save:
-                check_space(run, checkpoint.size(run) or least_bytes(self.model))
+                check_space(run, least_bytes(self.model))
             Trainer._save_checkpoint(self, model, trial)
         finally:
             del self._get_output_dir, self._push_from_checkpoint

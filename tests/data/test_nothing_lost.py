@@ -9,6 +9,7 @@ from tokenizers_for_tests import CHATML, DEEPSEEK, byte_tokenizer
 
 from hf_posttrain.check import data_command
 from hf_posttrain.data.audit import audits
+from hf_posttrain.data.formats import read_format
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -205,3 +206,14 @@ def test_the_data_command_names_them_too(tmp_path, monkeypatch, capsys):
     jsonl(tmp_path / "mine.jsonl", [{"context": "Sums.", "messages": [USER, REPLY]}])
     assert data_command.main(["mine.jsonl"]) == 2
     assert "sft: column 'context' says what was asked, and messages does not read it" in capsys.readouterr().out
+
+
+def test_answers_of_several_messages_keep_the_prompt_of_the_conversation():
+    """An answer may hold a call and its result; a whole conversation begins as the prompt does."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
+    result = {"role": "tool", "content": "4"}
+    answers = {name: [call, result, {"role": "assistant", "content": said}] for name, said in
+               (("chosen", "It is 4."), ("rejected", "It is 5."))}  # fmt: skip
+    for row in ({"messages": [USER], **answers}, {"messages": [USER], **{k: [USER, *v] for k, v in answers.items()}}):
+        sample = read_format(row, "messages + chosen + rejected")
+        assert sample.prompt[0] == {"role": "user", "content": USER["content"]}

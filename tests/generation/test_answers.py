@@ -33,6 +33,8 @@ from hf_posttrain.generation.exact_match import ExactMatch, answerable, final_an
         ("#### 12345678902.0", "12345678902"),
         ("#### 0.10000000000000000000000000001", "0.10000000000000000000000000001"),
         ("#### 1e3", "1000"),
+        ("The answer is .5", "0.5"),
+        ("the price is $.50", "0.5"),
         ("#### 1e999999999", "Infinity"),
         ("#### New York.\nIt is", "new york"),
         ("#### 1 1/2 hours", "1.5"),

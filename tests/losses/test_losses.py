@@ -12,7 +12,6 @@ from hf_posttrain.losses.divergence import DIVERGENCES, discounted, policy_gradi
 from hf_posttrain.losses.preference import PAIRED, PairedOptions, Pairs
 from hf_posttrain.losses.unpaired import UNPAIRED
 from hf_posttrain.methods.rules import LABEL_SMOOTHED
-from hf_posttrain.trainer.loss_units import Losses
 
 
 def pairs(logps, ref_logps, lengths):
@@ -166,11 +165,3 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(name):
     value.sum().backward()
     assert value.item() == pytest.approx(0, abs=1e-12)
     assert logits.grad.abs().max() < 1e-12
-
-
-def test_a_unit_without_weight_is_left_out_even_where_it_is_nan():
-    values = torch.tensor([1.0, float("nan"), 3.0], requires_grad=True)
-    loss = Losses(values, torch.tensor([1.0, 0.0, 1.0])).summed
-    loss.backward()
-    assert loss == 4
-    assert values.grad.tolist() == [1, 0, 1]

@@ -81,6 +81,6 @@ def test_a_kernel_that_takes_no_float32_is_checked_as_it_is(monkeypatch, caplog)
     monkeypatch.setattr(choose_layout.InFloat32, "__enter__", refuse)
     with caplog.at_level(logging.INFO):
         assert trusted_layout([scoring(tiny_model(), torch.bfloat16)], "shared", explicit=True) == "shared"
-    assert "since float32 gave: only bfloat16 here" in caplog.text
+    assert "check in float32: only bfloat16 here" in caplog.text
     trusted_layout([odd := scoring(tiny("recurrent_gemma", logits_soft_cap=1.0))], "padded", explicit=False)
     assert getattr(odd, forward.OWN_LOGITS)
