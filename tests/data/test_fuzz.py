@@ -322,7 +322,8 @@ def prompt_and_answers(row, columns):
     """(prompt, answers): strings or lists of messages, one kind."""
     answers = [answer(row[column]) for column in columns]
     prompt = row.get("prompt") if "prompt" in row else None
-    if "chosen" in columns and ("prompt" not in row or (isinstance(prompt, str) and isinstance(answers[0], list))):
+    whole = isinstance(prompt, str) and any(isinstance(a, list) and a[0]["role"] != "assistant" for a in answers)
+    if "chosen" in columns and (prompt is None or whole):
         need(isinstance(answers[0], type(answers[1])))
         alike = [a == b for a, b in zip(*answers, strict=False)]
         n = min(([*alike, False]).index(False), *(len(each) - 1 for each in answers))
@@ -397,10 +398,11 @@ def text_row(plain, row, kind, form, options):
         row = {**row, "prompt": "\n".join(part for part in parts if part)}
     if first != form and first in ("messages", "conversations"):
         turns, pair = messages(row[first]), [row.get("chosen"), row.get("rejected")]
+        begins = [messages(single(each))[0] for each in pair if each is not None and not isinstance(each, str)]
         if "label" in form:
             need(len(turns) > 1 and turns[-1]["role"] == "assistant")
             prompt, answers = turns[:-1], [turns[-1:]]
-        elif any(isinstance(each, list) and len(each) > 1 for each in pair):
+        elif any(turn["role"] != "assistant" or turn == turns[0] for turn in begins):
             whole = {name: single(row[name]) for name in ("chosen", "rejected")}
             prompt, answers = prompt_and_answers(whole, [*whole])
         else:
