@@ -20,7 +20,7 @@ import yaml
 from models_for_tests import tiny_model
 from processes_for_tests import engine_arguments, on_two
 from tokenizers_for_tests import byte_tokenizer
-from training_for_tests import token_rows, trainer_for
+from training_for_tests import quick, token_rows, trainer_for
 
 from hf_posttrain import SFTConfig, run
 from hf_posttrain.engines import engine, launch
@@ -128,7 +128,7 @@ def trained_by_environment(rank, env, folder):
     return units.count("FSDPQwen3DecoderLayer"), log["loss"], log["grad_norm"]
 
 
-@pytest.mark.parametrize("name", sorted(ENGINES))
+@pytest.mark.parametrize("name", quick("fsdp2", among=sorted(ENGINES)))
 def test_each_engine_trains_as_one_process(name, monkeypatch, tmp_path):
     """By the file alone: no key of the recipe names an engine or a layer."""
     _, env = launched(monkeypatch, name, *(["--machine_rank", "1", "--main_process_ip", "x"] * (name == "multi_node")))

@@ -143,9 +143,9 @@ def sampled(rank, engine, lora):
 
 @pytest.mark.parametrize(
     ("engine", "lora"),
-    [("fsdp2", False), ("zero3", True)]
+    [("fsdp2", False)]
     + [pytest.param(*case, marks=pytest.mark.slow)
-       for case in (("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", False))],
+       for case in (("ddp", False), ("fsdp2", True), ("zero2", False), ("zero3", False), ("zero3", True))],
 )
 def test_ranks_generate_alone_after_one_gather(engine, lora):
     results = on_two(sampled, engine, engine, lora, timeout=120)
@@ -339,7 +339,7 @@ def alongside(rank, method, engine, dropout, size):
 
 
 @pytest.mark.parametrize("method", ["kd", "dpo"])
-@pytest.mark.parametrize("engine", quick("single", "ddp", "zero3", among=("single", *ENGINES)))
+@pytest.mark.parametrize("engine", quick("single", "zero3", among=("single", *ENGINES)))
 def test_frozen_models_have_no_dropout_and_no_gradients(engine, method):
     expected, _ = alongside(None, method, "single", 0.0, 4)
     assert len(expected) == 4
@@ -411,7 +411,7 @@ def out_of_order(rank, engine):
     return said
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero2", "zero3"])
+@pytest.mark.parametrize("engine", quick("fsdp2", among=("fsdp2", "zero2", "zero3")))
 def test_evaluation_before_training_and_a_second_training_are_refused(engine):
     for before, first, after, second in on_two(out_of_order, engine, engine):
         assert (first, after) == (None, None)

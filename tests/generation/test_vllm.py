@@ -146,6 +146,7 @@ def test_a_teacher_equal_to_the_student_teaches_nothing_at_any_temperature(backe
     assert trainer.evaluate()["eval_logprob/student"] != metrics["eval_logprob/student"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [BOTH[1], BOTH[3]], ids=[NAMES[1], NAMES[3]], indirect=True)
 def test_a_hundred_transfers_of_an_adapter_leave_the_base_bit_for_bit(backend, tmp_path, monkeypatch):
     """Nothing is merged into the policy, which in bfloat16 could not be undone."""
