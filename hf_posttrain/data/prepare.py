@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, error_context, named
+from ..errors import InputError, error_context, named, nearest
 from . import suggest
 from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read
 from .formats import detect, our_name, unread
@@ -127,9 +127,12 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
     """(the data set with our name for its text, its columns, its format)."""
     columns, field = _columns(dataset), getattr(config, "dataset_text_field", "text")
     ours = {column: our_name(column, columns) for column in columns}
-    if field != "text" and field in columns and "text" not in columns:
+    if field != "text" and field not in columns and "text" in columns:
+        raise InputError(f"dataset_text_field: there is no column {field!r}{nearest(field, columns)}")
+    if field != "text" and field in columns:
+        ours |= {"text": "other_text"} if "text" in columns else {}
         ours[field] = "text"
-    for column in (column for column in columns if ours[column] != column):
+    for column in sorted((column for column in columns if ours[column] != column), key=lambda column: column != "text"):
         dataset = dataset.rename_column(column, ours[column])
     columns = list(ours.values())
     if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):

@@ -60,6 +60,12 @@ def allowed_values(values: Any) -> Iterator[Problem]:
         yield from one_of(name, getattr(values, name), allowed)
     for reporter in symptoms.listed(values.report_to):
         yield from one_of("report_to", reporter, ("all", "none", *REPORTERS))
+    if getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type) == "constant" and values.warmup_steps:
+        yield ("warmup_steps", "lr_scheduler_type"), "warmup_steps: constant has no warm-up: use constant_with_warmup"
+    for name, value in (values.chat_template_kwargs or {}).items():
+        if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off", "true", "false"):
+            problem = f"{name}: {value!r} is a text, which templates take for true: write true or false"
+            yield ("chat_template_kwargs",), f"chat_template_kwargs: {problem}"
     for name, (off, reason) in _REFUSED.items():
         if (value := getattr(values, name, None)) not in (off, None):
             yield (name,), f"{name}={value!r} cannot be honoured: {reason}"

@@ -217,3 +217,11 @@ def test_answers_of_several_messages_keep_the_prompt_of_the_conversation():
     for row in ({"messages": [USER], **answers}, {"messages": [USER], **{k: [USER, *v] for k, v in answers.items()}}):
         sample = read_format(row, "messages + chosen + rejected")
         assert sample.prompt[0] == {"role": "user", "content": USER["content"]}
+
+
+def test_the_text_column_that_was_asked_for_is_the_one_that_is_read():
+    [row] = prepare([{"content": "abc", "text": "zzz"}], "sft", dataset_text_field="content")
+    ids = [*row["prompt_ids"], *row["completion_ids"]]
+    assert byte_tokenizer().decode(ids, skip_special_tokens=True) == "abc"
+    with pytest.raises(InputError, match="dataset_text_field: there is no column 'content'; did you mean 'contnt'"):
+        prepare([{"contnt": "abc", "text": "zzz"}], "sft", dataset_text_field="content")

@@ -419,6 +419,8 @@ def test_sampling_by_length_works(method, tmp_path):
     ("config", "message"),
     [
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1 cannot be honoured"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "use constant_with_warmup"),
+        ({"chat_template_kwargs": {"enable_thinking": "no"}}, "'no' is a text, which templates take for true"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True cannot be honoured"), ({"layout": "rows"}, "is not one of"),
         ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "no mixture of experts"),
         ({"bf16_full_eval": True}, "rounds the weights themselves"), ({"fp16_full_eval": True}, "cannot be honoured"),
