@@ -137,7 +137,11 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
     columns = list(ours.values())
     if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
         raise InputError("the data set has no rows")
-    return dataset, columns, detect(columns, method)
+    form, label = detect(columns, method), (dataset.features or {}).get("label")
+    classes = label.names if isinstance(label, datasets.ClassLabel) and "label" in form.split(" + ") else []
+    if classes and [name.lower() for name in classes] not in (["false", "true"], ["0", "1"]):
+        raise InputError(f"column 'label' numbers classes ({named(classes)}): write true for good answers, else false")
+    return dataset, columns, form
 
 
 def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) -> None:

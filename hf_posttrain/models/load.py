@@ -5,6 +5,7 @@ Weights are read from safetensors files unless trust_remote_code is set.
 
 import copy
 import importlib.util
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from ..errors import InputError, nearest_path
 from .section import TOKENIZER_FILES, ModelSection, is_local
 
+logger = logging.getLogger(__name__)
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -56,8 +58,10 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     folder = Path(name)
     if folder.is_dir() and not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
-    if section.chat_template:
-        tokenizer.chat_template = Path(section.chat_template).read_text(encoding="utf-8")
+    # an adapter that is continued brings the template that it was trained with
+    own = Path(section.adapter, "chat_template.jinja") if section.adapter else None
+    if template := section.chat_template or (own if own and own.is_file() else None):
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     tokenizer.padding_side = "right"
     return with_pad(tokenizer)
 
@@ -141,6 +145,9 @@ def load_model(
             model = transformers.AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
     if section.adapter:
         model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
+        base = str(model.active_peft_config.base_model_name_or_path)
+        if Path(base).name != Path(section.name_or_path).name:
+            logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)
     return model if trainable else model.requires_grad_(False).eval()
 
 

@@ -225,3 +225,16 @@ def test_the_text_column_that_was_asked_for_is_the_one_that_is_read():
     assert byte_tokenizer().decode(ids, skip_special_tokens=True) == "abc"
     with pytest.raises(InputError, match="dataset_text_field: there is no column 'content'; did you mean 'contnt'"):
         prepare([{"contnt": "abc", "text": "zzz"}], "sft", dataset_text_field="content")
+
+
+def test_labels_that_number_classes_are_refused_unless_they_say_true():
+    rows = datasets.Dataset.from_list([{"prompt": "2+2?", "completion": "4", "label": 0}])
+    for names, refused in ((["good", "bad"], True), (["false", "true"], False)):
+        labelled = rows.cast_column("label", datasets.ClassLabel(names=names))
+        if refused:
+            with pytest.raises(InputError, match=r"numbers classes \(good, bad\)"):
+                prepare(labelled, "kto")
+        else:
+            assert prepare(labelled, "kto")[0]["label"] is False
+    classed = datasets.Dataset.from_list([{"text": "abc", "label": 1}])
+    assert len(prepare(classed.cast_column("label", datasets.ClassLabel(names=["a", "b"])), "sft")) == 1

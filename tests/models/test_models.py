@@ -1,7 +1,9 @@
 """Tokenizers, models and adapters from a recipe's section; vocabularies; layouts; what a saved model stops at."""
 
+import json
 import logging
 import shutil
+from pathlib import Path
 
 import peft
 import pytest
@@ -175,6 +177,19 @@ def test_adapter_is_continued_or_frozen(folder, adapter, trainable):
     assert {p.requires_grad for p in lora} == {trainable}
     assert any((p == 0.1).all() for p in lora)
     assert not any(p.requires_grad for n, p in model.named_parameters() if "lora_" not in n)
+
+
+def test_a_continued_adapter_brings_its_template_and_its_base_is_compared(folder, adapter, tmp_path, caplog):
+    adapter = Path(shutil.copytree(adapter, tmp_path / "lora"))
+    (adapter / "chat_template.jinja").write_text("of the adapter")
+    section = ModelSection(folder, adapter=str(adapter))
+    assert models.load_tokenizer(section).chat_template == "of the adapter"
+    for base, warned in ((folder, False), ("other/base", True)):
+        file = adapter / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))
+        caplog.clear()
+        models.load_model(section)
+        assert ("was trained on other/base, not on" in caplog.text) == warned
 
 
 def test_lora_config_friendly_names():
