@@ -46,6 +46,7 @@ ADVICE = {  # names of exceptions (torch may not be imported) that are no fault 
     "DistNetworkError": "a port in use is changed with accelerate launch --main_process_port N or torchrun"
                         " --master_port N",
 }  # fmt: skip
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # a disk that takes no more
 PATIENCE = 10  # seconds that other ranks give the first one to say what is wrong, before they say it too
 
 
@@ -77,11 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             time.sleep(PATIENCE)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
-            raise
-        print(f"error: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)
-        return 2
     except RunStopped as error:
         if first:
             print(error, file=sys.stderr, flush=True)
@@ -90,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(": ".join(filter(None, ("interrupted", str(error)))), file=sys.stderr, flush=True)
         return 130
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            print(f"error: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)
+            return 2
         return report_crash(error, folder)
 
 

@@ -1,6 +1,7 @@
 """The command: exit codes, messages before anything heavy, the order of steps, what is resumed, what is left behind."""
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -263,6 +264,17 @@ def test_an_error_that_nobody_foresaw_is_3_with_its_traceback_in_a_file(
     assert "in broken" in text
     assert f"hf-posttrain {arguments[0]}" in text
     assert "secret" not in text
+
+
+def test_an_error_of_the_system_is_3_unless_the_disk_is_full(folder, capsys, monkeypatch):
+    for number, code in ((errno.ECONNREFUSED, 3), (errno.ENOSPC, 2)):
+
+        def broken(recipe, number=number):
+            raise OSError(number, os.strerror(number), "out/file")
+
+        monkeypatch.setattr(run, "run", broken)
+        assert run.main(["sft.yaml"]) == code
+        assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_every_rank_leaves_its_own_traceback(folder, capsys, monkeypatch):

@@ -25,7 +25,7 @@ _ONCE = {  # of a single step that leaves nothing behind, in place of the recipe
     "max_steps": 1, "train_sampling_strategy": "sequential", "eval_strategy": "no", "save_strategy": "no",
     "load_best_model_at_end": False, "eval_on_start": False, "resume_from_checkpoint": None, "report_to": "none",
     "logging_strategy": "no", "dataloader_num_workers": 0, "dataloader_persistent_workers": False,
-    "dataloader_prefetch_factor": None, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": None,
+    "dataloader_prefetch_factor": None, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": None, "warmup_steps": 0,
     "push_to_hub": False, "disable_tqdm": True,
     "desirable_weight": 1.0, "undesirable_weight": 1.0, "stop_on": None,
 }  # fmt: skip

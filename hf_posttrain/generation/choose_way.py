@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from ..errors import InputError
 from ..scoring.choose_layout import InFloat32, own_logits, some_ids, spans, tolerance
 from ..scoring.forward import causal_lm
+from ..scoring.rotary import rope_switch
 
 logger = logging.getLogger(__name__)
 DECODE, BATCHES, ALONE = "decode", "batches", "alone"
@@ -30,9 +31,9 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
     inner = causal_lm(model)
     beyond = [size for size in spans(inner) if size >= longest]
     proven = min(beyond) if beyond else math.inf
-    if (switch := getattr(inner, "rope_switch", None)) and longest > switch:
+    if (switch := rope_switch(inner)) and longest > switch:
         return ALONE, proven  # a row's rotary frequencies depend on its length: in a batch on that of the longest
-    if not own_logits(model, some_ids(inner)(3), 1).isfinite().any():
+    if not own_logits(model, some_ids(inner)(3), 1).amax().isfinite():
         raise RuntimeError("the model's logits are NaN or infinite: nothing can be drawn from them")
     gaps: dict[str, float] = {}
     for in_float32, most in ((True, 10 * tolerance(inner)), (False, 1.0)):

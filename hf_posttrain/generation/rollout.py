@@ -7,7 +7,7 @@ Legend: n rows that go on, L length of the padded prompts, V vocabulary, D size 
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,6 +216,11 @@ def mix_seed(*seed: int) -> int:
 @contextmanager
 def seeded(device: torch.device, *seed: int) -> Iterator[None]:
     """Random numbers that depend on `seed` alone (seed, step, rank); the global generators stay as they were."""
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with forked(device):
         torch.manual_seed(mix_seed(*seed))
         yield
+
+
+def forked(device: torch.device) -> AbstractContextManager[None]:
+    """What is drawn inside leaves the global generators, of CPU and this device, as they were."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])

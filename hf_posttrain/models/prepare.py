@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ..data import chat
 from ..errors import InputError
 from ..scoring import cpu, forward
+from ..scoring.rotary import rope_switch
 from . import load
 from .section import ModelSection
 
@@ -72,10 +73,10 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
 
     Raises InputError for an adapter on an adapter, and for kinds of adapters that cannot be trained here.
     """
+    for adapter in (*getattr(model, "peft_config", {}).values(), *([] if peft_config is None else [peft_config])):
+        load.check_adapter_kind(adapter)
     if peft_config is not None:
         model = add_adapter(model, peft_config)
-    for adapter in getattr(model, "peft_config", {}).values():
-        load.check_adapter_kind(adapter)
     active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
     if len(active) > 1:
         named = ", ".join(active)
@@ -107,7 +108,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             low.pop(),
         )
     forward.enable_scoring(model)
-    switch = forward.causal_lm(model).rope_switch
+    switch = rope_switch(forward.causal_lm(model))
     if switch and args.method.rows.sampled and (args.max_length is None or args.max_length > switch):
         raise InputError(
             f"max_length={args.max_length}: above {switch} tokens the model has other rotary frequencies (LongRoPE or "
@@ -124,7 +125,6 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
         raise InputError(
             "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
         )
-    load.check_adapter_kind(config)
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     # routers that are a linear layer by class and return several tensors

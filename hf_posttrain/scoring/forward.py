@@ -89,7 +89,7 @@ def enable_scoring(model: nn.Module) -> None:
     inner = causal_lm(model)
     # a bound method, so that a deepcopy is bound to itself
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
-    inner.rope_switch = rotary.rotate_by_row(inner)
+    rotary.rotate_by_row(inner)
 
 
 @functools.cache

@@ -26,12 +26,11 @@ def _switch_of(module: Any) -> int | None:
     return min(filter(None, [module.original_max_seq_len, *(p.get("original_max_position_embeddings") for p in each)]))
 
 
-def rotate_by_row(model: nn.Module) -> int | None:
-    """Let rotary embeddings whose frequencies depend on lengths look at each row alone. Returns `rope_switch`."""
+def rotate_by_row(model: nn.Module) -> None:
+    """Let rotary embeddings whose frequencies depend on lengths look at each row alone."""
     for module in model.modules():
         if _switch_of(module):
             module.forward = MethodType(_rotate, module)
-    return rope_switch(model)
 
 
 def _rotate(module: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeAlias
 
 import datasets
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
@@ -207,9 +206,9 @@ class PostTrainer(Trainer):
         layout, explicit = self.data_collator.layout, self.args.layout == self.data_collator.layout
         with self.accelerator.autocast(), self.second_model or nullcontext() as second:
             models = ([model] if self.scoring_checked else []) + ([second] if second is not None else [])
+            # collective operations depend on the layout: it is the first rank's answer on all
             layout = trusted_layout(models, layout, explicit, self.args.device, self.args.max_length)
-        # collective operations depend on the layout, so ranks agree on it
-        [self.data_collator.layout] = broadcast_object_list([layout])
+        self.data_collator.layout = layout
 
     # ---- training
 

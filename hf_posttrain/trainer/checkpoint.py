@@ -164,9 +164,14 @@ def _step(checkpoint: Path) -> int:
 
 def lacking(folder: Path, weights_only: bool) -> list[str]:
     """What keeps a checkpoint from being resumed: parts that are not there, and what `damaged` says."""
-    wanted = {"weights": _PARTS["weights"]} if weights_only else _PARTS
-    absent = [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    absent = missing_parts(folder, weights_only)
     return absent + [name for name in damaged(folder) if not (absent and name.startswith("the whole of"))]
+
+
+def missing_parts(folder: Path, weights_only: bool = False) -> list[str]:
+    """Parts of a checkpoint of which no file is there."""
+    wanted = {"weights": _PARTS["weights"]} if weights_only else _PARTS
+    return [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
 
 
 def damaged(folder: Path) -> list[str]:
@@ -233,7 +238,7 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
     restart = f"start a new run from its weights ({weights})"
     if bad := damaged(checkpoint):
         raise InputError(f"the checkpoint {checkpoint} is damaged, without {', '.join(bad)}: take another, or auto")
-    if engine.changes_weights(trainer.accelerator) and (absent := lacking(checkpoint, weights_only=False)):
+    if engine.changes_weights(trainer.accelerator) and (absent := missing_parts(checkpoint)):
         raise InputError(
             f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
             f"DeepSpeed cannot resume it: {restart}"

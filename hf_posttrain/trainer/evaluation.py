@@ -13,6 +13,7 @@ from transformers import Trainer
 from ..engines import engine
 from ..errors import InputError
 from ..generation.exact_match import exact_match
+from ..generation.rollout import forked
 from ..scoring.forward import full_logits
 from ..scoring.layouts import IGNORE
 from .loss_units import Meter
@@ -63,8 +64,7 @@ def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> An
         raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
     self.check_scoring(self.model_wrapped)
     # what training draws for its dropout does not depend on how often it is evaluated
-    drawn_on = [self.args.device] if self.args.device.type == "cuda" else []
-    with self.pace.paused(), torch.random.fork_rng(drawn_on):
+    with self.pace.paused(), forked(self.args.device):
         self.prepare_evaluation()
         self.meters["eval"] = Meter()
         output: Any = Trainer.evaluation_loop(self, dataloader, *args, **kwargs)

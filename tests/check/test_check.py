@@ -192,7 +192,8 @@ def test_import_budget(folder):
 def test_every_method_is_checked_and_probed(folder, method):
     row = TABLE[method]
     write_rows(folder / "rows.jsonl", token_rows(method))
-    options = [f"train.{name}={value}" for name, value in usual(method).items()]
+    options = [f"train.{name}={value}" for name, value in usual(method).items()] + ["train.lr_scheduler_type=linear"]
+    options += ["train.warmup_steps=0.1"]  # the probe's one step has a constant rate
     options += ["teacher={name_or_path: tiny, from_scratch: true}"] if row.second == "teacher" else []
     found = checked(f"method={method}", "data.eval=null", *options, with_probe=True)
     assert found.method == method
