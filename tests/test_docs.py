@@ -34,7 +34,7 @@ from training_for_tests import quick, token_rows, trainer_for
 from transformers import TrainingArguments
 
 from hf_posttrain import run
-from hf_posttrain.data.formats import detect
+from hf_posttrain.data.formats import detect, our_name
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
@@ -228,7 +228,8 @@ def _whole(fragment: dict, method: str) -> dict:
 
 def rows_of(block: Block) -> None:
     for line in filter(None, block.text.splitlines()):
-        columns = list(json.loads(line))
+        row = json.loads(line)
+        columns = [our_name(column, row) for column in row]
         assert any(_reads(columns, method) for method in METHODS), line
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from ..data import suggest
+from ..data.kinds import misspelt
 from ..errors import InputError, error_context, named
 from ..methods import METHODS
 from ..models.section import ModelSection
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ..data.sources import decoded, load
 
     columns = dict(pair.split("=", 1) for pair in given.columns)
+    if unknown := misspelt(columns):
+        raise InputError(f"command line: {unknown}")
     source = Source(given.file, given.name, given.split, columns or None, streaming=True)
     with decoded(source, "data"):
         rows = list(itertools.islice(load(source, "data"), ROWS))
@@ -68,6 +71,7 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
     lines = [f"{name}: columns {named(rows[0])}"]
     from ..data.formats import our_name, unread
 
+    theirs = {our_name(column, rows[0]): column for column in rows[0]} | columns
     rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
     forms, problems, lost = _readable(rows, methods)
     nearest = suggest.suggest(rows, [METHODS[method] for method in methods])
@@ -79,7 +83,7 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
         for form in dict.fromkeys(forms.values()):
             lines.append(f"format: {form} ({', '.join(method for method in forms if forms[method] == form)})")
         used = dict.fromkeys(column for form in forms.values() for column in form.split(" + "))
-        lines.append("columns: " + named(f"{ours} from {columns.get(ours, ours)}" for ours in used))
+        lines.append("columns: " + named(f"{ours} from {theirs[ours]}" for ours in used))
         # a column that some of the formats read is used
         aside = [column for column in rows[0] if all(column in unread(rows[0], form) for form in forms.values())]
         lines += [f"not read: {named(aside)}"] if aside else []
@@ -117,7 +121,7 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
 def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row, {method:
     problem} of those whose format leaves a prompt unread)."""
-    from ..data.encode import Plan, read
+    from ..data.encode import Plan, read, refuse_repeated
     from ..data.formats import detect, unread
 
     forms, problems, lost = {}, {}, {}
@@ -130,10 +134,12 @@ def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str],
         if left and "prompt" not in form:
             lost[method] = left
             continue
+        samples, plan = [], Plan(method, METHODS[method].rows, form, "data")
         try:
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
-                    read(row, Plan(method, METHODS[method].rows, form, "data"))
+                    samples += read(row, plan)
+            refuse_repeated(samples, plan)
             forms[method] = form
         except InputError as error:
             problems[method] = str(error)
@@ -170,7 +176,7 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
     lines = [f"first example ({name}), {how}:"]
     for role, runs in itertools.groupby(shown, lambda piece: piece.role):
         lines += [f"  {role}:", *(f"    {line}" for line in marked(runs, colour).split("\n"))]
-    if method.rows.masked and form in ("messages", "conversations"):
+    if method.rows.masked and form == "messages":
         lines.append("  (with assistant_only_loss: true, the assistant's turns alone)")
     return lines
 

@@ -121,7 +121,8 @@ class DataAudit:
     def warnings(self) -> list[str]:
         """What would ruin training or make evaluation worthless, a sentence each that says what to do."""
         if not self.kept:
-            return [f"{self.name}: all {self.examples} examples are dropped, with no trained token: raise max_length"]
+            why = "with no trained token: raise max_length, or mend empty answers or masks"
+            return [f"{self.name}: all {self.examples} examples are dropped, {why}"]
         # what max_length takes away
         found = []
         dropped, truncated = self.examples - self.kept, sum(cut.count for cut in self.truncated)
@@ -129,7 +130,9 @@ class DataAudit:
         longest = (self.lengths["uncut"] or {}).get("max")
         remedy = f"raise max_length from {self.max_length} (the longest has {longest} tokens) or shorten the rows"
         if dropped > DROPPED_SHARE * self.examples:
-            found.append(f"{dropped} of {self.examples} examples are dropped, with no trained token: {remedy}")
+            by_length = any("max_length" in cut.reason for cut in self.dropped)
+            mend = remedy if by_length else "mend empty answers or masks"
+            found.append(f"{dropped} of {self.examples} examples are dropped, with no trained token: {mend}")
         if endless > ENDLESS_SHARE * self.kept:
             cut = "lose the end of a completion, which says where to stop"
             found.append(f"{endless} of {self.kept} examples {cut}: {remedy}")

@@ -9,10 +9,13 @@ from . import chat
 from .assistant_mask import assistant_mask
 from .formats import Sample, add_system, read_format
 from .kinds import RowKind
+from .messages import text_of
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
 """Bits of `fit`: what was cut; nothing is left to train; both branches are the same."""
-VERSION = 2
+_FIRST, _SHORT = 20, 20
+"""Rows whose answers are searched for their prompts; characters of a prompt that an answer may begin with by chance."""
+VERSION = 3
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 
@@ -56,10 +59,12 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if plan.as_chat and isinstance(sample.prompt, str):
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
-    # a system turn that stands in a column of its own
+    # a system turn that stands in a column of its own, and tools, which plain text has no place for
     if row.get("system") and "_ids" not in plan.form and plan.form != "text":
         with error_context("column 'system'"):
             sample = add_system(sample, row["system"])
+    if sample.tools and not sample.is_chat:
+        raise InputError("column 'tools': the row is plain text otherwise: set apply_chat_template: true, or drop them")
     # prompt and answers are one kind, and answers of messages begin with an assistant's
     if isinstance(sample.prompt, list) and "_ids" not in plan.form:
         roles = [answer[0]["role"] for answer in sample.branches if isinstance(answer, list)]
@@ -68,6 +73,14 @@ def read(row: dict, plan: Plan) -> list[Sample]:
             raise InputError(f"columns {plan.form}: {begin}, expected 'assistant'")
     if len({type(part) for part in (sample.prompt, *sample.branches) if part is not None}) > 1:
         raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")
+    # turns that are marked as not to be trained, in the manner of OpenAI and others
+    of_turns = sample.is_chat and "_ids" not in plan.form and not plan.rows.sampled
+    for turn in (turn for branch in sample.branches for turn in branch) if of_turns else ():
+        answer, marked = turn["role"] == "assistant", turn.get("weight") == 0 or turn.get("train") is False
+        if marked and (answer or not plan.assistant_only):
+            mend = "make it a part of a prompt" if answer else "set assistant_only_loss: true"
+            problem = f"a turn of {shown(turn['role'])} has weight: 0 or train: false, and would be trained"
+            raise InputError(f"columns {plan.form}: {problem}: {mend}")
     # a pair is two labelled examples
     if plan.rows.labelled and len(sample.branches) == 2:
         chosen, rejected = sample.branches
@@ -82,6 +95,16 @@ def read(row: dict, plan: Plan) -> list[Sample]:
         prompt, answers = (turns[:-1], [turns[-1:]]) if answered else (turns, [])
         return [sample._replace(prompt=prompt, branches=answers)]
     return [sample]
+
+
+def refuse_repeated(samples: list[Sample], plan: Plan) -> None:
+    """Raises InputError where answers hold their prompts too, as whole texts do, so that each would be there twice: all
+    of the first begin with theirs. One answer may repeat its question, and any a prompt as short as "Hi"."""
+    texts = [(text_of(s.prompt).strip(), [text_of(b).lstrip() for b in s.branches]) for s in samples[:_FIRST]]
+    whole = all(len(each) > len(asked) and each.startswith(asked) for asked, answers in texts for each in answers)
+    if whole and len(texts) > 1 and sum(len(asked) for asked, answers in texts if answers) >= _SHORT * len(texts):
+        remedy = ", or leave it out (columns: {unused: prompt})" if "chosen" in plan.form else ""
+        raise InputError(f"{plan.name}: columns {plan.form}: answers begin with the whole prompt: cut it off{remedy}")
 
 
 def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:
@@ -100,19 +123,19 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
     pairs = [(text.prompt, branch) for text in texts for branch in text.branches or [""]]
     ids = iter(chat.encode_pairs(tokenizer, [p for p, _ in pairs], [b for _, b in pairs], end_id))
     encoded = []
-    for text, row in zip(texts, rows, strict=True):
+    for text in texts:
         mine = [next(ids) for _ in text.branches or [""]]
         branches = [completion for _, completion in mine][: len(text.branches)]
-        if [end_id] in branches:
-            how = " as the chat template writes it" if is_chat else ""
-            raise InputError(f"{plan.name}, row {row}: columns {plan.form}: the completion is empty{how}")
-        encoded.append(text._replace(prompt=mine[0][0], branches=branches))
+        # an answer that is its end alone is empty, which leaves nothing to train
+        encoded.append(text._replace(prompt=mine[0][0], branches=[[] if b == [end_id] else b for b in branches]))
     return encoded
 
 
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
     """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt."""
     options = (sample.tools, plan.template_kwargs)
+    if _is_empty(sample):
+        sample = sample._replace(prompt="", branches=["" for _ in sample.branches])
     if not sample.is_chat:
         return sample._replace(prompt=sample.prompt or "")
     if sample.prompt is None:
@@ -134,6 +157,8 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
     """Ids and mask of what assistants wrote: in the completion where there is one, otherwise everywhere."""
     if not sample.is_chat:
         raise InputError(f"assistant_only_loss needs messages, {plan.form} holds plain text")
+    if _is_empty(sample):
+        return Sample([], [[]])
     options, turns = (sample.tools, plan.template_kwargs), sample.branches[0]
     turns = turns if sample.prompt is None else chat.join_messages(sample.prompt, turns)
     full = chat.render(tokenizer, turns, *options)
@@ -145,12 +170,21 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
     return Sample([], [ids], mask=mask, unread=unread)
 
 
+def _is_empty(sample: Sample) -> bool:
+    """Is an answer blank, without text and calls, or are all of a whole conversation? Then the row is dropped."""
+    whole, branches = sample.prompt is None and sample.is_chat, sample.branches
+    last = [{"content": branch} if isinstance(branch, str) else branch[-1] for branch in branches]
+    turns = [turn for turn in branches[0] if turn["role"] == "assistant"] if whole else last
+    said = [bool(turn["content"].strip() or turn.get("tool_calls")) for turn in turns]
+    return not (any(said) if whole else all(said))
+
+
 def context(sample: Sample, plan: Plan) -> Sample:
     """`sample` with at least one prompt token, which the first prediction needs. Supervised rows without a prompt, or
     with every token trained, take what stands before the first trained token; others refuse an empty prompt."""
     prompt, branches = sample.prompt, sample.branches
-    if not plan.rows.sampled and not all(branches):
-        raise InputError(f"columns {plan.form}: empty completion")
+    if not all(branches):  # `fit` drops it
+        return sample
     if plan.rows.needs_prompt:
         if not prompt:
             raise InputError(f"columns {plan.form}: empty prompt, {plan.method} needs a prompt of at least one token")
@@ -173,7 +207,7 @@ def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
         prompt = _without_left(prompt, size, plan.bos)
         branches = [branch[: plan.max_length - len(prompt)] for branch in branches]
         mask = mask and mask[: len(branches[0])]
-    lost = not plan.rows.sampled and not (all(branches) and (mask is None or any(mask)))
+    lost = not all(branches) or not (plan.rows.sampled or mask is None or any(mask))
     bits = PROMPT_CUT * (prompt != sample.prompt) + COMPLETION_CUT * (branches != sample.branches) + NO_TARGET * lost
     alike = len(branches) == 2 and branches[0] == branches[1]
     return sample._replace(prompt=prompt, branches=branches, mask=mask), bits + ALIKE * alike

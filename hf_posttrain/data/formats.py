@@ -15,7 +15,8 @@ from . import chat
 from .kinds import Reader
 from .messages import Messages, check_unicode, clean_messages, without_none
 
-_PROMPTED = "prompt + chosen + rejected"
+_OTHER_NAMES = {"kto_tag": "label", "conversations": "messages", "assistant_masks": "completion_mask"}
+"""What columns are called in formats of others: what we call them."""
 
 
 class Sample(NamedTuple):
@@ -50,7 +51,8 @@ def detect(columns: list[str], method: Reader) -> str:
 
 def our_name(column: str, columns: Collection[str]) -> str:
     """What we call a column that has another name in a format that is read as it is."""
-    return "label" if column == "kto_tag" and "label" not in columns else column
+    ours = _OTHER_NAMES.get(column, column)
+    return column if ours in columns else ours
 
 
 def unread(columns: Iterable[str], form: str) -> list[str]:
@@ -73,70 +75,83 @@ def read_format(row: dict, form: str) -> Sample:
         if not isinstance(row["label"], bool | int | np.bool_) or row["label"] not in (0, 1):
             raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(row['label'])}")
         label = bool(row["label"])
-    # ids, which are taken as they are
+    if "_ids" in form:
+        return _read_ids(row, form, label)
+    if form == "text":
+        if not isinstance(row["text"], str):
+            raise InputError(f"column 'text': expected a text, found {shown(row['text'])}")
+        check_unicode(row["text"], "column 'text'")
+        return Sample(None, [row["text"]])
+    # what was asked, and what was answered
+    prompt: Any = None
+    if "messages" in columns:
+        with error_context("column 'messages'"):
+            prompt = turns = clean_messages(row["messages"])
+        row = {**row, **{name: _single(row[name]) for name in columns if name in ("chosen", "rejected")}}
+    elif "instruction" in columns:
+        prompt = _instruction(row)
+    elif "prompt" in columns:
+        prompt = _value(row, "prompt")
+    answers: list = [_answer(row, name) for name in columns if name in ("completion", "output", "chosen", "rejected")]
+    tools = _tools(row)
+    # a whole conversation, one whose last turn is labelled, or one that two others answer or begin as
+    if form == "messages":
+        return Sample(None, [turns], tools=tools)
+    if "messages" in columns and not answers:
+        if turns[-1]["role"] != "assistant" or len(turns) == 1:
+            raise InputError("column 'messages': expected an answer of the assistant's behind other turns")
+        return Sample(turns[:-1], [turns[-1:]], label, tools=tools)
+    if "messages" in columns:
+        whole = any(answer[0]["role"] != "assistant" or answer[0] == turns[0] for answer in answers)
+        if turns[-1]["role"] == "assistant" and not whole:
+            raise InputError("column 'messages': ends with an answer, although chosen and rejected are the answers")
+        prompt = None if whole else turns
+    # pairs without a prompt share their beginning; so do whole conversations next to a prompt that is text
+    asked = prompt.split() if isinstance(prompt, str) else None
+    whole = asked is not None and any(isinstance(each, list) and each[0]["role"] != "assistant" for each in answers)
+    if "chosen" not in columns or not (prompt is None or whole):
+        return Sample(prompt, answers, label, tools=tools)
+    prompt, answers = _split_shared(*answers)
+    if asked is not None:
+        said = " ".join(turn["content"] for turn in prompt).split()
+        if " ".join(asked) not in " ".join(said) and " ".join(said) not in " ".join(asked):
+            begin = f"column 'prompt': {shown(' '.join(asked))} does not stand in what chosen and rejected share"
+            raise InputError(f"{begin}, {shown(' '.join(said))}")
+    return Sample(prompt, answers, label, tools=tools)
+
+
+def _read_ids(row: dict, form: str, label: bool | None) -> Sample:
+    """Ids, which are taken as they are. Raises InputError for padding and packed rows, which would be trained so."""
+    lists = {column: value if isinstance(value, list) else [] for column, value in row.items()}
+    if 0 in lists.get("attention_mask", []):
+        raise InputError("column 'attention_mask': 0 marks padding, which would be trained: give rows without padding")
+    if len(lists.get("seq_lengths", [])) > 1 or lists.get("position_ids", []).count(0) > 1:
+        packed = "seq_lengths or position_ids say that several examples are packed in it"
+        raise InputError(f"columns {form}: {packed}: give each a row of its own (packing: true packs them)")
     if form == "input_ids":
         ids, labels = _ids(row, "input_ids"), row.get("labels")
+        mask = _mask(row.get("completion_mask"), ids)
         if labels is None:
-            return Sample([], [ids], mask=_mask(row.get("completion_mask"), ids))
+            return Sample([], [ids], mask=mask)
         fitting = isinstance(labels, list) and len(labels) == len(ids)
         if not fitting or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
             raise InputError("column 'labels': expected -100 or the token of 'input_ids' at the same position")
-        return Sample([], [ids], mask=[int(label != -100) for label in labels])
-    if "prompt_ids" in columns:
-        # a prompt alone may have an answer next to it, which on-policy methods keep for evaluation
-        columns += ["completion_ids"] if form == "prompt_ids" and "completion_ids" in row else []
-        branches = [_ids(row, column) for column in columns if column.endswith("_ids") and column != "prompt_ids"]
-        mask = _mask(row.get("completion_mask"), branches[0]) if "completion_ids" in columns else None
-        return Sample(_ids(row, "prompt_ids"), branches, label, mask)
-    # a whole text or conversation
-    if form == "text":
-        if not isinstance(row["text"], str) or not row["text"].strip():
-            raise InputError(f"column 'text': expected a text that is not empty, found {shown(row['text'])}")
-        check_unicode(row["text"], "column 'text'")
-        return Sample(None, [row["text"]])
-    if form in ("messages", "conversations"):
-        with error_context(f"column {form!r}"):
-            return Sample(None, [clean_messages(row[form])], tools=_tools(row))
-    # a conversation whose last turn is labelled, or one that two single messages answer
-    if chats := [column for column in columns if column in ("messages", "conversations")]:
-        with error_context(f"column {chats[0]!r}"):
-            turns = clean_messages(row[chats[0]])
-        if "label" in columns:
-            if turns[-1]["role"] != "assistant" or len(turns) == 1:
-                raise InputError(f"column {chats[0]!r}: expected an answer of the assistant's behind other turns")
-            return Sample(turns[:-1], [turns[-1:]], label, tools=_tools(row))
-        row = {**row, "prompt": turns, **{name: _single(row[name]) for name in ("chosen", "rejected")}}
-        # answers are whole conversations themselves where they do not begin with what an assistant says
-        begins: list[Any] = [_value(row, name)[0] for name in ("chosen", "rejected") if isinstance(row[name], list)]
-        whole = any(turn["role"] != "assistant" or turn == turns[0] for turn in begins)
-        if turns[-1]["role"] == "assistant" and not whole:
-            raise InputError(f"column {chats[0]!r}: ends with an answer, although chosen and rejected are the answers")
-        return read_format({**row, "prompt": None} if whole else row, "chosen + rejected" if whole else _PROMPTED)
-    if "instruction" in columns:
-        row = {**row, "prompt": _instruction(row)}
-    # a prompt, and answers to it
-    answers = []
-    for column in (name for name in columns if name not in ("prompt", "instruction", "label")):
-        value = _value(row, column)
-        if isinstance(value, list) and value[-1]["role"] != "assistant":
-            raise InputError(f"column {column!r}: the last turn is {shown(value[-1]['role'])}, expected 'assistant'")
-        text = value if isinstance(value, str) else value[-1]["content"]
-        if not text.strip() and (isinstance(value, str) or not value[-1].get("tool_calls")):
-            raise InputError(f"column {column!r}: empty completion")
-        answers.append(value)
-    # pairs without a prompt share their beginning; so do whole conversations next to a prompt that is text
-    text_prompt = isinstance(row.get("prompt"), str)
-    whole = text_prompt and any(isinstance(answer, list) and answer[0]["role"] != "assistant" for answer in answers)
-    shared = "chosen" in columns and (row.get("prompt") is None or whole)
-    if not shared:
-        return Sample(_value(row, "prompt"), answers, label, tools=_tools(row))
-    prompt, answers = _split_shared(*answers)
-    if text_prompt:
-        asked, said = row["prompt"].split(), " ".join(turn["content"] for turn in prompt).split()
-        if " ".join(asked) not in " ".join(said) and " ".join(said) not in " ".join(asked):
-            begin = f"column 'prompt': {shown(row['prompt'])} does not stand in what chosen and rejected share"
-            raise InputError(f"{begin}, {shown(' '.join(said))}")
-    return Sample(prompt, answers, label, tools=_tools(row))
+        both = zip(labels, mask or [1] * len(ids), strict=True)
+        return Sample([], [ids], mask=[int(label != -100 and trained) for label, trained in both])
+    columns = form.split(" + ")
+    # a prompt alone may have an answer next to it, which on-policy methods keep for evaluation
+    columns += ["completion_ids"] if form == "prompt_ids" and row.get("completion_ids") else []
+    branches = [_ids(row, column) for column in columns if column.endswith("_ids") and column != "prompt_ids"]
+    mask = _mask(row.get("completion_mask"), branches[0]) if "completion_ids" in columns else None
+    return Sample(_ids(row, "prompt_ids"), branches, label, mask)
+
+
+def _answer(row: dict, column: str) -> str | Messages:
+    """An answer: a text, or turns that end with an assistant's. It may be empty."""
+    value = _value(row, column)
+    if isinstance(value, list) and value[-1]["role"] != "assistant":
+        raise InputError(f"column {column!r}: the last turn is {shown(value[-1]['role'])}, expected 'assistant'")
+    return value
 
 
 def _single(answer: Any) -> Any:
@@ -189,8 +204,10 @@ def _value(row: dict, column: str) -> str | Messages:
 def _split_shared(chosen: str | Messages, rejected: str | Messages) -> tuple[Any, list]:
     """(prompt, [chosen, rejected]): the longest common beginning is the prompt, in whole messages, or in text up to a
     word or line boundary (a space belongs to the completions, a line break to the prompt). No branch is left empty."""
-    n = min(chat.shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     is_text = isinstance(chosen, str) and isinstance(rejected, str)
+    if is_text and not all(str(each).strip() for each in (chosen, rejected)):  # there is no pair
+        return "", ["", ""]
+    n = min(chat.shared_length(chosen, rejected), len(chosen) - 1, len(rejected) - 1)
     while is_text and n and chosen[n - 1] != "\n" and (chosen[n], rejected[n]) != (" ", " "):
         n -= 1
     if n == 0:

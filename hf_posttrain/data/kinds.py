@@ -1,6 +1,7 @@
 """The kinds of rows that methods train on: their columns once prepared, and the raw columns they come from."""
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,24 +48,36 @@ class Reader(Protocol):
 
 
 _PAIRS = ("prompt + chosen + rejected", "instruction + chosen + rejected", "messages + chosen + rejected",
-          "conversations + chosen + rejected", "chosen + rejected")  # fmt: skip
+          "chosen + rejected")  # fmt: skip
 SUPERVISED = RowKind(
     ("prompt_ids", "completion_ids", "completion_mask"),
-    ("prompt_ids + completion_ids", "input_ids", "prompt + completion", "messages", "conversations", "text",
-     "instruction + output"),
+    ("prompt_ids + completion_ids", "input_ids", "prompt + completion", "messages", "text", "instruction + output"),
     needs_prompt=False,
-)  # fmt: skip
+)
 PREFERENCE = RowKind(("prompt_ids", "chosen_ids", "rejected_ids"), ("prompt_ids + chosen_ids + rejected_ids", *_PAIRS))
 UNPAIRED = RowKind(
     ("prompt_ids", "completion_ids", "label", "prompt_key"),
     ("prompt_ids + completion_ids + label", "prompt + completion + label", "instruction + output + label",
-     "messages + label", "conversations + label", *_PAIRS),
+     "messages + label", *_PAIRS),
 )  # fmt: skip
 PROMPTS = RowKind(
     ("prompt_ids", "completion_ids"),
-    ("prompt_ids", "prompt + completion", "prompt", "messages", "conversations", "instruction + output"),
+    ("prompt_ids", "prompt + completion", "messages", "instruction + output", "prompt"),
     sampled=True,
 )
+COLUMNS = {name for kind in (SUPERVISED, PREFERENCE, UNPAIRED, PROMPTS) for form in kind.formats
+           for name in form.split(" + ")} | {"input", "system", "tools", "labels", "completion_mask", "kto_tag",
+                                             "conversations", "assistant_masks"}  # fmt: skip
+"""All that are read, by any method."""
+
+
+def misspelt(columns: Iterable[str]) -> str | None:
+    """What is wrong with the first of the names that is nearly one that is read, and is none: nobody would read it."""
+    for name in columns:
+        plain = name.strip().lower().replace("-", "_")
+        if name not in COLUMNS and (close := difflib.get_close_matches(plain, COLUMNS, 1, 0.8)):
+            return f"no method reads a column {name!r}; did you mean {close[0]!r}?"
+    return None
 
 
 def class_weights(

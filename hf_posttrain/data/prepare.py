@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, nearest
 from . import suggest
-from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read
+from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read, refuse_repeated
 from .formats import detect, our_name, unread
 from .kinds import Reader, RowKind
 
@@ -73,7 +73,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
     logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
     if len(dropped) == len(mapped):
-        raise InputError(f"{line}: nothing to train on; raise max_length")
+        raise InputError(f"{line}: nothing to train on; raise max_length, or mend empty answers or masks")
     if len(strange := np.unique(row[~lost & unknown])):
         logger.warning(
             "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
@@ -166,8 +166,7 @@ def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
             found.append(f"column {column!r} has values of several types, of which the text '1' is read as 1: {remedy}")
     if aside := [column for column in unread(columns, form) if column not in {"index", "prompt_key", *ADDED}]:
         found.append(f"read as {form}; columns not read: {named(aside)}")
-    whole = method.rows.masked and form in ("messages", "conversations")
-    if whole and not getattr(config, "assistant_only_loss", None):
+    if method.rows.masked and form == "messages" and not getattr(config, "assistant_only_loss", None):
         found.append("all turns are trained, the users' too; assistant_only_loss: true trains the assistant's alone")
     return found
 
@@ -205,7 +204,7 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
 
     max_length, as_chat, is_ids = option("max_length"), bool(option("apply_chat_template")), "_ids" in form
     completion_only, assistant_only = option("completion_only_loss"), bool(option("assistant_only_loss"))
-    if method.rows.masked and form in ("messages", "conversations", "text") and completion_only:
+    if method.rows.masked and form in ("messages", "text") and completion_only:
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
     if as_chat and (form == "text" or is_ids):
         raise InputError(f"apply_chat_template needs a column 'prompt' or 'instruction', the data has {form}")
@@ -236,6 +235,8 @@ def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedToken
         origin += [row] * len(found)
     # 2. samples -> ids, of the whole batch together
     if "_ids" not in plan.form:
+        if rows[0] == 0:
+            refuse_repeated(samples, plan)
         samples = encode(samples, origin, tokenizer, plan)
     examples, unknown = [], tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text

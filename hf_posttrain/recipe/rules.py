@@ -14,6 +14,7 @@ from huggingface_hub import constants as hub
 from jinja2 import Environment, TemplateSyntaxError
 
 from ..data.files import or_unreadable, source_problem, with_home
+from ..data.kinds import misspelt
 from ..errors import nearest_path
 from ..methods import METHODS
 from ..models.section import TOKENIZER_FILES, is_local
@@ -83,6 +84,8 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
         if not source.path.strip():
             yield (f"{key}.path",), f"{key}.path is empty"
         yield from _below(key, beyond(_SOURCE_LIMITS, source))
+        if wrong := misspelt(name for name in source.columns or () if name != recipe.train.get("dataset_text_field")):
+            yield (f"{key}.columns",), f"{key}.columns: {wrong}"
 
 
 def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:

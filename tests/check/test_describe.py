@@ -48,7 +48,7 @@ READ = [  # row, {format: the kinds of rows that are made from it}, the first ex
     ({"prompt": "2+2?", "completion": "4"}, {"prompt + completion": (SUPERVISED, PROMPTS)}, ["2+2?", "[[4]]"]),
     ({"text": "four"}, {"text": (SUPERVISED,)}, ["[[four]]"]),
     ({"messages": [USER, REPLY]}, {"messages": (SUPERVISED, PROMPTS)}, ["[[user: 2+2?", "assistant: 4]]"]),
-    ({"conversations": SHARED}, {"conversations": (SUPERVISED, PROMPTS)}, ["[[user: 2+2?", "assistant: 4]]"]),
+    ({"conversations": SHARED}, {"messages": (SUPERVISED, PROMPTS)}, ["[[user: 2+2?", "assistant: 4]]"]),
     ({"prompt": "2+2?", **ANSWERS}, {"prompt + chosen + rejected": (PREFERENCE, UNPAIRED), "prompt": (PROMPTS,)},
      ["2+2?", "[[4]]", "[[5]]"]),
     ({"chosen": [USER, REPLY], "rejected": [USER, {**REPLY, "content": "5"}]},
@@ -77,7 +77,7 @@ def test_layouts_that_are_read(described, row, formats, example):
 
 VALUES = {
     "prompt": "2+2?", "completion": "4", "chosen": "so 4", "rejected": "so 5", "label": True, "text": "four",
-    "messages": [USER, REPLY], "conversations": SHARED, "prompt_ids": [65, 66], "completion_ids": [67],
+    "messages": [USER, REPLY], "prompt_ids": [65, 66], "completion_ids": [67],
     "chosen_ids": [67], "rejected_ids": [68], "input_ids": [65, 66, 67], "instruction": "2+2?", "output": "4",
 }  # fmt: skip
 """Of the columns of all formats."""
@@ -91,7 +91,7 @@ def test_every_format_of_every_method(described, tmp_path, method, form, tokens)
     byte_tokenizer().save_pretrained(tmp_path / "tiny")
     row = {column: VALUES[column] for column in form.split(" + ")}
     if "chosen" in row:  # the answers to messages
-        row |= {column: value[:1] for column, value in row.items() if column in ("messages", "conversations")}
+        row |= {column: value[:1] for column, value in row.items() if column == "messages"}
     code, text = described(row, "--method", method, *(["--model", "tiny"] if tokens else []))
     assert code == 0
     assert f"\nformat: {form} ({method})\n" in text
@@ -152,8 +152,8 @@ REFUSED = [  # row, arguments, what to do
     ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\ndpo reads .*\nkto reads"),
     ({"messages": [{"speaker": "me", "text": "hi"}]}, ["--method", "sft"],
      r"sft: row 0: column 'messages': message 0 has no role, expected {role, content}"),
-    ([{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": ""}], ["--method", "sft"],
-     "sft: row 1: column 'completion': empty completion"),
+    ({"prompt": "Q: what is two and two?\nA:", "completion": "Q: what is two and two?\nA: 4"}, ["--method", "sft"],
+     "sft: data: columns prompt . completion: answers begin with the whole prompt: cut it off"),
 ]  # fmt: skip
 
 
@@ -233,6 +233,7 @@ def test_other_files_and_folders(described, tmp_path, name):
     [
         (["absent.jsonl"], "no file or folder absent.jsonl"),
         (["mine.jsonl", "prompt"], "command line: 'prompt' is not ours=theirs, such as prompt=question"),
+        (["mine.jsonl", "promt=question"], "command line: no method reads a column 'promt'; did you mean 'prompt'"),
         (["mine.jsonl", "prompt=qestion"], r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\)"),
     ],
 )

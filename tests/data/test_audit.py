@@ -128,7 +128,7 @@ def test_dropped_rows_have_their_reason(audited):
     assert found.lengths["trained"] == {"min": 1, "p50": 1, "p95": 1, "p99": 1, "max": 1, "mean": 1.0}
     assert audited("sft", rows).dropped == [Cut(2, [2, 4], "no trained token")]
     assert audited("sft", rows[2:3], max_length=3).warnings() == [
-        "train: all 1 examples are dropped, with no trained token: raise max_length"
+        "train: all 1 examples are dropped, with no trained token: raise max_length, or mend empty answers or masks"
     ]
 
 
@@ -248,8 +248,7 @@ GOOD = {"prompt": "q", "completion": "answer"}
          "train: 3 of 5 examples are truncated: raise max_length from 4 (the longest has 7 tokens) or shorten the"
          " rows"),
         ("sft", [{"prompt_ids": [1], "completion_ids": [n], "completion_mask": [n]} for n in (0, 1)], {},
-         "train: 1 of 2 examples are dropped, with no trained token: raise max_length from 1024 (the longest has 2"
-         " tokens) or shorten the rows"),
+         "train: 1 of 2 examples are dropped, with no trained token: mend empty answers or masks"),
         ("sft", [{"text": "ab"}, {"text": "a"}], {"max_length": 2},
          "train: 2 of 2 examples train a single token: are the columns the right ones? (first rows 0, 1)"),
         ("sft", [GOOD, GOOD], {}, "train: 1 of 2 examples repeat an earlier one: remove them (first rows 1)"),

@@ -38,6 +38,7 @@ WRONG = {"role": "assistant", "content": "5"}
 ASKED = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
+GOOD = {"prompt": "q", "completion": "a"}
 
 
 def source(path, **options):
@@ -216,6 +217,7 @@ def test_messages_that_end_with_an_answer_are_no_prompt_of_two_others():
         ({"prompt": [USER]}, (ASKED, "")),
         ({"messages": [USER, REPLY, MORE, LAST]}, (ASKED + "4" + END + "\n" + AGAIN, "6" + END)),
         ({"messages": [USER, REPLY, MORE]}, (ASKED + "4" + END + "\n" + AGAIN, "")),
+        ({"prompt": "2+2?", "messages": [USER, REPLY]}, (ASKED, "4" + END)),  # as for other methods
         ({"prompt_ids": [113]}, ("q", "")),
     ],
 )
@@ -236,7 +238,10 @@ def test_tokenised_columns_pass_through():
     for method in methods_of(SUPERVISED):
         assert prepare([row], method)[0] == {**row, "index": 0}
         assert prepare([labelled], method)[0] == split
-        assert prepare([{"input_ids": [1, 2, 3], "completion_mask": [0, 0, 1]}], method)[0] == split
+        for name in ("completion_mask", "assistant_masks"):
+            masked = {"input_ids": [1, 2, 3], name: [0, 0, 1], "attention_mask": [1, 1, 1], "position_ids": [0, 1, 2]}
+            assert prepare([masked], method)[0] == split
+            assert prepare([{**masked, "labels": [1, 2, 3]}], method)[0] == split
     pair = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}
     for method in methods_of(PREFERENCE):
         assert prepare([pair], method)[0] == {**pair, "index": 0}
@@ -323,6 +328,39 @@ def test_rows_without_target_are_dropped_and_counted(caplog):
     with pytest.raises(InputError, match="raise max_length"):
         prepare([lost], "sft", max_length=3)
     assert [row[2] for row in texts(rows, "sft", assistant_only_loss=True, max_length=60)] == ["4" + END] * 2
+
+
+BLANK = {"role": "assistant", "content": " "}
+
+
+@pytest.mark.parametrize(
+    ("method", "good", "empty", "options"),
+    [
+        *((method, raw_row(METHODS[method].rows), raw_row(METHODS[method].rows, answer=" "), {})
+          for method in methods_of(SUPERVISED, PREFERENCE, UNPAIRED)),
+        ("opd", GOOD, {**GOOD, "completion": ""}, {}),
+        ("sft", {"text": "abc"}, {"text": " \n"}, {}),
+        ("sft", {"text": "abc"}, {"text": END}, {}),
+        ("sft", {"messages": [USER, REPLY]}, {"messages": [USER, BLANK]}, {}),
+        ("sft", {"messages": [USER, REPLY]}, {"messages": [USER, BLANK]}, {"assistant_only_loss": True}),
+        ("sft", {"prompt": [USER], "completion": [REPLY]}, {"prompt": [USER], "completion": [BLANK]}, {}),
+        ("dpo", {"chosen": "Q a", "rejected": "Q b"}, {"chosen": "Q a", "rejected": ""}, {}),
+        ("dpo", {"prompt": "2+2?", "chosen": [USER, REPLY], "rejected": [USER, WRONG]},
+         {"prompt": "2+2?", "chosen": [USER, REPLY], "rejected": [USER, BLANK]}, {}),
+        ("kto", {"messages": [USER, REPLY], "label": True}, {"messages": [USER, BLANK], "label": False}, {}),
+    ],
+)  # fmt: skip
+def test_rows_with_an_empty_answer_are_dropped_and_counted(method, good, empty, options, caplog):
+    with caplog.at_level(logging.WARNING, "hf_posttrain.data"):
+        out = prepare([good, empty, good], method, **options)
+    assert out[:] == prepare([good, good], method, **options)[:]
+    assert "3 rows read, 0 truncated (max_length None), 1 dropped (no trained token left; first rows 1)" in caplog.text
+    with pytest.raises(InputError, match=r"2 dropped .*: nothing to train on; .* or mend empty answers"):
+        prepare([empty, empty], method, **options)
+
+
+def test_of_a_pair_the_answer_that_says_something_is_kept():
+    assert texts([{"prompt": "q", "chosen": "a", "rejected": ""}], "kto") == [("q", "a" + END, True)]
 
 
 def test_rows_with_unknown_tokens_are_counted(caplog):
@@ -477,8 +515,6 @@ def test_boundary_from_the_full_render_or_an_error_with_its_row():
 
 # ---- bad rows
 
-GOOD = {"prompt": "q", "completion": "a"}
-
 
 @pytest.mark.parametrize(
     ("row", "method", "message"),
@@ -486,7 +522,6 @@ GOOD = {"prompt": "q", "completion": "a"}
         ({"prompt": "q", "completion": 7}, "sft", "row 1: column 'completion': expected a string or a list .*found 7"),
         ({"completion": "a"}, "sft", "row 1: column 'prompt': missing or null, this row has completion$"),
         ({"messages": None, "extra": 1}, "sft", "row 1: column 'messages': missing or null, this row has extra$"),
-        ({"prompt": "q", "completion": ""}, "sft", "row 1: column 'completion': empty completion"),
         ({"prompt": [USER], "completion": [REPLY]}, "sft", "row 1: .*plain text and some hold messages"),
         ({"prompt": [USER], "completion": "a"}, "sft", "row 1: .*expected one kind"),
         ({"prompt": [USER], "completion": [MORE]}, "sft", "row 1: .*last turn is 'user', expected 'assistant'"),
@@ -519,7 +554,12 @@ def test_empty_prompt_needs_a_bos(method):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt_ids": [1], "completion_ids": []}, "row 0: columns .*: empty completion"),
+        ({"prompt_ids": [1], "completion_ids": []}, "0 truncated .*, 1 dropped .*: nothing to train on; .* mend empty"),
+        ({"input_ids": [1, 0], "attention_mask": [1, 0]}, "row 0: column 'attention_mask': 0 marks padding"),
+        ({"prompt_ids": [0], "completion_ids": [1], "attention_mask": [0, 1]}, "'attention_mask': 0 marks padding"),
+        ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, "row 0: columns input_ids: seq_lengths or position_ids say"),
+        ({"input_ids": [1, 2], "position_ids": [0, 0]}, "several examples are packed in it: give each a row of"),
+        ({"input_ids": [1, 2], "assistant_masks": [1]}, "column 'completion_mask': expected 2 values 0 or 1"),
         ({"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1, 1]}, "expected 1 values 0 or 1"),
         ({"input_ids": [1, 2], "labels": [2, -100]}, "the token of 'input_ids' at the same position"),
         ({"input_ids": [1.5, 2.0]}, "column 'input_ids': expected a list of token ids"),

@@ -27,7 +27,7 @@ from rows_for_tests import methods_of
 from test_data import source
 
 from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, VERSION
-from hf_posttrain.data.formats import detect
+from hf_posttrain.data.formats import detect, our_name
 from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import plan_for, prepare, tokenise
 from hf_posttrain.data.sources import load
@@ -299,10 +299,13 @@ def tools_text(row):
 def answer(value):
     """A completion: a string, or messages that end with an assistant's."""
     value = string(value) if isinstance(value, str) else messages(value)
-    last = value if isinstance(value, str) else value[-1]["content"]
     need(isinstance(value, str) or value[-1]["role"] == "assistant")
-    need(last.strip() or (isinstance(value, list) and value[-1]["calls"]))
     return value
+
+
+def blank(value):
+    """Is an answer empty, which drops its row?"""
+    return not value.strip() if isinstance(value, str) else not (value[-1]["content"].strip() or value[-1]["calls"])
 
 
 def single(value):
@@ -325,6 +328,8 @@ def prompt_and_answers(row, columns):
     whole = isinstance(prompt, str) and any(isinstance(a, list) and a[0]["role"] != "assistant" for a in answers)
     if "chosen" in columns and (prompt is None or whole):
         need(isinstance(answers[0], type(answers[1])))
+        if isinstance(answers[0], str) and any(map(blank, answers)):
+            return "", ["", ""]
         alike = [a == b for a, b in zip(*answers, strict=False)]
         n = min(([*alike, False]).index(False), *(len(each) - 1 for each in answers))
         if isinstance(answers[0], str):
@@ -367,25 +372,28 @@ def assistants(plain, turns, tools, context):
     return ids[:size], mask[:size]
 
 
-def token_row(row, size):
+def token_row(row, size, kind):
     """(prompt ids, [ids], mask) of a tokenised row."""
     if "input_ids" in row:
         ids, mask = numbers(row["input_ids"], size), row.get("completion_mask")
         if (labels := row.get("labels")) is not None:
             need(isinstance(labels, list) and len(labels) == len(ids))
             need(all(label in (-100, i) for label, i in zip(labels, ids, strict=True)))
-            mask = [int(label != -100) for label in labels]
+            pairs = zip(labels, mask_of(mask, ids) if mask is not None else [1] * len(ids), strict=True)
+            mask = [int(label != -100 and trained) for label, trained in pairs]
         return [], [ids], [1] * len(ids) if mask is None else mask_of(mask, ids)
     names = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in row]
+    names = [name for name in names if row[name] or not kind.sampled]
     branches, mask = [numbers(row[name], size) for name in names], row.get("completion_mask")
     mask = mask_of(mask, branches[0]) if mask is not None and names == ["completion_ids"] else None
     return numbers(row["prompt_ids"], size), branches, mask
 
 
 def text_row(plain, row, kind, form, options):
-    """(prompt ids, [ids], mask) of a row of text or messages."""
+    """(prompt ids, [ids], mask) of a row of text or messages; of an empty answer the ids are []."""
     if form == "text":
-        need(string(row["text"]).strip())
+        if blank(string(row["text"])):
+            return [], [[]], None
         return plain.ids(""), [plain.ended(row["text"].removeprefix(plain.begin), plain.text_end)], None
     tools = tools_text(row) * plain.writes_tools
 
@@ -396,7 +404,7 @@ def text_row(plain, row, kind, form, options):
     if first == "instruction":
         parts = [string(row["instruction"]), string("" if row.get("input") is None else row["input"])]
         row = {**row, "prompt": "\n".join(part for part in parts if part)}
-    if first != form and first in ("messages", "conversations"):
+    if first != form and first == "messages":
         turns, pair = messages(row[first]), [row.get("chosen"), row.get("rejected")]
         begins = [messages(single(each))[0] for each in pair if each is not None and not isinstance(each, str)]
         if "label" in form:
@@ -408,10 +416,15 @@ def text_row(plain, row, kind, form, options):
         else:
             need(turns[-1]["role"] != "assistant")
             prompt, answers = turns, [answer(single(each)) for each in pair]
-    elif form in ("messages", "conversations"):
+    elif form == "messages":
         turns = messages(row[form])
         if not kind.sampled:
-            need(any(turn["role"] == "assistant" for turn in turns))
+            said = [not blank([turn]) for turn in turns if turn["role"] == "assistant"]
+            need(said)
+            trained = [turn for turn in turns if turn["role"] == "assistant" or not options.get("assistant_only_loss")]
+            need(all(turn.get("weight") != 0 for turn in trained))
+            if not any(said):
+                return [], [[]], None
             if options.get("assistant_only_loss"):
                 ids, mask = assistants(plain, turns, tools, 0)
                 return [], [ids], mask
@@ -426,21 +439,29 @@ def text_row(plain, row, kind, form, options):
         answers = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
     need(all(isinstance(each, type(prompt)) for each in answers))
     if isinstance(prompt, str):
+        need(not tools_text(row))
         need(not options.get("assistant_only_loss"))
+        if any(map(blank, answers)) and not (kind.labelled and len(answers) == 2):
+            return [], [[] for _ in answers], None
         if not prompt:  # the BOS that an answer to nothing begins with is that of the row
             answers = [each.removeprefix(plain.begin) for each in answers]
-        return plain.ids(prompt), [plain.ended(each, plain.text_end) for each in answers], None
+        return plain.ids(prompt), [[] if blank(each) else plain.ended(each, plain.text_end) for each in answers], None
     need(all(each[0]["role"] == "assistant" for each in answers))
+    need(kind.sampled or all(turn.get("weight") != 0 for each in answers for turn in each))
+    if (answers and all(map(blank, answers))) or (any(map(blank, answers)) and not kind.labelled):
+        return [], [[] for _ in answers], None
     start = with_tools(plain.opened(prompt))
     if options.get("assistant_only_loss"):
         ids, mask = assistants(plain, joined(prompt, answers[0]), tools, len(plain.ids(start)))
         return [], [ids], mask
     fulls = [with_tools(plain.render(joined(prompt, each))) for each in answers]
-    return plain.ids(start), [plain.ended(full[len(start) :], END) for full in fulls], None
+    ended = [plain.ended(full[len(start) :], END) for full in fulls]
+    return plain.ids(start), [[] if blank(a) else ids for a, ids in zip(answers, ended, strict=True)], None
 
 
 def expected(plain, kind, form, row, options):
-    """[(prompt ids, [branch ids], mask, label)] before they are cut. Raises Refused, or RecursionError."""
+    """[(prompt ids, [branch ids], mask, label)] before they are cut, None for an example with an empty answer. Raises
+    Refused, or RecursionError."""
     need(all(row.get(column) is not None for column in form.split(" + ")))
     label = None
     if form.endswith(" + label"):
@@ -448,18 +469,21 @@ def expected(plain, kind, form, row, options):
         label = bool(row["label"])
     tokenised = "_ids" in form
     size = max(plain.special.values()) + 1
-    prompt, branches, mask = token_row(row, size) if tokenised else text_row(plain, row, kind, form, options)
-    ends = [[plain.special[end]] for end in (END, plain.text_end)]
-    need(tokenised or not any(branch in ends for branch in branches))
-    need(kind.sampled or all(branches))
+    prompt, branches, mask = token_row(row, size, kind) if tokenised else text_row(plain, row, kind, form, options)
+    ends = [] if tokenised else [[plain.special[end]] for end in (END, plain.text_end)]
+    branches = [[] if branch in ends else branch for branch in branches]
+    if kind.labelled and len(branches) == 2:
+        need(prompt or not any(branches))
+        examples = [(prompt, [branch], None, label) for branch, label in zip(branches, (True, False), strict=True)]
+        return [example if example[1][0] else None for example in examples]
+    if not all(branches):
+        return [None]
     if kind.masked:
         every = options.get("completion_only_loss") is False
         ids, mask = prompt + branches[0], [int(every)] * len(prompt) + (mask or [1] * len(branches[0]))
         n = len(prompt) if prompt and not every else max(1, mask.index(1) if 1 in mask else 1)
         return [(ids[:n], [ids[n:]], mask[n:], None)]
     need(prompt)
-    if kind.labelled and len(branches) == 2:
-        return [(prompt, [branch], None, label) for branch, label in zip(branches, (True, False), strict=True)]
     return [(prompt, branches, None, label)]
 
 
@@ -524,6 +548,7 @@ def outcome(plain, method, row, options, form):
     """What became of the row: "refused", "dropped" or "trained". Fails where it is not what the plain reading says."""
     kind = METHODS[method].rows
     plan = plan_for(form, METHODS[method], plain.tokenizer, settings(options), "fuzz")
+    row = {our_name(column, row): value for column, value in row.items()}
     batch = {column: [value] for column, value in row.items()}
     try:
         whole = expected(plain, kind, form, row, options)
@@ -532,13 +557,15 @@ def outcome(plain, method, row, options, form):
             tokenise(batch, [ROW], plain.tokenizer, plan)
         check_message(raised.value, form)
         return "refused"
-    examples = [cut(*example, kind, options, plain.tokenizer.bos_token_id) for example in whole]
-    assert as_trained(tokenise(batch, [ROW], plain.tokenizer, plan)) == examples
-    return "dropped" if all(bits & NO_TARGET for *_, bits in examples) else "trained"
+    examples = [example and cut(*example, kind, options, plain.tokenizer.bos_token_id) for example in whole]
+    made = as_trained(tokenise(batch, [ROW], plain.tokenizer, plan))
+    lost = [example is None and bits & NO_TARGET for example, (*_, bits) in zip(examples, made, strict=True)]
+    assert [None if gone else example for gone, example in zip(lost, made, strict=True)] == examples
+    return "dropped" if all(example is None or example[-1] & NO_TARGET for example in examples) else "trained"
 
 
 def form_of(kind, row):
-    return detect(list(row), SimpleNamespace(name="any", rows=kind))
+    return detect([our_name(column, row) for column in row], SimpleNamespace(name="any", rows=kind))
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -572,7 +599,7 @@ def test_all_kinds_and_formats_are_mutated():
         assert {form_of(of, row) for of, row, _ in CASES if of == kind} == {*kind.formats}
 
 
-IDS = (2, "842a8eeeb36af72a")
+IDS = (3, "842a8eeeb36af72a")
 """encode.VERSION, and the digest of what it makes of all ROWS."""
 
 
@@ -584,7 +611,7 @@ def test_other_ids_have_another_version():
         for row, options in rows:
             reader = SimpleNamespace(name="any", rows=kind)
             plan = plan_for(form_of(kind, row), reader, tokenizer, settings(options), "fuzz")
-            made = tokenise({column: [value] for column, value in row.items()}, [ROW], tokenizer, plan)
+            made = tokenise({our_name(column, row): [value] for column, value in row.items()}, [ROW], tokenizer, plan)
             digest.update(json.dumps(made, sort_keys=True).encode())
     assert (VERSION, digest.hexdigest()[:16]) == IDS
 
@@ -602,10 +629,11 @@ def prepared_file(path, method, options):
 def wanted_of(rows, kind, form, options):
     """The examples that the plain reading keeps of all rows; None where it refuses one."""
     try:
+        rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
         whole = [example for row in rows for example in expected(CHATML, kind, form, row, options)]
     except (Refused, RecursionError):
         return None
-    examples = [cut(*example, kind, options) for example in whole]
+    examples = [cut(*example, kind, options) for example in whole if example]
     return [example[:4] for example in examples if not example[4] & NO_TARGET]
 
 

@@ -57,8 +57,8 @@ def test_what_repeats_the_prompt_is_no_loss(row, method):
 
 
 def test_columns_that_are_not_read_are_named_once_in_a_run_and_in_a_check(caplog):
-    row = {"id": 7, "messages": [USER, REPLY], "images": ["a.png"], "tools": None}
-    told = "read as messages; columns not read: id, images"
+    row = {"id": 7, "messages": [USER, REPLY], "images": ["a.png"], "tools": None, "chat_template_kwargs": {"a": 1}}
+    told = "read as messages; columns not read: id, images, chat_template_kwargs"
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         prepare([row, row], "sft", assistant_only_loss=True)
     assert [text for text in caplog.messages if "not read" in text] == [f"train: {told}"]
@@ -158,8 +158,54 @@ def test_a_conversation_without_an_answer_is_refused():
     assert len(prepare([{"messages": [USER]}], "opd")) == 1
 
 
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
+def test_a_turn_that_is_not_to_be_trained_is_refused_where_it_would_be(mark):
+    row = {"messages": [USER, {**REPLY, **mark}, USER, REPLY]}
+    for options in ({}, {"assistant_only_loss": True}):
+        with pytest.raises(InputError, match="row 0: columns messages: a turn of 'assistant' has weight: 0 or"):
+            prepare([row], "sft", **options)
+    assert len(prepare([row], "opd")) == 1
+    assert len(prepare([{"prompt": row["messages"][:3], "completion": [REPLY]}], "sft")) == 1
+    others = [{"messages": [{**USER, **mark}, REPLY]}]
+    with pytest.raises(InputError, match=r"a turn of 'user' .* would be trained: set assistant_only_loss: true"):
+        prepare(others, "sft")
+    assert len(prepare(others, "sft", assistant_only_loss=True)) == 1
+
+
+LONG = "What is two and two?"
+
+
+@pytest.mark.parametrize(
+    ("rows", "method", "refused"),
+    [
+        ([{"prompt": LONG, "completion": f"{LONG} 4"}] * 2, "sft", True),
+        ([{"prompt": f"{LONG}\n", "chosen": f"{LONG} 4", "rejected": f"{LONG} 5"}] * 2, "dpo", True),
+        ([{"prompt": [{**USER, "content": LONG}], "completion": [{**REPLY, "content": f"{LONG} 4"}]}] * 2, "sft", True),
+        ([{"prompt": LONG, "completion": f"{LONG} 4"}, {"prompt": LONG, "completion": "4"}], "sft", False),
+        ([{"prompt": LONG, "completion": f"{LONG} 4"}], "sft", False),  # one says nothing of the others
+        ([{"prompt": "Hi", "completion": "Hi there!"}] * 2, "sft", False),
+        ([{"prompt": LONG, "completion": LONG}] * 2, "sft", False),  # a copy is a task
+        ([{"prompt": LONG, "chosen": f"{LONG} 4", "rejected": "5"}] * 2, "dpo", False),
+        ([{"prompt": LONG}] * 2, "opd", False),
+    ],
+)
+def test_answers_that_hold_their_prompts_are_refused(rows, method, refused):
+    if refused:
+        with pytest.raises(InputError, match=r"^train: columns prompt .*: answers begin with the whole prompt: "):
+            prepare(rows, method)
+    else:
+        assert len(prepare(rows, method)) == len(rows)
+
+
+def test_tools_next_to_plain_text_are_refused():
+    row = {"prompt": "2+2?", "completion": "4", "tools": [{"name": "add"}]}
+    with pytest.raises(InputError, match="row 0: column 'tools': the row is plain text otherwise: set apply_"):
+        prepare([row], "sft")
+    assert "add" in texts([row], "sft", apply_chat_template=True)[0][0]
+
+
 def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
-    weighted, thought = {**REPLY, "weight": 0}, {"role": "assistant", "content": "hm</think>4"}
+    weighted, thought = {**REPLY, "weight": 1}, {"role": "assistant", "content": "hm</think>4"}
     asked = {**USER, "name": "Jo"}
     rows = [{"messages": [USER, weighted]}, {"messages": [USER, REPLY]}, {"messages": [asked, weighted]}]
     told = "the chat template does not write: key 'name' (in 1 examples), key 'weight' (in 2 examples)"

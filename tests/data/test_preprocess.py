@@ -122,11 +122,11 @@ def test_a_stream_has_nothing_to_cache(folder, capsys):
         ("train.fsdp=[1]", "command line: train.fsdp must be"),
         ("train.merge_lora=true", "command line: train.merge_lora: true needs model.lora"),
         ("data.train.columns={completion: answer}", "no column 'answer'"),
-        ("data.train.path=bad.jsonl", "command line: train (bad.jsonl), row 0 (line 1): column 'completion': empty"),
+        ("data.train.path=bad.jsonl", "command line: train (bad.jsonl), row 0 (line 1): column 'completion': expected"),
     ],
 )
 def test_mistakes_are_found_by_preprocess_only(folder, capsys, override, message):
-    (folder / "bad.jsonl").write_text('{"prompt": "q", "completion": ""}\n')
+    (folder / "bad.jsonl").write_text('{"prompt": "q", "completion": 7}\n')
     assert run.main(["recipe.yaml", ONLY, override]) == 2
     assert message in capsys.readouterr().err
 

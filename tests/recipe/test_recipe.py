@@ -155,6 +155,7 @@ def test_train_section_is_checked_against_the_config(unchecked, given, message):
             DPO.replace("name_or_path", "name_or_pth"),
             "dpo.yaml:3: unknown key model.name_or_pth; did you mean 'name_or_path'?",
         ),
+        (DPO.replace("{prompt:", "{promt:"), "dpo.yaml:6: data.train.columns: no method reads a column 'promt'; did"),
         (DPO.replace("columns", "colums"), "dpo.yaml:6: unknown key data.train.colums; did you mean 'columns'?"),
         (
             DPO.replace("dpo\n", "dpoo\n"),
