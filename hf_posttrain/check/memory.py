@@ -16,7 +16,7 @@ import torch
 
 from ..data.lengths import longest, planned_passes
 from ..generation.rollout import GrowingLayer
-from ..losses.preference import REFERENCE_FREE
+from ..methods.rules import REFERENCE_FREE
 from ..recipe.sections import Recipe
 from ..scoring.choose_layout import able
 from ..scoring.head import KEEP_ELEMENTS, tile_rows

@@ -145,4 +145,3 @@ PAIRED: dict[str, Callable[[Pairs, PairedOptions], Tensor]] = {
     "nca_pair": nca_pair, "bco_pair": bco_pair, "sppo_hard": sppo_hard, "apo_zero": apo_zero, "apo_down": apo_down,
     "sft": sft, "simpo": simpo, "orpo": orpo,
 }  # fmt: skip
-REFERENCE_FREE = {"simpo", "orpo", "sft"}

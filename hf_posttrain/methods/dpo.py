@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..losses.preference import PAIRED, REFERENCE_FREE, PairedOptions, Pairs
+from ..losses.preference import PAIRED, PairedOptions, Pairs
 from ..models.reference import make_reference
 from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
@@ -23,6 +23,7 @@ from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
 from ..watch.symptoms import listed
 from . import METHODS
+from .rules import REFERENCE_FREE
 
 
 @dataclass
@@ -76,7 +77,7 @@ class DPOTrainer(PostTrainer):
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        needs_reference = not set(self.args.loss_type) <= REFERENCE_FREE
+        needs_reference = not {*self.args.loss_type} <= REFERENCE_FREE
         if ref_model is not None and not needs_reference:
             raise InputError(f"loss_type {', '.join(self.args.loss_type)} uses no reference: drop ref_model")
         self.reference = make_reference(self, ref_model) if needs_reference else None

@@ -15,6 +15,7 @@ PAIRED = (
     "sigmoid", "ipo", "ipo_sum", "hinge", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "apo_zero",
     "apo_down", "sft", "simpo", "orpo",
 )  # fmt: skip
+REFERENCE_FREE = {"sft", "simpo", "orpo"}
 LABEL_SMOOTHED = ("exo_pair", "robust", "sigmoid")
 UNPAIRED = ("kto", "apo_zero_unpaired", "bco")
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd")
@@ -44,6 +45,12 @@ def dpo_losses(values: Any) -> Iterator[Problem]:
             yield ("loss_weights",), f"loss_weights={weights!r}: numbers of at least 0 are wanted, and one above 0"
     if "simpo" in names and len(names) > 1 and values.beta is None:
         yield ("loss_type",), "loss_type combines simpo (beta 2) with others (beta 0.1): set beta"
+    # what other losses would read
+    if values.simpo_gamma != 0.5 and "simpo" not in names:
+        yield ("simpo_gamma", "loss_type"), "simpo_gamma is the margin of loss_type simpo: set that, or drop it"
+    given = [name for name in ("precompute_ref_log_probs", "precompute_ref_batch_size") if getattr(values, name)]
+    if given and {*names} <= REFERENCE_FREE:
+        yield (given[0], "loss_type"), f"{given[0]}: loss_type {', '.join(names)} has no reference: drop it"
 
 
 def dpo_smoothing(values: Any) -> Iterator[Problem]:
@@ -80,6 +87,8 @@ def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
         yield ("beta", key), f"beta is the interpolation of divergence jsd, not of {name}: set {key}: jsd or drop beta"
     if beta is not None and not 0 <= beta <= 1:
         yield ("beta",), f"beta={beta:g} is not in [0, 1]"
+    if alpha != 0.1 and not str(name).startswith("skew"):
+        yield ("skew_alpha", key), f"skew_alpha is of skew_forward_kl and skew_reverse_kl, not of {name}: drop it"
     if not 0 < alpha < 1:
         yield ("skew_alpha",), f"skew_alpha={alpha:g} is not in (0, 1)"
 
@@ -87,15 +96,12 @@ def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
 def opd(values: Any) -> Iterator[Problem]:
     """OPD's losses, and tokens left for its prompts."""
     yield from one_of("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
-    if values.loss_type != POLICY_GRADIENT:
-        yield from _of_divergence("loss_type", values)
-        if values.discount:
-            yield ("discount", "loss_type"), "discount belongs to loss_type policy_gradient: set that or drop discount"
-    elif values.lmbda < 1:
+    yield from _of_divergence("loss_type", values)
+    if values.discount and values.loss_type != POLICY_GRADIENT:
+        yield ("discount", "loss_type"), "discount belongs to loss_type policy_gradient: set that or drop discount"
+    if values.lmbda < 1 and values.loss_type == POLICY_GRADIENT:
         problem = "lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data"
         yield ("lmbda", "loss_type"), problem
-    elif values.beta is not None:
-        yield ("beta", "loss_type"), "beta is the interpolation of loss_type jsd, not of policy_gradient: drop it"
     longest, rollout = values.max_length, values.max_completion_length
     if longest is not None and longest <= rollout:
         problem = (

@@ -94,6 +94,8 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
         if (value := getattr(values, name)) in wanting and recipe.data.eval is None:
             shown = "true" if value is True else getattr(value, "value", value)
             yield (f"train.{name}",), f"train.{name}: {shown} needs data.eval, the rows to evaluate on"
+    if recipe.train.get("eval_steps") is not None and "eval_strategy" not in recipe.train:
+        yield ("train.eval_steps",), "train.eval_steps needs eval_strategy: steps, which is no where it is not given"
     # the trainer says the next two as well, but only when the weights are loaded
     quantised = recipe.model.quantization != "none"
     has_adapter = recipe.model.lora is not None or bool(recipe.model.adapter)
