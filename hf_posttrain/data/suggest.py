@@ -17,6 +17,7 @@ _FORMS = (  # the ones that say more come first
     "prompt + chosen + rejected", "chosen + rejected", "prompt + completion + label", "prompt + completion", "messages",
     "prompt_ids + completion_ids", "input_ids", "text", "prompt",
 )  # fmt: skip
+_ALPACA = {"prompt": "instruction", "completion": "output"}
 _SCORES = "score scores rating ratings reward rewards stars quality grade label"
 
 
@@ -45,7 +46,8 @@ def prompt_problem(rows: list[dict], aside: Collection[str], form: str) -> str |
     lost = (column for column in asked(aside) if any(words(row, [column]) not in words(row, read) for row in rows))
     if "_ids" in form or (column := next(lost, None)) is None:
         return None
-    ours = "prompt" if form in ("chosen + rejected", "text") else ""
+    alpaca = form.startswith("instruction") and "input" not in rows[0]
+    ours = "prompt" if form in ("chosen + rejected", "text") else "input" if alpaca else ""
     if "system" in _plain(column):
         ours = "" if form == "text" else "system"
     both = {ours: column} | ({"completion": "text"} if form == "text" else {})
@@ -97,7 +99,20 @@ def suggest(rows: list[dict], methods: Collection[Reader]) -> Suggestion | None:
         readers = tuple(method.name for method in methods if form in method.rows.formats)
         if columns and readers:
             found.append(Suggestion(form, readers, columns, tuple(c for c in form.split(" + ") if c not in columns)))
-    return min(found, key=lambda suggestion: len(suggestion.missing), default=None)
+    best = min(found, key=lambda suggestion: len(suggestion.missing), default=None)
+    if best is None or best.missing or "_ids" in best.form or best.form == "text":
+        return best
+    # a second part of what was asked: a system turn, or what Alpaca has as the input
+    for column in asked(rows[0]):
+        if column in best.columns.values() or kinds[column] != {"text"}:
+            continue
+        if "system" in _plain(column):
+            best = best._replace(columns={"system": column, **best.columns})
+        elif best.form.startswith("prompt + ") and kinds[best.columns["prompt"]] == {"text"}:
+            renamed = {_ALPACA.get(ours, ours): theirs for ours, theirs in best.columns.items()}
+            form = best.form.replace("prompt", "instruction").replace("completion", "output")
+            best = best._replace(form=form, columns={"instruction": "", "input": column} | renamed)
+    return best
 
 
 def no_mapping(rows: list[dict], nearest: Suggestion | None, methods: Collection[Reader]) -> str | None:

@@ -115,6 +115,11 @@ MAPPED = [  # row, the method whose recipe it goes into, the mapping
     ({"question": "2+2?", "answer": "4", "is_correct": True}, "kto",
      "{prompt: question, completion: answer, label: is_correct}"),
     ({"tokens": [1, 2, 3]}, "sft", "{input_ids: tokens}"),
+    ({"instruction": "Who?", "context": "A page.", "response": "He.", "category": "qa"}, "sft",
+     "{input: context, output: response}"),  # Dolly
+    ({"question": "Who?", "context": "A page.", "preferred": "He.", "worse": "She."}, "dpo",
+     "{instruction: question, input: context, chosen: preferred, rejected: worse}"),
+    ({"system_prompt": "Be short.", "conversations": [*SHARED]}, "sft", "{system: system_prompt}"),
     ({"question: one": "2+2?", "problem": "a", "answer": "4"}, "sft", "{prompt: problem, completion: answer}"),
 ]  # fmt: skip
 
@@ -150,6 +155,9 @@ REFUSED = [  # row, arguments, what to do
     ({"prompt": "2+2?", "chosen": "4"}, ["--method", "dpo"],
      "nearest is prompt . chosen . rejected: .*chosen could be chosen; there is no column for rejected\n"),
     ({"a": 1, "b": 2.5}, [], r"format: none that is read\nsft reads .*\ndpo reads .*\nkto reads"),
+    ({"id": "1", "system_prompt": "Be short.", "question": "2+2?", "response": "4"}, ["--method", "sft"],  # OpenOrca
+     "columns: {system: system_prompt, prompt: question, completion: response}\nthen sft: row 0: column 'system': the"
+     " row is plain text otherwise: set apply_chat_template: true"),
     ({"messages": [{"speaker": "me", "text": "hi"}]}, ["--method", "sft"],
      r"sft: row 0: column 'messages': message 0 has no role, expected {role, content}"),
     ({"prompt": "Q: what is two and two?\nA:", "completion": "Q: what is two and two?\nA: 4"}, ["--method", "sft"],
