@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from ..data import suggest
-from ..data.kinds import misspelt
 from ..errors import InputError, error_context, named
 from ..methods import METHODS
 from ..models.section import ModelSection
@@ -49,8 +48,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ..data.sources import decoded, load
 
     columns = dict(pair.split("=", 1) for pair in given.columns)
-    if unknown := misspelt(columns):
-        raise InputError(f"command line: {unknown}")
     source = Source(given.file, given.name, given.split, columns or None, streaming=True)
     with decoded(source, "data"):
         rows = list(itertools.islice(load(source, "data"), ROWS))

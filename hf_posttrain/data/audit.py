@@ -121,8 +121,7 @@ class DataAudit:
     def warnings(self) -> list[str]:
         """What would ruin training or make evaluation worthless, a sentence each that says what to do."""
         if not self.kept:
-            why = "with no trained token: raise max_length, or mend empty answers or masks"
-            return [f"{self.name}: all {self.examples} examples are dropped, {why}"]
+            return [f"{self.name}: all {self.examples} examples are dropped, with no trained token: raise max_length"]
         # what max_length takes away
         found = []
         dropped, truncated = self.examples - self.kept, sum(cut.count for cut in self.truncated)

@@ -13,8 +13,6 @@ from .messages import text_of
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
 """Bits of `fit`: what was cut; nothing is left to train; both branches are the same."""
-_FIRST, _SHORT = 20, 20
-"""Rows whose answers are searched for their prompts; characters of a prompt that an answer may begin with by chance."""
 VERSION = 3
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
@@ -74,13 +72,12 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if len({type(part) for part in (sample.prompt, *sample.branches) if part is not None}) > 1:
         raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")
     # turns that are marked as not to be trained, in the manner of OpenAI and others
-    of_turns = sample.is_chat and "_ids" not in plan.form and not plan.rows.sampled
-    for turn in (turn for branch in sample.branches for turn in branch) if of_turns else ():
-        answer, marked = turn["role"] == "assistant", turn.get("weight") == 0 or turn.get("train") is False
-        if marked and (answer or not plan.assistant_only):
-            mend = "make it a part of a prompt" if answer else "set assistant_only_loss: true"
-            problem = f"a turn of {shown(turn['role'])} has weight: 0 or train: false, and would be trained"
-            raise InputError(f"columns {plan.form}: {problem}: {mend}")
+    if sample.is_chat and "_ids" not in plan.form and not plan.rows.sampled:
+        turns = (turn for branch in sample.branches for turn in branch)
+        marked = [turn["role"] for turn in turns if turn.get("weight") == 0 or turn.get("train") is False]
+        if role := next((role for role in marked if role == "assistant" or not plan.assistant_only), None):
+            mend = "make it a part of a prompt, or set assistant_only_loss: true if it is no assistant's"
+            raise InputError(f"columns {plan.form}: a turn of {shown(role)} has weight: 0 or train: false: {mend}")
     # a pair is two labelled examples
     if plan.rows.labelled and len(sample.branches) == 2:
         chosen, rejected = sample.branches
@@ -98,13 +95,13 @@ def read(row: dict, plan: Plan) -> list[Sample]:
 
 
 def refuse_repeated(samples: list[Sample], plan: Plan) -> None:
-    """Raises InputError where answers hold their prompts too, as whole texts do, so that each would be there twice: all
-    of the first begin with theirs. One answer may repeat its question, and any a prompt as short as "Hi"."""
-    texts = [(text_of(s.prompt).strip(), [text_of(b).lstrip() for b in s.branches]) for s in samples[:_FIRST]]
-    whole = all(len(each) > len(asked) and each.startswith(asked) for asked, answers in texts for each in answers)
-    if whole and len(texts) > 1 and sum(len(asked) for asked, answers in texts if answers) >= _SHORT * len(texts):
-        remedy = ", or leave it out (columns: {unused: prompt})" if "chosen" in plan.form else ""
-        raise InputError(f"{plan.name}: columns {plan.form}: answers begin with the whole prompt: cut it off{remedy}")
+    """Raises InputError where answers hold their prompts too, as whole texts do: all of the first 20 begin with theirs,
+    of 20 characters in the mean. One answer may repeat its question, and any a prompt as short as "Hi"."""
+    pairs = [(text_of(s.prompt).strip(), text_of(branch).lstrip()) for s in samples[:20] for branch in s.branches]
+    whole = len(samples) > 1 and all(len(text) > len(asked) and text.startswith(asked) for asked, text in pairs)
+    if whole and pairs and sum(len(asked) for asked, _ in pairs) >= 20 * len(pairs):
+        other = ", or leave it out (columns: {unused: prompt})" if "chosen" in plan.form else ""
+        raise InputError(f"{plan.name}: columns {plan.form}: answers begin with the whole prompt: cut it off{other}")
 
 
 def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:

@@ -60,10 +60,9 @@ def unread(columns: Iterable[str], form: str) -> list[str]:
     used = {*form.split(" + ")}
     if "input_ids" in used:
         used |= {"labels", "completion_mask"}
-    elif "prompt_ids" in used:
-        masked = form in ("prompt_ids", "prompt_ids + completion_ids")
-        used |= {"completion_ids", "completion_mask"} if masked else set()
-    elif form != "text":
+    elif form in ("prompt_ids", "prompt_ids + completion_ids"):
+        used |= {"completion_ids", "completion_mask"}
+    elif "_ids" not in form and form != "text":
         used |= {"system", "tools"} | ({"input"} if "instruction" in used else set())
     return [column for column in columns if column not in used]
 
@@ -123,11 +122,10 @@ def read_format(row: dict, form: str) -> Sample:
 def _read_ids(row: dict, form: str, label: bool | None) -> Sample:
     """Ids, which are taken as they are. Raises InputError for padding and packed rows, which would be trained so."""
     lists = {column: value if isinstance(value, list) else [] for column, value in row.items()}
-    if 0 in lists.get("attention_mask", []):
-        raise InputError("column 'attention_mask': 0 marks padding, which would be trained: give rows without padding")
-    if len(lists.get("seq_lengths", [])) > 1 or lists.get("position_ids", []).count(0) > 1:
-        packed = "seq_lengths or position_ids say that several examples are packed in it"
-        raise InputError(f"columns {form}: {packed}: give each a row of its own (packing: true packs them)")
+    packed = len(lists.get("seq_lengths", [])) > 1 or lists.get("position_ids", []).count(0) > 1
+    if packed or 0 in lists.get("attention_mask", []):
+        what = "several examples are packed in the row (packing: true does that)" if packed else "the row is padded"
+        raise InputError(f"columns {form}: {what}: give each example a row of its own, without padding")
     if form == "input_ids":
         ids, labels = _ids(row, "input_ids"), row.get("labels")
         mask = _mask(row.get("completion_mask"), ids)

@@ -1,7 +1,6 @@
 """The kinds of rows that methods train on: their columns once prepared, and the raw columns they come from."""
 
-import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -65,19 +64,6 @@ PROMPTS = RowKind(
     ("prompt_ids", "prompt + completion", "messages", "instruction + output", "prompt"),
     sampled=True,
 )
-COLUMNS = {name for kind in (SUPERVISED, PREFERENCE, UNPAIRED, PROMPTS) for form in kind.formats
-           for name in form.split(" + ")} | {"input", "system", "tools", "labels", "completion_mask", "kto_tag",
-                                             "conversations", "assistant_masks"}  # fmt: skip
-"""All that are read, by any method."""
-
-
-def misspelt(columns: Iterable[str]) -> str | None:
-    """What is wrong with the first of the names that is nearly one that is read, and is none: nobody would read it."""
-    for name in columns:
-        plain = name.strip().lower().replace("-", "_")
-        if name not in COLUMNS and (close := difflib.get_close_matches(plain, COLUMNS, 1, 0.8)):
-            return f"no method reads a column {name!r}; did you mean {close[0]!r}?"
-    return None
 
 
 def class_weights(

@@ -1,6 +1,7 @@
 """Columns that no method reads -> the nearest format, and what to do about it."""
 
-from collections.abc import Collection
+import difflib
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,14 @@ from .messages import text_of
 
 _NAMES = yaml.safe_load(Path(__file__).with_name("usual_names.yaml").read_text(encoding="utf-8"))
 _KINDS = {"label": "flag", "messages": "messages", "text": "text", "prompt_ids": "ids", "completion_ids": "ids",
-          "input_ids": "ids"}  # fmt: skip
-_FORMS = (  # the ones that say more come first
-    "prompt + chosen + rejected", "chosen + rejected", "prompt + completion + label", "prompt + completion", "messages",
-    "prompt_ids + completion_ids", "input_ids", "text", "prompt",
+          "input_ids": "ids", "instruction": "text", "input": "text", "system": "text"}  # fmt: skip
+_FORMS = (  # the ones that say more come first; `system` and `input` stand in columns that a format need not have
+    "system + prompt + chosen + rejected", "instruction + input + chosen + rejected", "prompt + chosen + rejected",
+    "chosen + rejected", "prompt + completion + label", "system + prompt + completion", "instruction + input + output",
+    "prompt + completion", "system + messages", "messages", "prompt_ids + completion_ids", "input_ids", "text",
+    "prompt",
 )  # fmt: skip
-_ALPACA = {"prompt": "instruction", "completion": "output"}
+_KNOWN = {*_NAMES, "tools", "labels", "chosen_ids", "rejected_ids", "completion_mask", "assistant_masks", "kto_tag"}
 _SCORES = "score scores rating ratings reward rewards stars quality grade label"
 
 
@@ -82,6 +85,15 @@ def kind(value: Any) -> str:
     return "ids" if value and all(type(item) is int for item in value) else "list"
 
 
+def misspelt(columns: Iterable[str]) -> str | None:
+    """What is wrong with the first of the names that is nearly one of ours, and none: nothing would read it."""
+    for name in columns:
+        plain = _plain(name.strip())
+        if name not in _KNOWN and (close := difflib.get_close_matches(plain, _KNOWN, 1, 0.8)):
+            return f"no method reads a column {name!r}; did you mean {close[0]!r}?"
+    return None
+
+
 def suggest(rows: list[dict], methods: Collection[Reader]) -> Suggestion | None:
     """The format that the rows come nearest to among those that `methods` read; None where no column is alike."""
     theirs = {_plain(column): column for column in rows[0]}
@@ -96,23 +108,12 @@ def suggest(rows: list[dict], methods: Collection[Reader]) -> Suggestion | None:
                 if column not in columns.values() and kinds[column] and kinds[column] <= wanted:
                     columns[ours] = column
                     break
+        missing = tuple(ours for ours in form.split(" + ") if ours not in columns)
+        form = form.removeprefix("system + ").replace(" + input", "")
         readers = tuple(method.name for method in methods if form in method.rows.formats)
         if columns and readers:
-            found.append(Suggestion(form, readers, columns, tuple(c for c in form.split(" + ") if c not in columns)))
-    best = min(found, key=lambda suggestion: len(suggestion.missing), default=None)
-    if best is None or best.missing or "_ids" in best.form or best.form == "text":
-        return best
-    # a second part of what was asked: a system turn, or what Alpaca has as the input
-    for column in asked(rows[0]):
-        if column in best.columns.values() or kinds[column] != {"text"}:
-            continue
-        if "system" in _plain(column):
-            best = best._replace(columns={"system": column, **best.columns})
-        elif best.form.startswith("prompt + ") and kinds[best.columns["prompt"]] == {"text"}:
-            renamed = {_ALPACA.get(ours, ours): theirs for ours, theirs in best.columns.items()}
-            form = best.form.replace("prompt", "instruction").replace("completion", "output")
-            best = best._replace(form=form, columns={"instruction": "", "input": column} | renamed)
-    return best
+            found.append(Suggestion(form, readers, columns, missing))
+    return min(found, key=lambda suggestion: len(suggestion.missing), default=None)
 
 
 def no_mapping(rows: list[dict], nearest: Suggestion | None, methods: Collection[Reader]) -> str | None:

@@ -14,7 +14,7 @@ from huggingface_hub import constants as hub
 from jinja2 import Environment, TemplateSyntaxError
 
 from ..data.files import or_unreadable, source_problem, with_home
-from ..data.kinds import misspelt
+from ..data.suggest import misspelt
 from ..errors import nearest_path
 from ..methods import METHODS
 from ..models.section import TOKENIZER_FILES, is_local

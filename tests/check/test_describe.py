@@ -241,7 +241,6 @@ def test_other_files_and_folders(described, tmp_path, name):
     [
         (["absent.jsonl"], "no file or folder absent.jsonl"),
         (["mine.jsonl", "prompt"], "command line: 'prompt' is not ours=theirs, such as prompt=question"),
-        (["mine.jsonl", "promt=question"], "command line: no method reads a column 'promt'; did you mean 'prompt'"),
         (["mine.jsonl", "prompt=qestion"], r"no column 'qestion' for 'prompt' \(did you mean 'question'\?\)"),
     ],
 )

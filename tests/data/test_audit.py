@@ -128,7 +128,7 @@ def test_dropped_rows_have_their_reason(audited):
     assert found.lengths["trained"] == {"min": 1, "p50": 1, "p95": 1, "p99": 1, "max": 1, "mean": 1.0}
     assert audited("sft", rows).dropped == [Cut(2, [2, 4], "no trained token")]
     assert audited("sft", rows[2:3], max_length=3).warnings() == [
-        "train: all 1 examples are dropped, with no trained token: raise max_length, or mend empty answers or masks"
+        "train: all 1 examples are dropped, with no trained token: raise max_length"
     ]
 
 

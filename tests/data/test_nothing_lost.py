@@ -167,7 +167,7 @@ def test_a_turn_that_is_not_to_be_trained_is_refused_where_it_would_be(mark):
     assert len(prepare([row], "opd")) == 1
     assert len(prepare([{"prompt": row["messages"][:3], "completion": [REPLY]}], "sft")) == 1
     others = [{"messages": [{**USER, **mark}, REPLY]}]
-    with pytest.raises(InputError, match=r"a turn of 'user' .* would be trained: set assistant_only_loss: true"):
+    with pytest.raises(InputError, match=r"a turn of 'user' .* set assistant_only_loss: true if it is no"):
         prepare(others, "sft")
     assert len(prepare(others, "sft", assistant_only_loss=True)) == 1
 
