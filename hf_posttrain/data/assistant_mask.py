@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, shown
 from .chat import (
-    as_template_reads,
+    apply_template,
     end_once,
     plain_ids,
     prefix_ids,
@@ -83,10 +83,9 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
 
 def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
     """Ids, mask and places in the text (begin, end), from the template's generation tags."""
-    messages = as_template_reads(tokenizer, messages, tools)
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
-    encoded = tokenizer.apply_chat_template(messages, tools=tools, **options, **(template_kwargs or {}))
+    encoded = apply_template(tokenizer, messages, tools, template_kwargs, **options)
     ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
     for n in range(1, len(ids)):
         # the turn end right after a tagged span is trained too; and where the last character of a span is split into

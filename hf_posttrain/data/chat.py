@@ -4,6 +4,8 @@ The boundary comes from rendered text: the rendered prompt must be the beginning
 `InputError` names the problem; the caller adds file and row. `template_kwargs` go to the template.
 """
 
+import datetime
+import inspect
 import json
 import re
 from collections.abc import Sequence
@@ -11,13 +13,19 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
+from jinja2 import Environment, meta
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, shown
+from ..errors import InputError, named, nearest, shown
 from .messages import Messages, call_names, check_unicode
 
 _PROBE = "sentinel7391"
 """A text that no template writes of itself."""
+_DAY = datetime.date(2024, 7, 26)
+"""Today's date to templates that write one, so that rows are the same on every day: it is Llama 3.1's own default."""
+_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+_OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+"""What each rendering is given by us, and `template_kwargs` may not have."""
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
@@ -28,10 +36,8 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
     """
     if not tokenizer.chat_template:
         raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
-    options = {**(template_kwargs or {}), **options}
     try:
-        messages = as_template_reads(tokenizer, messages, tools)
-        text = str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+        text = str(apply_template(tokenizer, messages, tools, template_kwargs, tokenize=False, **options))
     except Exception as error:  # a template is a program, and raises what it likes
         roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
         problem = " ".join(str(error).split())[:300]
@@ -40,30 +46,45 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list |
     return text
 
 
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None,
+                   template_kwargs: dict | None, **options: Any) -> Any:  # fmt: skip
+    """`tokenizer.apply_chat_template` on the day _DAY, of contents as parts and arguments of calls as JSON text for the
+    templates that write these alone."""
+    template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[2])), tokenizer.get_chat_template(tools=tools))
+    if _reads_parts(tokenizer, template):
+        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    if any(m.get("tool_calls") for m in messages) and _reads_text_arguments(tokenizer, template):
+        messages = [{**m, "tool_calls": [_with_text(call) for call in m.get("tool_calls", [])]} for m in messages]
+    options |= {"tools": tools, "chat_template": template}
+    return tokenizer.apply_chat_template(messages, **options, **(template_kwargs or {}))
+
+
 def find_unread(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, tools: list | None = None,
                 template_kwargs: dict | None = None) -> list[str]:  # fmt: skip
     """What of the messages is not in their rendering `full` although a template may well leave it out: keys that it
-    does not write, tools, thinking of earlier turns, text next to a call. Raises InputError for a message of which it
-    writes neither text nor calls, as of a role that it does not know."""
-    found, template = [], tokenizer.get_chat_template(tools=tools)
-    # texts that stand in their order are all there; otherwise each is looked for, by another text in its place
-    ordered = _in_order([message["content"].strip() for message in messages], full)
-    called = _in_order([name for message in messages for name in call_names(message)], full)
-    for n, message in enumerate(messages):
+    does not write, tools, thinking of earlier turns, text next to a call, switches, today's date. Raises InputError
+    for a message of which it writes neither text nor calls, as of a role that it does not know, and for a lost call."""
+    template, numbered = tokenizer.get_chat_template(tools=tools), [_numbered(m, n) for n, m in enumerate(messages)]
+    found = [f"chat_template_kwargs {shown(key)}" for key in template_kwargs or () if key not in _variables(template)]
+    if any(_DAY.strftime(call[2]) in full for call in _TODAY.finditer(template)):
+        found.append(f"today's date but always {_DAY:%d %b %Y}")
+    # the same conversation of numbered texts shows which of them are written, unless the template refuses it
+    given = json.dumps([numbered, tools, template_kwargs], default=str)
+    probed = _render_probes(tokenizer, template, given) or given
+    for n, (message, probe) in enumerate(zip(messages, numbered, strict=True)):
         where, content = f"message {n} ({shown(message['role'])[1:-1]})", message["content"].strip()
-        if call_names(message) and not called:
-            raise InputError(f"{where}: the chat template does not write its call of {', '.join(call_names(message))}")
-        if content and not ordered:
-            probes = [*messages[:n], {**message, "content": _PROBE}, *messages[n + 1 :]]
-            if _PROBE in render(tokenizer, probes, tools, template_kwargs):
-                found += [f"a part of the text of {message['role']} turns"] * (content not in full)
-            elif not call_names(message):
-                raise InputError(f"{where}: the chat template does not write its text, {shown(content)}")
-            else:
-                found.append("text next to calls")
+        if any(mark not in probed for mark in re.findall(rf"{_PROBE}\w+", str(probe.get("tool_calls")))):
+            raise InputError(f"{where}: the chat template does not write its call of {named(call_names(message))}")
+        if not content or probe["content"] in probed:
+            found += [f"a part of the text of {message['role']} turns"] * (not _stands_in(content, full))
+        elif not call_names(message):
+            raise InputError(f"{where}: the chat template does not write its text, {shown(content)}")
+        else:
+            found.append("text next to calls")
         for key, value in message.items():
-            written = value.strip() in full if isinstance(value, str) else re.search(rf"\b{re.escape(key)}\b", template)
-            if key not in ("role", "content", "tool_calls") and not written:
+            word = rf"\b{re.escape(key)}\b"
+            written = _stands_in(value.strip(), full) if isinstance(value, str) else re.search(word, template)
+            if key not in ("role", "content", "tool_calls", "tool_call_id") and not written:
                 found.append(f"key {shown(key)}")
     names = [tool.get("function", tool) for tool in tools or []]
     if any(isinstance(tool, dict) and str(tool.get("name")) not in full for tool in names):
@@ -71,24 +92,38 @@ def find_unread(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: st
     return sorted({*found})
 
 
-def _in_order(texts: list[str], full: str) -> bool:
-    """Do all texts stand in `full`, one behind the other?"""
-    place = 0
-    for text in texts:
-        if (at := full.find(text, place)) < 0:
-            return False
-        place = at + len(text)
-    return True
+def _numbered(message: dict[str, Any], n: int) -> dict[str, Any]:
+    """Message n with texts that stand nowhere else in place of its content and the names and arguments of its calls."""
+    calls, mark = [], f"{_PROBE}n{n}"
+    for k, call in enumerate(message.get("tool_calls", [])):
+        function = {**call.get("function", call), "name": f"{mark}f{k}z"}
+        if isinstance(function.get("arguments"), dict) and function["arguments"]:
+            function["arguments"] = {"x": f"{mark}a{k}z"}
+        calls.append({**call, "function": function} if "function" in call else function)
+    content = f"{mark}z" if message["content"].strip() else message["content"]
+    return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
 
 
-def as_template_reads(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None) -> Messages:
-    """Contents as parts, and arguments of calls as JSON text, for the templates that write these alone."""
-    template = tokenizer.get_chat_template(tools=tools)
-    if _reads_parts(tokenizer, template):
-        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    if any(m.get("tool_calls") for m in messages) and _reads_text_arguments(tokenizer, template):
-        messages = [{**m, "tool_calls": [_with_text(call) for call in m.get("tool_calls", [])]} for m in messages]
-    return messages
+@lru_cache(maxsize=256)
+def _render_probes(tokenizer: PreTrainedTokenizerBase, template: str, given: str) -> str:
+    """What the template makes of numbered messages, which are the same for many rows, or "" where it refuses them."""
+    try:
+        return render(tokenizer, *json.loads(given))
+    except InputError:
+        return ""
+
+
+def _stands_in(text: str, full: str) -> bool:
+    """Does the text stand there, as it is, inside JSON, or with other white space?"""
+    inside = text in full or json.dumps(text, ensure_ascii=False)[1:-1] in full
+    return inside or "".join(text.split()) in "".join(full.split())
+
+
+@lru_cache(maxsize=32)
+def _variables(template: str) -> frozenset[str]:
+    """What a template reads and does not set itself."""
+    plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
+    return frozenset(meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)))
 
 
 def _with_text(call: dict) -> dict:
@@ -101,7 +136,7 @@ def _with_text(call: dict) -> dict:
 def _reads_parts(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
     """Does the template write a content that is a list of parts, and none that is a string?"""
     contents: tuple = (_PROBE, [{"type": "text", "text": _PROBE}])
-    as_text, as_parts = (_written(tokenizer, [{"role": "user", "content": content}]) for content in contents)
+    as_text, as_parts = (_written(tokenizer, template, [{"role": "user", "content": content}]) for content in contents)
     return _PROBE in as_parts and _PROBE not in as_text
 
 
@@ -114,14 +149,14 @@ def _reads_text_arguments(tokenizer: PreTrainedTokenizerBase, template: str) -> 
         turns: Messages = [{"role": "user", "content": "hello"}]
         turns += [{"role": "assistant", "content": "", "tool_calls": [call]}]
         turns += [{"role": "tool", "name": "f", "tool_call_id": "call00001", "content": "done"}]
-        found.append(_written(tokenizer, turns))
+        found.append(_written(tokenizer, template, turns))
     return _PROBE in found[1] and (_PROBE not in found[0] or str({"x": _PROBE}) in found[0])
 
 
-def _written(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> str:
+def _written(tokenizer: PreTrainedTokenizerBase, template: str, messages: Messages) -> str:
     """What the template makes of messages, "" where it refuses them."""
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception:  # a template is a program, and raises what it likes
         return ""
 
@@ -142,8 +177,14 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
     """
     if not tokenizer.chat_template:
         return eos_id(tokenizer)
+    if ours := named(key for key in template_kwargs or () if key in _OURS):
+        raise InputError(f"chat_template_kwargs: {ours} cannot be given: each rendering has its own")
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = render(tokenizer, probe, None, template_kwargs).rpartition(_PROBE)[2]
+    known = _variables(tokenizer.get_chat_template())
+    for key in template_kwargs or ():
+        if key not in known and (near := nearest(key, known - _OURS, listed=False)):
+            raise InputError(f"chat_template_kwargs: the chat template does not know {shown(key)}{near}")
     special = special_ids(tokenizer)
     ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]
     return ends[0] if ends else eos_id(tokenizer)
@@ -177,13 +218,13 @@ def join_messages(prompt: Messages, completion: Messages) -> Messages:
 
 def split_chat(tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion: Messages, tools: list | None = None,
                template_kwargs: dict | None = None) -> tuple[str, str]:  # fmt: skip
-    """(prompt text, completion text): their concatenation is the full render of both.
+    """(prompt text, completion text): their concatenation is the full render of both, up to its last visible character.
 
     Raises InputError if the full render does not begin with the prompt's (a template that drops or moves thinking).
     """
     start = prompt_text(tokenizer, prompt, tools, template_kwargs)
     full = render(tokenizer, join_messages(prompt, completion), tools, template_kwargs)
-    return start, text_behind(start, full)
+    return start, text_behind(start, full).rstrip()
 
 
 def shared_length(first: Sequence, second: Sequence) -> int:

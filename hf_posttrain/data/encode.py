@@ -129,14 +129,15 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
 
 
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
-    """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt."""
+    """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt. What is blank at
+    the end of a rendering is the template's, and would stand before an end that it does not write itself."""
     options = (sample.tools, plan.template_kwargs)
     if _is_empty(sample):
         sample = sample._replace(prompt="", branches=["" for _ in sample.branches])
     if not sample.is_chat:
         return sample._replace(prompt=sample.prompt or "")
     if sample.prompt is None:
-        pairs, chats = [("", chat.render(tokenizer, sample.branches[0], *options))], sample.branches
+        pairs, chats = [("", chat.render(tokenizer, sample.branches[0], *options).rstrip())], sample.branches
     elif not sample.branches:
         pairs, chats = [(chat.prompt_text(tokenizer, sample.prompt, *options), "")], [sample.prompt]
     else:
@@ -158,7 +159,7 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         return Sample([], [[]])
     options, turns = (sample.tools, plan.template_kwargs), sample.branches[0]
     turns = turns if sample.prompt is None else chat.join_messages(sample.prompt, turns)
-    full = chat.render(tokenizer, turns, *options)
+    full = chat.render(tokenizer, turns, *options).rstrip()
     unread = tuple(chat.find_unread(tokenizer, turns, full, *options))
     ids, mask = assistant_mask(tokenizer, turns, *options, full)
     if sample.prompt is not None and plan.completion_only is not False:

@@ -64,7 +64,9 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
 def _clean_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """A call whose arguments are a mapping: OpenAI has them as JSON text, which templates would encode once more."""
     function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise InputError(f"{where}: a call is {shown(call)}, expected {{function: {{name, arguments}}}}")
+    if not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
@@ -76,9 +78,7 @@ def _clean_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 def call_names(message: dict[str, Any]) -> list[str]:
     """Names of the functions that a message calls."""
-    functions = [call.get("function", call) for call in message.get("tool_calls", [])]
-    names = [function.get("name") for function in functions if isinstance(function, dict)]
-    return [name for name in names if isinstance(name, str)]
+    return [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
 
 
 def text_of(value: Any) -> str:

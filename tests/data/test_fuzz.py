@@ -266,6 +266,8 @@ def message(raw):
     others = [*ours, "human", "gpt", "chatgpt", "model", "bot"]
     need(role.strip() and (role in ours or not difflib.get_close_matches(role.strip().lower(), others, 1, 0.75)))
     need(calls is None or (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)))
+    functions = [call.get("function", call) for call in calls or []]
+    need(all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions))
     content = "" if content is None and calls else content
     if isinstance(content, list):
         need(all(isinstance(part, dict) and part.get("type") == "text" for part in content))

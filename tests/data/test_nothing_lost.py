@@ -1,11 +1,12 @@
 """Nothing that was given is ignored in silence: columns, system turns and prompts that no format reads."""
 
 import logging
+import re
 
 import datasets
 import pytest
 from test_data import ASKED, END, REPLY, USER, WRONG, config, jsonl, prepare, source, texts
-from tokenizers_for_tests import CHATML, DEEPSEEK, byte_tokenizer
+from tokenizers_for_tests import CHATML, CHATML_GENERATION, DEEPSEEK, QWEN3, byte_tokenizer
 
 from hf_posttrain.check import data_command
 from hf_posttrain.data.audit import audits
@@ -136,6 +137,9 @@ def test_a_role_that_the_template_writes_is_read():
 ONLY_KNOWN = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
 
 
+ADDS = {"role": "assistant", "content": "I add.", "tool_calls": [{"name": "add", "arguments": {"x": 2}}]}
+
+
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
@@ -143,6 +147,8 @@ ONLY_KNOWN = CHATML.replace("{% for m in messages %}", "{% for m in messages if 
         ([USER, {"role": "wizard", "content": "4"}, REPLY], r"message 1 \(wizard\): .* does not write its text, '4'"),
         ([USER, {"role": "tool", "content": "2"}, REPLY], r"message 1 \(tool\)"),  # "2" is also in the question
         ([USER, {"role": "assistant", "tool_calls": [{"name": "add"}]}], r"message 1 .* not write its call of add"),
+        ([{**USER, "content": "add 2+2?"}, ADDS, REPLY], r"message 1 .* not write its call of add"),
+        ([SYSTEM, {**USER, "content": "Be short. 2+2?"}, REPLY], r"message 0 \(system\)"),
     ],
 )
 def test_a_message_that_the_template_drops_is_refused(turns, message):
@@ -150,6 +156,68 @@ def test_a_message_that_the_template_drops_is_refused(turns, message):
     for row in ({"messages": turns}, {"prompt": turns, "completion": [REPLY]}):
         with pytest.raises(InputError, match="row 0: " + message):
             prepare([row], "sft", tokenizer)
+
+
+CALLING = CHATML.replace(
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls or [] %}<call>CALL</call>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("written", ["{{ (m.tool_calls | first).function | tojson }}", "{{ c.function.name }}"])
+def test_a_call_of_which_a_part_is_dropped_is_refused(written):
+    """The second call of the same function, and arguments, although both stand in the question."""
+    calls = [{"type": "function", "function": {"name": "add", "arguments": {"x": x}}} for x in (2, 3)]
+    row = {"messages": [USER, {"role": "assistant", "content": "add x 2 3", "tool_calls": calls}]}
+    assert '"x": 3' in texts([row], "sft", byte_tokenizer(CALLING.replace("CALL", "{{ c.function | tojson }}")))[0][1]
+    with pytest.raises(InputError, match=r"message 1 \(assistant\): the chat template does not write its call of add"):
+        prepare([row], "sft", byte_tokenizer(CALLING.replace("CALL", written)))
+    row["messages"][1]["tool_calls"] = [{"function": "add"}]
+    with pytest.raises(InputError, match=r"message 1 \(assistant\): a call is {'function': 'add'}, expected {f"):
+        prepare([row], "sft", byte_tokenizer(CALLING))
+
+
+def test_what_is_written_in_another_way_is_not_told(caplog):
+    """Text with other white space or inside JSON, and the id that ties a result to its call."""
+    turns = [{**USER, "content": 'one  "line"\n and\tmore'}, REPLY]
+    for written in ("{{ m.content.split() | join(' ') }}", "{{ m.content | tojson }}"):
+        tokenizer = byte_tokenizer(CHATML.replace("{{ m.content }}", written))
+        prepare([{"messages": [*turns, {"role": "tool", "content": "4", "tool_call_id": "id1"}]}], "opd", tokenizer)
+    assert caplog.messages == []
+
+
+DATED = "Today: {{ date_string or strftime_now('%d %b %Y') }}\n" + CHATML
+
+
+@pytest.mark.parametrize("template", [DATED, DATED + "{% generation %}{% endgeneration %}"])
+def test_rows_are_the_same_on_every_day(template, caplog):
+    """A template that writes today's date writes the same day in every row, or the one that it is given."""
+    row = {"prompt": [USER], "completion": [REPLY]}
+    for given, day in (({}, "26 Jul 2024"), ({"date_string": "1 May 2025"}, "1 May 2025")):
+        caplog.clear()
+        [(prompt, *_)] = texts([row], "sft", byte_tokenizer(template), chat_template_kwargs=given)
+        assert prompt.startswith(f"Today: {day}\n")
+        told = "the chat template does not write: today's date but always 26 Jul 2024 (in 1 examples)"
+        assert caplog.messages == [f"train: {told}"] * (not given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"enable_thinkng": False}, "template does not know 'enable_thinkng'; did you mean 'enable_thinking'?"),
+        ({"thinking": False}, "did you mean 'enable_thinking'?"),
+        ({"add_generation_prompt": True}, "add_generation_prompt cannot be given: each rendering has its own"),
+        ({"tools": [], "messages": []}, "tools, messages cannot be given"),
+    ],
+)
+def test_switches_that_the_template_does_not_have_are_refused(given, message, caplog):
+    with pytest.raises(InputError, match=rf"^train: chat_template_kwargs: .*{re.escape(message)}"):
+        prepare([{"messages": [USER, REPLY]}], "sft", byte_tokenizer(QWEN3), chat_template_kwargs=given)
+    # one that is nothing like those it has changes nothing, as with another model of the same recipe
+    for template in (CHATML, CHATML_GENERATION):
+        caplog.clear()
+        prepare([{"messages": [USER, REPLY]}], "sft", byte_tokenizer(template), chat_template_kwargs={"effort": 1})
+        told = "the chat template does not write: chat_template_kwargs 'effort' (in 1 examples)"
+        assert caplog.messages == [f"train: {told}"]
 
 
 def test_a_conversation_without_an_answer_is_refused():

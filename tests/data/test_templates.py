@@ -74,6 +74,18 @@ def test_what_is_trained_of_plain_turns_is_the_text_and_its_end(name):
         assert spans(tokenizer, messages) == wanted, what
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_conversation_has_the_same_ids_in_each_form_of_row(name):
+    """Where the template writes no end of a turn, or blank text behind it, too."""
+    tokenizer, forms = family_tokenizer(FAMILIES[name]), []
+    row = {"messages": PLAIN["many turns"], "prompt": PLAIN["many turns"][:-1], "completion": PLAIN["many turns"][-1:]}
+    for form, only in itertools.product(("messages", "prompt + completion"), (False, True)):
+        plan = plan_for(form, METHODS["sft"], tokenizer, config(assistant_only_loss=only), "hunt")
+        made = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
+        forms.append(made["prompt_ids"][0] + made["completion_ids"][0])
+    assert forms == [forms[0]] * 4
+
+
 def outcome(family, messages):
     """equal: the spans have each text, call and argument of the assistant's, no other text, and end as they should;
     told: so they do, but for a text that is said to be left out; refused."""
