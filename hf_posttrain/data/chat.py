@@ -54,7 +54,8 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     if _reads_parts(tokenizer, template):
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     if any(m.get("tool_calls") for m in messages) and _reads_text_arguments(tokenizer, template):
-        messages = [{**m, "tool_calls": [_with_text(call) for call in m.get("tool_calls", [])]} for m in messages]
+        calls = [{"tool_calls": [*map(_with_text, m["tool_calls"])]} if m.get("tool_calls") else {} for m in messages]
+        messages = [m | own for m, own in zip(messages, calls, strict=True)]
     options |= {"tools": tools, "chat_template": template}
     return tokenizer.apply_chat_template(messages, **options, **(template_kwargs or {}))
 

@@ -36,7 +36,7 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
         if not isinstance(name, str) or name not in _SHAREGPT:
             raise InputError(f"message {n} is from {shown(name)}, expected one of {', '.join(_SHAREGPT)}")
         message = {"role": _SHAREGPT[name], "content": message.pop("value", None), **message}
-    role, calls = message.get("role"), message.get("tool_calls")
+    role, calls = message.get("role"), message.pop("tool_calls", None)
     if not isinstance(role, str) or not role.strip():
         raise InputError(f"message {n} has no role, expected {{role, content}}; its keys are {shown([*message])}")
     # a role that a template does not know may be rendered as it is, or dropped: better refused here

@@ -34,6 +34,7 @@ PLAIN = {  # chats of plain turns, whose trained spans are known exactly
     "the user has the last word": [ONE, FIRST, TWO],
     "parts": [turn("user", [{"type": "text", "text": text} for text in ("Asked ", "once?")]), FIRST, TWO, SECOND],
     "the same twice": [ONE, FIRST, TWO, FIRST],
+    "no calls": [ONE, {**FIRST, "tool_calls": []}, TWO, SECOND],
     "text of an end": [ONE, turn("assistant", "Answer 4 é ✓."), TWO, SECOND],
 }
 TOOLS = {  # chats with calls

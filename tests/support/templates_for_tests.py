@@ -111,9 +111,10 @@ FAMILIES = {
                    "<|system|> <|user|> <|assistant|> <|end|>", "{}<|end|>", "<|endoftext|>"),
     "phi4": Family(_each("<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}<|im_end|>", "<|im_start|>assistant<|im_sep|>"),
                    _IM + " <|im_sep|>", "{}<|im_end|>", "<|im_end|>"),
-    "deepseek3": Family(  # the arguments of a call must be text
+    "deepseek3": Family(  # the arguments of a call must be text; turns with calls are those that have the key
         _each("{% if m.role == 'system' %}{{ m.content }}{% elif m.role == 'user' %}<｜User｜>{{ m.content }}<｜Assistant｜>"
-              "{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% else %}{{ m.content }}"
+              "{% elif m.role == 'tool' %}<｜tool▁output▁begin｜>{{ m.content }}<｜tool▁output▁end｜>{% else %}"
+              "{{ m.content if 'tool_calls' not in m or m.tool_calls }}"
               "{% for c in m.tool_calls or [] %}<｜tool▁call▁begin｜>{{ c.function.name + '\n' + c.function.arguments }}"
               "<｜tool▁call▁end｜>{% endfor %}<｜end▁of▁sentence｜>{% endif %}", "", "{{ bos_token }}"),
         "<｜User｜> <｜Assistant｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜>",
