@@ -133,11 +133,12 @@ def check(
     own = trainer_class.config_class.__annotations__
     values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
     defaulted = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
-    resolved = recipe.to_dict()
+    resolved, data = recipe.to_dict(), audit_data(recipe, tokenizer, config)
+    told = tuple(f": {note}" for audit in data.values() for note in audit.notes)
     return Check(
-        str(recipe.path), recipe.method, resolved, resolved["train"], defaulted,
-        data=audit_data(recipe, tokenizer, config),
+        str(recipe.path), recipe.method, resolved, resolved["train"], defaulted, data,
         tokens=trained.audit_tokens(recipe, tokenizer, config, models),
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
-        memory=estimate, probe=probed, notes=[record.getMessage() for record in logged.buffer],
+        memory=estimate, probe=probed,
+        notes=[text for record in logged.buffer if not (text := record.getMessage()).endswith(told)],
     )  # fmt: skip

@@ -5,6 +5,7 @@ The file is read as a stream. What reads rows is imported once it is needed, so 
 
 import argparse
 import itertools
+import json
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -179,7 +180,9 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
 
 
 def _as_text(values: list) -> str:
-    """Messages on lines of their own, ids with spaces."""
-    if isinstance(values[0], dict):
-        return "\n".join(f"{message['role']}: {message['content']}" for message in values)
-    return " ".join(map(str, values))
+    """Messages on lines of their own, with their calls; ids with spaces."""
+    if not isinstance(values[0], dict):
+        return " ".join(map(str, values))
+    calls = [[json.dumps(call.get("function", call), default=str) for call in m.get("tool_calls", [])] for m in values]
+    said = [(f"{m['role']}:", m["content"], *made) for m, made in zip(values, calls, strict=True)]
+    return "\n".join(" ".join(filter(None, parts)) for parts in said)

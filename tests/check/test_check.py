@@ -224,6 +224,12 @@ def test_samples_show_what_is_trained(folder):
     assert "\033[1;32m 4<|im_end|>\033[0m" in sample.lines(colour=True)[1]
 
 
+def test_what_the_template_does_not_write_is_said_once(folder):
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "weight": 1}]
+    write_rows(folder / "rows.jsonl", [{"messages": messages}])
+    assert str(checked("data.eval=null")).count("the chat template does not write: key 'weight'") == 1
+
+
 def test_each_source_has_samples_of_its_own(folder):
     found = checked("data.train=[{path: rows.jsonl}, {path: held.jsonl}]", "data.eval=null").tokens.samples
     assert [(s.source, s.row) for s in found] == [

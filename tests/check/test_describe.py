@@ -62,6 +62,9 @@ READ = [  # row, {format: the kinds of rows that are made from it}, the first ex
      ["Add", "2, 2", "[[4]]"]),
     ({"messages": [USER, REPLY], "kto_tag": True},
      {"messages": (SUPERVISED, PROMPTS), "messages + label": (UNPAIRED,)}, ["user: 2+2?", "[[assistant: 4]]"]),
+    ({"prompt": [USER], "completion": [{"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"x": 2}}]}]},
+     {"prompt + completion": (SUPERVISED, PROMPTS)},
+     ["user: 2+2?", '[[assistant: {"name": "add", "arguments": {"x": 2}}]]']),
 ]  # fmt: skip
 
 
