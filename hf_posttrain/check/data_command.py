@@ -183,6 +183,5 @@ def _as_text(values: list) -> str:
     """Messages on lines of their own, with their calls; ids with spaces."""
     if not isinstance(values[0], dict):
         return " ".join(map(str, values))
-    calls = [[json.dumps(call.get("function", call), default=str) for call in m.get("tool_calls", [])] for m in values]
-    said = [(f"{m['role']}:", m["content"], *made) for m, made in zip(values, calls, strict=True)]
+    said = [(f"{m['role']}:", m["content"], *map(json.dumps, m.get("tool_calls", []))) for m in values]
     return "\n".join(" ".join(filter(None, parts)) for parts in said)

@@ -12,17 +12,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, shown
-from .chat import (
-    apply_template,
-    end_once,
-    plain_ids,
-    prefix_ids,
-    render,
-    shared_length,
-    special_ids,
-    text_behind,
-    turn_end_id,
-)  # fmt: skip
+from . import chat
 from .messages import Messages, call_names, text_of
 
 
@@ -34,11 +24,11 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     last 1. Raises InputError if there is no assistant turn, the text before a turn differs from what generation would
     see, or what an assistant wrote is not all in its turn.
     """
-    end_id = turn_end_id(tokenizer, template_kwargs)
+    end_id = chat.turn_end_id(tokenizer, template_kwargs)
     # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
     tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
-    full = full or render(tokenizer, messages, tools, template_kwargs)
+    full = full or chat.render(tokenizer, messages, tools, template_kwargs)
     ids, mask, offsets = (_tagged_mask if tagged else _rendered_mask)(
         tokenizer, messages, tools, template_kwargs, end_id, full
     )
@@ -50,7 +40,7 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
         if not is_turn or not str(tokenizer.decode(turn, skip_special_tokens=True)).strip():
             mask += [0] * len(turn)
             continue
-        kept = len(end_once(tokenizer, turn, end_id)) if end_id in turn else len(turn)
+        kept = len(chat.end_once(tokenizer, turn, end_id)) if end_id in turn else len(turn)
         kept = min(kept, len(turn))
         mask += [1] * kept + [0] * (len(turn) - kept)
         wrote.append(full[offsets[begin][0] : offsets[begin + kept - 1][1]])
@@ -61,7 +51,7 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     size = len(mask) - mask[::-1].index(1)
     end = [end_id] if messages[-1]["role"] == "assistant" and ids[size - 1] != end_id else []
     # 4. BOS once: some templates write it, for others the tokenizer does
-    prefix = prefix_ids(tokenizer)
+    prefix = chat.prefix_ids(tokenizer)
     prefix = [] if ids[: len(prefix)] == prefix else prefix
     return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
 
@@ -75,7 +65,7 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
             elsewhere = sum(content.count(text) for content in others)
             if full.count(text) <= elsewhere or any(text in turn for turn in wrote):
                 continue
-            if {*plain_ids(tokenizer, [text])[0]} - special_ids(tokenizer):
+            if {*chat.plain_ids(tokenizer, [text])[0]} - chat.special_ids(tokenizer):
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"
                 why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
                 raise InputError(f"assistant_only_loss: {problem}: {why}")
@@ -85,7 +75,7 @@ def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> t
     """Ids, mask and places in the text (begin, end), from the template's generation tags."""
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
-    encoded = apply_template(tokenizer, messages, tools, template_kwargs, **options)
+    encoded = chat.apply_template(tokenizer, messages, tools, template_kwargs, **options)
     ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
     for n in range(1, len(ids)):
         # the turn end right after a tagged span is trained too; and where the last character of a span is split into
@@ -128,7 +118,7 @@ class _Rendered(NamedTuple):
 
     def render(self, messages: Messages, **options: Any) -> str:
         """Other messages by the same template."""
-        return render(self.tokenizer, messages, self.tools, self.template_kwargs, **options)
+        return chat.render(self.tokenizer, messages, self.tools, self.template_kwargs, **options)
 
     def token_at(self, place: int) -> int:
         """The first token that begins at this character or behind it."""
@@ -138,12 +128,12 @@ class _Rendered(NamedTuple):
         """The character where generation would have begun message n."""
         if n:
             start = self.render(self.messages[:n], add_generation_prompt=True)
-            return len(self.full) - len(text_behind(start, self.full))
+            return len(self.full) - len(chat.text_behind(start, self.full))
         # templates do not render an empty conversation: take the header that opens an answer to some other message
         probe = [{"role": "user", "content": "hello"}]
-        asked, opened = (render(self.tokenizer, probe, None, self.template_kwargs, add_generation_prompt=prompt)
+        asked, opened = (chat.render(self.tokenizer, probe, None, self.template_kwargs, add_generation_prompt=prompt)
                          for prompt in (False, True))  # fmt: skip
-        header = text_behind(asked, opened)
+        header = chat.text_behind(asked, opened)
         if header not in self.full or not header:
             raise InputError(f"assistant_only_loss: the assistant speaks first, and {header!r} does not open its turn")
         return self.full.find(header) + len(header)
@@ -174,10 +164,10 @@ class _Rendered(NamedTuple):
         alone = ""
         with suppress(InputError):  # a template may refuse a call that has no answer
             alone = self.render(self.messages[: n + 1])
-        stop = bisect_right(self.offsets, shared_length(alone, self.full), key=lambda offset: offset[1])
+        stop = bisect_right(self.offsets, chat.shared_length(alone, self.full), key=lambda offset: offset[1])
         rest = alone[self.offsets[stop][0] :].strip() if stop < len(self.ids) else ""
-        special = special_ids(self.tokenizer)
-        if stop < after or not {*plain_ids(self.tokenizer, [rest])[0]} <= special:
+        special = chat.special_ids(self.tokenizer)
+        if stop < after or not {*chat.plain_ids(self.tokenizer, [rest])[0]} <= special:
             return None
         return stop + (bool(rest) and self.ids[stop] in special)  # another end than that of a last turn
 

@@ -8,7 +8,7 @@ import datetime
 import inspect
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -53,9 +53,9 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[2])), tokenizer.get_chat_template(tools=tools))
     if _reads_parts(tokenizer, template):
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    if any(m.get("tool_calls") for m in messages) and _reads_text_arguments(tokenizer, template):
-        calls = [{"tool_calls": [*map(_with_text, m["tool_calls"])]} if m.get("tool_calls") else {} for m in messages]
-        messages = [m | own for m, own in zip(messages, calls, strict=True)]
+    if any("tool_calls" in m for m in messages) and _reads_text_arguments(tokenizer, template):
+        messages = [_with_calls(m, lambda arguments, _: {"arguments": json.dumps(arguments, ensure_ascii=False)})
+                    for m in messages]  # fmt: skip
     options |= {"tools": tools, "chat_template": template}
     return tokenizer.apply_chat_template(messages, **options, **(template_kwargs or {}))
 
@@ -93,16 +93,21 @@ def find_unread(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: st
     return sorted({*found})
 
 
+def _with_calls(message: dict[str, Any], change: Callable[[Any, int], dict]) -> dict[str, Any]:
+    """The message with other values in its calls: `change` has the arguments of a call and its number."""
+    functions = [call.get("function", call) for call in message.get("tool_calls", [])]
+    functions = [function | change(function.get("arguments"), k) for k, function in enumerate(functions)]
+    pairs = zip(message.get("tool_calls", []), functions, strict=True)
+    calls = [call | {"function": function} if "function" in call else function for call, function in pairs]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
 def _numbered(message: dict[str, Any], n: int) -> dict[str, Any]:
     """Message n with texts that stand nowhere else in place of its content and the names and arguments of its calls."""
-    calls, mark = [], f"{_PROBE}n{n}"
-    for k, call in enumerate(message.get("tool_calls", [])):
-        function = {**call.get("function", call), "name": f"{mark}f{k}z"}
-        if isinstance(function.get("arguments"), dict) and function["arguments"]:
-            function["arguments"] = {"x": f"{mark}a{k}z"}
-        calls.append({**call, "function": function} if "function" in call else function)
-    content = f"{mark}z" if message["content"].strip() else message["content"]
-    return {**message, "content": content, **({"tool_calls": calls} if calls else {})}
+    mark, content = f"{_PROBE}n{n}", message["content"]
+    message = _with_calls(message, lambda arguments, k: {"name": f"{mark}f{k}z"} | (
+        {"arguments": {"x": f"{mark}a{k}z"}} if arguments else {}))  # fmt: skip
+    return message | {"content": f"{mark}z" if content.strip() else content}
 
 
 @lru_cache(maxsize=256)
@@ -125,12 +130,6 @@ def _variables(template: str) -> frozenset[str]:
     """What a template reads and does not set itself."""
     plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
     return frozenset(meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)))
-
-
-def _with_text(call: dict) -> dict:
-    function = call.get("function", call)
-    function = {**function, "arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
-    return {**call, "function": function} if "function" in call else function
 
 
 @lru_cache(maxsize=32)
