@@ -213,10 +213,11 @@ def test_switches_that_the_template_does_not_have_are_refused(given, message, ca
     with pytest.raises(InputError, match=rf"^train: chat_template_kwargs: .*{re.escape(message)}"):
         prepare([{"messages": [USER, REPLY]}], "sft", byte_tokenizer(QWEN3), chat_template_kwargs=given)
     # one that is nothing like those it has changes nothing, as with another model of the same recipe
-    for template in (CHATML, CHATML_GENERATION):
+    other = "{% if preserve_thinking %}{% endif %}" + CHATML
+    for template, switch in ((CHATML, "effort"), (CHATML_GENERATION, "effort"), (other, "enable_thinking")):
         caplog.clear()
-        prepare([{"messages": [USER, REPLY]}], "sft", byte_tokenizer(template), chat_template_kwargs={"effort": 1})
-        told = "the chat template does not write: chat_template_kwargs 'effort' (in 1 examples)"
+        prepare([{"messages": [USER, REPLY]}], "sft", byte_tokenizer(template), chat_template_kwargs={switch: False})
+        told = f"the chat template does not write: chat_template_kwargs {switch!r} (in 1 examples)"
         assert caplog.messages == [f"train: {told}"]
 
 
