@@ -46,12 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_intermixed_args(argv)
     if wrong := next((pair for pair in given.columns if "=" not in pair), None):
         raise InputError(f"command line: {wrong!r} is not ours=theirs, such as prompt=question")
-    from ..data.sources import decoded, load
+    from ..data.sources import load
 
     columns = dict(pair.split("=", 1) for pair in given.columns)
     source = Source(given.file, given.name, given.split, columns or None, streaming=True)
-    with decoded(source, "data"):
-        rows = list(itertools.islice(load(source, "data"), ROWS))
+    rows = list(itertools.islice(load(source, "data"), ROWS))
     if not rows:
         raise InputError(f"data: {given.file} has no rows")
     tokenizer = None

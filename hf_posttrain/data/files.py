@@ -7,10 +7,11 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ..errors import nearest
+from ..errors import InputError, named, nearest
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
 """Extension of a data file -> its reader in `datasets`."""
@@ -76,54 +77,59 @@ def source_problem(source: str) -> str | None:
     return None
 
 
-def broken(path: Path) -> str | None:
-    """The first line, of a file or all files of a folder, that is not UTF-8, not a JSON object or (CSV) too wide."""
-    if path.is_dir():
-        found = ((file, broken(file)) for file in sorted(path.rglob("*")) if file.is_file())
-        return next((f"{file.relative_to(path)}, {problem}" for file, problem in found if problem), None)
-    kind = extension(path)
-    if not path.is_file() or kind not in (".jsonl", ".json", ".csv", ".tsv"):
-        return None
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The rows of a .jsonl, .json, .csv or .tsv file (or .gz), with the values that stand there: cells of CSV are text,
+    or None where they are empty. Raises InputError with the line that cannot be read."""
+    separator = {".csv": ",", ".tsv": "\t"}.get(kind := extension(path))
+    return _csv_rows(_lines(path), separator) if separator else _json_rows(path, kind)
+
+
+def _lines(path: Path) -> Iterator[str]:
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            lines = file.read().split(b"\n")
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        return f"it is no whole gzip file ({error})"
-    for number, line in enumerate(lines, 1):
-        try:
-            line.decode()
-        except UnicodeDecodeError as error:
-            place = f"byte {line[error.start]:#x}, column {error.start + 1}"
-            return f"line {number} is not UTF-8 ({place}): save the file in UTF-8"
-    texts = [line.decode("utf-8-sig") for line in lines]
-    separator = {".csv": ",", ".tsv": "\t"}.get(kind)
-    return next(_csv_problems(texts, separator) if separator else _json_problems(texts, kind), None)
+        raise InputError(f"it is no whole gzip file ({error})") from error
+    except UnicodeDecodeError as error:
+        place = f"byte {line[error.start]:#x}, column {error.start + 1}"
+        raise InputError(f"line {number} is not UTF-8 ({place}): save the file in UTF-8") from error
 
 
-def _json_problems(lines: list[str], suffix: str) -> Iterator[str]:
+def _json_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
     # one object or one array of objects, over several lines, or an object a line: in .json and .jsonl files alike
-    first = next((line.strip() for line in lines if line.strip()), "")
-    whole = first in ("[", "{") or (suffix == ".json" and first[:1] + first[-1:] != "{}")
-    for number, text in [(1, "\n".join(lines))] if whole else enumerate(lines, 1):
+    first = next((line.strip() for line in _lines(path) if line.strip()), "")
+    whole = first[:1] == "[" or first == "{" or (kind == ".json" and first[-1:] != "}")
+    for number, text in [(1, "".join(_lines(path)))] if whole else enumerate(_lines(path), 1):
         try:
-            value = json.loads(text) if text.strip() else {}
+            value = json.loads(text) if text.strip() else []
         except json.JSONDecodeError as error:
-            yield f"line {number + error.lineno - 1} is not valid JSON ({error.msg}, column {error.colno})"
-            continue
-        for row in value if whole and isinstance(value, list) else [value]:
+            place = f"line {number + error.lineno - 1}"
+            raise InputError(f"{place} is not valid JSON ({error.msg}, column {error.colno})") from error
+        except RecursionError as error:
+            raise InputError(f"line {number}: a value is nested too deeply") from error
+        for row in value if (whole and isinstance(value, list)) or not text.strip() else [value]:
             if not isinstance(row, dict):
-                yield f'line {number}: a row is an object such as {{"text": ...}}, not {json.dumps(row)[:40]}'
+                found = json.dumps(row)[:40]
+                raise InputError(f'line {number}: a row is an object such as {{"text": ...}}, not {found}')
+            yield row
 
 
-def _csv_problems(lines: list[str], separator: str) -> Iterator[str]:
-    reader, line = csv.reader((f"{line}\n" for line in lines), delimiter=separator, strict=True), 1
+def _csv_rows(lines: Iterator[str], separator: str) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(2**31 - 1)
+    reader, line = csv.reader(lines, delimiter=separator, strict=True), 1
     try:
-        width, line = len(next(reader)), 2
+        header = [name or f"Unnamed: {n}" for n, name in enumerate(next(filter(None, reader), []))]
+        if len(header) > len({*header}):
+            raise InputError(f"several columns have one name: {named(header)}")
+        line = reader.line_num + 1
         for row in reader:
-            if len(row) > width:
+            if len(row) > len(header):
                 hint = f"a text that holds {'commas' if separator == ',' else 'tabs'} stands in double quotes"
-                yield f"line {line} has {len(row)} fields, the first line {width}: {hint}"
+                raise InputError(f"line {line} has {len(row)} fields, the first line {len(header)}: {hint}")
+            if row:
+                yield {name: cell or None for name, cell in zip_longest(header, row)}
             line = reader.line_num + 1
     except csv.Error as error:
-        if "limit" not in str(error):  # a long field is fine
-            yield f"the row that begins in line {line} has double quotes that are not closed, or not doubled in a text"
+        problem = "has double quotes that are not closed, or not doubled in a text"
+        raise InputError(f"the row that begins in line {line} {problem}") from error

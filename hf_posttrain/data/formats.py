@@ -8,12 +8,10 @@ import json
 from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..errors import InputError, error_context, named, nearest, shown
 from . import chat
 from .kinds import Reader
-from .messages import Messages, check_unicode, clean_messages, without_none
+from .messages import Messages, check_unicode, clean_messages
 
 _OTHER_NAMES = {"kto_tag": "label", "conversations": "messages", "assistant_masks": "completion_mask"}
 """What columns are called in formats of others: what we call them."""
@@ -71,9 +69,9 @@ def read_format(row: dict, form: str) -> Sample:
     """The raw sample of a row that has the columns of `form`. Raises InputError for a value of the wrong kind."""
     columns, label = form.split(" + "), None
     if "label" in columns:
-        if not isinstance(row["label"], bool | int | np.bool_) or row["label"] not in (0, 1):
+        label = {"true": True, "1": True, "false": False, "0": False}.get(str(row["label"]).lower())
+        if label is None:
             raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(row['label'])}")
-        label = bool(row["label"])
     if "_ids" in form:
         return _read_ids(row, form, label)
     if form == "text":
@@ -217,7 +215,7 @@ def _split_shared(chosen: str | Messages, rejected: str | Messages) -> tuple[Any
 def _tools(row: dict) -> list | None:
     tools = row.get("tools")
     try:
-        tools = without_none(json.loads(tools) if isinstance(tools, str) and tools else tools) or None
+        tools = (json.loads(tools) if isinstance(tools, str) and tools else tools) or None
         text = json.dumps(tools, ensure_ascii=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise InputError(f"column 'tools': not valid JSON ({error})") from None

@@ -30,7 +30,7 @@ def clean_messages(value: Any) -> Messages:
 def _clean_message(message: Any, n: int) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise InputError(f"message {n} is {shown(message)}, expected {{role, content}}")
-    message = without_none(message)
+    message = _given(message)
     if "from" in message and "role" not in message:
         name = message.pop("from")
         if not isinstance(name, str) or name not in _SHAREGPT:
@@ -47,7 +47,7 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise InputError(f"{where}: tool_calls is {shown(calls)}, expected a list of calls")
     if calls:
-        message["tool_calls"] = [_clean_call(call, where) for call in calls]
+        message["tool_calls"] = [_clean_call(_given(call), where) for call in calls]
     # a turn of calls alone needs no content; others have a string, or parts whose texts follow one another
     content = message.get("content", "" if calls else None)
     if isinstance(content, list):
@@ -97,6 +97,11 @@ def check_unicode(text: str, what: str) -> None:
     except UnicodeEncodeError as error:
         half = text[error.start]
         raise InputError(f"{what}: character {error.start} is {half!r}, half of a surrogate pair: mend it") from None
+
+
+def _given(mapping: dict) -> dict:
+    """A message or call without its keys that are None; what is inside, as arguments, stays as it is."""
+    return {key: value for key, value in mapping.items() if value is not None}
 
 
 def without_none(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import datasets
@@ -16,6 +16,7 @@ from . import suggest
 from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read, refuse_repeated
 from .formats import detect, our_name, unread
 from .kinds import Reader, RowKind
+from .messages import without_none
 
 logger = logging.getLogger(__package__)
 
@@ -105,9 +106,11 @@ def tokenised(
         dataset, columns, form = _opened(dataset, method, config)
         plan = plan_for(form, method, tokenizer, config, name)
         _refuse_lost_prompt(dataset, columns, form, name)
+    # Arrow gives all mappings of a column the same keys
+    filled = [column for column, kind in (dataset.features or {}).items() if _holds(kind, dict)]
     kwargs = {
         "batched": True, "with_indices": True, "remove_columns": columns, "features": _features(method.rows),
-        "fn_kwargs": {"tokenizer": tokenizer, "plan": plan},
+        "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled},
     }  # fmt: skip
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
@@ -118,6 +121,8 @@ def tokenised(
         mapped = dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
     except InputError as error:
         raise InputError(f"{error}; {_MIXED}" if mixed else str(error)) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name}: a text is not UTF-8 ({error})") from error
     if mixed:
         raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
     return mapped
@@ -144,6 +149,14 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
     return dataset, columns, form
 
 
+def columns_read(dataset: Any, method: Reader, config: Any) -> list[str]:
+    """The columns of a data set that `method` makes use of. Raises InputError where it can read none, or not all."""
+    renamed, columns, form = _opened(dataset, method, config)
+    _refuse_lost_prompt(renamed, columns, form, method.name)
+    left = unread(columns, form)
+    return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in left]
+
+
 def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) -> None:
     """Raises InputError where the format has no prompt and a column that is not read says what was asked; beside a
     prompt such a column is warned of."""
@@ -161,7 +174,7 @@ def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
     dataset, columns, form = _opened(dataset, method, config)
     found = []
     for column in (column for column in columns if column not in unread(columns, form)):
-        if _has_json((dataset.features or {}).get(column)):
+        if _holds((dataset.features or {}).get(column), datasets.Json, inside=True):
             remedy = "write tools and the arguments of calls as JSON text"
             found.append(f"column {column!r} has values of several types, of which the text '1' is read as 1: {remedy}")
     if aside := [column for column in unread(columns, form) if column not in {"index", "prompt_key", *ADDED}]:
@@ -171,11 +184,10 @@ def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
     return found
 
 
-def _has_json(kind: Any) -> bool:
-    """Has a column values inside that `datasets` reads as JSON, since they are of several types?"""
-    if isinstance(kind, datasets.List):
-        return _has_json(kind.feature)
-    return isinstance(kind, dict) and any(isinstance(k, datasets.Json) or _has_json(k) for k in kind.values())
+def _holds(kind: Any, wanted: type, inside: bool = False) -> bool:
+    """Is a type of a column, or one inside it, a `wanted` one? inside: the column's own does not count."""
+    parts = [kind.feature] if isinstance(kind, datasets.List) else kind.values() if isinstance(kind, dict) else []
+    return (isinstance(kind, wanted) and not inside) or any(_holds(part, wanted) for part in parts)
 
 
 def template_note(unread: Mapping[str, int]) -> str | None:
@@ -224,8 +236,12 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     )  # fmt: skip
 
 
-def tokenise(batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> dict:
-    """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers."""
+def tokenise(
+    batch: dict[str, list], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan, filled: Sequence[str] = ()
+) -> dict:
+    """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers. filled: columns with keys that are None
+    where Arrow has put them."""
+    batch = {column: without_none(values) if column in filled else values for column, values in batch.items()}
     # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
     samples, origin = [], []
     for row, *values in zip(rows, *batch.values(), strict=True):

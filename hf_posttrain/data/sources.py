@@ -1,27 +1,126 @@
 """Sources -> raw rows: files, folders, saved and hub data sets, their columns renamed, mixed by weight."""
 
+import json
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow as pa
+from datasets.builder import Key
+from datasets.features.features import register_feature
 
 from ..errors import InputError, error_context, named, nearest
-from .files import BUILDERS, broken, extension, source_problem, with_home
+from .files import BUILDERS, extension, rows_of, source_problem, with_home
+from .messages import without_none
 
 logger = logging.getLogger(__package__)
+_HEAD = 1000  # rows of a stream that say what its columns hold
 
 
-def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.IterableDataset:
+@dataclass
+class AsWritten:
+    """The feature of a column that Arrow would change: each value is kept as JSON text. (Arrow gives all rows the same
+    keys, makes 1 into 1.0 where another row has 0.5, and dates of texts.)"""
+
+    _type: str = field(default="AsWritten", init=False, repr=False)
+
+    def __call__(self) -> pa.DataType:
+        return pa.string()
+
+    def encode_example(self, value: Any) -> str | None:
+        return None if value is None else json.dumps(value)
+
+    def cast_storage(self, values: pa.Array) -> pa.Array:
+        if pa.types.is_string(values.type):
+            return values
+        return pa.array(map(self.encode_example, without_none(values.to_pylist())), pa.string())
+
+    def decode_example(self, text: str | None, token_per_repo_id: Any = None) -> Any:
+        return None if text is None else json.loads(text)
+
+
+with warnings.catch_warnings(action="ignore"):  # that it is experimental
+    register_feature(AsWritten, "AsWritten")
+_KINDS = {str: datasets.Value("string"), bool: datasets.Value("bool"), int: datasets.Value("int64"),
+          float: datasets.Value("float64"), list: datasets.List(datasets.Value("int64"))}  # fmt: skip
+"""What holds the values of a column that are all of one kind; a list is one of whole numbers."""
+
+
+def _kind(value: Any) -> type | None:
+    """The key of _KINDS for a value; None where only AsWritten holds it."""
+    if isinstance(value, str):
+        return str if value.isascii() or not re.search("[\ud800-\udfff]", value) else None
+    if isinstance(value, list):
+        return list if all(_kind(item) is int for item in value) else None
+    if type(value) is int:
+        return int if -(2**63) <= value < 2**63 else None
+    return type(value) if type(value) in _KINDS else None
+
+
+class Files(datasets.ArrowBasedBuilder):
+    """.jsonl, .json, .csv and .tsv files, in the cache of `datasets` or streamed, with the values that stand there."""
+
+    VERSION = datasets.Version("1.0.0")  # of the cache: raise it with a change of what is read
+
+    def _info(self) -> datasets.DatasetInfo:
+        return datasets.DatasetInfo()
+
+    def _split_generators(self, dl_manager: Any) -> list:
+        files: dict[str, list[str]] = {split: list(paths) for split, paths in self.config.data_files.items()}
+        kinds: dict[str, set[type | None]] = {}
+        rows = chain.from_iterable(map(self._rows, chain(*files.values())))
+        for row in islice(rows, _HEAD if dl_manager.is_streaming else None):
+            for column, value in row.items():
+                kinds.setdefault(column, set()).update([] if value is None else [_kind(value)])
+        of_none = AsWritten() if dl_manager.is_streaming else datasets.Value("null")
+        self.info.features = datasets.Features({
+            column: AsWritten() if None in found or len(found) > 1 else next((_KINDS[k] for k in found if k), of_none)
+            for column, found in kinds.items()
+        })  # fmt: skip
+        return [datasets.SplitGenerator(name=split, gen_kwargs={"files": paths}) for split, paths in files.items()]
+
+    def _rows(self, file: str) -> Iterator[dict[str, Any]]:
+        try:
+            yield from rows_of(Path(file))
+        except InputError as error:
+            raise InputError(f"{Path(file).name}, {error}") from error
+
+    def _generate_tables(self, files: list[str]) -> Iterator[tuple[Key, pa.Table]]:
+        features = self.info.features
+        for n, file in enumerate(files):
+            found, m = self._rows(file), 0
+            while rows := list(islice(found, 1000)):
+                if late := set().union(*rows) - {*features}:
+                    raise InputError(f"{file}: column {min(late)!r} is none of the first {_HEAD} rows of the stream")
+                columns = []
+                for column, kind in features.items():
+                    values = [row.get(column) for row in rows]
+                    try:
+                        values = [*map(kind.encode_example, values)] if isinstance(kind, AsWritten) else values
+                        columns.append(pa.array(values, features.arrow_schema.field(column).type))
+                    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
+                        problem = f"is of another kind than in the first {_HEAD} rows of the stream ({error})"
+                        raise InputError(f"{file}: column {column!r} {problem}") from error
+                yield Key(n, m), pa.Table.from_arrays(columns, schema=features.arrow_schema)
+                m += 1
+
+
+def load(
+    sources: Any, what: str = "data", columns_read: Callable[[Any], list[str]] | None = None
+) -> datasets.Dataset | datasets.IterableDataset:
     """One data set from a source or a list of them: objects with path, name, split, columns, limit, weight, streaming.
 
     A source of weight w counts w times (repeated, or a seeded sample of it); streams are interleaved by weight.
-    Raises InputError for what cannot be read, naming `what`, the path and, for malformed JSON, the line, and for
-    sources that cannot be mixed: columns of different types, or streams together with others.
+    columns_read: the columns of a source that training reads; sources that are mixed have the same, but for `system`
+    and `tools`. Raises InputError for what cannot be read, naming `what`, the path and, for malformed JSON, the line,
+    and for sources that cannot be mixed: columns that differ, or streams together with others.
     """
     sources = _as_list(sources)
     for source in sources:
@@ -33,6 +132,15 @@ def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.Iterab
         raise InputError(f"{what}: streams do not mix with other sources ({problem}): set it for all or for none")
     with error_context(what):
         parts = [_load_one(source) for source in sources]
+        if columns_read and len(parts) > 1:
+            read = [{*columns_read(part)} - {"system", "tools"} for part in parts]
+            for source, other in zip(sources, read, strict=True):
+                if other != read[0]:
+                    found = f"{sources[0].path} is read from {named(sorted(read[0]))}, {source.path} from"
+                    raise InputError(
+                        f"{found} {named(sorted(other))}: sources are mixed where they have the same columns; rename "
+                        "with `columns`, or write the rows of one in the other's format"
+                    )
     # only the columns that all sources have, and those that a row may lack
     columns = dict.fromkeys(column for part in parts for column in part.column_names)
     shared = [c for c in columns if all(c in part.column_names for part in parts)]
@@ -44,25 +152,31 @@ def load(sources: Any, what: str = "data") -> datasets.Dataset | datasets.Iterab
         raise InputError(f"{what}: {problem}")
     if aside := [column for column in columns if column not in kept]:
         logger.info("%s: not all sources have these columns, which are not read: %s", what, named(aside))
+    # where one source has JSON as it is written, the mappings of Parquet and of saved sets are written too
+    kinds = [kind for part in parts for kind in part.features.items() if isinstance(kind[1], AsWritten)]
+    for n, part in enumerate(parts):
+        structs = {c: k for c, k in kinds if not isinstance(part.features.get(c), datasets.Value | AsWritten | None)}
+        parts[n] = part.cast(datasets.Features(part.features | structs)) if structs else part
+    if not streams:
+        parts = [_times(part, source) for part, source in zip(parts, sources, strict=True)]
     try:
         parts = [part.select_columns([c for c in columns if c in kept and c in part.column_names]) for part in parts]
-        weights = [float(source.weight) for source in sources]
-        if streams and {*weights} != {1.0}:
-            odds = [weight / sum(weights) for weight in weights]
+        if len(streams) > 1:
+            odds = [source.weight / sum(other.weight for other in sources) for source in sources]
             return datasets.interleave_datasets(parts, probabilities=odds, seed=0, stopping_strategy="all_exhausted")
-        if not streams:
-            parts = [_times(part, weight) for part, weight in zip(parts, weights, strict=True)]
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except ValueError as error:
         paths = ", ".join(source.path for source in sources)
         raise InputError(f"{what}: the columns of {paths} are not of the same types: {error}") from error
 
 
-def _times(rows: datasets.Dataset, weight: float) -> datasets.Dataset:
+def _times(rows: datasets.Dataset, source: Any) -> datasets.Dataset:
     """Whole copies of the rows, then a random sample of them without repeats, always the same."""
-    if weight == 1:
+    if source.weight == 1:
         return rows
-    n, size = len(rows), round(weight * len(rows))
+    n, size = len(rows), round(source.weight * len(rows))
+    if not size:
+        raise InputError(f"{source.path}: weight {source.weight} of {n} rows leaves none: raise it, or drop the source")
     order = np.concatenate([np.arange(n)] * (size // n) + [np.random.default_rng(0).permutation(n)[: size % n]])
     return rows.select(order)
 
@@ -73,9 +187,9 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
     try:
         rows = _read(path, source)
     except Exception as error:
-        # `datasets` rarely says which line of a file is wrong: look for it
         local = "" if path.exists() else " (it is no file or folder here, so the hub was asked)"
-        problem = broken(path) or " ".join(str(error.__cause__ or error).split())
+        found = error if isinstance(error, InputError) else error.__cause__ or error
+        problem = " ".join(str(found).split()).removeprefix(f"{path.name}, ")
         raise InputError(f"cannot read {source.path}{local}: {problem}") from error
     if isinstance(rows, datasets.Dataset) and len(rows) == 0:
         raise InputError(f"{source.path} has no rows")
@@ -125,32 +239,32 @@ def _read(path: Path, source: Any) -> Any:
         return rows.to_iterable_dataset() if streaming else rows
     # 2. a file, a folder or a name on the hub
     name, options = source.path, {"name": source.name}
-    if path.is_dir():
-        name = str(path)
-    elif path.is_file():
+    if path.is_file():
         _refuse_split(split, "train", "it is one file")
         name, options = BUILDERS[extension(path)], {"data_files": {"train": str(path)}}
-        options |= {"sep": "\t"} if extension(path) == ".tsv" else {}
-    # that a file is broken is raised, and need not be logged as well; of a folder, only the log names the broken file
-    builder = logging.getLogger(f"datasets.packaged_modules.{name}.{name}")
-    before, builder.disabled = builder.disabled, path.is_file()
-    try:
-        rows = datasets.load_dataset(name, split=split, streaming=streaming, **options)
-        # the columns of a stream are in its first row
-        return rows._resolve_features() if rows.column_names is None else rows
-    finally:
-        builder.disabled = before
-
-
-@contextmanager
-def decoded(sources: Any, what: str) -> Iterator[None]:
-    """Around code that reads rows, when Arrow finds text that is not UTF-8: InputError with the first file and line."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        found = ((source.path, broken(with_home(source.path))) for source in _as_list(sources))
-        places = [f"{path}: {problem}" for path, problem in found if problem]
-        raise InputError(f"{what}: {places[0] if places else f'a text is not UTF-8 ({error})'}") from error
+    elif path.is_dir():
+        name = str(path)
+    builder = datasets.load_dataset_builder(name, **options)
+    files = builder.config.data_files
+    if path.is_dir() and len(builder.BUILDER_CONFIGS) == 1:  # more have a README that says what belongs to each
+        # `datasets` takes those of the commonest kind and, where a name says train or test, only such files
+        there = {str(file) for file in path.resolve().rglob("*") if extension(file) in BUILDERS}
+        hidden = re.compile(re.escape(str(path.resolve())) + r"(.*/)?(\.|__)")
+        if left := {file for file in there if not hidden.match(file)} - {*chain(*files.values())}:
+            raise InputError(
+                f"{named(Path(file).name for file in sorted(left))} would not be read: a folder has files of one kind, "
+                "all or none of them named for splits, as train and test; rename or move them, or list sources"
+            )
+        if others := [Path(file).name for name, found in files.items() if str(name) not in split for file in found]:
+            logger.info("%s: files of other splits than %s, which are not read: %s", path, split, named(others))
+    if path.exists() and {extension(Path(file)) for file in chain(*files.values())} <= {*BUILDERS} - {".parquet"}:
+        builder = Files(data_files=files)
+    if not streaming:
+        builder.download_and_prepare()
+        return builder.as_dataset(split=split)
+    rows = builder.as_streaming_dataset(split=split)
+    # the columns of a stream are in its first row
+    return rows._resolve_features() if rows.column_names is None else rows
 
 
 def _as_list(sources: Any) -> list:

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import datasets
 
 from ..data.audit import DataAudit, audits
 from ..data.lengths import tokens_of
-from ..data.sources import decoded, load
+from ..data.prepare import columns_read
+from ..data.sources import load
 from ..engines import launch
 from ..errors import InputError, error_context
 from ..generation.exact_match import answerable
@@ -25,8 +27,8 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
     # one process of each machine tokenises, and the others find its cache
     with launch.main_process_first(config):
         for name, sources in recipe.data.given():
-            with error_context(recipe.where(f"data.{name}.path")), _naming_line(sources), decoded(sources, name):
-                raw = load(sources, name)
+            with error_context(recipe.where(f"data.{name}.path")), _naming_line(sources):
+                raw = load(sources, name, partial(columns_read, method=METHODS[recipe.method], config=config))
                 rows[name] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
                     answerable(rows[name])
@@ -37,8 +39,7 @@ def audit_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, DataAud
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
     raw = {name: load(sources, name) for name, sources in recipe.data.given()}
     names = {name: _with_file(name, sources) for name, sources in recipe.data.given()}
-    with decoded([source for _, source in recipe.sources()], "data"):
-        return audits(raw, METHODS[recipe.method], tokenizer, config, names)
+    return audits(raw, METHODS[recipe.method], tokenizer, config, names)
 
 
 def summary(rows: Any) -> str:

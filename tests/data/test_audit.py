@@ -9,6 +9,7 @@ import logging
 import math
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -178,7 +179,7 @@ def test_answers_that_differ_beyond_the_cut_train_nothing(audited):
 def test_copies_by_weight_are_no_duplicates(audited):
     once = datasets.Dataset.from_list([{"prompt": p, "completion": "a"} for p in "xyxz"])
     assert audited("sft", once).duplicates == Found(1, [2])
-    twice = _times(once, 2.5)
+    twice = _times(once, SimpleNamespace(path="x", weight=2.5))
     assert (len(twice), audited("sft", twice).duplicates.count) == (10, 1)
 
 

@@ -243,10 +243,9 @@ def test_assistant_mask_without_turn_end_in_the_template():
 def test_messages_are_cleaned():
     rows = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho", "weight": None}]
     assert clean_messages(rows) == [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"x": 1, "y": None}}]}
-    assert clean_messages([call])[0] == {
-        "role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]
-    }  # fmt: skip
+    made = {"name": "f", "arguments": {"x": 1, "y": None}}  # what is inside arguments is what was called
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": None, **made}]}
+    assert clean_messages([call])[0] == {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from hf_posttrain.data.formats import detect, read_format
 from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.lengths import warn_if_too_long
 from hf_posttrain.data.packing import pack
+from hf_posttrain.data.prepare import columns_read
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -35,6 +36,7 @@ from hf_posttrain.scoring.layouts import Collator
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 MORE, LAST = {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}
 WRONG = {"role": "assistant", "content": "5"}
+TEXT_PART = {"type": "text", "text": "four"}
 ASKED = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
 AGAIN = "<|im_start|>user\n3+3?<|im_end|>\n<|im_start|>assistant\n"
 END = "<|im_end|>"
@@ -646,9 +648,91 @@ def test_sources_are_mixed_by_weight(tmp_path):
     assert load([source(one, weight=2.5), source(two, weight=0.5)])["text"][:] == mixed
 
 
+def test_sources_that_are_mixed_are_read_from_the_same_columns(tmp_path):
+    """What all methods leave unread may differ, and system and tools; what one source alone has is not dropped."""
+    def mixed(*rows, method="sft"):
+        sources = [source(jsonl(tmp_path / f"{n}.jsonl", [row])) for n, row in enumerate(rows)]
+        return load(sources, "train", partial(columns_read, method=METHODS[method], config=config()))
+
+    turns = {"messages": [USER, REPLY]}
+    assert mixed({**GOOD, "id": 1}, {**GOOD, "messages": [USER]}).column_names == ["prompt", "completion"]
+    assert mixed(turns, {**turns, "system": "Be short."}).column_names == ["messages", "system"]
+    for one, other, method, message in [
+        (turns, GOOD, "sft", r"0.jsonl is read from messages, .*1.jsonl from completion, prompt: sources are mixed"),
+        ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": "b", "input": "c"}, "sft", "from input, "),
+        ({"prompt_ids": [1], "completion_ids": [2]}, {"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1]},
+         "sft", "from completion_ids, completion_mask, prompt_ids"),
+        ({"input_ids": [1]}, {"input_ids": [1], "labels": [1]}, "sft", "from input_ids, labels"),
+        ({"chosen": [USER, REPLY], "rejected": [USER, WRONG]}, {"prompt": "a", "chosen": "b", "rejected": "c"}, "dpo",
+         "0.jsonl is read from chosen, rejected, .*1.jsonl from chosen, prompt, rejected"),
+        (turns, {**turns, "instruction": "Add."}, "sft", "column 'instruction' says what was asked"),
+        (GOOD, {"text": "a"}, "opd", "columns text are none that opd reads"),
+    ]:  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            mixed(one, other, method=method)
+
+
+def test_json_and_parquet_are_mixed(tmp_path):
+    rows = [{"messages": [{**USER, "weight": weight}, REPLY]} for weight in (1, None)]
+    path = jsonl(tmp_path / "rows.jsonl", rows)
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    for streaming in (False, True):
+        mixed = load([source(path, streaming=streaming), source(tmp_path / "rows.parquet", streaming=streaming)])
+        assert {str(row["messages"][0].get("weight", "none")) for row in mixed} == {"1", "None", "none"}
+
+
+def test_a_weight_that_leaves_no_row_is_refused(tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [GOOD] * 4)
+    with pytest.raises(InputError, match=r"rows.jsonl: weight 0.1 of 4 rows leaves none: raise it, or drop the source"):
+        load(source(path, weight=0.1))
+
+
+def test_streams_are_interleaved(tmp_path):
+    paths = [jsonl(tmp_path / f"{name}.jsonl", [{"text": name}] * 20) for name in "ab"]
+    found = "".join(row["text"] for row in load([source(path, streaming=True) for path in paths]))
+    assert {*found[:10]} == {"a", "b"}
+
+
+def test_cells_of_csv_are_text(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('id,prompt,completion,label\n007,NA,null,TRUE\n8,"1, ""2""\n3",1.50,0\n\n9,,x,\n')
+    for streaming in (False, True):
+        assert [tuple(row.values()) for row in load(source(path, streaming=streaming))] == [
+            ("007", "NA", "null", "TRUE"), ("8", '1, "2"\n3', "1.50", "0"), ("9", None, "x", None)
+        ]  # fmt: skip
+    assert prepare(load(source(path, limit=2)), "kto")["label"][:] == [True, False]
+
+
+@pytest.mark.parametrize("names", [("code_train.jsonl", "math.jsonl"), ("a.jsonl", "b.jsonl", "c.csv")])
+def test_files_of_a_folder_that_would_not_be_read_are_named(names, tmp_path):
+    for name in names:
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match=f"{names[-1]} would not be read: a folder has files of one kind"):
+        load(source(tmp_path))
+
+
+def test_files_of_other_splits_are_named(tmp_path, caplog):
+    for name in ("train", "test"):
+        jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        assert load(source(tmp_path))["text"][:] == ["train"]
+    assert "files of other splits than train, which are not read: test.jsonl" in caplog.text
+    assert len(load(source(tmp_path, split="train+test"))) == 2
+
+
+@pytest.mark.parametrize("late", [{"a": "x"}, {"b": 1}])
+def test_a_stream_that_changes_later_is_refused(late, tmp_path):
+    stream = load(source(jsonl(tmp_path / "rows.jsonl", [{"a": 1}] * 1000 + [late]), streaming=True))
+    with pytest.raises(InputError, match=r"rows.jsonl: column '[ab]' is .* the first 1000 rows of the stream"):
+        list(stream)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("index.csv", "text,n\n0,a,1\n1,b,2\n", "line 2 has 3 fields, the first line 2"),
+        ("twice.csv", "text,text\na,b\n", "several columns have one name: text, text"),
+        ("names.json", '["a", "b"]', "line 1: a row is an object such as"),
         ("trian.jsonl", None, r"no file or folder .*trian\.jsonl \(did you mean 'train\.jsonl'\?\)"),
         ("rows.txt", "x", r"unknown extension; known are \.jsonl"),
         ("empty.jsonl", " \n\n", "is empty"),
@@ -701,9 +785,9 @@ def test_a_broken_file_is_said_once(name, content, streaming, tmp_path, caplog):
     assert caplog.messages == []
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "part.jsonl").write_text('{"text": b}\n')
-    with pytest.raises(InputError, match=r"cannot read .*folder: "):
+    with pytest.raises(InputError, match=r"cannot read .*folder: part\.jsonl, line 1 is not valid JSON"):
         load(source(tmp_path / "folder", streaming=streaming))
-    assert "part.jsonl" in caplog.text  # only this log names the file
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -847,12 +931,32 @@ def test_a_prepared_stream_stays_as_it_is(method, named):
     assert prepare(once, method, apply_chat_template=True) is once
 
 
-@pytest.mark.parametrize("other", [5, [{"type": "text", "text": "four"}]])
-def test_text_that_looks_like_json_is_not_mistaken(other, tmp_path):
-    """Beside content of another kind `datasets` has read the string "4" as 4, and '"yes"' as yes."""
-    rows = [{"messages": [USER, {**REPLY, "content": content}]} for content in ('"yes"', other)]
-    with pytest.raises(InputError, match=r"column 'messages'.* text that looks like JSON is then read as JSON"):
-        prepare(load(source(jsonl(tmp_path / "rows.jsonl", rows))), "sft")
+def test_values_of_json_files_are_those_that_stand_there(tmp_path):
+    """Arrow makes dates of texts, 1.0 of 1 next to 0.5, gives all mappings the same keys, and `datasets` reads the text
+    "4" as 4 next to content of another kind."""
+    calls = [{"when": "2024-05-01", "n": 1, "no": None}, {"n": 0.5, "big": 10**30}, {"n": {"t": "2024-05-01T10:00:00"}}]
+    rows = [
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": call}}]}],
+         "tools": [{"name": "f", "default": n}], "day": f"2024-05-0{n + 1}", "ids": [n], "id": 10 ** (30 * n)}
+        for n, call in enumerate(calls)
+    ]  # fmt: skip
+    rows += [{**rows[0], "messages": [USER, {**REPLY, "content": content}]} for content in ('"4"', [TEXT_PART])]
+    for name, text in {"rows.jsonl": "\n".join(map(json.dumps, rows)), "rows.json": json.dumps(rows, indent=1)}.items():
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / f"a.{name}").write_text(text)
+        for path in (tmp_path / "in" / name / f"a.{name}", tmp_path / "in" / name):
+            for streaming in (False, True):
+                assert list(load(source(path, streaming=streaming))) == rows
+    assert [row[2] for row in texts(load(source(path)).select([3, 4]), "sft")]
+    path = jsonl(tmp_path / "days.jsonl", [{"prompt": "2024-05-01T10:00:00", "completion": "2024-05-02"}] * 2)
+    assert texts(load(source(path)), "sft")[0] == ("2024-05-01T10:00:00", "2024-05-02" + END, "2024-05-02" + END)
+
+
+def test_nulls_that_arrow_fills_in_are_not_trained(tmp_path):
+    """In rows given in Python they cannot be told from those that were given; in a JSON file they can."""
+    written = [{"messages": [USER, REPLY], "tools": [{"name": "f", **keys}]} for keys in ({"a": None}, {"b": 2})]
+    for rows, nulls in ((load(source(jsonl(tmp_path / "rows.jsonl", written))), 1), (written, 0)):
+        assert ["".join(row[:2]).count("null") for row in texts(rows, "sft")] == [nulls, 0]
 
 
 def test_parts_of_text_are_joined_and_others_refused():

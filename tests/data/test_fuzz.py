@@ -246,15 +246,9 @@ def string(value):
     return value
 
 
-def without_null(value):
-    if isinstance(value, dict):
-        return {k: without_null(v) for k, v in value.items() if v is not None}
-    return [without_null(v) for v in value] if isinstance(value, list) else value
-
-
 def message(raw):
     need(isinstance(raw, dict))
-    raw = without_null(raw)
+    raw = {key: value for key, value in copy.deepcopy(raw).items() if value is not None}  # RecursionError: too deep
     if "from" in raw and "role" not in raw:
         need(isinstance(raw["from"], str))
         known = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -288,7 +282,6 @@ def tools_text(row):
             tools = json.loads(tools)
         except (ValueError, RecursionError):
             raise Refused from None
-    tools = without_null(tools)
     if not tools:
         return ""
     need(isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools))

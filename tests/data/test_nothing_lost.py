@@ -296,11 +296,11 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
     assert caplog.messages == ["train: the chat template does not write: column 'tools' (in 1 examples)"]
 
 
-def test_values_of_several_types_inside_tools_are_told(tmp_path, caplog):
+def test_values_of_several_types_inside_tools_are_told(caplog):
     def row(value):
         return {"messages": [USER, REPLY], "tools": [{"name": "f", "parameters": {"x": {"default": value}}}]}
 
-    rows = load(source(jsonl(tmp_path / "rows.jsonl", [row(1), row("1")])))
+    rows = datasets.Dataset.from_list([row(1), row("1")], on_mixed_types="use_json")
     assert rows[1]["tools"][0]["parameters"]["x"]["default"] == 1  # what `datasets` makes of the text
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         prepare(rows, "sft", assistant_only_loss=True)
