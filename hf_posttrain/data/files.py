@@ -65,6 +65,8 @@ def source_problem(source: str) -> str | None:
         if head.startswith((b"\xff\xfe", b"\xfe\xff")):
             return f"{path} is text in UTF-16: save it in UTF-8"
         return None
+    if path.is_dir() and path.resolve() in (Path.home(), *Path.home().parents):
+        return f"{path} is the home folder or one above it: name the file, or the folder that has nothing but data"
     if path.is_dir():
         return None if any(path.iterdir()) else f"the folder {path} is empty"
     # what cannot be a name on the hub must be a path, and this one is missing

@@ -17,6 +17,7 @@ from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode
 from .formats import detect, our_name, unread
 from .kinds import Reader, RowKind
 from .messages import without_none
+from .sources import AsWritten
 
 logger = logging.getLogger(__package__)
 
@@ -50,7 +51,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     if isinstance(dataset, datasets.IterableDataset):
         prepared = dataset.features == _features(method.rows, facts=False)
     else:
-        prepared = own <= {*_columns(dataset)} <= own | ADDED
+        prepared = own <= {*_columns(dataset)} <= own | ADDED and not isinstance(dataset.features["index"], AsWritten)
     if prepared:
         return dataset
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)
@@ -114,18 +115,13 @@ def tokenised(
     }  # fmt: skip
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
-    # where mixed values are to blame, the message says so
-    mixed = [column for column in plan.form.split(" + ") if _is_mixed(dataset, column)]
+    if mixed := [column for column in plan.form.split(" + ") if _is_mixed(dataset, column)]:
+        raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
+    workers = getattr(config, "dataset_num_proc", None)
     try:
-        workers = getattr(config, "dataset_num_proc", None)
-        mapped = dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
-    except InputError as error:
-        raise InputError(f"{error}; {_MIXED}" if mixed else str(error)) from error
+        return dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: a text is not UTF-8 ({error})") from error
-    if mixed:
-        raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
-    return mapped
 
 
 def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], str]:
@@ -142,7 +138,12 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
     columns = list(ours.values())
     if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
         raise InputError("the data set has no rows")
-    form, label = detect(columns, method), (dataset.features or {}).get("label")
+    try:
+        form, label = detect(columns, method), (dataset.features or {}).get("label")
+    except InputError as error:
+        near = suggest.suggest(list(dataset.take(_FIRST)), [method])
+        here = f"; here {suggest.columns_line(near.columns)}" if near and not near.missing else ""
+        raise InputError(f"{error}{here}") from error
     classes = label.names if isinstance(label, datasets.ClassLabel) and "label" in form.split(" + ") else []
     if classes and [name.lower() for name in classes] not in (["false", "true"], ["0", "1"]):
         raise InputError(f"column 'label' numbers classes ({named(classes)}): write true for good answers, else false")

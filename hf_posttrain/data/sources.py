@@ -22,12 +22,13 @@ from .messages import without_none
 
 logger = logging.getLogger(__package__)
 _HEAD = 1000  # rows of a stream that say what its columns hold
+_TEXT, _HALF = datasets.Value("string"), re.compile("[\ud800-\udfff]")
 
 
 @dataclass
 class AsWritten:
-    """The feature of a column that Arrow would change: each value is kept as JSON text. (Arrow gives all rows the same
-    keys, makes 1 into 1.0 where another row has 0.5, and dates of texts.)"""
+    """The feature of a column that is not text: each value is kept as JSON. (Arrow gives all rows the same keys, makes
+    1 into 1.0 where another row has 0.5, and dates of texts.)"""
 
     _type: str = field(default="AsWritten", init=False, repr=False)
 
@@ -48,20 +49,6 @@ class AsWritten:
 
 with warnings.catch_warnings(action="ignore"):  # that it is experimental
     register_feature(AsWritten, "AsWritten")
-_KINDS = {str: datasets.Value("string"), bool: datasets.Value("bool"), int: datasets.Value("int64"),
-          float: datasets.Value("float64"), list: datasets.List(datasets.Value("int64"))}  # fmt: skip
-"""What holds the values of a column that are all of one kind; a list is one of whole numbers."""
-
-
-def _kind(value: Any) -> type | None:
-    """The key of _KINDS for a value; None where only AsWritten holds it."""
-    if isinstance(value, str):
-        return str if value.isascii() or not re.search("[\ud800-\udfff]", value) else None
-    if isinstance(value, list):
-        return list if all(_kind(item) is int for item in value) else None
-    if type(value) is int:
-        return int if -(2**63) <= value < 2**63 else None
-    return type(value) if type(value) in _KINDS else None
 
 
 class Files(datasets.ArrowBasedBuilder):
@@ -74,16 +61,16 @@ class Files(datasets.ArrowBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> list:
         files: dict[str, list[str]] = {split: list(paths) for split, paths in self.config.data_files.items()}
-        kinds: dict[str, set[type | None]] = {}
+        texts: dict[str, set[bool]] = {}  # column: are its values text that Arrow can hold?
         rows = chain.from_iterable(map(self._rows, chain(*files.values())))
         for row in islice(rows, _HEAD if dl_manager.is_streaming else None):
             for column, value in row.items():
-                kinds.setdefault(column, set()).update([] if value is None else [_kind(value)])
-        of_none = AsWritten() if dl_manager.is_streaming else datasets.Value("null")
-        self.info.features = datasets.Features({
-            column: AsWritten() if None in found or len(found) > 1 else next((_KINDS[k] for k in found if k), of_none)
-            for column, found in kinds.items()
-        })  # fmt: skip
+                found = texts.setdefault(column, set())
+                if value is not None:
+                    found.add(isinstance(value, str) and (value.isascii() or not _HALF.search(value)))
+        empty = AsWritten() if dl_manager.is_streaming else datasets.Value("null")
+        kinds = {column: AsWritten() if False in all_text else _TEXT for column, all_text in texts.items()}
+        self.info.features = datasets.Features({c: kind if texts[c] else empty for c, kind in kinds.items()})
         return [datasets.SplitGenerator(name=split, gen_kwargs={"files": paths}) for split, paths in files.items()]
 
     def _rows(self, file: str) -> Iterator[dict[str, Any]]:
@@ -102,11 +89,12 @@ class Files(datasets.ArrowBasedBuilder):
                 columns = []
                 for column, kind in features.items():
                     values = [row.get(column) for row in rows]
+                    if isinstance(kind, AsWritten):
+                        values = [*map(kind.encode_example, values)]
                     try:
-                        values = [*map(kind.encode_example, values)] if isinstance(kind, AsWritten) else values
                         columns.append(pa.array(values, features.arrow_schema.field(column).type))
-                    except (pa.ArrowException, ValueError, TypeError, OverflowError) as error:
-                        problem = f"is of another kind than in the first {_HEAD} rows of the stream ({error})"
+                    except (pa.ArrowException, ValueError, TypeError) as error:
+                        problem = f"is not text, as in the first {_HEAD} rows of the stream ({error})"
                         raise InputError(f"{file}: column {column!r} {problem}") from error
                 yield Key(n, m), pa.Table.from_arrays(columns, schema=features.arrow_schema)
                 m += 1
@@ -152,11 +140,11 @@ def load(
         raise InputError(f"{what}: {problem}")
     if aside := [column for column in columns if column not in kept]:
         logger.info("%s: not all sources have these columns, which are not read: %s", what, named(aside))
-    # where one source has JSON as it is written, the mappings of Parquet and of saved sets are written too
-    kinds = [kind for part in parts for kind in part.features.items() if isinstance(kind[1], AsWritten)]
+    # where one source has JSON as it is written, other types of Parquet files and saved sets are written too
+    written = {c for part in parts for c, kind in part.features.items() if isinstance(kind, AsWritten)}
     for n, part in enumerate(parts):
-        structs = {c: k for c, k in kinds if not isinstance(part.features.get(c), datasets.Value | AsWritten | None)}
-        parts[n] = part.cast(datasets.Features(part.features | structs)) if structs else part
+        kinds = {c: AsWritten() if c in written and kind != _TEXT else kind for c, kind in part.features.items()}
+        parts[n] = part if kinds == part.features else part.cast(datasets.Features(kinds))
     if not streams:
         parts = [_times(part, source) for part, source in zip(parts, sources, strict=True)]
     try:
@@ -224,8 +212,11 @@ def _refuse_split(split: str, known: str, what: str) -> None:
 def _read(path: Path, source: Any) -> Any:
     """The rows of one split of a source, "train" where none is given."""
     split, streaming = source.split or "train", bool(source.streaming)
+    saved_here = (path / "state.json").exists() or (path / "dataset_dict.json").exists()
+    if source.name and (saved_here or path.is_file()):
+        raise InputError(f"name: {source.name} is the configuration of a data set of the hub, not of a file: drop it")
     # 1. saved to disk: slices and sums (`train[:90%]+test`) are as load_dataset has them
-    if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+    if saved_here:
         saved = datasets.load_from_disk(str(path))
         if not isinstance(saved, dict):
             _refuse_split(split, str(saved.split or "train"), "it is one saved data set")

@@ -720,9 +720,21 @@ def test_files_of_other_splits_are_named(tmp_path, caplog):
     assert len(load(source(tmp_path, split="train+test"))) == 2
 
 
-@pytest.mark.parametrize("late", [{"a": "x"}, {"b": 1}])
+def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch):
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
+    with pytest.raises(InputError, match="name: main is the configuration of a data set of the hub, not of a file"):
+        load(source(path, name="main"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for home in ("~", str(tmp_path.parent)):
+        with pytest.raises(InputError, match="is the home folder or one above it: name the file"):
+            load(source(home))
+    with pytest.raises(InputError, match=r"none that sft reads.*; here columns: {prompt: question, completion: answ"):
+        prepare(load(source(path)), "sft")
+
+
+@pytest.mark.parametrize("late", [{"a": 1}, {"b": "x"}])
 def test_a_stream_that_changes_later_is_refused(late, tmp_path):
-    stream = load(source(jsonl(tmp_path / "rows.jsonl", [{"a": 1}] * 1000 + [late]), streaming=True))
+    stream = load(source(jsonl(tmp_path / "rows.jsonl", [{"a": "x"}] * 1000 + [late]), streaming=True))
     with pytest.raises(InputError, match=r"rows.jsonl: column '[ab]' is .* the first 1000 rows of the stream"):
         list(stream)
 
