@@ -3,6 +3,7 @@
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -141,7 +142,7 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
     try:
         form, label = detect(columns, method), (dataset.features or {}).get("label")
     except InputError as error:
-        near = suggest.suggest(list(dataset.take(_FIRST)), [method])
+        near = suggest.suggest(list(islice(dataset, _FIRST)), [method])
         here = f"; here {suggest.columns_line(near.columns)}" if near and not near.missing else ""
         raise InputError(f"{error}{here}") from error
     classes = label.names if isinstance(label, datasets.ClassLabel) and "label" in form.split(" + ") else []
@@ -163,7 +164,7 @@ def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) 
     prompt such a column is warned of."""
     aside = unread(columns, form)
     # where no name is suspicious no row is read, which a stream would have to read twice
-    problem = suggest.prompt_problem(list(dataset.take(_FIRST)), aside, form) if suggest.asked(aside) else None
+    problem = suggest.prompt_problem(list(islice(dataset, _FIRST)), aside, form) if suggest.asked(aside) else None
     if problem and "prompt" not in form:
         raise InputError(problem)
     if problem:
