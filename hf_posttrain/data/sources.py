@@ -239,11 +239,12 @@ def _read(path: Path, source: Any) -> Any:
     files = builder.config.data_files
     if path.is_dir() and len(builder.BUILDER_CONFIGS) == 1:  # more have a README that says what belongs to each
         # `datasets` takes those of the commonest kind and, where a name says train or test, only such files
-        there = {str(file) for file in path.resolve().rglob("*") if extension(file) in BUILDERS}
-        hidden = re.compile(re.escape(str(path.resolve())) + r"(.*/)?(\.|__)")
-        if left := {file for file in there if not hidden.match(file)} - {*chain(*files.values())}:
+        picked = {(file.parent.resolve(), file.name) for file in map(Path, chain(*files.values()))}
+        there = (file.relative_to(path) for file in path.rglob("*") if extension(file) in BUILDERS)
+        there = (file for file in there if not any(part.startswith((".", "__")) for part in file.parts))
+        if left := [str(file) for file in there if ((path / file).parent.resolve(), file.name) not in picked]:
             raise InputError(
-                f"{named(Path(file).name for file in sorted(left))} would not be read: a folder has files of one kind, "
+                f"{named(sorted(left))} would not be read: a folder has files of one kind, "
                 "all or none of them named for splits, as train and test; rename or move them, or list sources"
             )
         if others := [Path(file).name for name, found in files.items() if str(name) not in split for file in found]:

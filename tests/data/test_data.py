@@ -711,13 +711,15 @@ def test_files_of_a_folder_that_would_not_be_read_are_named(names, tmp_path):
         load(source(tmp_path))
 
 
-def test_files_of_other_splits_are_named(tmp_path, caplog):
+def test_files_of_other_splits_are_named(tmp_path, caplog, monkeypatch):
     for name in ("train", "test"):
         jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         assert load(source(tmp_path))["text"][:] == ["train"]
     assert "files of other splits than train, which are not read: test.jsonl" in caplog.text
-    assert len(load(source(tmp_path, split="train+test"))) == 2
+    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n")
+    monkeypatch.chdir(tmp_path.parent)
+    assert len(load(source(tmp_path.name))) == 2
 
 
 def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch):
