@@ -184,7 +184,7 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
     known = _variables(tokenizer.get_chat_template())
     # a recipe for Qwen's models may be run with another: its switch is told where it does nothing, see `find_unread`
     for key in {*(template_kwargs or ())} - known - {"enable_thinking"}:
-        if (near := nearest(key, known - _OURS, listed=False)):
+        if near := nearest(key, known - _OURS, listed=False):
             raise InputError(f"chat_template_kwargs: the chat template does not know {shown(key)}{near}")
     special = special_ids(tokenizer)
     ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]
