@@ -7,6 +7,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import pyarrow.compute as pc
 import torch
 from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import LengthGroupedSampler
@@ -52,6 +53,16 @@ def tokens_of(rows: datasets.Dataset, columns: Sequence[str] = ()) -> np.ndarray
     """Tokens of each prepared row, of all its examples, in `columns` or in all columns of ids: [rows]."""
     names = columns or [name for name in rows.column_names if name.endswith("_ids")]
     return np.sum([lengths_of(rows, name, of_rows=True) for name in names], axis=0)
+
+
+def largest_id(rows: Any) -> int:
+    """The largest token id of prepared rows, or of a dict of them; -1 where it is not known, as of a stream."""
+    if isinstance(rows, dict):
+        return max(map(largest_id, rows.values()), default=-1)
+    if not isinstance(rows, datasets.Dataset):
+        return -1
+    ids = [rows.with_format("arrow")[name][:] for name in rows.column_names if name.endswith("_ids")]
+    return max(pc.max(pc.list_flatten(column, recursive=True)).as_py() or 0 for column in ids)
 
 
 def planned_passes(rows: Any, args: Any, rows_per_step: int) -> float:

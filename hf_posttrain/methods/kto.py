@@ -82,10 +82,7 @@ class KTOTrainer(PostTrainer):
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        labels = None if self.train_dataset is None else self.train_dataset["label"]
-        self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
-        if "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
-            logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
+        self._weigh_classes()
         self.reference = make_reference(self, ref_model, self.both_completions)
         self.delta = RunningMean(self.accelerator)
         self.evaluated: list[Tensor] = []
@@ -106,6 +103,17 @@ class KTOTrainer(PostTrainer):
             space = [max(1, args.max_length - len(prompt)) for prompt in rows["prompt_ids"]]
             answers = [ids[:most] for ids, most in zip(answers, space, strict=True)]
         return rows.add_column("mismatch_ids", list(answers))
+
+    def prepare_replaced(self) -> None:
+        """As PostTrainer has it; the classes may be other ones."""
+        super().prepare_replaced()
+        self._weigh_classes()
+
+    def _weigh_classes(self) -> None:
+        given = self.args.desirable_weight, self.args.undesirable_weight
+        self.class_weights = class_weights(*given, None if self.train_dataset is None else self.train_dataset["label"])
+        if "auto" in given:
+            logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
     @staticmethod
     def examples(row: dict) -> list[Example]:

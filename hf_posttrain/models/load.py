@@ -80,25 +80,20 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def vocabulary_size(section: ModelSection) -> int:
-    """Rows of the model's embedding, padding included, from its config alone."""
-    return check_model(section).get_text_config().vocab_size
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, name: str, largest: int = -1) -> None:
+    """Raises InputError if an id is used that model `name`, of `size` tokens, lacks: bos, eos, pad, or the `largest` of
+    rows. What a tokenizer has besides does no harm (Gemma 3's of 1B has a placeholder for pictures)."""
+    own = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    if (top := max([largest, *(i for i in own if i is not None)])) >= size:
+        raise InputError(
+            f"the tokenizer of {name} uses id {top} ({tokenizer.convert_ids_to_tokens(top)!r}), and the model has only "
+            f"{size} tokens: model.resize_token_embeddings({top + 1} or more), or another tokenizer"
+        )
 
 
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, name: str) -> None:
-    """Raises InputError if the tokenizer of model `name` has ids that its embedding of `size` rows does not have."""
-    token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if top >= size:
-        raise InputError(f"the tokenizer of {name} has id {top} ({token!r}), but the model only {size} tokens")
-
-
-def check_same_vocabulary(
-    student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, student_size: int, teacher_size: int
-) -> None:
-    """Raises InputError unless both tokenizers map the same tokens to the same ids, and both models have them all."""
-    # the sizes of the models' vocabularies may differ, as padding does; equal sizes prove nothing
-    check_tokenizer_fits(student, student_size, "the student")
-    check_tokenizer_fits(teacher, teacher_size, "the teacher")
+def check_same_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
+    """Raises InputError unless both tokenizers map the same tokens to the same ids. The sizes of the models'
+    vocabularies may differ, as padding does; equal sizes prove nothing."""
     ours, theirs = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (student, teacher))
     if differing := sorted(i for i in ours.keys() | theirs.keys() if ours.get(i) != theirs.get(i)):
         i, counts = differing[0], f"{len(ours)} and {len(theirs)} ids, {len(differing)} differ"

@@ -56,9 +56,7 @@ def add_teacher(trainer: Any, teacher: nn.Module | str | None, offload: bool) ->
     except InputError:
         theirs = None
     if theirs is not None:
-        load.check_same_vocabulary(trainer.tokenizer, theirs, *sizes)
-    else:
-        load.check_tokenizer_fits(trainer.tokenizer, sizes[1], "the student (with the teacher's model)")
+        load.check_same_vocabulary(trainer.tokenizer, theirs)
     launch.check_model(teacher, trainer.args)
     if offload and getattr(teacher, "is_loaded_in_8bit", False):
         raise InputError("teacher offload: bitsandbytes keeps 8-bit weights on the GPU: use 4bit, or do not offload")

@@ -76,12 +76,11 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
 
     # tokenizers and vocabularies
     with error_context(recipe.where("model.name_or_path")):
-        tokenizer, size = models.load_tokenizer(recipe.model), models.vocabulary_size(recipe.model)
-        models.check_tokenizer_fits(tokenizer, size, recipe.model.name_or_path)
+        tokenizer, model = models.load_tokenizer(recipe.model), models.check_model(recipe.model)
+        models.check_tokenizer_fits(tokenizer, model.get_text_config().vocab_size, recipe.model.name_or_path)
     if recipe.teacher:
         with error_context(recipe.where("teacher.name_or_path")):
-            teacher_size = models.vocabulary_size(recipe.teacher)
-            models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher), size, teacher_size)
+            models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher))
     # an attention that the model or the machine may not have: eager and sdpa are always there
     for key, section in recipe.models():
         if section.attn_implementation not in ("auto", "eager", "sdpa"):

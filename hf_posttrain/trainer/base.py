@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
-from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
+from ..data.lengths import largest_id, seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
+from ..models import load
 from ..models import prepare as policies
 from ..models.frozen import Frozen
 from ..scoring import forward
@@ -99,6 +100,7 @@ class PostTrainer(Trainer):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)
             evaluated = self.prepare(eval_dataset, self.tokenizer, args, "eval")
+        self.check_ids(train, evaluated)
         if args.merge_lora:
             saving.check_mergeable(model)
         config = self.scored[0].config
@@ -160,7 +162,11 @@ class PostTrainer(Trainer):
             raise InputError(f"{name}: a stream on several processes would be counted unevenly: set streaming: false")
         plain: Any = rows
         if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
-            plain = datasets.Dataset.from_list([rows[i] for i in range(len(rows))])
+            try:
+                plain = datasets.Dataset.from_list([{**rows[i]} for i in range(len(rows))])
+            except (TypeError, KeyError) as error:
+                what = f"{name}: a {type(rows).__name__} is no data set: pass a datasets.Dataset, or a list of dicts"
+                raise InputError(f"{what} (load_dataset reads files, Dataset.from_generator iterators)") from error
         # tensors, arrays or frames are a view of the plain values, which is all that is read; not so a transform
         elif not isinstance(rows, datasets.Dataset) or rows.format["type"] not in (None, "custom"):
             plain = rows.with_format(None)
@@ -173,12 +179,22 @@ class PostTrainer(Trainer):
         """`prepare` of one data set; a method adds what its rows need besides their tokens."""
         return prepare(rows, cls.method, tokenizer, args, name)
 
-    def _prepare_replaced(self) -> None:
-        """Prepare a `train_dataset` that was put in the place of the one that the trainer was built with."""
-        rows, columns = self.train_dataset, set(self.method.rows.columns)
+    def check_ids(self, *rows: Any) -> None:
+        """Raises InputError where prepared rows have a token that one of the models lacks."""
+        top, ids = max(self.tokenizer.get_vocab().values()), -1
+        for model in self.scored:
+            if top >= (size := model.config.get_text_config().vocab_size):
+                ids = max(map(largest_id, rows)) if ids < 0 else ids
+                load.check_tokenizer_fits(self.tokenizer, size, type(model).__name__, ids)
+
+    def prepare_replaced(self) -> None:
+        """Prepare a `train_dataset` that was put in the place of the one that the trainer was built with; a method adds
+        what it took from that one."""
+        rows, columns = self.train_dataset, {*self.method.rows.columns, "index"}
         if rows is not None and not (isinstance(rows, datasets.Dataset) and columns <= set(rows.column_names)):
             with launch.main_process_first(self.args):
                 self.train_dataset = with_lengths(self.prepare(rows, self.tokenizer, self.args, "train"), self.args)
+                self.check_ids(self.train_dataset)
 
     # ---- scoring
 
@@ -188,6 +204,7 @@ class PostTrainer(Trainer):
         if second is not None:
             self.second_key = same_run.base_weights(second.model, None, self.method)
         self.scored = self.scored[:1] + ([forward.causal_lm(second.model)] if second else [])
+        self.check_ids(self.train_dataset, self.eval_dataset)
         self.data_collator.layout = choose_layout(self.scored, self.args.layout, self.args.max_length)
 
     @property
@@ -231,7 +248,7 @@ class PostTrainer(Trainer):
     def _train_alone(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
-        self._prepare_replaced()
+        self.prepare_replaced()
         self.described = same_run.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)

@@ -65,7 +65,7 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
     second: the teacher, or an explicit reference.
     """
     row = TABLE[method]
-    peft_config = config.pop("peft_config", None)
+    peft_config, tokenizer = config.pop("peft_config", None), config.pop("tokenizer", None)
     config = {
         "output_dir": str(tmp_path), "use_cpu": True, "max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0,
         "per_device_train_batch_size": 4, "logging_steps": 1, "report_to": "none", "save_strategy": "no",
@@ -74,7 +74,7 @@ def trainer_for(method, model, rows, tmp_path, second=None, eval_rows=None, call
     } | usual(method) | config  # fmt: skip
     kwargs = {} if second is None else {f"{'ref' if row.second == 'reference' else row.second}_model": second}
     return trainer_class(row)(
-        model, config_class(row)(**config), None, rows, eval_rows, byte_tokenizer(),
+        model, config_class(row)(**config), None, rows, eval_rows, tokenizer or byte_tokenizer(),
         peft_config=peft_config, callbacks=callbacks, **kwargs,
     )  # fmt: skip
 

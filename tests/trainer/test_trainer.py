@@ -802,6 +802,49 @@ def test_training_rows_can_be_replaced_by_raw_ones(method, tmp_path, monkeypatch
     assert logs[0] == logs[1]
 
 
+@pytest.mark.parametrize(
+    "rows", ["data.jsonl", iter([{"prompt": "a"}]), ["a text"]], ids=["a path", "an iterator", "texts"]
+)
+def test_what_is_no_data_set_is_one_line(rows, tmp_path):
+    with pytest.raises(InputError, match="is no data set: pass"):
+        trainer_for("sft", tiny_model(), rows, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["train", "eval", "replaced", "teacher"])
+def test_tokens_that_the_model_lacks_are_told_at_construction(where, tmp_path):
+    """One that no row has does no harm, such as Gemma 3's placeholder for pictures in its models of text."""
+    method, model, rows = "kd" if where == "teacher" else "sft", tiny_model(vocab_size=300), token_rows("sft")
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<extra {n}>" for n in range(50)])
+    odd = datasets.Dataset.from_list([rows[0] | {"prompt_ids": [1, 301]}])
+    second = model if where == "teacher" else None
+    model = tiny_model(vocab_size=310) if where == "teacher" else model
+
+    def build(train, evaluated=None):
+        trainer = trainer_for(method, model, train, tmp_path, second=second, eval_rows=evaluated, tokenizer=tokenizer)
+        if where == "replaced":
+            trainer.train_dataset = odd
+            trainer.train()
+
+    given = {"eval": (rows, odd), "replaced": (rows,)}
+    if where != "replaced":
+        build(rows)
+    with pytest.raises(InputError, match=r"uses id 301 \('<extra 42>'\), and the model has only 300 tokens"):
+        build(*given.get(where, (odd,)))
+
+
+def test_replaced_rows_are_cut_and_weighed_anew(tmp_path):
+    rows, options = token_rows("kto", 9), {"max_length": 6, "desirable_weight": "auto", "undesirable_weight": "auto"}
+    other = rows.map(lambda row: {"label": not row["label"]})
+    trainer = trainer_for("kto", tiny_model(), rows, tmp_path, **options)
+    assert trainer.class_weights == (1.0, 2.0)
+    trainer.train_dataset = other
+    trainer.train()
+    assert trainer.class_weights == (2.0, 1.0)
+    built = trainer_for("kto", tiny_model(), other, tmp_path, **options)
+    assert trainer.train_dataset[:] == built.train_dataset[:]
+
+
 def test_rows_that_a_cached_reference_has_not_seen_are_one_line(tmp_path):
     config = {"precompute_ref_log_probs": True}
     trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, **config)
