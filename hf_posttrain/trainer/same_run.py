@@ -81,10 +81,11 @@ def describe(trainer: Any) -> dict[str, Any]:
 
 
 def base_weights(model: Any, peft_config: Any, method: Any) -> str:
-    """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as."""
+    """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as. Of what
+    ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks."""
     all_of_them = method.second == "reference" and peft_config is None
     kept = {name: weight for name, weight in model.named_parameters() if all_of_them or not weight.requires_grad}
-    return score_cache.weights_key(kept, sample=SAMPLE)
+    return score_cache.weights_key({n: getattr(w, "ds_tensor", w) for n, w in kept.items()}, sample=SAMPLE)
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -> dict[str, str]:

@@ -6,6 +6,7 @@ The hunter `test_every_option_is_refused_or_changes_nothing` changes each option
 import dataclasses
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import datasets
@@ -18,6 +19,7 @@ from training_for_tests import LORA, METHODS, logged, second_model, token_rows, 
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
+from hf_posttrain.models import score_cache
 from hf_posttrain.trainer import checkpoint, same_run
 
 SETTINGS = {
@@ -209,6 +211,18 @@ def test_another_base_of_an_adapter_is_refused(whole, tmp_path):
         resume(whole, "sft", tmp_path, lora=True, model=other)
     with pytest.raises(InputError, match=r"adapter\.lora_alpha: then 8, now 4; adapter\.r: then 4, now 2"):
         resume(whole, "sft", tmp_path, lora=True, peft_config=peft.LoraConfig(r=2, lora_alpha=4, **REST))
+
+
+def test_what_zero3_has_cut_is_known_by_this_ranks_part(monkeypatch):
+    """Gathering each weight of a large base, to look at 64 of its values, takes minutes."""
+    one_part = lambda weight: nullcontext() if weight.ndim == 1 else pytest.fail("gathered")  # noqa: E731
+    monkeypatch.setattr(score_cache.sharded, "gathered", one_part)
+    model, keys = tiny_model().requires_grad_(False), set()
+    for changed in (0.0, 0.0, 1.0):
+        for weight in model.parameters():
+            weight.ds_tensor = weight.flatten()[: weight.numel() // 2] + changed
+        keys.add(same_run.base_weights(model, None, TABLE["sft"]))
+    assert len(keys) == 2
 
 
 def test_full_training_resumes_whatever_the_model_held(whole, tmp_path):
