@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from ..scoring.forward import causal_lm
 
 logger = logging.getLogger(__name__)
+BROKEN = "the model's logits are NaN or infinite: nothing can be drawn from them"
 # options that change the distribution, with the value that does not
 _ALTERING = {
     "repetition_penalty": 1.0, "encoder_repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "top_h": None,
@@ -23,7 +24,7 @@ def generate(
 ) -> list[list[int]]:
     """Completions of left-padded prompts, ids and mask [n, L]: each may be followed by padding.
 
-    model: with its adapter. sampler: a Sampler.
+    model: with its adapter. sampler: a Sampler. Raises RuntimeError where the model's logits are NaN or infinite.
     """
     sampling: dict[str, Any] = {"do_sample": False}
     if sampler.temperature is not None:
@@ -36,10 +37,17 @@ def generate(
     inner = causal_lm(model)
     own, inner.generation_config, model.generation_config = inner.generation_config, config, config
     try:  # not synced: whole weights are on each rank, so none waits for another
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False)
+        given = {"generation_config": config, "logits_processor": [_finite], "synced_gpus": False}
+        output = model.generate(input_ids=ids, attention_mask=mask, **given)
     finally:
         inner.generation_config = model.generation_config = own
     return output[:, ids.shape[1] :].tolist()
+
+
+def _finite(_: Tensor, scores: Tensor) -> Tensor:
+    if not scores.amax().isfinite():
+        raise RuntimeError(BROKEN)
+    return scores
 
 
 def warn_if_altered(config: GenerationConfig) -> None:

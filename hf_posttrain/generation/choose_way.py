@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..scoring.choose_layout import InFloat32, own_logits, some_ids, spans, tolerance
 from ..scoring.forward import causal_lm
 from ..scoring.rotary import rope_switch
+from .by_transformers import BROKEN
 
 logger = logging.getLogger(__name__)
 DECODE, BATCHES, ALONE = "decode", "batches", "alone"
@@ -34,7 +35,7 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
     if (switch := rope_switch(inner)) and longest > switch:
         return ALONE, proven  # a row's rotary frequencies depend on its length: in a batch on that of the longest
     if not own_logits(model, some_ids(inner)(3), 1).amax().isfinite():
-        raise RuntimeError("the model's logits are NaN or infinite: nothing can be drawn from them")
+        raise RuntimeError(BROKEN)
     gaps: dict[str, float] = {}
     for in_float32, most in ((True, 10 * tolerance(inner)), (False, 1.0)):
         for way in _ways(inner):

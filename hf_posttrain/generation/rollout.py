@@ -187,7 +187,7 @@ def decode(
 
     found = [[token for token in row if token >= 0] for row in completions.tolist()]
     if any(token >= sampler.vocabulary for row in found for token in row):
-        raise RuntimeError("the model's logits are NaN or infinite: nothing can be drawn from them")
+        raise RuntimeError(by_transformers.BROKEN)
     return found
 
 

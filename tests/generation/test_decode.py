@@ -106,11 +106,13 @@ def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_logits_that_are_not_finite_are_an_error_and_no_token(broken):
+@pytest.mark.parametrize("temperature", [None, 1.0])
+@pytest.mark.parametrize("way", [choose_way.DECODE, choose_way.BATCHES, choose_way.ALONE])
+def test_logits_that_are_not_finite_are_an_error_and_no_token(broken, way, temperature):
     model = tiny_model().eval()
     torch.nn.init.constant_(model.lm_head.weight, broken)
     with torch.no_grad(), pytest.raises(RuntimeError, match="NaN or infinite"):
-        rollout.decode(model, [[5, 6], [7]], 3, [0], Sampler(1.0, 250))
+        rollout.answer(model, way, [[5, 6], [7]], 3, [0], 0, Sampler(temperature, 250))
 
 
 # ---- the proof that answers are the model's own
