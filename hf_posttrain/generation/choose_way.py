@@ -4,7 +4,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InputError
-from ..scoring.choose_layout import InFloat32, own_logits, some_ids, spans, tolerance
+from ..scoring.choose_layout import own_logits, some_ids, spans, tolerance, within
 from ..scoring.forward import causal_lm
 from ..scoring.rotary import rope_switch
 from .by_transformers import BROKEN
@@ -36,24 +36,13 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
         return ALONE, proven  # a row's rotary frequencies depend on its length: in a batch on that of the longest
     if not own_logits(model, some_ids(inner)(3), 1).amax().isfinite():
         raise RuntimeError(BROKEN)
-    gaps: dict[str, float] = {}
-    for in_float32, most in ((True, 10 * tolerance(inner)), (False, 1.0)):
-        for way in _ways(inner):
-            try:
-                with InFloat32() if in_float32 else nullcontext():
-                    gaps[way] = _gap(model, longest, way, answer)
-            except torch.OutOfMemoryError:
-                raise
-            except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-                logger.debug("%s: generation %s failed: %s", type(inner).__name__, way, error)
-                continue
-            if gaps[way] <= most:
-                if way == ALONE:
-                    said = "%s generates wrongly in padded batches: its prompts are answered one by one"
-                    logger.warning(said, type(inner).__name__)
-                return way, proven
-        if gaps:
-            break  # not kernels that take no float32, but wrong answers
+    limits = 10 * tolerance(inner), 1.0
+    for way in _ways(inner):
+        if within(partial(_gap, model, longest, way, answer), limits, f"answers, {way}"):
+            if way == ALONE:
+                said = "%s generates wrongly in padded batches: its prompts are answered one by one"
+                logger.warning(said, type(inner).__name__)
+            return way, proven
     raise InputError(f"{type(inner).__name__} generates other answers with a cache than its own forward has")
 
 
@@ -76,7 +65,7 @@ def can_decode(model: PreTrainedModel) -> bool:
     return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
-def _gap(model: nn.Module, longest: int, way: str, answer: Answer) -> float:
+def _gap(model: nn.Module, longest: int, way: str, answer: Answer, _: bool) -> float:
     """How much less likely the answers' tokens are than the best ones of whole forwards: the largest, in logits."""
     inner = causal_lm(model)
     draw, sizes = some_ids(inner), {1, 3, 6, 12, 16} | {size + 2 for size in spans(inner) if size + 5 < longest}

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 # in the names of config fields that say how far a layer sees
 SPANS = re.compile("^(?!.*(layers|experts|heads)).*(window|chunk|local)")
 LOW = (torch.bfloat16, torch.float16)
-ROUGH = 0.1  # what int8 products and FlashAttention's 16 bits may differ
+ROUGH, ROUGHEST = 0.1, 0.3  # what int8 products and FlashAttention's 16 bits may differ; 16 bits all the way
 
 
 def choose_layout(models: Sequence[PreTrainedModel], layout: str, max_length: int | None = None) -> str:
@@ -118,12 +118,23 @@ def check(
     """Score prompts with their answers on `device` and compare with the model's own forward on each answer alone.
 
     Where the model has a window or chunks shorter than `max_length`, one row is longer than they are.
-    Returns the mean difference of a token's log-probability, in float32 or else in the precision that the model has.
+    Returns the mean difference of a token's log-probability. in_float32: is it inside `InFloat32`?
     """
-    examples = _check_rows(forward.causal_lm(model), max_length)
+    examples, found = _check_rows(forward.causal_lm(model), max_length), []
     alone = [(example.prompt, branch.ids) for example in examples for branch in example.branches]
     batch = {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
-    tile, found = LogProb(forward.targets(batch)), []
+    with torch.no_grad(), forward.eval_mode(model):
+        values = token_logps(model, batch, in_float32)
+        for k, (before, ids) in enumerate(alone):
+            logps = torch.log_softmax(own_logits(model, [*before, *ids[:-1]], len(ids)), dim=-1)
+            expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
+            found.append((values[batch["owner"] == k] - expected).abs())
+    return torch.cat(found).mean().item()
+
+
+def token_logps(model: nn.Module, batch: dict[str, Tensor], in_float32: bool) -> Tensor:
+    """The log-probabilities of the scored tokens of a batch, [N], as a step has them; on request by a float32 head."""
+    tile = LogProb(forward.targets(batch))
 
     def scorer(head: forward.LMHead, hidden: Tensor) -> dict[str, Tensor]:
         states = forward.scored_states(hidden, batch)
@@ -135,13 +146,23 @@ def check(
                 return {"value": head.score(states, tile)[0]}
             return {"value": score_tokens(*plain.cast(states, states.dtype), tile)[0]}
 
-    with torch.no_grad(), forward.eval_mode(model), InFloat32() if in_float32 else nullcontext():
-        values = forward.run(model, batch, scorer)["value"]
-        for k, (before, ids) in enumerate(alone):
-            logps = torch.log_softmax(own_logits(model, [*before, *ids[:-1]], len(ids)), dim=-1)
-            expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
-            found.append((values[batch["owner"] == k] - expected).abs())
-    return torch.cat(found).mean().item()
+    value: Tensor = forward.run(model, batch, scorer)["value"]
+    return value
+
+
+def within(measure: Callable[[bool], float], limits: tuple[float, float], what: str) -> bool:
+    """Does `measure(in_float32)` find at most its limit, in float32 or, where a kernel takes none, in the model's own
+    precision? False where it fails in both: the log has the errors, `what` they are of."""
+    for in_float32, limit in zip((True, False), limits, strict=True):
+        try:
+            with InFloat32() if in_float32 else nullcontext():
+                return measure(in_float32) <= limit
+        except torch.OutOfMemoryError:
+            raise
+        # such a kernel, a head that does not fit the backbone's states (ELECTRA's), what transformers' generate refuses
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            logger.info("%s, check in %s: %s", what, "float32" if in_float32 else "its own precision", error)
+    return False
 
 
 def check_causal(model: nn.Module) -> None:
@@ -233,17 +254,8 @@ def trusted_layout(
 
 def _is_right(model: nn.Module, layout: str, device: torch.device | str, max_length: int | None) -> bool:
     """Does a model score in a layout as its own forward does? The first rank's answer, for all."""
-    right = False
-    for in_float32 in (True, False):
-        most = tolerance(forward.causal_lm(model)) if in_float32 else 0.3
-        try:
-            right = check(model, layout, device, max_length, in_float32) <= most
-            break
-        except torch.OutOfMemoryError:
-            raise
-        # a kernel that takes no float32, or a head that does not fit the backbone's states, as ELECTRA's
-        except (RuntimeError, TypeError) as error:
-            logger.info("layout %s, check in %s: %s", layout, "float32" if in_float32 else "its own precision", error)
+    limits = tolerance(forward.causal_lm(model)), ROUGHEST
+    right = within(partial(check, model, layout, device, max_length), limits, f"layout {layout}")
     [right] = broadcast_object_list([right])
     return right
 

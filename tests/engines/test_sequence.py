@@ -142,8 +142,38 @@ def test_a_run_stopped_in_the_second_epoch_resumes_as_one_process_goes_on(tmp_pa
 class Mixing(torch.nn.Module):
     """Mixes a position with the one before it outside attention, as convolutions and recurrent layers do."""
 
+    def __init__(self, share):
+        super().__init__()
+        self.share = share
+
     def forward(self, hidden):
-        return hidden + 0.5 * torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+        return hidden + self.share * torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
+
+
+def mixed(rank, share, bf16):
+    """What training a model says that mixes so much."""
+    model = tiny_model()
+    model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp, Mixing(share))
+    config = engine_arguments("zero3") | {"parallelism_config": {"sp_size": 2}, "bf16": bf16}
+    try:
+        trainer_for("sft", model, long_rows(), tempfile.mkdtemp(), **config).train()
+    except InputError as error:
+        return str(error)
+    return "no error"
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("share", "bf16", "said"),
+    [
+        (0.2, True, "other numbers than its own forward"),
+        pytest.param(0.0, True, "no error", marks=pytest.mark.slow),
+        pytest.param(0.5, False, "other numbers than its own forward", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_that_looks_across_the_cut_is_refused(share, bf16, said):
+    """In bf16 too, whose rounding would hide it."""
+    assert said in on_two(mixed, "zero3", share, bf16)[0]
 
 
 def refusals(rank):
@@ -151,8 +181,6 @@ def refusals(rank):
     folder = tempfile.mkdtemp()
     parallel = {"parallelism_config": {"sp_size": 2}, "output_dir": folder, "use_cpu": True, "report_to": "none"}
     zero3 = parallel | engine_arguments("zero3")
-    mixing = tiny_model()
-    mixing.model.layers[0].mlp = torch.nn.Sequential(mixing.model.layers[0].mlp, Mixing())
     attempts = {
         "dpo": lambda: DPOConfig(**zero3),
         "ddp": lambda: SFTConfig(**parallel),
@@ -167,7 +195,6 @@ def refusals(rank):
         "window": lambda: train(folder, zero3, "mistral"),
         "gpt2": lambda: train(folder, zero3, "gpt2"),
         "router": lambda: train(folder, zero3 | {"router_aux_loss_coef": 0.1}, "qwen3_moe"),
-        "mixing": lambda: trainer_for("sft", mixing, long_rows(), tempfile.mkdtemp(), **zero3).train(),
     }
     said = {}
     for name, attempt in attempts.items():
@@ -186,7 +213,7 @@ def test_what_cannot_be_cut_is_refused():
         "shared": "layout: padded", "packing": "packing: false", "exact_match": "eval_exact_match: false",
         "noise": "neftune_noise_alpha", "context": "use sp_size", "eager": "needs sdpa",
         "window": "layers that are sliding_attention with sdpa", "gpt2": "no num_key_value_heads",
-        "router": "router_aux_loss_coef: 0", "mixing": "other numbers than its own forward",
+        "router": "router_aux_loss_coef: 0",
     }.items():  # fmt: skip
         assert words in said.get(name, "no error"), name
     assert said["layout"] == "padded"

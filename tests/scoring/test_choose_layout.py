@@ -24,7 +24,7 @@ def scoring(model, dtype=torch.float32):
 @pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
 def test_the_check_is_as_exact_in_low_precision(name, dtype, autocast):
     model = scoring(tiny_model(name), dtype)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), choose_layout.InFloat32():
         assert check(model, "shared") < 1e-4
 
 
