@@ -248,6 +248,27 @@ def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method)
         assert weights == ["torch.bfloat16" if engine.startswith("zero") else "torch.float32"]
 
 
+def checked(rank, engine, wrong):
+    """What the check before the first batch leaves of a deep model in bf16: its layout, and whether its own logits."""
+    if wrong:  # packed documents then see each other
+        scoring.attention_mask = lambda model, batch: batch.get("attention_mask")
+    model = tiny_model(num_hidden_layers=26, layer_types=["full_attention"] * 26)
+    trainer = trainer_for(
+        "sft", model, token_rows("sft", 8), tempfile.mkdtemp(), bf16=True, learning_rate=1e-3,
+        per_device_train_batch_size=2, **engine_arguments(engine),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.accelerator.state.fsdp_plugin.mixed_precision_policy.param_dtype == torch.bfloat16
+    return trainer.data_collator.layout, getattr(scoring.causal_lm(trainer.model), scoring.OWN_LOGITS, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrong", "expected"), [(False, "shared"), (True, "padded")])
+def test_rounding_of_a_deep_model_under_fsdp2_hides_no_fault_and_is_none(wrong, expected):
+    """Differences of bf16 grow with depth: the check is in float32, whatever FSDP2 casts to."""
+    assert on_two(checked, "fsdp2", "fsdp2", wrong) == [(expected, False)] * 2
+
+
 def cached_scores(rank, engine):
     """(cached scores of the reference as the rows hold them, as the loss gets them) under bf16."""
     trainer = trainer_for(
