@@ -37,9 +37,11 @@ _PLAIN = [
 # what may follow a number and makes it another one: a fraction, a time of day, a power, a product, a root
 _TAIL = r"(?>(?: \d+/\d+(?!\d)|[/:^*]-?√?\d[\d.,]*|√\d[\d.,]*|π)*)"
 _VALUE = r"(?>[-+$]*√?[\d.,]*\d(?:[eE][-+]?\d+)?)" + _TAIL
-_FINAL = re.compile(rf"####[ \t]*({_VALUE}(?![\w(])|[^\n]*\S)")
+# what equals a number that stands alone, names or arithmetic: 12 - 5 = 7 is 7
+_LEFT = rf"(?:(?>(?:\$?[a-zA-Z] *|[-+*/^()\d.,$√π ]+)= *)+(?={_VALUE}(?![\w(]| *[-+*/^])))?"
+_FINAL = re.compile(rf"####[ \t]*{_LEFT}({_VALUE}(?![\w(])|[^\n]*\S)")
 _SAID = re.compile(  # an "A" or "answer" alone is a word
-    rf"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*({_VALUE}|\$[^$\n]*\\[a-z][^$\n]*\$)"
+    rf"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*{_LEFT}({_VALUE}|\$[^$\n]*\\[a-z][^$\n]*\$)"
 )
 _NUMBER = re.compile(rf"-?√?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+){_TAIL}")
 _RATIO = re.compile(r"-?(?:\d+ )?\d+/\d+")
@@ -50,9 +52,9 @@ def final_answer(text: str) -> str:
     r"""The final answer of a solution: after `####`, in `\boxed{}`, or after `A:`, `answer:` or "answer is"; else its
     last number.
 
-    A number is taken with the fraction, power, time or product that it begins. Thousands separators, currency signs,
-    units in \text{} behind a number and a trailing period or `.0` do not count: "$1,200.00" is "1200", and
-    \frac{6}{8} is "0.75".
+    A number is taken with the fraction, power, time or product that it begins, of an equation the one behind the
+    last `=`. Thousands separators, currency signs, units in \text{} behind a number and a trailing period or `.0` do
+    not count: "$1,200.00" is "1200", and \frac{6}{8} is "0.75".
     """
     for pattern, plain in _PLAIN:
         text = pattern.sub(plain, text)
@@ -72,7 +74,7 @@ def _boxed(text: str) -> list[str]:
             found.append(text[start : brace.start()])
         elif brace[0] == "{" or brace[0].startswith(r"\boxed"):
             opened.append(0 if brace[0] == "{" else brace.end())
-    return [inside for inside in found if inside.strip()]
+    return [re.sub(rf"^ *{_LEFT}", "", inside) for inside in found if inside.strip()]
 
 
 def _normal(answer: str) -> str:

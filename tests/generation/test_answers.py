@@ -55,6 +55,15 @@ from hf_posttrain.generation.exact_match import ExactMatch, answerable, final_an
         (r"\boxed{\text{(B)}}", "(b)"),
         (r"\boxed{(1,2)}", "(1,2)"),
         (r"\boxed{7} and then \boxed{8", "7"),
+        ("The answer is 12 - 5 = 7 apples of 12", "7"),
+        ("#### 12 - 5 = $7", "7"),
+        ("A: 3 * (2 + 2) = 3 * 4 = 12.", "12"),
+        (r"\boxed{12 - 5 = 7}", "7"),
+        (r"\boxed{x = \frac{1}{2}}", "0.5"),
+        ("the answer is $x = 5$, as 6 - 1 = 5 says", "5"),
+        (r"\boxed{y = 2x + 1}", "y = 2x + 1"),
+        (r"\boxed{x + y = 3}", "x + y = 3"),
+        ("the answer is 5 = 2 + 3", "5"),
     ],
 )
 def test_final_answer(text, answer):
@@ -79,7 +88,7 @@ def test_other_answers_that_share_a_number_are_not_equal(one, other):
     assert final_answer(one) != final_answer(other)
 
 
-@pytest.mark.parametrize("text", ["1,", "1/", r"\boxed{", "A: *", "$\\a", "1 1/1 ", "3 "])
+@pytest.mark.parametrize("text", ["1,", "1/", r"\boxed{", "A: *", "$\\a", "1 1/1 ", "3 ", "A: 1 + ", "#### 1 = "])
 def test_long_texts_take_no_time(text):
     began = time.perf_counter()
     final_answer(text * 5000)
