@@ -97,5 +97,5 @@ class Reference:
         if gap > (1e-4 if self.trainer.exact else 5e-2):
             logger.warning(
                 "before the first step the policy differs from its reference by %.2g in log-probability per token: is "
-                "dropout on, or does the adapter's initialisation change the base?", gap,
+                "dropout or NEFTune's noise on, or does the adapter's initialisation change the base?", gap,
             )  # fmt: skip

@@ -193,6 +193,11 @@ def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig 
         raise InputError(f"{where}: model.lora: {error}") from error
 
 
+def of_adapters(policy: peft.PeftModel, name: str) -> bool:
+    """Does the weight of this name go away when adapters are switched off? LoRA's bias, one of the base, does not."""
+    return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
+
+
 def adapter_shape(config: peft.PeftConfig) -> Any:
     """A copy of an adapter's config for weights that come next: PiSSA and the like would change the base once more."""
     copied = copy.deepcopy(config)

@@ -71,9 +71,7 @@ def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
 
     new: does its adapter begin as no change?
     """
-    # what is trained besides adapters (LoRA's bias, weights that the user unfroze) does not go away with them
-    own = (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_")
-    base = [name for name, p in policy.named_parameters() if p.requires_grad and not any(part in name for part in own)]
+    base = [name for name, p in policy.named_parameters() if p.requires_grad and not load.of_adapters(policy, name)]
     if not base:
         return peft.PeftModel.disable_adapter if new else AdapterCopy(policy)
     logger.info("reference: a copy of the whole policy, since %s of the base is trained too", base[0])

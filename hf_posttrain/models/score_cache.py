@@ -22,6 +22,7 @@ from tqdm.auto import tqdm
 from ..engines import sharded
 from ..errors import InputError
 from ..scoring import forward
+from . import load
 
 logger = logging.getLogger(__name__)
 _NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_cache")
@@ -101,12 +102,14 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
     inner, whole_model = forward.causal_lm(model), forward.unwrapped(model)
     configs = [computed_config(inner)]
-    if with_adapter and isinstance(whole_model, peft.PeftModel):
+    adapted = isinstance(whole_model, peft.PeftModel)
+    if with_adapter and adapted:
         configs.append(whole_model.peft_config[whole_model.active_adapter].to_dict())
     described = f"{class_name(inner)} {json.dumps(configs, sort_keys=True, default=plain)}"
     weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
-    trained = lambda name: ".lora_" in name or ".modules_to_save." in name  # noqa: E731
-    return weights_key({name: w for name, w in weights.items() if with_adapter or not trained(name)}, described)
+    if adapted and not with_adapter:
+        weights = {name: weight for name, weight in weights.items() if not load.of_adapters(whole_model, name)}
+    return weights_key(weights, described)
 
 
 def weights_key(weights: Mapping[str, Any], described: str = "", sample: int = 0) -> str:

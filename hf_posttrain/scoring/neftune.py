@@ -30,18 +30,15 @@ def embedding_noise(model: nn.Module, batch: dict[str, Any], alpha: float) -> It
 def example_lengths(batch: dict[str, Any]) -> Tensor:
     """[R, L]: how many tokens the prompt and the branch have together that a token is of. A prompt that several
     branches share counts with the longest of them."""
-    position, real = batch["position_ids"] + 1, batch["router_weights"] > 0
-    # documents by their numbers, or where positions begin again
-    begins = position.diff(dim=1, prepend=position[:, :1]) != 1
-    document = batch["document"] + 1 if "document" in batch else begins.cumsum(1)
-    document = document + torch.arange(len(document), device=document.device)[:, None] * (position.shape[1] + 1)
+    reached = (batch["position_ids"] + 1) * (batch["router_weights"] > 0)
 
-    def longest(group: Tensor) -> Tensor:
-        """The largest position among the tokens of a group, for each of them."""
-        table = position.new_ones(int(group.max()) + 1)
-        return table.scatter_reduce(0, group.flatten(), (position * real).flatten(), "amax")[group]
+    def longest(begins: Tensor) -> Tensor:
+        """The largest position between two places where a part of the row begins, for each token."""
+        part = begins.cumsum(1)
+        table = reached.new_ones(len(reached), reached.shape[1] + 1)
+        return table.scatter_reduce(1, part, reached, "amax").gather(1, part)
 
-    if "branch" not in batch:
-        return longest(document)
-    branch = batch["branch"]
-    return torch.where(branch > 0, longest(document * (branch.max() + 1) + branch), longest(document))
+    if "branch" not in batch:  # positions begin again
+        return longest(batch["position_ids"] == 0)
+    document, branch = (batch[name].diff(dim=1, prepend=batch[name][:, :1]) != 0 for name in ("document", "branch"))
+    return torch.where(batch["branch"] > 0, longest(document | branch), longest(document))

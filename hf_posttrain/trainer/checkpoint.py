@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.trainer_utils import sort_checkpoints
 
 from ..engines import engine
-from ..errors import InputError, named
+from ..errors import InputError, named, nearest_path
 from ..watch import reporters
 from ..watch.symptoms import listed
 from . import same_run
@@ -236,6 +236,8 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
     adapter = (checkpoint / "adapter_config.json").exists()
     weights = f"model.lora=null model.adapter={checkpoint}" if adapter else f"model.name_or_path={checkpoint}"
     restart = f"start a new run from its weights ({weights})"
+    if not checkpoint.is_dir():
+        raise InputError(f"resume_from_checkpoint: there is no folder {checkpoint}{nearest_path(checkpoint)}")
     if bad := damaged(checkpoint):
         raise InputError(f"the checkpoint {checkpoint} is damaged, without {', '.join(bad)}: take another, or auto")
     if engine.changes_weights(trainer.accelerator) and (absent := missing_parts(checkpoint)):

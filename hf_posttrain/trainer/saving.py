@@ -189,22 +189,25 @@ def save_merged(trainer: Any, folder: str) -> None:
     for name, buffer in policy.named_buffers():  # some kinds draw what no state dict has
         if name in buffers:
             buffers[name].copy_(buffer)
-    try:
-        merged: Any = twin.merge_and_unload()
-    except (ValueError, NotImplementedError) as error:
-        kind = policy.peft_config[trained].peft_type
-        raise InputError(f"merge_lora: PEFT cannot merge {kind} here ({error}): save it without merge_lora") from error
+    merged: Any = twin.merge_and_unload()
     for saved in (merged, trainer.tokenizer, trainer.generation_config):
         saved.save_pretrained(folder)
     check_saved(merged, folder)
 
 
 def check_mergeable(model: Any) -> None:
-    """Raises InputError where there is nothing to merge, or nothing to merge into."""
+    """Raises InputError where there is nothing to merge, nothing to merge into, or a kind of layer that PEFT cannot."""
     has_adapter = isinstance(model, peft.PeftModel)
     quantised = has_adapter and getattr(model.get_base_model(), "is_quantized", False)
     if problem := rules.merge_problem(has_adapter, quantised):
         raise InputError(problem)
+    layers: dict[Any, Any] = {type(layer): layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)}
+    try:
+        for layer in layers.values():
+            if not any(hasattr(weight, "ds_id") for weight in layer.parameters()):  # whole, not cut by ZeRO-3
+                copy.deepcopy(layer).merge()
+    except (ValueError, NotImplementedError) as error:
+        raise InputError(f"merge_lora: PEFT cannot merge this adapter ({error}): save it without merge_lora") from error
 
 
 def trained_base(policy: peft.PeftModel) -> list[str]:

@@ -69,7 +69,7 @@ def test_the_watch_sees_what_waits():
 @pytest.mark.parametrize(
     ("method", "config"),
     [*((method, {}) for method in METHODS), ("opd", {"loss_type": "policy_gradient"}), ("kto", {"loss_type": "bco"}),
-     ("dpo", {"precompute_ref_log_probs": True})],
+     ("dpo", {"precompute_ref_log_probs": True}), ("sft", {"neftune_noise_alpha": 5.0})],
 )  # fmt: skip
 def test_a_step_waits_for_the_device_in_no_line_of_ours(method, config, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)

@@ -67,6 +67,13 @@ def left_at_2(whole, kind, folder):
     return folder / "checkpoint-2"
 
 
+def test_a_checkpoint_that_is_not_there_is_not_called_damaged(tmp_path):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path)
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(InputError, match=r"^resume_from_checkpoint: there is no folder .*checkpoint-5; did you mean '"):
+        trainer.train(resume_from_checkpoint=tmp_path / "checkpoint-5")
+
+
 @pytest.mark.parametrize("kind", READ)
 def test_a_damaged_file_of_a_checkpoint_is_noticed(kind, whole, tmp_path, caplog):
     """Each file in each way: the next older checkpoint is found, and a log says why."""

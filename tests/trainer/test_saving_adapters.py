@@ -10,6 +10,8 @@ from models_for_tests import tiny_model
 from training_for_tests import logged, token_rows, trainer_for
 from transformers import AutoModelForCausalLM
 
+from hf_posttrain.errors import InputError
+
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 
 
@@ -79,3 +81,9 @@ def test_buffers_and_odd_prefixes_of_a_model_are_no_obstacle(name, tmp_path):
     trainer.save_model(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     torch.testing.assert_close(logits(loaded), logits(trainer.model))
+
+
+def test_an_adapter_that_peft_cannot_merge_is_told_at_construction(tmp_path):
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", alora_invocation_tokens=[4, 5])
+    with pytest.raises(InputError, match=r"PEFT cannot merge this adapter \(aLoRA does not"):
+        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=config, merge_lora=True)
