@@ -98,6 +98,8 @@ class InFloat32(TorchFunctionMode):
             return args[0].to(cast.device) if cast.dtype in LOW else cast
         if (func not in self.FUNCTIONS and "grouped_mm" not in str(func)) or "out" in kwargs:
             return func(*args, **kwargs)
+        if func is torch.einsum and not isinstance(args[1], Tensor):
+            args = (args[0], *args[1])  # a list of them, the older form
         device = next(value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         with torch.autocast(device, enabled=False):
             return func(*map(_raised, args), **{name: _raised(value) for name, value in kwargs.items()})

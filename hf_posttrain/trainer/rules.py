@@ -58,6 +58,9 @@ def allowed_values(values: Any) -> Iterator[Problem]:
         named.append(("train_sampling_strategy", ("random", "sequential", "group_by_length")))
     for name, allowed in named:
         yield from one_of(name, getattr(values, name), allowed)
+    if values.include_num_input_tokens_seen == "non_padding":
+        problem = "non_padding is not told from token ids here: use all (of layouts that hardly pad)"
+        yield ("include_num_input_tokens_seen",), f"include_num_input_tokens_seen: {problem}"
     for reporter in symptoms.listed(values.report_to):
         yield from one_of("report_to", reporter, ("all", "none", *REPORTERS))
     if getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type) == "constant" and values.warmup_steps:

@@ -67,6 +67,13 @@ def test_a_model_that_looks_ahead_is_refused():
     assert trusted_layout([scoring(tiny("bert", is_decoder=True))], "padded", explicit=False) == "padded"
 
 
+def test_products_of_several_tensors_in_one_argument_are_in_float32():
+    """As ProphetNet's einsum has them."""
+    pair = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16)
+    with choose_layout.InFloat32():
+        assert torch.einsum("ij,jk->ik", pair).dtype == torch.einsum("ij,jk->ik", *pair).dtype == torch.float32
+
+
 def test_only_what_rounds_by_itself_is_given_more():
     assert tolerance(tiny_model()) == 1e-3
     model = tiny_model()

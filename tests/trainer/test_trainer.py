@@ -424,6 +424,7 @@ def test_sampling_by_length_works(method, tmp_path):
         ({"use_liger_kernel": True}, "use_liger_kernel=True cannot be honoured"), ({"layout": "rows"}, "is not one of"),
         ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "no mixture of experts"),
         ({"bf16_full_eval": True}, "rounds the weights themselves"), ({"fp16_full_eval": True}, "cannot be honoured"),
+        ({"include_num_input_tokens_seen": "non_padding"}, "use all"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_raises(config, message, tmp_path):
