@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as hf_deepspeed
 
+from ..data.lengths import largest_id
 from ..errors import InputError, nearest_path
 from .section import TOKENIZER_FILES, ModelSection, is_local
 
@@ -80,11 +81,13 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, size: int, name: str, largest: int = -1) -> None:
-    """Raises InputError if an id is used that model `name`, of `size` tokens, lacks: bos, eos, pad, or the `largest` of
-    rows. What a tokenizer has besides does no harm (Gemma 3's of 1B has a placeholder for pictures)."""
-    own = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    if (top := max([largest, *(i for i in own if i is not None)])) >= size:
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, name: str, *rows: Any) -> None:
+    """Raises InputError if model `name` of this config lacks an id of prepared rows, or the tokenizer's bos, eos or pad.
+    What that has besides does no harm: the one of Gemma 3 1B has a placeholder for pictures."""
+    size, used = config.get_text_config().vocab_size, [tokenizer.bos_token_id, tokenizer.eos_token_id]
+    if max(tokenizer.get_vocab().values()) >= size:
+        used += map(largest_id, rows)
+    if (top := max(i for i in [*used, tokenizer.pad_token_id] if i is not None)) >= size:
         raise InputError(
             f"the tokenizer of {name} uses id {top} ({tokenizer.convert_ids_to_tokens(top)!r}), and the model has only "
             f"{size} tokens: model.resize_token_embeddings({top + 1} or more), or another tokenizer"

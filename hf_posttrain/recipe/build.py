@@ -76,8 +76,8 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
 
     # tokenizers and vocabularies
     with error_context(recipe.where("model.name_or_path")):
-        tokenizer, model = models.load_tokenizer(recipe.model), models.check_model(recipe.model)
-        models.check_tokenizer_fits(tokenizer, model.get_text_config().vocab_size, recipe.model.name_or_path)
+        tokenizer = models.load_tokenizer(recipe.model)
+        models.check_tokenizer_fits(tokenizer, models.check_model(recipe.model), recipe.model.name_or_path)
     if recipe.teacher:
         with error_context(recipe.where("teacher.name_or_path")):
             models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher))

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
-from ..data.lengths import largest_id, seeded_sampler, warn_if_too_long, with_lengths
+from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
@@ -181,11 +181,8 @@ class PostTrainer(Trainer):
 
     def check_ids(self, *rows: Any) -> None:
         """Raises InputError where prepared rows have a token that one of the models lacks."""
-        top, ids = max(self.tokenizer.get_vocab().values()), -1
         for model in self.scored:
-            if top >= (size := model.config.get_text_config().vocab_size):
-                ids = max(map(largest_id, rows)) if ids < 0 else ids
-                load.check_tokenizer_fits(self.tokenizer, size, type(model).__name__, ids)
+            load.check_tokenizer_fits(self.tokenizer, model.config, type(model).__name__, *rows)
 
     def prepare_replaced(self) -> None:
         """Prepare a `train_dataset` that was put in the place of the one that the trainer was built with; a method adds

@@ -231,7 +231,7 @@ def test_special_roles_alone_do_not_matter():
 
 def test_tokenizer_larger_than_the_model_is_refused():
     message = "the tokenizer of tiny uses id 258 ('<|im_end|>'), and the model has only 258 tokens"
-    assert message in refusal(models.check_tokenizer_fits, byte_tokenizer(), 258, "tiny")
+    assert message in refusal(models.check_tokenizer_fits, byte_tokenizer(), Qwen3Config(vocab_size=258), "tiny")
 
 
 def test_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
