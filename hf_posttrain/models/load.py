@@ -82,7 +82,7 @@ def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, name: str, *rows: Any) -> None:
-    """Raises InputError if model `name` of this config lacks an id of prepared rows, or the tokenizer's bos, eos or pad.
+    """Raises InputError if model `name` of this config lacks an id of the rows, or the tokenizer's bos, eos or pad.
     What that has besides does no harm: the one of Gemma 3 1B has a placeholder for pictures."""
     size, used = config.get_text_config().vocab_size, [tokenizer.bos_token_id, tokenizer.eos_token_id]
     if max(tokenizer.get_vocab().values()) >= size:
