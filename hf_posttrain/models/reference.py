@@ -107,6 +107,8 @@ class AdapterCopy:
 
     def __init__(self, policy: peft.PeftModel):
         self.trained = policy.active_adapter
+        if COPY in policy.peft_config:  # of an earlier trainer of this policy, as in rounds of DPO
+            policy.delete_adapter(COPY)
         policy.add_adapter(COPY, load.adapter_shape(policy.peft_config[self.trained]))
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
         peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, COPY)

@@ -194,6 +194,21 @@ def test_a_continued_adapter_may_have_any_name(tmp_path):
     assert (tmp_path / "saved" / "reference" / "adapter_model.safetensors").exists()
 
 
+def test_each_round_of_training_one_adapter_begins_at_its_own_reference(tmp_path):
+    """Iterative DPO: the policy of one trainer goes into the next, with the copy that was its reference."""
+    rows, config = token_rows("dpo"), {"learning_rate": 1e-2}
+    policy = trainer_for("dpo", tiny_model(), rows, tmp_path, peft_config=peft.LoraConfig(**LORA)).model
+    losses = []
+    for _ in range(3):
+        trainer = trainer_for("dpo", policy, rows, tmp_path, **config)
+        trainer.train()
+        losses += [trainer.state.log_history[0]["loss"], trainer.evaluate(rows)["eval_loss"]]
+    assert losses[::2] == pytest.approx([0.6931472] * 3, abs=1e-5)
+    assert all(abs(loss - 0.6931472) > 1e-3 for loss in losses[1::2])
+    assert sorted(policy.peft_config) == ["default", COPY]
+
+
+
 @pytest.mark.parametrize(
     "config",
     [
