@@ -3,7 +3,7 @@
 import inspect
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -37,20 +37,13 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
     if not own_logits(model, some_ids(inner)(3), 1).amax().isfinite():
         raise RuntimeError(BROKEN)
     limits = 10 * tolerance(inner), 1.0
-    for way in _ways(inner):
+    for way in ([DECODE] if can_decode(inner) else []) + [BATCHES, ALONE]:  # the quick ones first
         if within(partial(_gap, model, longest, way, answer), limits, f"answers, {way}"):
             if way == ALONE:
                 said = "%s generates wrongly in padded batches: its prompts are answered one by one"
                 logger.warning(said, type(inner).__name__)
             return way, proven
     raise InputError(f"{type(inner).__name__} generates other answers with a cache than its own forward has")
-
-
-def _ways(model: PreTrainedModel) -> Iterator[str]:
-    """The quick ones first."""
-    if can_decode(model):
-        yield DECODE
-    yield from (BATCHES, ALONE)
 
 
 def can_decode(model: PreTrainedModel) -> bool:

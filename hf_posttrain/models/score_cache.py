@@ -105,7 +105,7 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     adapted = isinstance(whole_model, peft.PeftModel)
     if with_adapter and adapted:
         configs.append(whole_model.peft_config[whole_model.active_adapter].to_dict())
-    described = f"{class_name(inner)} {json.dumps(configs, sort_keys=True, default=plain)}"
+    described = f"{sharded.plain_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=plain)}"
     weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
     if adapted and not with_adapter:
         weights = {name: weight for name, weight in weights.items() if not load.of_adapters(whole_model, name)}
@@ -128,11 +128,6 @@ def weights_key(weights: Mapping[str, Any], described: str = "", sample: int = 0
             flat: Any = values[:: -(-len(values) // sample) or 1] if sample else values
             digest.update(flat.cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def class_name(inner: nn.Module) -> str:
-    """The class of a causal LM, without what FSDP2 adds to its name."""
-    return sharded.plain_class(inner).__name__
 
 
 def computed_config(inner: Any) -> dict[str, Any]:

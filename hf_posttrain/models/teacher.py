@@ -1,5 +1,6 @@
 """The teacher of KD and OPD: scored alongside the student, or once into a cache of its top tokens."""
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -50,11 +51,10 @@ def add_teacher(trainer: Any, teacher: nn.Module | str | None, offload: bool) ->
     if forward.causal_lm(teacher) is student:
         raise InputError("teacher_model is the student itself: pass a copy (copy.deepcopy) to distil from its start")
     sizes = [model.config.get_text_config().vocab_size for model in (student, forward.causal_lm(teacher))]
-    # of a model in memory the tokenizer may not be found: its size is all there is to compare then
-    try:
+    # of a model in memory the tokenizer may not be found
+    theirs = None
+    with suppress(InputError):
         theirs = load.load_tokenizer(ModelSection(name_or_path=name)) if name else None
-    except InputError:
-        theirs = None
     if theirs is not None:
         load.check_same_vocabulary(trainer.tokenizer, theirs)
     launch.check_model(teacher, trainer.args)

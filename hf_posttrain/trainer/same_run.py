@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import peft
 
+from ..engines import sharded
 from ..errors import shown
 from ..models import score_cache
 from ..scoring import forward
@@ -64,7 +65,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     causal = forward.causal_lm(policy)
     found |= {
         "model": score_cache.computed_config(causal)
-        | {"class": score_cache.class_name(causal), "dtype": str(causal.dtype)},
+        | {"class": sharded.plain_class(causal).__name__, "dtype": str(causal.dtype)},
         "base_weights": trainer.base_key,
         "second_model": trainer.second_key,
         "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in unread},
