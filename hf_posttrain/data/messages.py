@@ -104,6 +104,13 @@ def _given(mapping: dict) -> dict:
     return {key: value for key, value in mapping.items() if value is not None}
 
 
+def holds_null(value: Any) -> bool:
+    """Is a null inside tools, or inside the calls of messages?"""
+    parts = [part for part in value if isinstance(part, dict)] if isinstance(value, list) else []
+    inside = [part.get("tool_calls") if {"role", "from"} & {*part} else part for part in parts]
+    return any(part != without_none(part) for part in inside)
+
+
 def without_none(value: Any) -> Any:
     """`value` without the None entries that Arrow adds where dictionaries differ in their keys."""
     if isinstance(value, dict):

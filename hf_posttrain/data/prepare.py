@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, nearest
 from . import suggest
+from .as_written import AsWritten
 from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read, refuse_repeated
 from .formats import detect, our_name, unread
 from .kinds import Reader, RowKind
-from .messages import without_none
-from .sources import AsWritten
+from .messages import holds_null, without_none
 
 logger = logging.getLogger(__package__)
 
@@ -179,6 +179,10 @@ def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
         if _holds((dataset.features or {}).get(column), datasets.Json, inside=True):
             remedy = "write tools and the arguments of calls as JSON text"
             found.append(f"column {column!r} has values of several types, of which the text '1' is read as 1: {remedy}")
+        written = isinstance(dataset, datasets.Dataset) and isinstance(dataset.features[column], AsWritten)
+        if written and any(map(holds_null, islice(dataset[column], 1000))):
+            why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
+            found.append(f"column {column!r} has nulls inside calls or tools, which are trained; {why}")
     if aside := [column for column in unread(columns, form) if column not in {"index", "prompt_key", *ADDED}]:
         found.append(f"read as {form}; columns not read: {named(aside)}")
     if method.rows.masked and form == "messages" and not getattr(config, "assistant_only_loss", None):

@@ -25,7 +25,7 @@ from hf_posttrain.data.formats import detect, read_format
 from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.lengths import warn_if_too_long
 from hf_posttrain.data.packing import pack
-from hf_posttrain.data.prepare import columns_read
+from hf_posttrain.data.prepare import columns_read, notes
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
@@ -722,10 +722,10 @@ def test_files_of_other_splits_are_named(tmp_path, caplog, monkeypatch):
     assert len(load(source(tmp_path.name))) == 2
 
 
-def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch):
+def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch, caplog):
     path = jsonl(tmp_path / "rows.jsonl", [{"question": "a", "answer": "b"}])
-    with pytest.raises(InputError, match="name: main is the configuration of a data set of the hub, not of a file"):
-        load(source(path, name="main"))
+    assert len(load(source(path, name="main"))) == 1  # as with a recipe for the hub
+    assert caplog.messages == [f"{path}: name: main is not read, it is a configuration of a data set of the hub"]
     monkeypatch.setenv("HOME", str(tmp_path))
     for home in ("~", str(tmp_path.parent)):
         with pytest.raises(InputError, match="is the home folder or one above it: name the file"):
@@ -971,6 +971,9 @@ def test_nulls_that_arrow_fills_in_are_not_trained(tmp_path):
     written = [{"messages": [USER, REPLY], "tools": [{"name": "f", **keys}]} for keys in ({"a": None}, {"b": 2})]
     for rows, nulls in ((load(source(jsonl(tmp_path / "rows.jsonl", written))), 1), (written, 0)):
         assert ["".join(row[:2]).count("null") for row in texts(rows, "sft")] == [nulls, 0]
+        rows = rows if nulls else datasets.Dataset.from_list(rows)
+        assert [note.partition(", ")[0] for note in notes(rows, METHODS["sft"], None)][:-1] == [
+            "column 'tools' has nulls inside calls or tools"] * nulls  # fmt: skip
 
 
 def test_parts_of_text_are_joined_and_others_refused():

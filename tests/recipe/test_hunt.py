@@ -77,8 +77,8 @@ def recipes(tmp_path, monkeypatch):
                 renamed[source["path"]] = file
         for old, new in sorted(renamed.items(), key=lambda pair: -len(pair[0])):
             text = text.replace(old, new)
-        text = re.sub(r"split: [\w\[\]:%]+", "split: train", text)  # a file has no others, and no configuration
-        texts.append(re.sub(r"\bname: main\b", "name: null", text))
+        text = re.sub(r"split: [\w\[\]:%]+", "split: train", text)  # a file has no others
+        texts.append(text)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
