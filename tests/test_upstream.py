@@ -155,7 +155,7 @@ NEEDS = {need.symbol: need for need in [
          "one adapter's tensors, which set_peft_model_state_dict takes for another"),
     Need("peft.utils.ModulesToSaveWrapper", "scoring/forward.py",
          "original_module, modules_to_save[name], disable_adapters, active_adapters", "modules_to_save"),
-    Need("peft.tuners.lora", "generation/vllm.py models/score_cache.py",
+    Need("peft.tuners.lora", "generation/vllm.py",
          "names: .lora_ in an adapter's weights, .base_layer. in what it wraps", ".lora_"),
     # ---- accelerate
     Need("accelerate.Accelerator.is_fsdp2", "engines/engine.py engines/launch.py engines/sharded.py trainer/saving.py",
