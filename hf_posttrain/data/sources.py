@@ -60,8 +60,8 @@ def load(
     # where one source has JSON as it is written, other types of Parquet files and saved sets are written too
     written = {c for part in parts for c, kind in part.features.items() if isinstance(kind, AsWritten)}
     for n, part in enumerate(parts):
-        others = {c: kind for c, kind in part.features.items() if c in written and kind != datasets.Value("string")}
-        kinds = part.features | {c: AsWritten() for c in others}
+        changed = {c: kind for c, kind in part.features.items() if c in written and kind != datasets.Value("string")}
+        kinds = part.features | {c: AsWritten() for c in changed}
         parts[n] = part if kinds == part.features else part.cast(datasets.Features(kinds))
     if not streams:
         parts = [_times(part, source) for part, source in zip(parts, sources, strict=True)]
