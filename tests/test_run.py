@@ -160,7 +160,7 @@ def test_help_imports_no_torch():
         ),
         (["data.train.path=row.jsonl"], "rows.jsonl"),
         (["data.train.path=empty.jsonl"], "empty"),
-        (["data.train.path=bad.jsonl"], "command line: train (bad.jsonl), row 1 (line 3): column 'completion': empty"),
+        (["data.train.path=bad.jsonl"], "command line: train (bad.jsonl), row 1 (line 3): column 'completion'"),
         (["data.train.columns={prompt: qestion, completion: answer}"], "question"),
         (["data.train.columns=null"], "sft.yaml:4: "),
         (["model.name_or_path=tinny"], "did you mean 'tiny'?"),
@@ -172,7 +172,7 @@ def test_help_imports_no_torch():
 )
 def test_mistakes_end_before_the_model_loads(folder, no_weights, capsys, overrides, message):
     (folder / "empty.jsonl").write_text("")
-    (folder / "bad.jsonl").write_text('{"question": "q", "answer": "a"}\n\n{"question": "q", "answer": ""}\n')
+    (folder / "bad.jsonl").write_text('{"question": "q", "answer": "a"}\n\n{"question": "q", "answer": 5}\n')
     assert message in error_line(capsys, "sft.yaml", *overrides)
 
 
