@@ -1,7 +1,7 @@
 """JSON and CSV files as data sets whose values are those that stand in the file."""
 
 import json
-import re
+import logging
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,10 +16,12 @@ from datasets.features.features import register_feature
 
 from ..errors import InputError
 from .files import rows_of
+from .kinds import OPTIONAL
 from .messages import without_none
 
-_HEAD = 1000  # rows of a stream that say what its columns hold
-_TEXT, _HALF = datasets.Value("string"), re.compile("[\ud800-\udfff]")
+logger = logging.getLogger(__package__)
+
+_HEAD = 1000  # rows of a stream that say which columns it has, and which of them are text
 
 
 @dataclass
@@ -33,12 +35,14 @@ class AsWritten:
         return pa.string()
 
     def encode_example(self, value: Any) -> str | None:
-        return None if value is None else json.dumps(value)
+        return None if value is None else json.dumps(value, default=str)
 
     def cast_storage(self, values: pa.Array) -> pa.Array:
         if pa.types.is_string(values.type):
             return values
-        return pa.array(map(self.encode_example, without_none(values.to_pylist())), pa.string())
+        kind = datasets.Features.from_arrow_schema(pa.schema({"value": values.type}))  # it may have JSON inside
+        found = [kind.decode_example({"value": value})["value"] for value in values.to_pylist()]
+        return pa.array(map(self.encode_example, without_none(found)), pa.string())
 
     def decode_example(self, text: str | None, token_per_repo_id: Any = None) -> Any:
         return None if text is None else json.loads(text)
@@ -58,16 +62,16 @@ class Files(datasets.ArrowBasedBuilder):
 
     def _split_generators(self, dl_manager: Any) -> list:
         files: dict[str, list[str]] = {split: list(paths) for split, paths in self.config.data_files.items()}
-        texts: dict[str, set[bool]] = {}  # column: are its values text that Arrow can hold?
+        texts: dict[str, set[bool]] = {}  # column: are its values text?
         rows = chain.from_iterable(map(self._rows, chain(*files.values())))
         for row in islice(rows, _HEAD if dl_manager.is_streaming else None):
             for column, value in row.items():
                 found = texts.setdefault(column, set())
                 if value is not None:
-                    found.add(isinstance(value, str) and (value.isascii() or not _HALF.search(value)))
-        empty = AsWritten() if dl_manager.is_streaming else datasets.Value("null")
-        kinds = {column: AsWritten() if False in all_text else _TEXT for column, all_text in texts.items()}
-        self.info.features = datasets.Features({c: kind if texts[c] else empty for c, kind in kinds.items()})
+                    found.add(isinstance(value, str))
+        text, empty = datasets.Value("string"), AsWritten() if dl_manager.is_streaming else datasets.Value("null")
+        kinds = {c: AsWritten() if False in found else text if found else empty for c, found in texts.items()}
+        self.info.features = datasets.Features(kinds)
         return [datasets.SplitGenerator(name=split, gen_kwargs={"files": paths}) for split, paths in files.items()]
 
     def _rows(self, file: str) -> Iterator[dict[str, Any]]:
@@ -77,12 +81,16 @@ class Files(datasets.ArrowBasedBuilder):
             raise InputError(f"{Path(file).name}, {error}") from error
 
     def _generate_tables(self, files: list[str]) -> Iterator[tuple[Key, pa.Table]]:
-        features = self.info.features
+        features, told = self.info.features, set[str]()
         for n, file in enumerate(files):
             found, m = self._rows(file), 0
             while rows := list(islice(found, 1000)):
-                if late := set().union(*rows) - {*features}:
-                    raise InputError(f"{file}: column {min(late)!r} is none of the first {_HEAD} rows of the stream")
+                if late := set().union(*rows) - {*features} - told:
+                    problem = f"column {min(late)!r} is none of the first {_HEAD} rows of the stream"
+                    if late & OPTIONAL:
+                        raise InputError(f"{file}: {problem}: write it, null, into the first row")
+                    logger.warning("%s: %s, and is not read", file, problem)
+                    told |= late
                 columns = []
                 for column, kind in features.items():
                     values = [row.get(column) for row in rows]
@@ -91,7 +99,7 @@ class Files(datasets.ArrowBasedBuilder):
                     try:
                         columns.append(pa.array(values, features.arrow_schema.field(column).type))
                     except (pa.ArrowException, ValueError, TypeError) as error:
-                        problem = f"is not text, as in the first {_HEAD} rows of the stream ({error})"
+                        problem = f"is not text that can be written in UTF-8, as in the first {_HEAD} rows ({error})"
                         raise InputError(f"{file}: column {column!r} {problem}") from error
                 yield Key(n, m), pa.Table.from_arrays(columns, schema=features.arrow_schema)
                 m += 1

@@ -24,7 +24,7 @@ _PROBE = "sentinel7391"
 _DAY = datetime.date(2024, 7, 26)
 """Today's date to templates that write one, so that rows are the same on every day: it is Llama 3.1's own default."""
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-_OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+_OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
 """What each rendering is given by us, and `template_kwargs` may not have."""
 
 

@@ -65,7 +65,8 @@ def source_problem(source: str) -> str | None:
         if head.startswith((b"\xff\xfe", b"\xfe\xff")):
             return f"{path} is text in UTF-16: save it in UTF-8"
         return None
-    if path.is_dir() and path.resolve() in (Path.home(), *Path.home().parents):
+    home = with_home("~").resolve()
+    if path.is_dir() and path.resolve() in (home, *home.parents):
         return f"{path} is the home folder or one above it: name the file, or the folder that has nothing but data"
     if path.is_dir():
         return None if any(path.iterdir()) else f"the folder {path} is empty"
@@ -104,13 +105,16 @@ def _json_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
     whole = first[:1] == "[" or first == "{" or (kind == ".json" and first[-1:] != "}")
     for number, text in [(1, "".join(_lines(path)))] if whole else enumerate(_lines(path), 1):
         try:
-            value = json.loads(text) if text.strip() else []
+            value = json.loads(text) if text.strip() else None
         except json.JSONDecodeError as error:
             place = f"line {number + error.lineno - 1}"
-            raise InputError(f"{place} is not valid JSON ({error.msg}, column {error.colno})") from error
+            hint = ": write one object a line" if error.msg == "Extra data" else ""
+            raise InputError(f"{place} is not valid JSON ({error.msg}, column {error.colno}){hint}") from error
         except RecursionError as error:
             raise InputError(f"line {number}: a value is nested too deeply") from error
-        for row in value if (whole and isinstance(value, list)) or not text.strip() else [value]:
+        if not text.strip():
+            continue
+        for row in value if whole and isinstance(value, list) else [value]:
             if not isinstance(row, dict):
                 found = json.dumps(row)[:40]
                 raise InputError(f'line {number}: a row is an object such as {{"text": ...}}, not {found}')

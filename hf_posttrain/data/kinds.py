@@ -37,6 +37,10 @@ class RowKind:
         return "completion_mask" in self.columns
 
 
+OPTIONAL = {"system", "tools", "input"}
+"""Raw columns that a row may have or lack."""
+
+
 class Reader(Protocol):
     """What reads rows: a row of the table of methods."""
 

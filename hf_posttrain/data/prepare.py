@@ -35,6 +35,7 @@ ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
 """Columns that trainers add to prepared rows."""
 _FIRST = 20
 """Rows that are looked at for a prompt in columns that are not read."""
+_NULLS = "has nulls inside calls or tools, which are trained"
 _MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
 
 
@@ -57,7 +58,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         return dataset
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)
     for note in notes(dataset, method, config):
-        logger.info("%s: %s", name, note)
+        logger.log(logging.WARNING if _NULLS in note else logging.INFO, "%s: %s", name, note)
     if isinstance(dataset, datasets.IterableDataset):
         kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
         return kept.select_columns(columns)
@@ -182,7 +183,7 @@ def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
         written = isinstance(dataset, datasets.Dataset) and isinstance(dataset.features[column], AsWritten)
         if written and any(map(holds_null, islice(dataset[column], 1000))):
             why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
-            found.append(f"column {column!r} has nulls inside calls or tools, which are trained; {why}")
+            found.append(f"column {column!r} {_NULLS}; {why}")
     if aside := [column for column in unread(columns, form) if column not in {"index", "prompt_key", *ADDED}]:
         found.append(f"read as {form}; columns not read: {named(aside)}")
     if method.rows.masked and form == "messages" and not getattr(config, "assistant_only_loss", None):

@@ -13,8 +13,11 @@ import numpy as np
 from ..errors import InputError, error_context, named, nearest
 from .as_written import AsWritten, Files
 from .files import BUILDERS, extension, source_problem, with_home
+from .formats import our_name
+from .kinds import OPTIONAL
 
 logger = logging.getLogger(__package__)
+_ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")  # of a data set, without rows
 
 
 def load(
@@ -23,9 +26,9 @@ def load(
     """One data set from a source or a list of them: objects with path, name, split, columns, limit, weight, streaming.
 
     A source of weight w counts w times (repeated, or a seeded sample of it); streams are interleaved by weight.
-    columns_read: the columns of a source that training reads; sources that are mixed have the same, but for `system`
-    and `tools`. Raises InputError for what cannot be read, naming `what`, the path and, for malformed JSON, the line,
-    and for sources that cannot be mixed: columns that differ, or streams together with others.
+    columns_read: the columns of a source that training reads; sources that are mixed have the same, but for OPTIONAL
+    ones, and what else they have is left out. Raises InputError for what cannot be read, naming `what`, the path and,
+    for malformed JSON, the line, and for sources that cannot be mixed: columns that differ, or streams with others.
     """
     sources = _as_list(sources)
     for source in sources:
@@ -37,8 +40,16 @@ def load(
         raise InputError(f"{what}: streams do not mix with other sources ({problem}): set it for all or for none")
     with error_context(what):
         parts = [_load_one(source) for source in sources]
+        wanted = None
         if columns_read and len(parts) > 1:
-            read = [{*columns_read(part)} - {"system", "tools"} for part in parts]
+            read = []
+            for n, source in enumerate(sources):
+                columns = parts[n].column_names
+                ours = {c: our_name(c, columns) for c in columns if our_name(c, columns) != c}
+                parts[n] = parts[n].rename_columns(ours) if ours else parts[n]
+                with error_context(source.path):
+                    read.append({*columns_read(parts[n])} - OPTIONAL)
+            wanted = read[0] | OPTIONAL
             for source, other in zip(sources, read, strict=True):
                 if other != read[0]:
                     found = f"{sources[0].path} is read from {named(sorted(read[0]))}, {source.path} from"
@@ -48,20 +59,21 @@ def load(
                     )
     # only the columns that all sources have, and those that a row may lack
     columns = dict.fromkeys(column for part in parts for column in part.column_names)
-    shared = [c for c in columns if all(c in part.column_names for part in parts)]
+    shared = [c for c in columns if all(c in part.column_names for part in parts) and (not wanted or c in wanted)]
     if not shared:
         raise InputError(f"{what}: the sources share no column; rename with `columns`")
-    kept = {*shared, *({"system", "tools"} & {*columns})}
+    kept = {*shared, *(OPTIONAL & {*columns})}
     if streams and {*shared} < kept:
         problem = f"{named(sorted(kept - {*shared}))} must be a column of all sources that are streams, or of none"
         raise InputError(f"{what}: {problem}")
     if aside := [column for column in columns if column not in kept]:
         logger.info("%s: not all sources have these columns, which are not read: %s", what, named(aside))
-    # where one source has JSON as it is written, other types of Parquet files and saved sets are written too
+    # a column that one source keeps as JSON is kept so in all of them, but for text; pandas writes large_string
     written = {c for part in parts for c, kind in part.features.items() if isinstance(kind, AsWritten)}
-    for n, part in enumerate(parts):
-        changed = {c: kind for c, kind in part.features.items() if c in written and kind != datasets.Value("string")}
-        kinds = part.features | {c: AsWritten() for c in changed}
+    text = datasets.Value("string"), datasets.Value("large_string")
+    for n, part in enumerate(parts if len(parts) > 1 else ()):
+        kinds = {c: text[0] if kind in text else AsWritten() if c in written else kind
+                 for c, kind in part.features.items()}  # fmt: skip
         parts[n] = part if kinds == part.features else part.cast(datasets.Features(kinds))
     if not streams:
         parts = [_times(part, source) for part, source in zip(parts, sources, strict=True)]
@@ -69,7 +81,9 @@ def load(
         parts = [part.select_columns([c for c in columns if c in kept and c in part.column_names]) for part in parts]
         if len(streams) > 1:
             odds = [source.weight / sum(other.weight for other in sources) for source in sources]
-            return datasets.interleave_datasets(parts, probabilities=odds, seed=0, stopping_strategy="all_exhausted")
+            # of one weight each row counts once; with others a stream that ends is repeated until all have ended
+            until = "all_exhausted_without_replacement" if len({*odds}) == 1 else "all_exhausted"
+            return datasets.interleave_datasets(parts, probabilities=odds, seed=0, stopping_strategy=until)
         return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
     except ValueError as error:
         paths = ", ".join(source.path for source in sources)
@@ -155,11 +169,14 @@ def _read(path: Path, source: Any) -> Any:
         name = str(path)
     builder = datasets.load_dataset_builder(name, **options)
     files = builder.config.data_files
-    if path.is_dir() and len(builder.BUILDER_CONFIGS) == 1:  # more have a README that says what belongs to each
+    card = path / "README.md"  # it may say itself which files belong to a split
+    declared = card.is_file() and "data_files:" in card.read_text(encoding="utf-8", errors="replace")
+    if path.is_dir() and not declared:
         # `datasets` takes those of the commonest kind and, where a name says train or test, only such files
         picked = {(file.parent.resolve(), file.name) for file in map(Path, chain(*files.values()))}
         there = (file.relative_to(path) for file in path.rglob("*") if extension(file) in BUILDERS)
-        there = (file for file in there if not any(part.startswith((".", "__")) for part in file.parts))
+        there = (file for file in there if not any(part.startswith((".", "__")) for part in file.parts)
+                 and file.name not in _ABOUT)  # fmt: skip
         if left := [str(file) for file in there if ((path / file).parent.resolve(), file.name) not in picked]:
             raise InputError(
                 f"{named(sorted(left))} would not be read: a folder has files of one kind, "

@@ -21,6 +21,7 @@ _FORMS = (  # the ones that say more come first; `system` and `input` stand in c
     "prompt",
 )  # fmt: skip
 _KNOWN = {*_NAMES, "tools", "labels", "chosen_ids", "rejected_ids", "completion_mask", "assistant_masks", "kto_tag"}
+_KNOWN -= {"asked"}
 _SCORES = "score scores rating ratings reward rewards stars quality grade label"
 
 

@@ -38,10 +38,10 @@ _PLAIN = [
 _TAIL = r"(?>(?: \d+/\d+(?!\d)|[/:^*]-?√?\d[\d.,]*|√\d[\d.,]*|π)*)"
 _VALUE = r"(?>[-+$]*√?[\d.,]*\d(?:[eE][-+]?\d+)?)" + _TAIL
 # what equals a number that stands alone, names or arithmetic: 12 - 5 = 7 is 7
-_LEFT = rf"(?:(?>(?:\$?[a-zA-Z] *|[-+*/^()\d.,$√π ]+)= *)+(?={_VALUE}(?![\w(]| *[-+*/^])))?"
+_LEFT = rf"(?:(?>(?:\$?[a-zA-Z] *|[-+*/^()\d.,$√π ]+)= *)+(?={_VALUE}(?![\w(]| *[-+*/^])(?![^\n]*=)))?"
 _FINAL = re.compile(rf"####[ \t]*{_LEFT}({_VALUE}(?![\w(])|[^\n]*\S)")
 _SAID = re.compile(  # an "A" or "answer" alone is a word
-    rf"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*{_LEFT}({_VALUE}|\$[^$\n]*\\[a-z][^$\n]*\$)"
+    rf"(?:\bA\s*:|\b(?i:answer)\s*(?::|is\b\s*:?))[\s*]*+{_LEFT}({_VALUE}|\$[^$\n]*\\[a-z][^$\n]*\$)"
 )
 _NUMBER = re.compile(rf"-?√?(?:\d[\d,]*(?:\.\d+)?|(?<!\w)\.\d+){_TAIL}")
 _RATIO = re.compile(r"-?(?:\d+ )?\d+/\d+")

@@ -37,7 +37,8 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
 
 def audit_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
-    raw = {name: load(sources, name) for name, sources in recipe.data.given()}
+    read = partial(columns_read, method=METHODS[recipe.method], config=config)
+    raw = {name: load(sources, name, read) for name, sources in recipe.data.given()}
     names = {name: _with_file(name, sources) for name, sources in recipe.data.given()}
     return audits(raw, METHODS[recipe.method], tokenizer, config, names)
 

@@ -657,9 +657,12 @@ def test_sources_that_are_mixed_are_read_from_the_same_columns(tmp_path):
     turns = {"messages": [USER, REPLY]}
     assert mixed({**GOOD, "id": 1}, {**GOOD, "messages": [USER]}).column_names == ["prompt", "completion"]
     assert mixed(turns, {**turns, "system": "Be short."}).column_names == ["messages", "system"]
+    assert mixed(turns, {"conversations": [USER, REPLY]}).column_names == ["messages"]
+    assert mixed({**GOOD, "id": 1}, {**GOOD, "id": "a"}).column_names == ["prompt", "completion"]
+    alpaca = {"instruction": "a", "output": "b"}
+    assert mixed(alpaca, {**alpaca, "input": "c"})["input"][:] == [None, "c"]
     for one, other, method, message in [
         (turns, GOOD, "sft", r"0.jsonl is read from messages, .*1.jsonl from completion, prompt: sources are mixed"),
-        ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": "b", "input": "c"}, "sft", "from input, "),
         ({"prompt_ids": [1], "completion_ids": [2]}, {"prompt_ids": [1], "completion_ids": [2], "completion_mask": [1]},
          "sft", "from completion_ids, completion_mask, prompt_ids"),
         ({"input_ids": [1]}, {"input_ids": [1], "labels": [1]}, "sft", "from input_ids, labels"),
@@ -679,6 +682,11 @@ def test_json_and_parquet_are_mixed(tmp_path):
     for streaming in (False, True):
         mixed = load([source(path, streaming=streaming), source(tmp_path / "rows.parquet", streaming=streaming)])
         assert {str(row["messages"][0].get("weight", "none")) for row in mixed} == {"1", "None", "none"}
+    # values of several types, which `datasets` keeps as JSON inside a list
+    rows = [{"text": "x", "tools": [{"a": 1}, {"a": "s"}]}]
+    paths = [jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "json.parquet"]
+    datasets.Dataset.from_list(rows, on_mixed_types="use_json").to_parquet(paths[1])
+    assert load([*map(source, paths)])[:] == {"text": ["x"] * 2, "tools": [rows[0]["tools"]] * 2}
 
 
 def test_a_weight_that_leaves_no_row_is_refused(tmp_path):
@@ -688,9 +696,10 @@ def test_a_weight_that_leaves_no_row_is_refused(tmp_path):
 
 
 def test_streams_are_interleaved(tmp_path):
-    paths = [jsonl(tmp_path / f"{name}.jsonl", [{"text": name}] * 20) for name in "ab"]
+    paths = [jsonl(tmp_path / f"{name}.jsonl", [{"text": name}] * n) for name, n in (("a", 20), ("b", 9))]
     found = "".join(row["text"] for row in load([source(path, streaming=True) for path in paths]))
     assert {*found[:10]} == {"a", "b"}
+    assert len(found) == 29  # each row once
 
 
 def test_cells_of_csv_are_text(tmp_path):
@@ -715,10 +724,12 @@ def test_files_of_other_splits_are_named(tmp_path, caplog, monkeypatch):
     for name in ("train", "test"):
         jsonl(tmp_path / f"{name}.jsonl", [{"text": name}])
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        (tmp_path / "dataset_infos.json").write_text("{}")
         assert load(source(tmp_path))["text"][:] == ["train"]
     assert "files of other splits than train, which are not read: test.jsonl" in caplog.text
     (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n")
     monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "raw.csv").write_text("")
     assert len(load(source(tmp_path.name))) == 2
 
 
@@ -734,11 +745,19 @@ def test_what_is_no_data_set_is_refused(tmp_path, monkeypatch, caplog):
         prepare(load(source(path)), "sft")
 
 
-@pytest.mark.parametrize("late", [{"a": 1}, {"b": "x"}])
+@pytest.mark.parametrize("late", [{"a": 1}, {"tools": "x"}])
 def test_a_stream_that_changes_later_is_refused(late, tmp_path):
     stream = load(source(jsonl(tmp_path / "rows.jsonl", [{"a": "x"}] * 1000 + [late]), streaming=True))
-    with pytest.raises(InputError, match=r"rows.jsonl: column '[ab]' is .* the first 1000 rows of the stream"):
+    with pytest.raises(InputError, match=r"rows.jsonl: column '(a|tools)' is .* the first 1000 rows"):
         list(stream)
+
+
+def test_a_column_that_comes_late_in_a_stream_is_told(tmp_path, caplog):
+    rows = [{"text": "x"}] * 1000 + [{"text": "y", "b": 1}] * 2
+    assert [row["text"] for row in load(source(jsonl(tmp_path / "rows.jsonl", rows), streaming=True))][-1] == "y"
+    assert [text.partition(": ")[2] for text in caplog.messages] == [
+        "column 'b' is none of the first 1000 rows of the stream, and is not read"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ from hf_posttrain.generation.exact_match import ExactMatch, answerable, final_an
         (r"\boxed{7} and then \boxed{8", "7"),
         ("The answer is 12 - 5 = 7 apples of 12", "7"),
         ("#### 12 - 5 = $7", "7"),
+        ("#### x = 3 or x = 4", "x = 3 or x = 4"), (r"\boxed{a = 3, b = 4}", "a = 3, b = 4"),
         ("A: 3 * (2 + 2) = 3 * 4 = 12.", "12"),
         (r"\boxed{12 - 5 = 7}", "7"),
         (r"\boxed{x = \frac{1}{2}}", "0.5"),
@@ -92,6 +93,7 @@ def test_other_answers_that_share_a_number_are_not_equal(one, other):
 def test_long_texts_take_no_time(text):
     began = time.perf_counter()
     final_answer(text * 5000)
+    final_answer(text + 20000 * " ")
     assert time.perf_counter() - began < 1
 
 
