@@ -103,11 +103,12 @@ def _with_calls(message: dict[str, Any], change: Callable[[Any, int], dict]) -> 
 
 
 def _numbered(message: dict[str, Any], n: int) -> dict[str, Any]:
-    """Message n with texts that stand nowhere else in place of its content and the names and arguments of its calls."""
-    mark, content = f"{_PROBE}n{n}", message["content"]
+    """Message n with texts that stand nowhere else in place of its own and of the names and arguments of its calls."""
+    mark, kept = f"{_PROBE}n{n}", ("role", "name", "tool_call_id")
+    texts = {key: value for key, value in message.items() if isinstance(value, str) and key not in kept}
     message = _with_calls(message, lambda arguments, k: {"name": f"{mark}f{k}z"} | (
         {"arguments": {"x": f"{mark}a{k}z"}} if arguments else {}))  # fmt: skip
-    return message | {"content": f"{mark}z" if content.strip() else content}
+    return message | {key: f"{mark}{key}z" if text.strip() else "" for key, text in texts.items()}
 
 
 @lru_cache(maxsize=256)

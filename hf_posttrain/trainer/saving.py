@@ -204,7 +204,7 @@ def check_mergeable(model: Any) -> None:
     layers: dict[Any, Any] = {type(layer): layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)}
     try:
         for layer in layers.values():
-            if not any(hasattr(weight, "ds_id") for weight in layer.parameters()):  # whole, not cut by ZeRO-3
+            if not any(hasattr(weight, "ds_id") or weight.is_meta for weight in layer.parameters()):  # whole and here
                 copy.deepcopy(layer).merge()
     except (ValueError, NotImplementedError) as error:
         raise InputError(f"merge_lora: PEFT cannot merge this adapter ({error}): save it without merge_lora") from error
