@@ -129,8 +129,8 @@ def _read_ids(row: dict, form: str, label: bool | None) -> Sample:
         mask = _mask(row.get("completion_mask"), ids)
         if labels is None:
             return Sample([], [ids], mask=mask)
-        fitting = isinstance(labels, list) and len(labels) == len(ids)
-        if not fitting or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
+        labels = labels if isinstance(labels, list) else []
+        if len(labels) != len(ids) or any(a not in (-100, b) for a, b in zip(labels, ids, strict=True)):
             raise InputError("column 'labels': expected -100 or the token of 'input_ids' at the same position")
         both = zip(labels, mask or [1] * len(ids), strict=True)
         return Sample([], [ids], mask=[int(label != -100 and trained) for label, trained in both])

@@ -31,7 +31,8 @@ FACTS = {  # what is known of each example: its type in Arrow
     "unread": datasets.Value("string"),  # what of its messages the chat template does not write, with commas
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
 }
-ADDED = {"mismatch_ids", "ref_logps", "teacher_ids", "teacher_logps", "length"}
+SCORES = {"ref_logps", "teacher_ids", "teacher_logps"}
+ADDED = {"mismatch_ids", "length"} | SCORES
 """Columns that trainers add to prepared rows."""
 _FIRST = 20
 """Rows that are looked at for a prompt in columns that are not read."""
@@ -42,8 +43,8 @@ _MIXED = "rows differ in kind there, and text that looks like JSON is then read 
 def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
     """Token ids for `method`: exactly method.rows.columns, and `index` (row number) unless the data set is a stream.
 
-    Rows that have these columns already are returned as they are, neither validated nor cut; of a stream, if they have
-    their types (lists of int32) too.
+    Rows that have these columns with their types (lists of int32) already are returned as they are, neither validated
+    nor cut.
     max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left (its BOS stays), down
     to half of it, then branches from the right. Where answers are sampled, max_length - max_completion_length bounds
     the prompt. Rows with no trained token left are dropped; counts are logged, of rows with the unknown token too (not
@@ -53,7 +54,10 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     if isinstance(dataset, datasets.IterableDataset):
         prepared = dataset.features == _features(method.rows, facts=False)
     else:
-        prepared = own <= {*_columns(dataset)} <= own | ADDED and not isinstance(dataset.features["index"], AsWritten)
+        # they have these types too, or lists of them where rows are packed: other rows of ids are yet to be cut
+        kinds, wanted = dict(dataset.features), _features(method.rows, facts=False)
+        typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in wanted.items())
+        prepared = typed and own <= {*kinds} <= own | ADDED
     if prepared:
         return dataset
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)

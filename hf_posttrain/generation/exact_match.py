@@ -1,5 +1,6 @@
 """Evaluation by exact match: answer the prompts of the eval set greedily and compare final answers."""
 
+import logging
 import re
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,6 +14,8 @@ import evaluate
 import torch
 
 from ..errors import InputError
+
+logger = logging.getLogger(__name__)
 
 # LaTeX as plain text says it, in this order
 _PLAIN = [
@@ -112,10 +115,16 @@ def answerable(rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]]]:
     """
     kept = [row for row in rows if row.get("label", True)]
     prompts = [row["prompt_ids"] for row in kept]
-    gold = [row["chosen_ids"] if "chosen_ids" in row else row["completion_ids"] for row in kept]
+    gold = [first_turn(row) for row in kept]
     if not kept or not all(gold) or all(len(prompt) < 2 for prompt in prompts):
         raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
     return prompts, gold
+
+
+def first_turn(row: dict) -> list[int]:
+    """The answer of a prepared row, of a conversation of many turns the assistant's first; [] if it has none."""
+    answer, mask = row.get("chosen_ids") or row.get("completion_ids") or [], row.get("completion_mask") or []
+    return answer[: mask.index(0)] if 0 in mask else answer
 
 
 def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
@@ -124,6 +133,12 @@ def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     Raises InputError for rows without a prompt or an answer.
     """
     prompts, gold = answerable(rows)
+    # answers of several turns end with the first, and of those that max_length has cut the final answer is not known
+    ends = [next((n for n, i in enumerate(answer, 1) if i in trainer.terminal_ids), 0) for answer in gold]
+    if cut := ends.count(0) if any(ends) else 0:
+        logger.warning("eval_exact_match: %d of %d answers of the data do not end: they are left out", cut, len(gold))
+    prompts = [prompt for prompt, end in zip(prompts, ends, strict=True) if end or not any(ends)]
+    gold = [answer[: end or None] for answer, end in zip(gold, ends, strict=True) if end or not any(ends)]
     args, accelerator = trainer.args, trainer.accelerator
     # each rank answers its share of the rows; hits and answers are added up over the ranks
     mine = slice(accelerator.process_index, None, accelerator.num_processes)

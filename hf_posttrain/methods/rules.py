@@ -102,6 +102,8 @@ def opd(values: Any) -> Iterator[Problem]:
     if values.lmbda < 1 and values.loss_type == POLICY_GRADIENT:
         problem = "lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data"
         yield ("lmbda", "loss_type"), problem
+    if values.neftune_noise_alpha:
+        yield ("neftune_noise_alpha",), "neftune_noise_alpha: rollouts are drawn without it and would be scored with it"
     longest, rollout = values.max_length, values.max_completion_length
     if longest is not None and longest <= rollout:
         problem = (

@@ -45,6 +45,9 @@ def check_adapter_kind(config: peft.PeftConfig) -> None:
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning or kind in ("ADALORA", "POLY", "SHADOW", "XLORA"):
         raise InputError(f"{kind}: only adapters that act inside the layers, by themselves, are supported (LoRA, ...)")
+    if str(init := getattr(config, "init_lora_weights", None)).startswith("pissa_niter"):
+        problem = "begins at a random part of the weights, which who loads the adapter does not draw again: use pissa"
+        raise InputError(f"init_lora_weights: {init} {problem}")
 
 
 # ---- tokenizers
@@ -143,8 +146,8 @@ def load_model(
             model = transformers.AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
     if section.adapter:
         model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
-        base = str(model.active_peft_config.base_model_name_or_path)
-        if Path(base).name != Path(section.name_or_path).name:
+        base, here = Path(str(model.active_peft_config.base_model_name_or_path)), Path(section.name_or_path)
+        if base.name != here.name or (base.is_dir() and here.is_dir() and base.resolve() != here.resolve()):
             logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)
     return model if trainable else model.requires_grad_(False).eval()
 

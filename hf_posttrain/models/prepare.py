@@ -8,6 +8,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -73,6 +74,13 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
 
     Raises InputError for an adapter on an adapter, and for kinds of adapters that cannot be trained here.
     """
+    if not isinstance(model, peft.PeftModel) and getattr(model, "peft_config", None):
+        raise InputError(
+            "transformers has put an adapter into the model (its folder has adapter_config.json, or add_adapter did): "
+            "load the base alone, and the adapter with PEFT (model.adapter)"
+        )
+    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+        raise InputError("the adapter is merged into the weights: call unmerge_adapter() before it is trained")
     for adapter in (*getattr(model, "peft_config", {}).values(), *([] if peft_config is None else [peft_config])):
         load.check_adapter_kind(adapter)
     if peft_config is not None:
@@ -134,6 +142,10 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
     if routers and getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
         config.exclude_modules = sorted(routers)
         logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
+    names = [f".{name}" for name, _ in model.named_modules()]
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        if not any(name.endswith(f".{wanted}") for name in names):
+            raise InputError(f"modules_to_save: the model has no module {wanted!r}")
     try:
         return peft.get_peft_model(model, config)
     except (ValueError, TypeError, ImportError) as error:

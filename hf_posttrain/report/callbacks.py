@@ -28,6 +28,7 @@ from .. import __version__
 from ..engines import engine, launch
 from ..errors import InputError
 from ..generation import rollout
+from ..generation.exact_match import first_turn
 from ..scoring import forward as scoring
 from .run_folder import command_line
 
@@ -256,7 +257,4 @@ def _read_question(row: dict[str, Any]) -> tuple[list[int], list[int]]:
     if len(prompt) < 2:  # a text: its beginning is the prompt
         opening = max(1, min(OPENING, len(answer) // 2))
         return [*prompt, *answer[:opening]], answer[opening:]
-    # In a conversation of many turns, the answer ends with the first of them.
-    mask = row.get("completion_mask") or []
-    first_turn = answer[: mask.index(0)] if 0 in mask else answer
-    return prompt, first_turn if row.get("label", True) else []
+    return prompt, first_turn(row) if row.get("label", True) else []

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
-from ..data.prepare import prepare
+from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
 from ..models import load
@@ -100,6 +100,7 @@ class PostTrainer(Trainer):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)
             evaluated = self.prepare(eval_dataset, self.tokenizer, args, "eval")
+        train, evaluated = _without_scores(train), _without_scores(evaluated)
         self.check_ids(train, evaluated)
         if args.merge_lora:
             saving.check_mergeable(model)
@@ -316,3 +317,11 @@ class PostTrainer(Trainer):
     _load_from_checkpoint = saving.load_from_checkpoint
     _load_optimizer_and_scheduler = saving.load_optimizer_and_scheduler
     _load_best_model = saving.load_best_model
+
+
+def _without_scores(rows: Any) -> Any:
+    """Prepared rows without what a model of another trainer has scored: this one's are scored by its own."""
+    if isinstance(rows, dict):
+        return {name: _without_scores(part) for name, part in rows.items()}
+    scored = [] if rows is None else [c for c in rows.column_names or () if c in SCORES]
+    return rows.remove_columns(scored) if scored else rows

@@ -18,6 +18,7 @@ from . import rules
 from .method import Method
 
 logger = logging.getLogger(__name__)
+_FALLING = re.compile(r"loss$|divergence|perplexity|\b(\w+_)?(kl|ce|nll)\b")  # metrics of which less is better
 _SWITCH: dict[str, Any] = {"nargs": "?", "const": True}  # HfArgumentParser takes --bf16 and --bf16 true
 
 
@@ -100,7 +101,13 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         if self.bf16 is None:
             gpu = not self.use_cpu and torch.cuda.is_available()
             self.bf16 = gpu and not self.fp16 and torch.cuda.is_bf16_supported(including_emulation=False)
+        # HF takes every metric but the loss for one that should rise
+        if self.greater_is_better is None and self.metric_for_best_model:
+            self.greater_is_better = not _FALLING.search(self.metric_for_best_model)
         super().__post_init__()
+        if getattr(self.lr_scheduler_type, "value", None) == "reduce_lr_on_plateau":
+            options: Any = {"mode": "max" if self.greater_is_better else "min"}
+            self.lr_scheduler_kwargs = options | (self.lr_scheduler_kwargs or {})
         if self.fp16 and self.device.type == "cpu":
             raise InputError("fp16: true needs a GPU (on CPU its gradients would not be scaled): leave it out here")
         # Accelerate would cut a laid-out batch by rows, as it does by default with streams

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Trainer
 
 from ..engines import engine
@@ -36,7 +37,9 @@ def prediction_step(
         if prediction_loss_only:
             return mean, None, None
         if losses.predictions is None:
-            return mean, full_logits(model, inputs), inputs["shift_labels"]
+            # labels are where HF has them, one place behind the logits that predict them; rows lack their last token
+            logits, labels = full_logits(model, inputs), inputs["shift_labels"]
+            return mean, pad(logits, (0, 0, 0, 1)), pad(labels, (1, 0), value=IGNORE)
         return mean, losses.predictions, losses.labels
 
 

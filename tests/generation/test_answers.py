@@ -1,11 +1,14 @@
 """Final answers of solutions, their exact match, and which rows can be asked and graded."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
+from tokenizers_for_tests import byte_tokenizer
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation.exact_match import ExactMatch, answerable, final_answer
+from hf_posttrain.generation.exact_match import ExactMatch, answerable, exact_match, final_answer
 
 
 @pytest.mark.parametrize(
@@ -112,3 +115,21 @@ def test_rows_that_can_be_asked_and_graded():
     for rows in ([whole], [prompt_only], labelled[1:], []):
         with pytest.raises(InputError, match="eval_exact_match needs eval rows with a prompt and an answer"):
             answerable(rows)
+
+
+def test_the_answer_of_the_data_is_the_first_turn_and_whole():
+    """A conversation goes on behind its first answer; an answer that max_length has cut has no final answer."""
+    tokenizer, rows = byte_tokenizer(), []
+    end = tokenizer.eos_token_id
+    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    turns = [*encode("1"), end, *encode("3+4="), *encode("7"), end]
+    for answer in (turns, encode("first 5, then"), [*encode("2"), end]):
+        mask = [1] * 2 + [0] * 4 + [1] * 2 if len(answer) == 8 else [1] * len(answer)
+        rows.append({"prompt_ids": encode("1+1="), "completion_ids": answer, "completion_mask": mask})
+    trainer = SimpleNamespace(
+        terminal_ids=[end], tokenizer=tokenizer, args=SimpleNamespace(eval_max_completion_length=4, eval_batch_size=4),
+        accelerator=Accelerator(cpu=True), generate=lambda prompts, *_, **__: [[*encode("1"), end] for _ in prompts],
+    )  # fmt: skip
+    assert exact_match(trainer, rows) == 0.5
+    pairs = [{"prompt_ids": row["prompt_ids"], "chosen_ids": row["completion_ids"]} for row in rows[::2]]
+    assert exact_match(trainer, pairs) == 0.5

@@ -277,6 +277,23 @@ def test_a_4bit_base_has_the_gradients_of_its_dequantised_weights(tmp_path):
     assert_same_step(step(lambda model: model), step(lambda model: model.dequantize().float()), relative=1e-4)
 
 
+def test_adapters_that_would_not_be_what_was_trained_are_refused(tmp_path):
+    plain, lora = tiny_model(), {"target_modules": ["q_proj"], "r": 2}
+    for config, message in [
+        ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 begins at a random part of the weights"),
+        ({"modules_to_save": ["lm_haed"]}, "modules_to_save: the model has no module 'lm_haed'"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=peft.LoraConfig(**lora, **config))
+    plain.add_adapter(peft.LoraConfig(**lora))
+    with pytest.raises(InputError, match="transformers has put an adapter into the model"):
+        trainer_for("sft", plain, token_rows("sft"), tmp_path)
+    merged = peft.get_peft_model(tiny_model(), peft.LoraConfig(**lora))
+    merged.merge_adapter()
+    with pytest.raises(InputError, match="the adapter is merged into the weights"):
+        trainer_for("sft", merged, token_rows("sft"), tmp_path)
+
+
 def test_one_layer_may_be_named_without_a_list():
     for word in ("q_proj", "self_attn.q_proj"):
         assert models.lora_config(ModelSection("x", lora={"target_modules": word})).target_modules == {word}

@@ -205,9 +205,9 @@ def test_metrics_callbacks_and_best_model_work_as_in_hf(tmp_path):
 
     def compute_metrics(prediction):
         logits, labels = prediction.predictions, prediction.label_ids
-        trained = labels != -100
         seen.append((logits.shape, labels.shape))
-        return {"accuracy": float((logits.argmax(-1) == labels)[trained].mean())}
+        predicted, labels = logits.argmax(-1)[:, :-1], labels[:, 1:]  # as everywhere with HF
+        return {"accuracy": float((predicted == labels)[labels != -100].mean())}
 
     trainer = SFTTrainer(
         tiny_model(),
@@ -225,6 +225,41 @@ def test_metrics_callbacks_and_best_model_work_as_in_hf(tmp_path):
     assert seen[0][0] == (5, seen[0][1][1], 300)  # a row for each example, though the layout packs them
     packed = trainer.data_collator([trainer.eval_dataset[i] for i in range(5)])
     assert packed["input_ids"].shape[0] < 5
+
+
+@pytest.mark.parametrize(
+    ("metric", "rises"),
+    [("eval_distill/reverse_kl", False), ("distill/divergence", False), ("eval_kl", False), ("eval_loss", False),
+     ("distill/ce", False), ("eval_rewards/margins", True), ("mean_token_accuracy", True), ("exact_match", True)],
+)  # fmt: skip
+def test_the_best_of_a_metric_that_should_fall_is_the_lowest(metric, rises, tmp_path):
+    common = {"output_dir": str(tmp_path), "use_cpu": True, "metric_for_best_model": metric}
+    assert SFTConfig(**common).greater_is_better is rises
+    assert SFTConfig(**common, greater_is_better=not rises).greater_is_better is not rises
+    config = SFTConfig(**common, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 1},
+                       eval_strategy="epoch")  # fmt: skip
+    assert config.lr_scheduler_kwargs == {"patience": 1, "mode": "max" if rises else "min"}
+
+
+def test_scores_that_another_trainer_made_are_not_taken(tmp_path):
+    """A teacher that is the student teaches nothing; top-k rows of another teacher would."""
+    settings = {"precompute_teacher_top_k": 4, "max_steps": 1}
+    other = trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=5), **settings)
+    other.train()
+    same = trainer_for("kd", tiny_model(), other.train_dataset, tmp_path / "same", second=tiny_model(), kd_coef=1.0,
+                       max_steps=1)  # fmt: skip
+    assert "teacher_ids" in other.train_dataset.column_names
+    same.train()
+    assert next(log["loss"] for log in same.state.log_history if "loss" in log) == pytest.approx(0, abs=1e-5)
+
+
+def test_rows_of_ids_that_have_an_index_are_cut_all_the_same(tmp_path):
+    """As pandas' reset_index gives them."""
+    rows = token_rows("sft", 6).to_list()
+    rows = datasets.Dataset.from_list([{**row, "index": n} for n, row in enumerate(rows)])
+    trainer = trainer_for("sft", tiny_model(), rows, tmp_path, max_length=6)
+    lengths = [len(row["prompt_ids"]) + len(row["completion_ids"]) for row in trainer.train_dataset]
+    assert max(lengths) == 6
 
 
 def test_the_best_model_by_a_metric_of_ours(tmp_path):
