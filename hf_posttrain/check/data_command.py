@@ -46,17 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_intermixed_args(argv)
     if wrong := next((pair for pair in given.columns if "=" not in pair), None):
         raise InputError(f"command line: {wrong!r} is not ours=theirs, such as prompt=question")
-    from ..data.messages import without_none
-    from ..data.sources import AsWritten, load
+    from ..data.prepare import filled_by_arrow, without_filled
+    from ..data.sources import load
 
     columns = dict(pair.split("=", 1) for pair in given.columns)
     source = Source(given.file, given.name, given.split, columns or None, streaming=True)
     stream = load(source, "data")
-    filled = [c for c, kind in stream.features.items() if not isinstance(kind, AsWritten)]  # by Arrow, as in training
-    rows = [
-        {column: without_none(value) if column in filled else value for column, value in row.items()}
-        for row in itertools.islice(stream, ROWS)
-    ]
+    filled = filled_by_arrow(stream)
+    rows = [without_filled(row, filled) for row in itertools.islice(stream, ROWS)]
     if not rows:
         raise InputError(f"data: {given.file} has no rows")
     tokenizer = None

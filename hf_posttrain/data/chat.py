@@ -50,7 +50,7 @@ def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
                    template_kwargs: dict | None, **options: Any) -> Any:  # fmt: skip
     """`tokenizer.apply_chat_template` on the day _DAY, of contents as parts and arguments of calls as JSON text for the
     templates that write these alone."""
-    template = _TODAY.sub(lambda call: repr(_DAY.strftime(call[2])), tokenizer.get_chat_template(tools=tools))
+    template, _ = _on_the_day(tokenizer.get_chat_template(tools=tools))
     if _reads_parts(tokenizer, template):
         messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
     if any("tool_calls" in m for m in messages) and _reads_text_arguments(tokenizer, template):
@@ -67,7 +67,7 @@ def find_unread(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: st
     for a message of which it writes neither text nor calls, as of a role that it does not know, and for a lost call."""
     template, numbered = tokenizer.get_chat_template(tools=tools), [_numbered(m, n) for n, m in enumerate(messages)]
     found = [f"chat_template_kwargs {shown(key)}" for key in template_kwargs or () if key not in _variables(template)]
-    if any(_DAY.strftime(call[2]) in full for call in _TODAY.finditer(template)):
+    if any(date in full for date in _on_the_day(template)[1]):
         found.append(f"today's date but always {_DAY:%d %b %Y}")
     # the same conversation of numbered texts shows which of them are written, unless the template refuses it
     given = json.dumps([numbered, tools, template_kwargs], default=str)
@@ -124,6 +124,13 @@ def _stands_in(text: str, full: str) -> bool:
     """Does the text stand there, as it is, inside JSON, or with other white space?"""
     inside = text in full or json.dumps(text, ensure_ascii=False)[1:-1] in full
     return inside or "".join(text.split()) in "".join(full.split())
+
+
+@lru_cache(maxsize=32)
+def _on_the_day(template: str) -> tuple[str, frozenset[str]]:
+    """The template with _DAY written where it asks for today's date, and in which words."""
+    dates = frozenset(_DAY.strftime(call[2]) for call in _TODAY.finditer(template))
+    return _TODAY.sub(lambda call: repr(_DAY.strftime(call[2])), template), dates
 
 
 @lru_cache(maxsize=32)

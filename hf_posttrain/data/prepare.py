@@ -113,11 +113,9 @@ def tokenised(
         dataset, columns, form = _opened(dataset, method, config)
         plan = plan_for(form, method, tokenizer, config, name)
         _refuse_lost_prompt(dataset, columns, form, name)
-    # Arrow gives all mappings of a column the same keys
-    filled = [column for column, kind in (dataset.features or {}).items() if _holds(kind, dict)]
     kwargs = {
         "batched": True, "with_indices": True, "remove_columns": columns, "features": _features(method.rows),
-        "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled},
+        "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled_by_arrow(dataset)},
     }  # fmt: skip
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
@@ -195,6 +193,16 @@ def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
     return found
 
 
+def filled_by_arrow(dataset: Any) -> list[str]:
+    """The columns in which Arrow has given all mappings the same keys, None where a row had no such key."""
+    return [column for column, kind in (dataset.features or {}).items() if _holds(kind, dict)]
+
+
+def without_filled(values: Mapping[str, Any], filled: Sequence[str]) -> dict[str, Any]:
+    """A row, or a batch of columns, without those keys."""
+    return {column: without_none(value) if column in filled else value for column, value in values.items()}
+
+
 def _holds(kind: Any, wanted: type, inside: bool = False) -> bool:
     """Is a type of a column, or one inside it, a `wanted` one? inside: the column's own does not count."""
     parts = [kind.feature] if isinstance(kind, datasets.List) else kind.values() if isinstance(kind, dict) else []
@@ -252,7 +260,7 @@ def tokenise(
 ) -> dict:
     """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers. filled: columns with keys that are None
     where Arrow has put them."""
-    batch = {column: without_none(values) if column in filled else values for column, values in batch.items()}
+    batch = without_filled(batch, filled)
     # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
     samples, origin = [], []
     for row, *values in zip(rows, *batch.values(), strict=True):

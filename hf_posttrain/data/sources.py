@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,24 +39,10 @@ def load(
         problem = f"{', '.join(streams)} with streaming: true, {', '.join(others)} without"
         raise InputError(f"{what}: streams do not mix with other sources ({problem}): set it for all or for none")
     with error_context(what):
-        parts = [_load_one(source) for source in sources]
-        wanted = None
+        parts, wanted = [_load_one(source) for source in sources], None
         if columns_read and len(parts) > 1:
-            read = []
-            for n, source in enumerate(sources):
-                columns = parts[n].column_names
-                ours = {c: our_name(c, columns) for c in columns if our_name(c, columns) != c}
-                parts[n] = parts[n].rename_columns(ours) if ours else parts[n]
-                with error_context(source.path):
-                    read.append({*columns_read(parts[n])} - OPTIONAL)
-            wanted = read[0] | OPTIONAL
-            for source, other in zip(sources, read, strict=True):
-                if other != read[0]:
-                    found = f"{sources[0].path} is read from {named(sorted(read[0]))}, {source.path} from"
-                    raise InputError(
-                        f"{found} {named(sorted(other))}: sources are mixed where they have the same columns; rename "
-                        "with `columns`, or write the rows of one in the other's format"
-                    )
+            parts = [_with_our_names(part) for part in parts]
+            wanted = _agreed_columns(parts, sources, columns_read)
     # only the columns that all sources have, and those that a row may lack
     columns = dict.fromkeys(column for part in parts for column in part.column_names)
     shared = [c for c in columns if all(c in part.column_names for part in parts) and (not wanted or c in wanted)]
@@ -88,6 +74,28 @@ def load(
     except ValueError as error:
         paths = ", ".join(source.path for source in sources)
         raise InputError(f"{what}: the columns of {paths} are not of the same types: {error}") from error
+
+
+def _with_our_names(rows: Any) -> Any:
+    """The rows of one of several sources: `messages` may be `conversations` in another."""
+    ours = {column: our_name(column, rows.column_names) for column in rows.column_names}
+    moved = {theirs: name for theirs, name in ours.items() if theirs != name}
+    return rows.rename_columns(moved) if moved else rows
+
+
+def _agreed_columns(parts: list, sources: list, columns_read: Callable[[Any], list[str]]) -> set[str]:
+    """The columns that all sources are read from, and the OPTIONAL ones. Raises InputError where they differ."""
+    read = []
+    for part, source in zip(parts, sources, strict=True):
+        with error_context(source.path):
+            read.append({*columns_read(part)} - OPTIONAL)
+        if read[-1] != read[0]:
+            found = f"{sources[0].path} is read from {named(sorted(read[0]))}, {source.path} from"
+            raise InputError(
+                f"{found} {named(sorted(read[-1]))}: sources are mixed where they have the same columns; rename with "
+                "`columns`, or write the rows of one in the other's format"
+            )
+    return read[0] | OPTIONAL
 
 
 def _times(rows: datasets.Dataset, source: Any) -> datasets.Dataset:
@@ -169,21 +177,8 @@ def _read(path: Path, source: Any) -> Any:
         name = str(path)
     builder = datasets.load_dataset_builder(name, **options)
     files = builder.config.data_files
-    card = path / "README.md"  # it may say itself which files belong to a split
-    declared = card.is_file() and "data_files:" in card.read_text(encoding="utf-8", errors="replace")
-    if path.is_dir() and not declared:
-        # `datasets` takes those of the commonest kind and, where a name says train or test, only such files
-        picked = {(file.parent.resolve(), file.name) for file in map(Path, chain(*files.values()))}
-        there = (file.relative_to(path) for file in path.rglob("*") if extension(file) in BUILDERS)
-        there = (file for file in there if not any(part.startswith((".", "__")) for part in file.parts)
-                 and file.name not in _ABOUT)  # fmt: skip
-        if left := [str(file) for file in there if ((path / file).parent.resolve(), file.name) not in picked]:
-            raise InputError(
-                f"{named(sorted(left))} would not be read: a folder has files of one kind, "
-                "all or none of them named for splits, as train and test; rename or move them, or list sources"
-            )
-        if others := [Path(file).name for name, found in files.items() if str(name) not in split for file in found]:
-            logger.info("%s: files of other splits than %s, which are not read: %s", path, split, named(others))
+    if path.is_dir():
+        _refuse_passed_over(path, files, split)
     if path.exists() and {extension(Path(file)) for file in chain(*files.values())} <= {*BUILDERS} - {".parquet"}:
         builder = Files(data_files=files)
     if not streaming:
@@ -192,6 +187,25 @@ def _read(path: Path, source: Any) -> Any:
     rows = builder.as_streaming_dataset(split=split)
     # the columns of a stream are in its first row
     return rows._resolve_features() if rows.column_names is None else rows
+
+
+def _refuse_passed_over(folder: Path, files: Mapping[Any, list[str]], split: str) -> None:
+    """Raises InputError for files of a folder that are none of its splits' `files`; names those of other splits."""
+    card = folder / "README.md"  # it may say itself which files belong to a split
+    if card.is_file() and "data_files:" in card.read_text(encoding="utf-8", errors="replace"):
+        return
+    # `datasets` takes those of the commonest kind and, where a name says train or test, only such files
+    picked = {(file.parent.resolve(), file.name) for file in map(Path, chain(*files.values()))}
+    there = (file.relative_to(folder) for file in folder.rglob("*") if extension(file) in BUILDERS)
+    there = (file for file in there if not any(part.startswith((".", "__")) for part in file.parts)
+             and file.name not in _ABOUT)  # fmt: skip
+    if left := [str(file) for file in there if ((folder / file).parent.resolve(), file.name) not in picked]:
+        raise InputError(
+            f"{named(sorted(left))} would not be read: a folder has files of one kind, "
+            "all or none of them named for splits, as train and test; rename or move them, or list sources"
+        )
+    if others := [Path(file).name for name, found in files.items() if str(name) not in split for file in found]:
+        logger.info("%s: files of other splits than %s, which are not read: %s", folder, split, named(others))
 
 
 def _as_list(sources: Any) -> list:

@@ -14,6 +14,7 @@ import evaluate
 import torch
 
 from ..errors import InputError
+from .rollout import until_terminal
 
 logger = logging.getLogger(__name__)
 
@@ -134,11 +135,11 @@ def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     """
     prompts, gold = answerable(rows)
     # answers of several turns end with the first, and of those that max_length has cut the final answer is not known
-    ends = [next((n for n, i in enumerate(answer, 1) if i in trainer.terminal_ids), 0) for answer in gold]
-    if cut := ends.count(0) if any(ends) else 0:
+    gold = [until_terminal(answer, trainer.terminal_ids) for answer in gold]
+    whole = [n for n, answer in enumerate(gold) if answer[-1] in trainer.terminal_ids] or [*range(len(gold))]
+    if cut := len(gold) - len(whole):
         logger.warning("eval_exact_match: %d of %d answers of the data do not end: they are left out", cut, len(gold))
-    prompts = [prompt for prompt, end in zip(prompts, ends, strict=True) if end or not any(ends)]
-    gold = [answer[: end or None] for answer, end in zip(gold, ends, strict=True) if end or not any(ends)]
+    prompts, gold = [prompts[n] for n in whole], [gold[n] for n in whole]
     args, accelerator = trainer.args, trainer.accelerator
     # each rank answers its share of the rows; hits and answers are added up over the ranks
     mine = slice(accelerator.process_index, None, accelerator.num_processes)

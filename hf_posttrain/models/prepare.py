@@ -142,10 +142,8 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
     if routers and getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
         config.exclude_modules = sorted(routers)
         logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
-    names = [f".{name}" for name, _ in model.named_modules()]
-    for wanted in getattr(config, "modules_to_save", None) or ():
-        if not any(name.endswith(f".{wanted}") for name in names):
-            raise InputError(f"modules_to_save: the model has no module {wanted!r}")
+    if unknown := load.unknown_module(model, getattr(config, "modules_to_save", None) or ()):
+        raise InputError(f"modules_to_save: the model has no module {unknown}")
     try:
         return peft.get_peft_model(model, config)
     except (ValueError, TypeError, ImportError) as error:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, error_context, nearest
+from ..errors import InputError, error_context
 from ..methods import METHODS, config_class, trainer_class
 from . import rules
 from .read import refuse, train_config
@@ -89,12 +89,9 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     # the adapter, and its layers where they are named one by one
     peft_config = models.lora_config(recipe.model, recipe.where("model.lora"))
     key, wanted = "model.lora.target_modules", getattr(peft_config, "target_modules", None)
-    if isinstance(wanted, list | set):
-        layers = [f".{name}" for name, _ in models.load_skeleton(recipe.model).named_modules()]
-        for name in wanted:
-            if not any(layer.endswith(f".{name}") for layer in layers):
-                hint = nearest(name, {layer.rpartition(".")[2] for layer in layers}, listed=False)
-                raise InputError(f"{recipe.where(key)}: {key}: no layer is called {name!r}{hint}")
+    wanted = wanted if isinstance(wanted, list | set) else []
+    if wanted and (unknown := models.unknown_module(models.load_skeleton(recipe.model), wanted)):
+        raise InputError(f"{recipe.where(key)}: {key}: no layer is called {unknown}")
     if getattr(config, "rollout", None) == "vllm":
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
         with error_context(recipe.where(key)):
