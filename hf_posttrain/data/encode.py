@@ -11,9 +11,9 @@ from .formats import Sample, add_system, read_format
 from .kinds import RowKind
 from .messages import text_of
 
-PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE = 1, 2, 4, 8
-"""Bits of `fit`: what was cut; nothing is left to train; both branches are the same."""
-VERSION = 3
+PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT = 1, 2, 4, 8, 16
+"""Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages."""
+VERSION = 4
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 

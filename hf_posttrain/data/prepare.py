@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, named, nearest
 from . import suggest
 from .as_written import AsWritten
-from .encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read, refuse_repeated
+from .encode import CHAT, COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read, refuse_repeated
 from .formats import detect, our_name, unread
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
@@ -73,6 +73,8 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         logger.warning("%s: %s", name, unwritten)
     facts = mapped.with_format("numpy")
     state, row, unknown = (facts[column][:] for column in ("state", "row", "unknown"))
+    if len(other := row[(state & CHAT > 0) != (state[0] & CHAT > 0)]):
+        raise InputError(f"{name}, row {other[0]}: some rows hold plain text and some hold messages")
     lost = state & NO_TARGET > 0
     dropped, truncated = row[lost], int((~lost & (state & (PROMPT_CUT | COMPLETION_CUT) > 0)).sum())
     line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
@@ -123,7 +125,9 @@ def tokenised(
         raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
     workers = getattr(config, "dataset_num_proc", None)
     try:
-        return dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
+        mapped = dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
+        # a transform of the raw rows is done with
+        return mapped.with_format(None) if mapped.format["type"] == "custom" else mapped
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: a text is not UTF-8 ({error})") from error
 
@@ -269,6 +273,7 @@ def tokenise(
         samples += found
         origin += [row] * len(found)
     # 2. samples -> ids, of the whole batch together
+    chats = [sample.is_chat for sample in samples]
     if "_ids" not in plan.form:
         if rows[0] == 0:
             refuse_repeated(samples, plan)
@@ -277,7 +282,7 @@ def tokenise(
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text
         unknown = None
     # 3. cut each to size, and note what the audit will count
-    for row, sample in zip(origin, samples, strict=True):
+    for row, sample, chat in zip(origin, samples, chats, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
         kept, state = fit(whole, plan)
@@ -287,7 +292,7 @@ def tokenise(
         examples.append({
             "prompt_ids": kept.prompt, **dict(zip(plan.rows.answers, branches, strict=True)),
             "completion_mask": kept.mask, "label": kept.label, "prompt_key": _key(whole.prompt),
-            "row": row, "state": state,
+            "row": row, "state": state | CHAT * chat,
             "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
             "unread": ", ".join(kept.unread),
             "uncut": len(whole.prompt) + max(map(len, whole.branches), default=0),

@@ -55,17 +55,19 @@ def check_adapter_kind(config: peft.PeftConfig) -> None:
 
 def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of `section`, with a pad token and its own chat template if given. Raises InputError for none."""
-    name = section.name_or_path
+    # an adapter that is continued brings the tokenizer and the template that it was trained with
+    own = Path(section.adapter or "")
+    kept = section.adapter and any(any(own.glob(pattern)) for pattern in TOKENIZER_FILES)
+    name = str(own) if kept else section.name_or_path
     with names_the_source("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     # of a folder with config.json alone transformers makes an empty tokenizer
     folder = Path(name)
     if folder.is_dir() and not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
-    # an adapter that is continued brings the template that it was trained with
-    own = Path(section.adapter, "chat_template.jinja") if section.adapter else None
-    if template := section.chat_template or (own if own and own.is_file() else None):
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+    theirs = own / "chat_template.jinja"
+    if section.chat_template or (section.adapter and theirs.is_file()):
+        tokenizer.chat_template = Path(section.chat_template or theirs).read_text(encoding="utf-8")
     tokenizer.padding_side = "right"
     return with_pad(tokenizer)
 

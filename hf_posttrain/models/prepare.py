@@ -89,7 +89,9 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if len(active) > 1:
         named = ", ".join(active)
         raise InputError(f"several adapters are active ({named}), of which PEFT saves one: merge them, or activate one")
-    if args.disable_dropout and (rates := switch_off_noise(model)):
+    if not args.disable_dropout:
+        switch_on_noise(model)
+    elif rates := switch_off_noise(model):
         logger.info("disable_dropout: off are %s", ", ".join(rates))
     module: Any
     for module in model.modules():
@@ -154,31 +156,40 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
 def switch_off_noise(model: nn.Module) -> list[str]:
     """Set every dropout to 0, and let routers route in training as they do in evaluation. Returns what was on.
 
-    Rates are in modules, LoRA's too, in attributes that a forward reads, and in the config where a forward reads that:
-    `own_rates` puts the config's back.
+    Rates are in modules, LoRA's too, in attributes that a forward reads, and in the config where a forward reads that.
+    `own_rates` puts them back for saving, `switch_on_noise` for good.
     """
     found: set[str] = set()
     inner = forward.causal_lm(model)
     inner.own_rates = getattr(inner, "own_rates", [])  # of an earlier trainer of the same model
-    for config in {id(config): config for config in (inner.config, inner.config.get_text_config())}.values():
-        rates = {name: rate for name, rate in vars(config).items() if _is_rate(name, rate)}
-        inner.own_rates.append((config, rates))
-        found.update(rates)
-        for name in rates:
-            setattr(config, name, 0.0)
+    owner: Any
+    for owner in (inner.config, inner.config.get_text_config(), *model.modules()):
+        rates = {name: rate for name, rate in vars(owner).items() if _is_rate(name, rate)}
+        if isinstance(owner, nn.Dropout) and owner.p:
+            rates["p"] = owner.p
+        if rates:
+            inner.own_rates.append((owner, rates))
+            vars(owner).update(dict.fromkeys(rates, 0.0))
+            found.update("dropout" if name == "p" else name for name in rates)
     module: Any
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            found |= {"dropout"} if module.p else set()
-            module.p = 0.0
-        for name in [name for name, rate in vars(module).items() if _is_rate(name, rate)]:
-            setattr(module, name, 0.0)
         # routers with jitter, or which draw experts: the rate itself may have a meaning in evaluation (PhiMoE)
         if any("jitter" in name for name in vars(module)):
             module.train = MethodType(_stay_in_eval_mode, module)
             module.eval()
             found.update(name for name, rate in vars(module).items() if "jitter" in name and rate)
     return sorted(found)
+
+
+def switch_on_noise(model: nn.Module) -> None:
+    """Put the rates back that a trainer has switched off before."""
+    for owner, rates in (found := vars(forward.causal_lm(model)).pop("own_rates", [])):
+        vars(owner).update(rates)
+    for module in model.modules():
+        if getattr(vars(module).get("train"), "__func__", None) is _stay_in_eval_mode:
+            del module.train
+    if found:
+        logger.info("disable_dropout: false: on again, which a trainer before had switched off")
 
 
 def _is_rate(name: str, value: Any) -> bool:
@@ -193,10 +204,10 @@ def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
 def own_rates(model: nn.Module) -> Iterator[None]:
     """Inside, the config has the rates of dropout that the model came with: for saving it."""
     rates = getattr(forward.causal_lm(model), "own_rates", [])
-    for config, values in rates:
-        config.__dict__.update(values)
+    for owner, values in rates:
+        vars(owner).update(values)
     try:
         yield
     finally:
-        for config, values in rates:
-            config.__dict__.update(dict.fromkeys(values, 0.0))
+        for owner, values in rates:
+            vars(owner).update(dict.fromkeys(values, 0.0))

@@ -221,6 +221,12 @@ def test_switches_that_the_template_does_not_have_are_refused(given, message, ca
         assert caplog.messages == [f"train: {told}"]
 
 
+def test_rows_of_text_and_of_messages_are_not_mixed_beyond_a_batch_either(tmp_path):
+    rows = [{"prompt": "a", "completion": "b"}] * 1000 + [{"prompt": [USER], "completion": [REPLY]}]
+    with pytest.raises(InputError, match="train, row 1000: some rows hold plain text and some hold messages"):
+        prepare(load(source(jsonl(tmp_path / "rows.jsonl", rows))), "sft")
+
+
 def test_a_conversation_without_an_answer_is_refused():
     with pytest.raises(InputError, match="row 1: column 'messages': no turn is an assistant's, so there is no answer"):
         prepare([{"messages": [USER, REPLY]}, {"messages": [USER, USER]}], "sft")

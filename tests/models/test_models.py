@@ -184,6 +184,10 @@ def test_a_continued_adapter_brings_its_template_and_its_base_is_compared(folder
     (adapter / "chat_template.jinja").write_text("of the adapter")
     section = ModelSection(folder, adapter=str(adapter))
     assert models.load_tokenizer(section).chat_template == "of the adapter"
+    tokenizer = models.load_tokenizer(ModelSection(folder))
+    tokenizer.add_tokens(["<call>"])
+    tokenizer.save_pretrained(tmp_path / "lora")
+    assert "<call>" in models.load_tokenizer(section).get_vocab()
     for base, warned in ((folder, False), ("other/base", True)):
         file = adapter / "adapter_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(base)}))

@@ -151,6 +151,17 @@ def test_the_reference_of_an_adapter_with_biases_stays(method, tmp_path):
     assert torch.equal(trainer.reference.logps(trainer.model, batch), before)
 
 
+def test_the_next_trainer_of_a_model_has_its_dropout_again(tmp_path):
+    model = tiny_model("gpt2")
+    rates = lambda: sorted(m.p for m in model.modules() if isinstance(m, torch.nn.Dropout))  # noqa: E731
+    own = rates()
+    trainer_for("dpo", model, token_rows("dpo"), tmp_path, disable_dropout=True)
+    assert {*rates()} == {0.0}
+    trainer_for("sft", model, token_rows("sft"), tmp_path, disable_dropout=False)
+    assert rates() == own
+    assert model.config.attn_pdrop == own[0] > 0
+
+
 @pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
 def test_the_reference_of_a_base_with_unfrozen_weights_stays(method, tmp_path):
     policy = peft.get_peft_model(tiny_model("llama"), lora())

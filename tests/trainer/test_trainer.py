@@ -330,6 +330,13 @@ def test_rows_with_a_format_train_as_they_do_without(method, form, tmp_path):
         assert losses[1] == losses[0]
 
 
+def test_a_transform_is_made_once(tmp_path):
+    rows = token_rows("dpo", 4)
+    end = lambda batch: batch | {"chosen_ids": [[*ids, 258] for ids in batch["chosen_ids"]]}  # noqa: E731
+    trainer = trainer_for("dpo", tiny_model(), rows.with_transform(end), tmp_path, precompute_ref_log_probs=False)
+    assert [row["chosen_ids"] for row in trainer.train_dataset] == [[*row["chosen_ids"], 258] for row in rows]
+
+
 def formatted(rows, form):
     if form == "transform":
         return rows.with_transform(lambda batch: batch)
