@@ -41,7 +41,7 @@ _MIXED = "rows differ in kind there, and text that looks like JSON is then read 
 
 
 def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
-    """Token ids for `method`: exactly method.rows.columns, and `index` (row number) unless the data set is a stream.
+    """Token ids for `method`: exactly method.rows.columns, and `index` (row number).
 
     Rows that have these columns with their types (lists of int32) already are returned as they are, neither validated
     nor cut.
@@ -50,22 +50,17 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     the prompt. Rows with no trained token left are dropped; counts are logged, of rows with the unknown token too (not
     of streams). Raises InputError for the first bad row.
     """
-    own = {*method.rows.columns, "index"}
-    if isinstance(dataset, datasets.IterableDataset):
-        prepared = dataset.features == _features(method.rows, facts=False)
-    else:
-        # they have these types too, or lists of them where rows are packed: other rows of ids are yet to be cut
-        kinds, wanted = dict(dataset.features), _features(method.rows, facts=False)
-        typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in wanted.items())
-        prepared = typed and own <= {*kinds} <= own | ADDED
-    if prepared:
+    # rows that are prepared have these types too, or lists of them where packed: other rows of ids are yet to be cut
+    own, kinds = {*method.rows.columns, "index"}, dict(dataset.features or {})
+    typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items())
+    if typed and own <= {*kinds} <= own | ADDED:
         return dataset
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)
     for note in notes(dataset, method, config):
         logger.log(logging.WARNING if _NULLS in note else logging.INFO, "%s: %s", name, note)
     if isinstance(dataset, datasets.IterableDataset):
         kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
-        return kept.select_columns(columns)
+        return kept.rename_column("row", "index").select_columns([*columns, "index"])
 
     # what the template does not write, one line of counts, and one of unknown tokens
     counted = pc.value_counts(mapped.with_format("arrow")["unread"][:]).to_pylist()

@@ -949,8 +949,7 @@ def test_streams(method, tmp_path):
     path = jsonl(tmp_path / "rows.jsonl", rows)
     stream = prepare(load(source(path, streaming=True, limit=3)), method)
     assert isinstance(stream, datasets.IterableDataset)
-    whole = prepare(load(source(path, limit=3)), method).remove_columns("index")
-    assert list(stream) == list(whole)
+    assert list(stream) == list(prepare(load(source(path, limit=3)), method))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -960,7 +959,7 @@ def test_a_prepared_stream_stays_as_it_is(method, named):
     stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
     stream = stream if named else datasets.IterableDataset.from_generator(lambda: iter(rows))
     once = prepare(stream, method, apply_chat_template=True)
-    assert once.column_names == list(METHODS[method].rows.columns)
+    assert once.column_names == [*METHODS[method].rows.columns, "index"]
     assert prepare(once, method, apply_chat_template=True) is once
 
 
@@ -1010,9 +1009,12 @@ def test_roles_under_other_names(role):
         prepare([{"prompt": [{"role": role, "content": "2+2?"}], "completion": [REPLY]}], "sft")
 
 
-def test_a_tokenised_stream_of_other_types_is_cut(tmp_path):
+@pytest.mark.parametrize("ids", ["int64", "int32"])
+def test_a_tokenised_stream_is_cut(ids):
+    """Of prepared streams too it has the types, but not `index`."""
     row = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "completion_mask": [1, 1]}
-    stream = load(source(jsonl(tmp_path / "rows.jsonl", [row]), streaming=True))
+    features = datasets.Features(dict.fromkeys(row, datasets.List(datasets.Value(ids))))
+    stream = datasets.Dataset.from_list([row], features=features).to_iterable_dataset()
     assert next(iter(prepare(stream, "sft", max_length=3)))["prompt_ids"] == [2]
 
 
@@ -1020,7 +1022,7 @@ def test_stream_from_a_generator_and_dropped_rows(caplog):
     kept = {"prompt_ids": [1], "completion_ids": [3, 4], "completion_mask": [1, 1]}
     rows = [kept, {**kept, "completion_mask": [0, 0]}]
     stream = datasets.IterableDataset.from_generator(lambda: iter(rows))
-    assert list(prepare(stream, "sft")) == [kept]
+    assert list(prepare(stream, "sft")) == [{**kept, "index": 0}]
     assert "train: row 1 dropped" in caplog.text
 
 
