@@ -44,6 +44,10 @@ def seeded_sampler(sampler: Any, args: Any) -> Any:
 def with_lengths(rows: Any, args: Any) -> Any:
     """Prepared rows with the tokens of each, where the sampler by length is asked for."""
     wanted = args.train_sampling_strategy == "group_by_length"
+    if isinstance(rows, datasets.IterableDataset):
+        if wanted:
+            raise InputError("train_sampling_strategy: group_by_length wants all rows, not a stream: set it to random")
+        logger.info("train: a stream is read in its own order: shuffle its file, or the stream, where that matters")
     if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
         return rows
     return rows.add_column(args.length_column_name, tokens_of(rows))

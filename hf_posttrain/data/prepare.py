@@ -120,9 +120,7 @@ def tokenised(
         raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
     workers = getattr(config, "dataset_num_proc", None)
     try:
-        mapped = dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
-        # a transform of the raw rows is done with
-        return mapped.with_format(None) if mapped.format["type"] == "custom" else mapped
+        return dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: a text is not UTF-8 ({error})") from error
 

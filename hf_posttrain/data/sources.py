@@ -38,6 +38,8 @@ def load(
     if streams and others:
         problem = f"{', '.join(streams)} with streaming: true, {', '.join(others)} without"
         raise InputError(f"{what}: streams do not mix with other sources ({problem}): set it for all or for none")
+    if streams and len(sources) == 1 and sources[0].weight != 1:
+        raise InputError(f"{what}: weight is a stream's share among others: {streams[0]} is alone, leave it out")
     with error_context(what):
         parts, wanted = [_load_one(source) for source in sources], None
         if columns_read and len(parts) > 1:

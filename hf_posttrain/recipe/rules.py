@@ -109,6 +109,11 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
         if name.startswith("data.train") and source.streaming and values.max_steps <= 0:
             problem = "true needs train.max_steps, since the length of a stream is not known"
             yield (f"{name}.streaming",), f"{name}.streaming: {problem}"
+    # scripts of HF's read these, its Trainer does not
+    for name, done in (("do_train", True), ("do_eval", values.eval_strategy != "no"), ("do_predict", False)):
+        if recipe.train.get(name, done) is not done:
+            problem = "a run trains, and evaluates as eval_strategy says, whatever this says"
+            yield (f"train.{name}",), f"train.{name}: {problem}: leave it out"
     yield from _below("train", problems(values, METHODS[recipe.method]))
 
 

@@ -168,8 +168,12 @@ class PostTrainer(Trainer):
             except (TypeError, KeyError) as error:
                 what = f"{name}: a {type(rows).__name__} is no data set: pass a datasets.Dataset, or a list of dicts"
                 raise InputError(f"{what} (load_dataset reads files, Dataset.from_generator iterators)") from error
-        # tensors, arrays or frames are a view of the plain values, which is all that is read; not so a transform
-        elif not isinstance(rows, datasets.Dataset) or rows.format["type"] not in (None, "custom"):
+        # tensors, arrays or frames are a view of the plain values, which is all that is read; a transform is made once
+        elif isinstance(rows, datasets.Dataset) and rows.format["type"] == "custom" and len(rows):
+            kept = {*rows[0]}
+            gone = [column for column in rows.column_names if column not in kept]
+            plain = rows.map(dict, batched=True, remove_columns=gone, desc=f"Transforming {name}").with_format(None)
+        elif not isinstance(rows, datasets.Dataset) or rows.format["type"]:
             plain = rows.with_format(None)
         return cls.prepare_rows(plain, tokenizer, args, name)
 
@@ -308,6 +312,7 @@ class PostTrainer(Trainer):
     compute_loss = step.compute_loss
     training_step = step.training_step
     prediction_step = evaluation.prediction_step
+    evaluate = evaluation.evaluate
     evaluation_loop = evaluation.evaluation_loop
     _get_dataloader = evaluation.get_dataloader
     save_model = saving.save_model

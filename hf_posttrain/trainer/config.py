@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from transformers import Trainer, TrainingArguments
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from ..engines import sequence
 from ..engines.launch import check_engine
-from ..errors import InputError, nearest
+from ..errors import InputError
 from . import rules
 from .method import Method
 
@@ -106,8 +105,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             self.greater_is_better = not _FALLING.search(self.metric_for_best_model)
         super().__post_init__()
         if getattr(self.lr_scheduler_type, "value", None) == "reduce_lr_on_plateau":
-            options: Any = {"mode": "max" if self.greater_is_better else "min"}
-            self.lr_scheduler_kwargs = options | (self.lr_scheduler_kwargs or {})
+            direction: Any = {"mode": "max" if self.greater_is_better else "min"}
+            self.lr_scheduler_kwargs = direction | (self.lr_scheduler_kwargs or {})
         if self.fp16 and self.device.type == "cpu":
             raise InputError("fp16: true needs a GPU (on CPU its gradients would not be scaled): leave it out here")
         # Accelerate would cut a laid-out batch by rows, as it does by default with streams
@@ -117,14 +116,15 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         loading.dispatch_batches = False
         if self.world_size > 1 and not loading.even_batches:
             raise InputError("accelerator_config: with even_batches: false ranks wait for each other: set it to true")
-        # options that the learning rate's schedule does not have
+        # options that the learning rate's schedule lacks or does not have
         kind: Any = self.lr_scheduler_type
-        function: Any = TYPE_TO_SCHEDULER_FUNCTION[kind]
-        allowed = inspect.signature(function).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in allowed.values())
-        for name in self.lr_scheduler_kwargs or {}:
-            if name not in allowed and not takes_all:
-                raise InputError(f"lr_scheduler_kwargs: {kind.value} has no option {name}{nearest(name, allowed)}")
+        options: Any = self.lr_scheduler_kwargs
+        try:
+            rates = torch.optim.SGD([torch.zeros(1)], self.learning_rate)
+            get_scheduler(kind, rates, self.get_warmup_steps(100), 100, options)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            problem = str(error).rpartition("() ")[2]
+            raise InputError(f"lr_scheduler_type: {kind.value} with lr_scheduler_kwargs: {problem}") from error
         # an optimizer whose package is missing, which Trainer finds when the model is loaded
         try:
             Trainer.get_optimizer_cls_and_kwargs(self)
@@ -164,8 +164,11 @@ def check_arguments(
 
 
 def check_optimizer(trainer: Any) -> None:
-    """Raises InputError for an optimizer of other weights than those that are trained."""
-    trained = {id(parameter) for parameter in trainer.model.parameters() if parameter.requires_grad}
-    groups = [] if trainer.optimizer is None else trainer.optimizer.param_groups
-    if groups and not any(id(parameter) in trained for group in groups for parameter in group["params"]):
-        raise InputError("optimizers: this optimizer has none of the weights that are trained (of the adapter?)")
+    """Raises InputError for an optimizer that lacks weights which are to be trained."""
+    if trainer.optimizer is None:
+        return
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in trainer.model.named_parameters() if parameter.requires_grad}
+    if lacking := [name for name, parameter in trained.items() if id(parameter) not in held]:
+        found = f"{len(lacking)} of {len(trained)} weights that are trained (such as {lacking[0]})"
+        raise InputError(f"optimizers: this one lacks {found}: give it those, or set their requires_grad to False")

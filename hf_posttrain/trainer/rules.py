@@ -128,6 +128,9 @@ def together(values: Any) -> Iterator[Problem]:
             yield (name, "dataloader_num_workers"), f"{name} needs dataloader_num_workers above 0"
     if values.optim_args and not all("=" in pair for pair in values.optim_args.split(",")):
         yield ("optim_args",), f"optim_args={values.optim_args!r} is not name=value, or several with commas between"
+    if (values.metric_for_best_model or "").endswith("exact_match") and not values.eval_exact_match:
+        problem = "metric_for_best_model: exact match is measured with eval_exact_match: true"
+        yield ("metric_for_best_model", "eval_exact_match"), problem
     if values.eval_exact_match and values.eval_max_completion_length < 1:
         yield ("eval_max_completion_length", "eval_exact_match"), "eval_max_completion_length must be at least 1"
 

@@ -700,6 +700,8 @@ def test_streams_are_interleaved(tmp_path):
     found = "".join(row["text"] for row in load([source(path, streaming=True) for path in paths]))
     assert {*found[:10]} == {"a", "b"}
     assert len(found) == 29  # each row once
+    with pytest.raises(InputError, match=r"b\.jsonl is alone, leave it out"):
+        load(source(paths[1], streaming=True, weight=2.0))
 
 
 def test_cells_of_csv_are_text(tmp_path):

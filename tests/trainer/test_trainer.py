@@ -233,12 +233,28 @@ def test_metrics_callbacks_and_best_model_work_as_in_hf(tmp_path):
      ("distill/ce", False), ("eval_rewards/margins", True), ("mean_token_accuracy", True), ("exact_match", True)],
 )  # fmt: skip
 def test_the_best_of_a_metric_that_should_fall_is_the_lowest(metric, rises, tmp_path):
-    common = {"output_dir": str(tmp_path), "use_cpu": True, "metric_for_best_model": metric}
+    common = {"output_dir": str(tmp_path), "use_cpu": True, "metric_for_best_model": metric, "eval_exact_match": True}
     assert SFTConfig(**common).greater_is_better is rises
     assert SFTConfig(**common, greater_is_better=not rises).greater_is_better is not rises
     config = SFTConfig(**common, lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs={"patience": 1},
                        eval_strategy="epoch")  # fmt: skip
     assert config.lr_scheduler_kwargs == {"patience": 1, "mode": "max" if rises else "min"}
+
+
+def test_a_best_metric_that_does_not_exist_is_told(tmp_path):
+    rows = token_rows("sft", 4)
+    for evaluated, schedule in ((rows, "linear"), ({"a": rows, "b": rows}, "reduce_lr_on_plateau")):
+        trainer = trainer_for(
+            "sft", tiny_model(), rows, tmp_path, eval_rows=evaluated, eval_strategy="steps", eval_steps=1,
+            max_steps=2, metric_for_best_model="eval_b_loss", lr_scheduler_type=schedule,
+        )  # fmt: skip
+        if evaluated is rows:
+            with pytest.raises(InputError, match="metric_for_best_model: eval_b_loss is none of eval_loss, "):
+                trainer.train()
+        else:
+            trainer.train()
+    with pytest.raises(InputError, match="exact match is measured with eval_exact_match: true"):
+        SFTConfig(output_dir=str(tmp_path), metric_for_best_model="eval_exact_match")
 
 
 def test_scores_that_another_trainer_made_are_not_taken(tmp_path):
@@ -300,6 +316,15 @@ def test_streams_train(method, tmp_path):
     assert trainer.state.global_step == 2
 
 
+def test_the_order_of_a_stream_is_told(tmp_path, caplog):
+    rows = token_rows("sft").to_iterable_dataset()
+    with caplog.at_level(logging.INFO):
+        trainer_for("sft", tiny_model(), rows, tmp_path, max_steps=2)
+    assert "train: a stream is read in its own order" in caplog.text
+    with pytest.raises(InputError, match="group_by_length wants all rows, not a stream"):
+        trainer_for("sft", tiny_model(), rows, tmp_path, max_steps=2, train_sampling_strategy="group_by_length")
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_raw_rows_in_a_list_train(method, tmp_path):
     raw = raw_row(TABLE[method].rows, "1+1=", "2", "3")
@@ -335,6 +360,11 @@ def test_a_transform_is_made_once(tmp_path):
     end = lambda batch: batch | {"chosen_ids": [[*ids, 258] for ids in batch["chosen_ids"]]}  # noqa: E731
     trainer = trainer_for("dpo", tiny_model(), rows.with_transform(end), tmp_path, precompute_ref_log_probs=False)
     assert [row["chosen_ids"] for row in trainer.train_dataset] == [[*row["chosen_ids"], 258] for row in rows]
+    raw = datasets.Dataset.from_list([{"question": f"{n}+1=", "answer": str(n + 1)} for n in range(4)])
+    renamed = lambda batch: {"prompt": batch["question"], "completion": batch["answer"]}  # noqa: E731
+    trainer = trainer_for("sft", tiny_model(), raw.with_transform(renamed), tmp_path)
+    given = raw.rename_columns({"question": "prompt", "answer": "completion"})
+    assert trainer.train_dataset[:] == trainer_for("sft", tiny_model(), given, tmp_path).train_dataset[:]
 
 
 def formatted(rows, form):
@@ -786,17 +816,20 @@ def test_a_training_without_a_step_is_an_error(stream, tmp_path):
         trainer.train()
 
 
-def test_an_optimizer_of_other_weights_is_refused(tmp_path):
-    """It would train nothing: made before the adapter was, it has the base's weights, which are frozen."""
+def test_an_optimizer_that_lacks_weights_is_refused(tmp_path):
+    """Made before the adapter was, it has the base's weights, which are frozen, and would train nothing."""
     args, rows = SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1), token_rows("sft")
     model, other = tiny_model(), tiny_model()
     lora = peft.LoraConfig(target_modules="all-linear")
     for given, peft_config in ((model, lora), (other, None)):
         optimizer = torch.optim.SGD(given.parameters(), lr=0.1)
-        with pytest.raises(InputError, match="none of the weights that are trained"):
+        with pytest.raises(InputError, match=r"this one lacks (\d+) of \1 weights that are trained \(such as"):
             SFTTrainer(model, args, None, rows, None, byte_tokenizer(), peft_config=peft_config,
                        optimizers=(optimizer, None))  # fmt: skip
         model = tiny_model()
+    optimizer = torch.optim.SGD(model.model.layers.parameters(), lr=0.1)
+    with pytest.raises(InputError, match=r"\(such as model.embed_tokens.weight\)"):
+        SFTTrainer(model, args, None, rows, None, byte_tokenizer(), optimizers=(optimizer, None))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     SFTTrainer(model, args, None, rows, None, byte_tokenizer(), optimizers=(optimizer, None)).train()
 
