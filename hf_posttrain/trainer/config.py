@@ -116,21 +116,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         loading.dispatch_batches = False
         if self.world_size > 1 and not loading.even_batches:
             raise InputError("accelerator_config: with even_batches: false ranks wait for each other: set it to true")
-        # options that the learning rate's schedule lacks or does not have
-        kind: Any = self.lr_scheduler_type
-        options: Any = self.lr_scheduler_kwargs
-        try:
-            rates = torch.optim.SGD([torch.zeros(1)], self.learning_rate)
-            get_scheduler(kind, rates, self.get_warmup_steps(100), 100, options)
-        except (TypeError, ValueError, ZeroDivisionError) as error:
-            problem = str(error).rpartition("() ")[2]
-            raise InputError(f"lr_scheduler_type: {kind.value} with lr_scheduler_kwargs: {problem}") from error
-        # an optimizer whose package is missing, which Trainer finds when the model is loaded
-        try:
-            Trainer.get_optimizer_cls_and_kwargs(self)
-        except (ImportError, ValueError) as error:
-            if re.search("install|import", str(error)):
-                raise InputError(f"optim: {' '.join(str(error).split())}") from error
+        _try_optimizer(self)
         self.parallelism_config = sequence.settle(self)
         if self.parallelism_config and self.parallelism_config.sp_size > 1 and self.layout == "auto":
             logger.info("layout: padded (with sequence parallelism a row is one document)")
@@ -140,6 +126,24 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             logger.warning(found, self.n_gpu)
             self._n_gpu = 1
         check_engine(self)
+
+
+def _try_optimizer(config: PostTrainConfig) -> None:
+    """Raises InputError for a schedule that its options do not make, or an optimizer whose package is missing: Trainer
+    would find both when the model is loaded."""
+    kind: Any = config.lr_scheduler_type
+    options: Any = config.lr_scheduler_kwargs
+    try:
+        rates = torch.optim.SGD([torch.zeros(1)], config.learning_rate)
+        get_scheduler(kind, rates, config.get_warmup_steps(100), 100, options)
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        problem = str(error).rpartition("() ")[2]
+        raise InputError(f"lr_scheduler_type: {kind.value} with lr_scheduler_kwargs: {problem}") from error
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(config)
+    except (ImportError, ValueError) as error:
+        if re.search("install|import", str(error)):
+            raise InputError(f"optim: {' '.join(str(error).split())}") from error
 
 
 def check_arguments(
