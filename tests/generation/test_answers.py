@@ -55,7 +55,7 @@ from hf_posttrain.generation.exact_match import ExactMatch, answerable, exact_ma
         (r"\boxed{\$5{,}000}", "5000"),
         (r"\boxed{5\text{ km}}", "5"),
         (r"\boxed{90^{\circ}}", "90"),
-        (r"\boxed{\text{(B)}}", "(b)"),
+        (r"\boxed{\text{(B)}}", "b"),
         (r"\boxed{(1,2)}", "(1,2)"),
         (r"\boxed{7} and then \boxed{8", "7"),
         ("The answer is 12 - 5 = 7 apples of 12", "7"),
@@ -68,6 +68,11 @@ from hf_posttrain.generation.exact_match import ExactMatch, answerable, exact_ma
         (r"\boxed{y = 2x + 1}", "y = 2x + 1"),
         (r"\boxed{x + y = 3}", "x + y = 3"),
         ("the answer is 5 = 2 + 3", "5"),
+        ("Yes.", "yes"), ("Yes, since 5 > 3", "3"), ("(B)", "b"), ("C) 12", "c"), ("3 May 2020", "3 may 2020"),
+        ("the answer is <<5=5>>5.", "5"), ("The answer is therefore $7$", "7"), ("Answer:\nParis", "paris"),
+        ("The answer is $2x+1$.", "2x+1"), ("The answer is 7. This answer is correct.", "7"),
+        ("We know what the answer is, so 8", "8"), ("Answer: She sold 48/2 = 24. In all 72.", "72"),
+        ("Answer: The Lord of the Rings", "the lord of the rings"),
     ],
 )
 def test_final_answer(text, answer):
@@ -86,17 +91,44 @@ def test_final_answer(text, answer):
         ("The answer is 1 1/2", "The answer is 1 1/3"),
         ("the answer is √2", "the answer is 2"),
         ("#### New York", "#### New Jersey"),
+        ("The answer is no, since 5 > 3", "The answer is yes, since 5 > 3"),
+        ("(1, 2)", "(3, 2)"), ("#### [0, 1)", "#### [0, 1]"), (r"\boxed{1,2}", r"\boxed{12}"),
+        ("#### 3, 4", "#### 3, 5"),
+        ("The answer is 3 May 2020", "The answer is 4 May 2020"), ("Answer: 2020-05-03", "Answer: 2020-05-04"),
+        ("#### 2 hours 30 minutes", "#### 2 hours 45 minutes"), ("the answer is 5 or x", "the answer is 5"),
+        ("#### A, C", "#### A, B"), ("The answer is C. S. Lewis", "The answer is C"),
+        ("#### Apollo 11", "#### Room 11"),
     ],
 )
 def test_other_answers_that_share_a_number_are_not_equal(one, other):
     assert final_answer(one) != final_answer(other)
 
 
-@pytest.mark.parametrize("text", ["1,", "1/", r"\boxed{", "A: *", "$\\a", "1 1/1 ", "3 ", "A: 1 + ", "#### 1 = "])
+ANSWERS = r"""7 | -3 | $1,200.00 | .5 | 1e3 | 50% | 3/4 | 1 1/2 | 12:30 | 2^{10} | 5 \times 10^3 | 1\frac{3}{4}
+$\frac{\pi}{2}$ | 2\sqrt{3} | \frac{x+1}{2} | 5 km | 5km | 10 m/s | 5\text{ km} | 2 hours 30 minutes | 3, 4 | 5-10
+12 - 5 = 7 | y = 2x + 1 | a = 3, b = 4 | 3+4i | (x + 1)(x - 2) | (1, 2) | [0, 1) | (-∞, 3] | (1,2) \cup (3,4) | \{1, 2\}
+3 May 2020 | 3rd of May, 2020 | May 3, 2020 | 2020-05-03 | 3/5/2020 | yes | No | True | A | (B) | B) Paris | C. 12
+\text{(D)} | Paris | New York | Paris, France | J. K. Rowling | St. Louis | "To be, or not to be" | the Eiffel Tower
+Apollo 11 | O'Hara"""
+
+
+@pytest.mark.parametrize("answer", [answer for line in ANSWERS.splitlines() for answer in line.split(" | ")])
+def test_an_answer_is_the_same_behind_each_mark(answer):
+    marked = (
+        f"Of 9, the answer is {answer}.", f"#### {answer}", f"\\boxed{{{answer}}}", f"**Answer:** {answer}\n(of 9)",
+        f"9. The answer is {answer}, since 5 > 3. So 5 it is.", f"A: {answer}",
+    )  # fmt: skip
+    assert len({*map(final_answer, marked)}) == 1
+    assert final_answer(marked[0]) != "9"
+
+
+@pytest.mark.parametrize("text", ["1,", "1/", r"\boxed{", "A: *", "$\\a", "1 1/1 ", "3 ", "A: 1 + ", "#### 1 = ",
+    "A: a = 1 ", "answer is\n", "A: xx yy zz ", "(1,", "(1,2) ", "A: 1, ", '#### "', "1,22"])  # fmt: skip
 def test_long_texts_take_no_time(text):
     began = time.perf_counter()
     final_answer(text * 5000)
     final_answer(text + 20000 * " ")
+    final_answer(20000 * " " + text)
     assert time.perf_counter() - began < 1
 
 
