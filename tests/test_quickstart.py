@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_posttrain.generation.exact_match import final_answer
+from hf_posttrain.generation.final_answer import final_answer
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.recipe.read import load_recipe, train_config
 from hf_posttrain.run import main

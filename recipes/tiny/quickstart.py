@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posttrain import run
 from hf_posttrain.generation import rollout
-from hf_posttrain.generation.exact_match import final_answer
+from hf_posttrain.generation.final_answer import final_answer
 from hf_posttrain.recipe.read import load_recipe
 
 HERE = Path(__file__).parent

@@ -8,7 +8,8 @@ from accelerate import Accelerator
 from tokenizers_for_tests import byte_tokenizer
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation.exact_match import ExactMatch, answerable, exact_match, final_answer
+from hf_posttrain.generation.exact_match import ExactMatch, answerable, exact_match
+from hf_posttrain.generation.final_answer import final_answer
 
 
 @pytest.mark.parametrize(
