@@ -469,11 +469,17 @@ def test_a_run_that_stop_on_ends_exits_with_1_and_saves_no_model(folder, capsys,
 def test_a_layer_that_lora_does_not_find_is_told_before_anything_is_written(folder, capsys):
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("tiny")).save_pretrained("base")
     byte_tokenizer().save_pretrained("base")
-    wrong = "model={name_or_path: base, lora: {r: 2, target_modules: [q_prj, down_proj]}}"
-    line = error_line(capsys, "sft.yaml", wrong)
-    assert line == (
-        "error: command line: model.lora.target_modules: no layer is called 'q_prj'; did you mean 'q_proj'?"
-    )
+    for option, problem in (
+        ("target_modules: [q_prj, down_proj]", "'q_prj' matches nothing in the model; did you mean 'q_proj'?"),
+        ("alpha_pattern: {q_prj: 4}", "'q_prj' matches no layer with an adapter, or those alone"),
+        ("trainable_token_indices: [300]", "300 is none of the 300 tokens of the model"),
+    ):
+        model = f"model:\n  name_or_path: base\n  lora:\n    {option}\n"
+        Path("lora.yaml").write_text(SFT.replace("model: {name_or_path: tiny, from_scratch: true}\n", model))
+        key = option.partition(":")[0]
+        for check in ([], ["--check"]):
+            line = error_line(capsys, "lora.yaml", *check)
+            assert line.startswith(f"error: lora.yaml:5: peft_config (model.lora): {key}: {problem}")
     assert not Path("out").exists()
 
 

@@ -91,7 +91,7 @@ class DPOTrainer(PostTrainer):
         logps = per_branch(scores["value"], batch).view(-1, 2)
         lengths = per_branch(torch.ones_like(scores["value"]), batch).view(-1, 2)
         if self.reference:
-            self.reference.check_start(logps, ref_logps, lengths)
+            self.reference.check_start(logps, ref_logps, lengths, batch["index"])
 
         pairs, args = Pairs(logps, ref_logps, lengths), self.args
         options = PairedOptions(args.beta, args.label_smoothing, args.simpo_gamma)

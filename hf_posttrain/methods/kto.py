@@ -176,7 +176,7 @@ class KTOTrainer(PostTrainer):
             kl, bco = (logps - batch["ref_logps"])[:, 1:].sum(1), self.args.loss_type == "bco"
             batch |= {"kl": kl, "shift": self.delta.mean.to(kl) if bco else kl.mean()}
         logps, ref, label = logps[:, 0], batch["ref_logps"][:, 0], batch["label"]
-        self.reference.check_start(logps, ref, lengths[:, 0])
+        self.reference.check_start(logps, ref, lengths[:, 0], batch["index"])
 
         log_ratio = logps - ref
         values, weights = self.row_losses(log_ratio, label, batch["shift"]), self.weights(batch)

@@ -88,14 +88,17 @@ class Reference:
             with self.inside(forward.unwrapped(model)):
                 return branch_logps(model, scored).view(len(batch["index"]), -1)
 
-    def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor) -> None:
-        """Warn, once, where policy and reference, one model, differ before the first step. All of one shape."""
+    def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor, rows: Tensor) -> None:
+        """Warn, once, where policy and reference, one model, differ before the first step. All [B] or [B, K], rows
+        their numbers [B]."""
         if self.checked or not self.starts_equal or self.trainer.state.global_step or not logps.requires_grad:
             return
         self.checked = True
-        gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).max().item()
-        if gap > (1e-4 if self.trainer.exact else 5e-2):
+        gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).view(len(rows), -1).amax(1)
+        if len(away := rows[gap > (1e-4 if self.trainer.exact else 5e-2)]):
             logger.warning(
-                "before the first step the policy differs from its reference by %.2g in log-probability per token: is "
-                "dropout or NEFTune's noise on, or does the adapter's initialisation change the base?", gap,
+                "before the first step the policy differs from its reference by %.2g in log-probability per token, in "
+                "%d of %d rows, prepared row %d first: is dropout or NEFTune's noise on, does the adapter's "
+                "initialisation change the base, or did another model score these rows?",
+                gap.max(), len(away), len(rows), away[0],
             )  # fmt: skip

@@ -7,7 +7,7 @@ import copy
 import importlib.util
 import logging
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.integrations import deepspeed as hf_deepspeed
 
 from ..data.lengths import largest_id
-from ..errors import InputError, nearest, nearest_path
+from ..errors import InputError, nearest_path
 from .section import TOKENIZER_FILES, ModelSection, is_local
 
 logger = logging.getLogger(__name__)
@@ -201,21 +201,12 @@ def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig 
         raise InputError(f"{where}: model.lora: {error}") from error
 
 
-def unknown_module(model: torch.nn.Module, names: Iterable[str]) -> str | None:
-    """The first of the names that no module's name ends with, quoted, with the nearest there is; None if all exist."""
-    modules = [f".{name}" for name, _ in model.named_modules()]
-    for name in names:
-        if not any(module.endswith(f".{name}") for module in modules):
-            return repr(name) + nearest(name, {module.rpartition(".")[2] for module in modules}, listed=False)
-    return None
-
-
 def of_adapters(policy: peft.PeftModel, name: str) -> bool:
     """Does the weight of this name go away when adapters are switched off? LoRA's bias, one of the base, does not."""
     return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
 
 
-def adapter_shape(config: peft.PeftConfig) -> Any:
+def adapter_shape(config: Any) -> Any:
     """A copy of an adapter's config for weights that come next: PiSSA and the like would change the base once more."""
     copied = copy.deepcopy(config)
     if hasattr(copied, "init_lora_weights"):

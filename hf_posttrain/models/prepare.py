@@ -1,6 +1,9 @@
 """The policy: from a loaded model to one that is ready to train, with the adapter and generation config it keeps."""
 
+import copy
+import itertools
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -13,7 +16,7 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..data import chat
-from ..errors import InputError
+from ..errors import InputError, nearest
 from ..scoring import cpu, forward
 from ..scoring.rotary import rope_switch
 from . import load
@@ -130,13 +133,15 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
 
 
 def add_adapter(model: nn.Module, config: Any) -> nn.Module:
-    """The model with a new adapter. Raises InputError where it has one, and for what PEFT refuses."""
+    """The model, which may be on the meta device, with a new adapter. Raises InputError where it has one, for what PEFT
+    refuses, and for names in the config that nothing in the model has."""
     if isinstance(model, peft.PeftModel):
         raise InputError(
             "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
         )
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    asked, config = config, copy.deepcopy(config)  # PEFT writes into it
     # routers that are a linear layer by class and return several tensors
     linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     own = "transformers.models."
@@ -144,13 +149,59 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
     if routers and getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
         config.exclude_modules = sorted(routers)
         logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
-    if unknown := load.unknown_module(model, getattr(config, "modules_to_save", None) or ()):
-        raise InputError(f"modules_to_save: the model has no module {unknown}")
+    modules, what = [name for name, _ in model.named_modules()], "peft_config (model.lora)"
+    # PEFT reads these rows of the embedding at once
+    tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
+    rows = itertools.chain(*tokens.values()) if isinstance(tokens, dict) else tokens
+    size = forward.causal_lm(model).config.get_text_config().vocab_size
+    if wrong := [row for row in rows if not 0 <= row < size]:
+        raise InputError(f"{what}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
     try:
-        return peft.get_peft_model(model, config)
-    except (ValueError, TypeError, ImportError) as error:
+        policy: Any = peft.get_peft_model(model, config)
+    except (ValueError, TypeError, ImportError, re.error) as error:
         first = str(error).strip().partition("\n")[0]
-        raise InputError(f"peft_config (model.lora): {first}") from error
+        raise InputError(f"{what}: {first}") from error
+    for problem in _passed_over(policy, asked, modules):
+        policy.unload().tie_weights()  # as it was, for another try
+        raise InputError(f"{what}: {problem}")
+    return policy
+
+
+def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
+    """What PEFT has left out in silence of `asked`, an adapter's config as the user gave it.
+
+    modules: names in the model without the adapter.
+    """
+    given: Any = lambda option: getattr(asked, option, None) or ()  # noqa: E731
+    adapted = [name for kind in ("module", "parameter") for name in getattr(policy, f"targeted_{kind}_names", ())]
+    places = {"target_modules": adapted, "target_parameters": adapted}
+    for option, names in (places | {"exclude_modules": modules, "modules_to_save": modules}).items():
+        # a list has ends of names; a string is an expression of whole ones, and of targets PEFT says if none match
+        expression = option != "modules_to_save" and isinstance(given(option), str)
+        for each in [given(option)] if expression else sorted(given(option)):
+            pattern = each if expression else rf"(.*\.)?{re.escape(each)}"
+            if (option, expression) != ("target_modules", True) and not any(re.fullmatch(pattern, n) for n in names):
+                ends = {name.rpartition(".")[2] for name in modules}
+                missing = f"matches nothing in the model{nearest(each, ends, listed=False)}"
+                yield f"{option}: {each!r} {'is left out by other options' if each in ends else missing}"
+    for option in ("rank_pattern", "alpha_pattern"):
+        # of several expressions that match a layer PEFT takes the first
+        used = {next((key for key in given(option) if re.match(rf"(.*\.)?({key})$", name)), None) for name in adapted}
+        for key in given(option):
+            if key not in used:
+                yield f"{option}: {key!r} matches no layer with an adapter, or those alone that an earlier key matches"
+    layers = getattr(asked, "layers_to_transform", None)
+    wanted = set() if layers is None else {layers} if isinstance(layers, int) else set(layers)
+    lists = given("layers_pattern") or ["[^.]*"]
+    numbered = rf"(?:^|.*?\.)(?:{lists if isinstance(lists, str) else '|'.join(lists)})\.(\d+)\."
+    found = {int(match[1]) for name in adapted if (match := re.match(numbered, name))}
+    if wanted and wanted != found:
+        yield f"layers_to_transform: asks for layers {sorted(wanted)}, and adapters are in {sorted(found)}"
+    # PEFT's adapters of the two are then views of one memory, which each move or cast of the model parts
+    head, embedding = (getattr(policy.get_base_model(), f"get_{end}_embeddings")() for end in ("output", "input"))
+    if given("ensure_weight_tying") and isinstance(head, BaseTunerLayer) and head.weight is embedding.weight:
+        instead = "modules_to_save: [embed_tokens], or trainable_token_indices"
+        yield f"ensure_weight_tying: LoRA on a tied head does not stay tied on its way to a GPU: use {instead}"
 
 
 def switch_off_noise(model: nn.Module) -> list[str]:
@@ -164,7 +215,7 @@ def switch_off_noise(model: nn.Module) -> list[str]:
     inner.own_rates = getattr(inner, "own_rates", [])  # of an earlier trainer of the same model
     owner: Any
     for owner in (inner.config, inner.config.get_text_config(), *model.modules()):
-        rates = {name: rate for name, rate in vars(owner).items() if _is_rate(name, rate)}
+        rates = {name: rate for name, rate in vars(owner).items() if "drop" in name and type(rate) is float and rate > 0}
         if isinstance(owner, nn.Dropout) and owner.p:
             rates["p"] = owner.p
         if rates:
@@ -190,10 +241,6 @@ def switch_on_noise(model: nn.Module) -> None:
             del module.train
     if found:
         logger.info("disable_dropout: false: on again, which a trainer before had switched off")
-
-
-def _is_rate(name: str, value: Any) -> bool:
-    return "drop" in name and isinstance(value, float) and value > 0
 
 
 def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:

@@ -71,8 +71,11 @@ def imported(module: str) -> Any:
 def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     """(tokenizer, LoRA config or None), after everything about both models that shows without weights; with the config
     of a run, its vLLM server must be there and serve such adapters. Raises InputError."""
+    import torch
+
     from ..generation import vllm
     from ..models import load as models
+    from ..models.prepare import add_adapter
 
     # tokenizers and vocabularies
     with error_context(recipe.where("model.name_or_path")):
@@ -86,12 +89,15 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
         if section.attn_implementation not in ("auto", "eager", "sdpa"):
             with error_context(recipe.where(f"{key}.attn_implementation")):
                 models.load_skeleton(section)
-    # the adapter, and its layers where they are named one by one
+    # the adapter, and what it names in the model
     peft_config = models.lora_config(recipe.model, recipe.where("model.lora"))
-    key, wanted = "model.lora.target_modules", getattr(peft_config, "target_modules", None)
-    wanted = wanted if isinstance(wanted, list | set) else []
-    if wanted and (unknown := models.unknown_module(models.load_skeleton(recipe.model), wanted)):
-        raise InputError(f"{recipe.where(key)}: {key}: no layer is called {unknown}")
+    if not (recipe.model.lora or {}).keys() <= {"r", "alpha", "dropout"}:
+        try:
+            with torch.device("meta"):
+                add_adapter(models.load_skeleton(recipe.model), models.adapter_shape(peft_config))
+        except InputError as error:
+            option = str(error).split(": ")[1]
+            raise InputError(f"{recipe.where(f'model.lora.{option}')}: {error}") from error
     if getattr(config, "rollout", None) == "vllm":
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
         with error_context(recipe.where(key)):

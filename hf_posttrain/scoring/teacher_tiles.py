@@ -2,8 +2,9 @@
 
 Over the whole vocabulary (`dense`) or on the sampled tokens alone; over a teacher's cached top tokens: `top_tokens`.
 
-Student and teacher must have the same token ids; padding of either vocabulary is sliced off. The teacher's logits come
-from its hidden states tile by tile, alongside the student's, so neither model's logits exist in full.
+Student and teacher must have the same token ids. A divergence is over those that both heads have, padding that both
+have among them; a cross-entropy is over the student's whole head. The teacher's logits come from its hidden states tile
+by tile, alongside the student's, so neither model's logits exist in full.
 
 Legend: N scored tokens, n of one tile, V vocabulary, H hidden size.
 """

@@ -219,6 +219,8 @@ class PostTrainer(Trainer):
 
         model: the policy. Where its engine has yet to prepare it, it is left for later; the second model is checked.
         """
+        if forward.causal_lm(self.model) is not self.scored[0]:
+            raise InputError("trainer.model was replaced: build a trainer for that model, which prepares it")
         if self.scoring_checked:
             return
         self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)

@@ -3,13 +3,13 @@
 import copy
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
 import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -176,12 +176,11 @@ def save_merged(trainer: Any, folder: str) -> None:
         return
     # a twin in one piece, with the same adapter; not through from_config, since DeepSpeed would cut it
     inner, trained = policy.get_base_model(), policy.active_adapter
-    config = copy.deepcopy(inner.config)
-    ends = inner.get_input_embeddings(), inner.get_output_embeddings()
-    if any(isinstance(end, BaseTunerLayer | ModulesToSaveWrapper) for end in ends):
-        # head and embedding are no longer one tensor
-        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-    base = sharded.plain_class(inner)(config).to(inner.dtype)
+    base = sharded.plain_class(inner)(copy.deepcopy(inner.config)).to(inner.dtype)
+    # a tied head is merged by itself, and is one tensor with the embedding again if they are equal then
+    head = base.get_output_embeddings()
+    if tied := head is not None and head.weight is base.get_input_embeddings().weight:
+        head.weight = nn.Parameter(head.weight.detach().clone())
     twin = peft.get_peft_model(base, adapter_shape(policy.peft_config[trained]), adapter_name=trained)
     others = set(policy.peft_config) - {trained}
     twin.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})
@@ -189,7 +188,13 @@ def save_merged(trainer: Any, folder: str) -> None:
     for name, buffer in policy.named_buffers():  # some kinds draw what no state dict has
         if name in buffers:
             buffers[name].copy_(buffer)
-    merged: Any = twin.merge_and_unload()
+    with warnings.catch_warnings(action="ignore"):  # that head and embedding are two tensors for now
+        merged: Any = twin.merge_and_unload()
+    if tied:
+        head, embedding, config = merged.get_output_embeddings(), merged.get_input_embeddings(), merged.config
+        if equal := torch.equal(head.weight, embedding.weight):
+            head.weight = embedding.weight
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
     for saved in (merged, trainer.tokenizer, trainer.generation_config):
         saved.save_pretrained(folder)
     check_saved(merged, folder)
@@ -201,9 +206,11 @@ def check_mergeable(model: Any) -> None:
     quantised = has_adapter and getattr(model.get_base_model(), "is_quantized", False)
     if problem := rules.merge_problem(has_adapter, quantised):
         raise InputError(problem)
-    layers: dict[Any, Any] = {type(layer): layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)}
+    # of each kind the smallest is copied: a head has gigabytes
+    found: list[Any] = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+    found.sort(key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
     try:
-        for layer in layers.values():
+        for layer in {type(layer): layer for layer in found}.values():
             if not any(hasattr(weight, "ds_id") or weight.is_meta for weight in layer.parameters()):  # whole and here
                 copy.deepcopy(layer).merge()
     except (ValueError, NotImplementedError) as error:

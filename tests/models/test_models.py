@@ -1,7 +1,9 @@
 """Tokenizers, models and adapters from a recipe's section; vocabularies; layouts; what a saved model stops at."""
 
+import copy
 import json
 import logging
+import re
 import shutil
 from pathlib import Path
 
@@ -285,7 +287,7 @@ def test_adapters_that_would_not_be_what_was_trained_are_refused(tmp_path):
     plain, lora = tiny_model(), {"target_modules": ["q_proj"], "r": 2}
     for config, message in [
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4 begins at a random part of the weights"),
-        ({"modules_to_save": ["lm_haed"]}, "modules_to_save: the model has no module 'lm_haed'"),
+        ({"init_lora_weights": True, "rank_pattern": {"(": 2}}, "unterminated subpattern"),
     ]:
         with pytest.raises(InputError, match=message):
             trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=peft.LoraConfig(**lora, **config))
@@ -296,6 +298,51 @@ def test_adapters_that_would_not_be_what_was_trained_are_refused(tmp_path):
     merged.merge_adapter()
     with pytest.raises(InputError, match="the adapter is merged into the weights"):
         trainer_for("sft", merged, token_rows("sft"), tmp_path)
+
+
+UNMATCHED = [
+    ({"modules_to_save": ["lm_haed"]}, "modules_to_save: 'lm_haed' matches nothing in the model; did you mean"),
+    ({"target_modules": ["q_proj", "k_prj"]}, "target_modules: 'k_prj' matches nothing in the model; did you mean"),
+    ({"modules_to_save": ["q_proj"]}, "target_modules: 'q_proj' is left out by other options"),
+    ({"exclude_modules": ["q_proj.1"]}, "exclude_modules: 'q_proj.1' matches nothing in the model"),
+    ({"exclude_modules": ".*layer"}, "exclude_modules: '.*layer' matches nothing"),
+    ({"target_parameters": ["experts.up"]}, "target_parameters: 'experts.up' matches nothing in the model"),
+    ({"layers_to_transform": [0, 2]}, "layers_to_transform: asks for layers [0, 2], and adapters are in [0]"),
+    ({"layers_to_transform": 2}, "You specified 'layers_to_transform': 2"),
+    ({"layers_to_transform": [0], "target_parameters": ["experts.down_proj"]}, "[0], and adapters are in [0, 1]"),
+    ({"rank_pattern": {"v_proj": 4}}, "rank_pattern: 'v_proj' matches no layer with an adapter"),
+    ({"alpha_pattern": {"q_proj": 4, "0.self_attn.q_proj": 2}}, "alpha_pattern: '0.self_attn.q_proj' matches no layer"),
+    ({"trainable_token_indices": [5, 300]}, "trainable_token_indices: 300 is none of the 300 tokens of the model"),
+    ({"trainable_token_indices": {"lm_head": [-1]}}, "trainable_token_indices: -1 is none of the 300 tokens"),
+    ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "LoRA on a tied head does not stay tied"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), UNMATCHED)
+def test_what_an_adapter_names_and_the_model_lacks_is_refused(options, message):
+    """PEFT adapts what is left, in silence. The model is as it was, for another try, and may be on the meta device."""
+    model = tiny_model("qwen3_moe", tie_word_embeddings=True)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(model.config)
+    for each in (model, skeleton):
+        names = [name for name, _ in each.named_modules()]
+        config = peft.LoraConfig(**{"target_modules": ["q_proj", "k_proj"], "r": 2} | copy.deepcopy(options))
+        with pytest.raises(InputError, match=re.escape(message)):
+            prepare.add_adapter(each, config)
+        assert [name for name, _ in each.named_modules()] == names
+        assert each.lm_head.weight is each.model.embed_tokens.weight
+
+
+def test_what_an_adapter_names_and_the_model_has_is_taken():
+    """Expressions, endings of names and whole names; the config may be used for another model."""
+    taken = {"layers_to_transform": [1], "layers_pattern": ["h", "layers"]}, {"layers_to_transform": 0}
+    taken += {"rank_pattern": {r".*\.0\..*q_proj": 4, "q_proj": 1}}, {"exclude_modules": ["lm_head", "model.norm"]}
+    taken += {"target_modules": r".*\.q_proj", "exclude_modules": r".*1\.self_attn.*"}, {"target_modules": "all-linear"}
+    for options in (*taken, {"target_parameters": ["experts.down_proj"], "rank_pattern": {"down_proj": 4}}):
+        config = peft.LoraConfig(**{"target_modules": ["q_proj", "self_attn.k_proj"], "r": 2} | options)
+        before = copy.deepcopy(config)
+        prepare.add_adapter(tiny_model("qwen3_moe"), config)
+        assert config == before
 
 
 def test_one_layer_may_be_named_without_a_list():

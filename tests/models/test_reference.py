@@ -99,6 +99,15 @@ def test_a_policy_that_starts_away_from_its_reference_warns(tmp_path, caplog):
         assert ("differs from its reference" in caplog.text) == expected
 
 
+def test_rows_whose_scores_are_of_another_model_are_named(tmp_path, caplog):
+    trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, precompute_ref_log_probs=True)
+    add = lambda row: {"ref_logps": [score + 9 * (row["index"] in (1, 2)) for score in row["ref_logps"]]}  # noqa: E731
+    trainer.train_dataset = trainer.train_dataset.map(add)
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert "in 2 of 4 rows, prepared row 1 first" in caplog.text
+
+
 @pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
 def test_disable_dropout_reaches_lora_and_attention(method, tmp_path):
     model = tiny_model(attention_dropout=0.3)

@@ -42,12 +42,19 @@ def test_unfrozen_weights_of_the_base_are_saved_with_the_adapter_and_resumed(tmp
     assert logged(resumed)[:4] == logged(trainer)[:4]
 
 
-@pytest.mark.parametrize("option", [
-    {"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["q_proj", "embed_tokens"]},
-    {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
-], ids=["lm_head", "embed_tokens", "modules_to_save"])  # fmt: skip
-def test_an_adapter_on_a_tied_head_merges_into_what_was_trained(option, tmp_path):
-    config = peft.LoraConfig(r=4, **option)
+TIED = {"ensure_weight_tying": True}
+
+
+@pytest.mark.parametrize(("option", "tied"), [
+    ({"target_modules": ["q_proj", "lm_head"]}, False), ({"target_modules": ["q_proj", "embed_tokens"]}, False),
+    ({"modules_to_save": ["lm_head"]}, False), ({"modules_to_save": ["lm_head"]} | TIED, True),
+    ({"modules_to_save": ["embed_tokens"]} | TIED, True), ({}, True), ({"trainable_token_indices": [5, 6]}, True),
+    ({"trainable_token_indices": {"lm_head": [5, 6]}}, False),
+    ({"trainable_token_indices": {"lm_head": [5], "embed_tokens": [6]}}, False),
+])  # fmt: skip
+def test_an_adapter_on_a_tied_head_merges_into_what_was_trained(option, tied, tmp_path):
+    """It stays tied where head and embedding were trained as one."""
+    config = peft.LoraConfig(r=4, **{"target_modules": ["q_proj"]} | copy.deepcopy(option))
     model = tiny_model("qwen3")
     assert model.config.tie_word_embeddings
     before = logits(model)
@@ -58,7 +65,9 @@ def test_an_adapter_on_a_tied_head_merges_into_what_was_trained(option, tmp_path
     trainer.save_model(tmp_path / "merged")
     trained = logits(trainer.model)
     assert (trained - before).abs().max() > 0.1
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), trained)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(merged), trained)
+    assert merged.config.tie_word_embeddings is tied
 
 
 def test_vera_is_saved_with_its_projections(tmp_path):

@@ -596,6 +596,18 @@ def test_a_second_adapter_and_a_frozen_model_are_refused(tmp_path):
         trainer_for("sft", tiny_model().requires_grad_(False), token_rows("sft"), tmp_path)
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_model_that_is_replaced_is_refused(method, tmp_path):
+    """HF's train would move nothing at all: it runs the old model, with an optimizer of the new one."""
+    rows = token_rows(method)
+    for peft_config in (None, peft.LoraConfig(target_modules=["q_proj"])):
+        trainer = trainer_for(method, tiny_model(), rows, tmp_path, eval_rows=rows, peft_config=peft_config)
+        trainer.model = tiny_model(seed=1)
+        for use in (trainer.train, trainer.evaluate):
+            with pytest.raises(InputError, match=r"trainer\.model was replaced"):
+                use()
+
+
 def test_a_non_finite_loss_is_shown_and_its_step_named(tmp_path, caplog):
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, max_steps=4, logging_steps=4)
     real = trainer.losses
