@@ -52,7 +52,7 @@ def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, temp
 
 
 def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
-    """Make generation stop at every id of `ends` and at eos, in memory and, by the config that is returned, saved."""
+    """Make generation stop at every id of `ends`, in memory and, by the config that is returned, saved."""
     inner = forward.causal_lm(model)
     if getattr(inner, "generation_config", None) is None:
         inner.generation_config = GenerationConfig.from_model_config(inner.config)
@@ -62,7 +62,6 @@ def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends:
         if (value := getattr(tokenizer, name)) is not None:
             setattr(config, name, value)
             setattr(generation, name, value)
-    ends = list(dict.fromkeys([*ends, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])]))
     generation.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
     # one that HF would refuse to save (a temperature without sampling, as in some releases) is made to sample
     try:
@@ -105,11 +104,10 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if not trained:
         raise InputError("no parameter of the model requires a gradient: there is nothing to train")
     if isinstance(model, peft.PeftModel):
-        if args.activation_checkpointing and getattr(model.active_peft_config, "alora_invocation_tokens", None):
-            raise InputError("alora_invocation_tokens needs activation_checkpointing: false")
-        # checkpointed layers need an input with a gradient, and the base is frozen
         if args.activation_checkpointing:
-            model.enable_input_require_grads()
+            if getattr(model.active_peft_config, "alora_invocation_tokens", None):
+                raise InputError("alora_invocation_tokens needs activation_checkpointing: false")
+            model.enable_input_require_grads()  # which checkpointed layers need, and the base is frozen
         # trained copies of layers (modules_to_save) have the base's dtype: in bf16 they would hardly move
         for parameter in trained:
             if args.bf16 and parameter.dtype == torch.bfloat16:
@@ -174,29 +172,29 @@ def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
     """
     given: Any = lambda option: getattr(asked, option, None) or ()  # noqa: E731
     adapted = [name for kind in ("module", "parameter") for name in getattr(policy, f"targeted_{kind}_names", ())]
+    ends = {name.rpartition(".")[2] for name in modules}
     places = {"target_modules": adapted, "target_parameters": adapted}
     for option, names in (places | {"exclude_modules": modules, "modules_to_save": modules}).items():
-        # a list has ends of names; a string is an expression of whole ones, and of targets PEFT says if none match
-        expression = option != "modules_to_save" and isinstance(given(option), str)
-        for each in [given(option)] if expression else sorted(given(option)):
-            pattern = each if expression else rf"(.*\.)?{re.escape(each)}"
-            if (option, expression) != ("target_modules", True) and not any(re.fullmatch(pattern, n) for n in names):
-                ends = {name.rpartition(".")[2] for name in modules}
+        if isinstance(wanted := given(option), str) and option != "modules_to_save":
+            # an expression of whole names; of targets PEFT says itself if none match
+            patterns = {wanted: wanted} if option == "exclude_modules" else {}
+        else:
+            patterns = {end: rf"(.*\.)?{re.escape(end)}" for end in sorted(wanted)}
+        for each, pattern in patterns.items():
+            if not any(re.fullmatch(pattern, name) for name in names):
                 missing = f"matches nothing in the model{nearest(each, ends, listed=False)}"
                 yield f"{option}: {each!r} {'is left out by other options' if each in ends else missing}"
     for option in ("rank_pattern", "alpha_pattern"):
         # of several expressions that match a layer PEFT takes the first
         used = {next((key for key in given(option) if re.match(rf"(.*\.)?({key})$", name)), None) for name in adapted}
-        for key in given(option):
-            if key not in used:
-                yield f"{option}: {key!r} matches no layer with an adapter, or those alone that an earlier key matches"
-    layers = getattr(asked, "layers_to_transform", None)
-    wanted = set() if layers is None else {layers} if isinstance(layers, int) else set(layers)
-    lists = given("layers_pattern") or ["[^.]*"]
-    numbered = rf"(?:^|.*?\.)(?:{lists if isinstance(lists, str) else '|'.join(lists)})\.(\d+)\."
-    found = {int(match[1]) for name in adapted if (match := re.match(numbered, name))}
-    if wanted and wanted != found:
-        yield f"layers_to_transform: asks for layers {sorted(wanted)}, and adapters are in {sorted(found)}"
+        if unused := [key for key in given(option) if key not in used]:
+            yield f"{option}: {unused[0]!r} matches no layer with an adapter, or those of an earlier key alone"
+    if (layers := getattr(asked, "layers_to_transform", None)) not in (None, []):
+        chosen, lists = {layers} if isinstance(layers, int) else {*layers}, given("layers_pattern") or "[^.]*"
+        numbered = rf"(?:^|.*?\.)(?:{lists if isinstance(lists, str) else '|'.join(lists)})\.(\d+)\."
+        found = {int(match[1]) for name in adapted if (match := re.match(numbered, name))}
+        if chosen != found:
+            yield f"layers_to_transform: asks for layers {sorted(chosen)}, and adapters are in {sorted(found)}"
     # PEFT's adapters of the two are then views of one memory, which each move or cast of the model parts
     head, embedding = (getattr(policy.get_base_model(), f"get_{end}_embeddings")() for end in ("output", "input"))
     if given("ensure_weight_tying") and isinstance(head, BaseTunerLayer) and head.weight is embedding.weight:
@@ -215,7 +213,8 @@ def switch_off_noise(model: nn.Module) -> list[str]:
     inner.own_rates = getattr(inner, "own_rates", [])  # of an earlier trainer of the same model
     owner: Any
     for owner in (inner.config, inner.config.get_text_config(), *model.modules()):
-        rates = {name: rate for name, rate in vars(owner).items() if "drop" in name and type(rate) is float and rate > 0}
+        floats = {name: value for name, value in vars(owner).items() if isinstance(value, float)}
+        rates = {name: value for name, value in floats.items() if "drop" in name and value > 0}
         if isinstance(owner, nn.Dropout) and owner.p:
             rates["p"] = owner.p
         if rates:

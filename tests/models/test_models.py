@@ -244,7 +244,7 @@ def test_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
     tokenizer = base_tokenizer()  # eos is <|endoftext|> 256, turns end with <|im_end|> 258
     model = AutoModelForCausalLM.from_config(tiny_config())
     model.generation_config.eos_token_id = 2  # of another tokenizer
-    prepare.align_generation(model, tokenizer, [258])
+    prepare.align_generation(model, tokenizer, [258, 256])
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
