@@ -1,6 +1,6 @@
 """The final answer of a solution, in one spelling: which texts say the same.
 
-Of 56 kinds of answer that tests put behind six marks each, math-verify 0.9 reads 15 alike behind all of them: it is made
+Of 56 kinds of answer that tests put behind six marks each, math-verify 0.9 reads 15 alike behind all: it is made
 for expressions, and takes a number from words, dates, times and choices.
 """
 
