@@ -104,6 +104,7 @@ def check(
     for name in (name for name in recipe.train if name.startswith(("rollout", "vllm_"))):
         setattr(config, name, recipe.train[name])
     from ..data.lengths import warn_if_too_long
+    from ..data.prepare import noted
     from ..models.load import load_skeleton
     from ..recipe.datasets import audit_data, prepare_data
     from . import memory, placement, plan, probe, trained
@@ -113,6 +114,7 @@ def check(
     logger, logged = logging.getLogger("hf_posttrain"), BufferingHandler(capacity=10_000)
     logged.setLevel(logging.WARNING)
     logger.addHandler(logged)
+    noted.disabled = True  # the page says it
     try:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)
         models = []
@@ -125,6 +127,7 @@ def check(
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
     finally:
         logger.removeHandler(logged)
+        noted.disabled = False
     if config.process_index != 0:
         return None
 
@@ -134,11 +137,10 @@ def check(
     values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
     defaulted = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
     resolved, data = recipe.to_dict(), audit_data(recipe, tokenizer, config)
-    told = tuple(f": {note}" for audit in data.values() for note in audit.notes)
     return Check(
         str(recipe.path), recipe.method, resolved, resolved["train"], defaulted, data,
         tokens=trained.audit_tokens(recipe, tokenizer, config, models),
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=estimate, probe=probed,
-        notes=[text for record in logged.buffer if not (text := record.getMessage()).endswith(told)],
+        notes=[record.getMessage() for record in logged.buffer],
     )  # fmt: skip

@@ -6,7 +6,7 @@ From the template's own {% generation %} tags where it has them, otherwise from 
 import re
 from bisect import bisect_left, bisect_right
 from contextlib import suppress
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -33,23 +33,19 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
         tokenizer, messages, tools, template_kwargs, end_id, full
     )
     # 2. of each turn, nothing behind its end (a line break, a second end); no turn that is an end alone, which would
-    # teach empty answers
-    trained, mask, wrote = mask, [], []
-    for is_turn, pairs in groupby(zip(trained, ids, strict=True), key=lambda pair: bool(pair[0])):
-        turn, begin = [i for _, i in pairs], len(mask)
-        if not is_turn or not str(tokenizer.decode(turn, skip_special_tokens=True)).strip():
-            mask += [0] * len(turn)
-            continue
-        kept = len(chat.end_once(tokenizer, turn, end_id)) if end_id in turn else len(turn)
-        kept = min(kept, len(turn))
-        mask += [1] * kept + [0] * (len(turn) - kept)
-        wrote.append(full[offsets[begin][0] : offsets[begin + kept - 1][1]])
-    if not any(mask):
+    # teach empty answers. Where a template writes no headers, turns of assistants follow one another in one run
+    ends = [0, *accumulate(int(i == end_id) for i in ids)]
+    for _, turn in groupby(range(len(ids)), lambda n: (mask[n], ends[n])):
+        first, stop = (place := [*turn])[0], place[-1] + 1
+        if not str(tokenizer.decode(ids[first:stop], skip_special_tokens=True)).strip():
+            mask[first:stop] = [0] * (stop - first)
+    runs = [[*run] for trained, run in groupby(range(len(ids)), mask.__getitem__) if trained]
+    if not runs:
         raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
-    _check_written(tokenizer, messages, full, wrote)
+    _check_written(tokenizer, messages, full, [full[offsets[run[0]][0] : offsets[run[-1]][1]] for run in runs])
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
-    size = len(mask) - mask[::-1].index(1)
-    end = [end_id] if messages[-1]["role"] == "assistant" and ids[size - 1] != end_id else []
+    size, last = runs[-1][-1] + 1, messages[-1]
+    end = [end_id] if last["role"] == "assistant" and text_of(last).strip() and ids[size - 1] != end_id else []
     # 4. BOS once: some templates write it, for others the tokenizer does
     prefix = chat.prefix_ids(tokenizer)
     prefix = [] if ids[: len(prefix)] == prefix else prefix
@@ -57,8 +53,8 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
 
 
 def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, wrote: list[str]) -> None:
-    """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has.
-    Special tokens alone say nothing."""
+    """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has
+    (special tokens alone say nothing), and for a content of another's that stands in trained turns alone."""
     for n, message in enumerate(messages):
         others = [other["content"] for other in messages if other is not message]
         for text in (message["content"].strip(), *call_names(message)) if message["role"] == "assistant" else ():
@@ -69,6 +65,12 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"
                 why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
                 raise InputError(f"assistant_only_loss: {problem}: {why}")
+    trained, said = "\n".join(wrote), text_of([message for message in messages if message["role"] == "assistant"])
+    for n, message in enumerate(messages):
+        text = message["content"].strip()
+        if message["role"] != "assistant" and text and full.count(text) == trained.count(text) > said.count(text):
+            problem = f"the chat template writes message {n} ({message['role']}) inside a turn of the assistant's"
+            raise InputError(f"assistant_only_loss: {problem}: {shown(text)} would be trained")
 
 
 def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
@@ -95,6 +97,9 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id, full) ->
     mask, limit = [0] * len(given.ids), len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
         begin = given.begin_of(n)
+        if not text_of(messages[n]).strip():
+            limit = begin
+            continue
         first, stop = given.token_at(begin), given.stop_of(n, begin, limit)
         while stop > first and not full[given.offsets[stop - 1][0] : given.offsets[stop - 1][1]].strip():
             stop -= 1
@@ -140,30 +145,33 @@ class _Rendered(NamedTuple):
 
     def stop_of(self, n: int, begin: int, limit: int) -> int:
         """The token behind the end of message n, which stands between the characters `begin` and `limit`."""
-        found, behind = self.content_of(n, begin, limit)
+        behind = self.content_of(n, begin, limit)
         after, stop, later = self.token_at(behind), len(self.ids), self.messages[n + 1 :]
         ends_there = after < len(self.ids) and self.ids[after] == self.end_id
         if later and (self.messages[n].get("tool_calls") or not ends_there):
-            # calls follow the content, or there is no end: the turn rendered as the last one shows how far it goes
-            stop = self.stop_as_last(n, after) or self.stop_before(n, begin, found, behind, limit)
+            # calls follow the content, or there is no end: the turn rendered as the last one shows how far it goes,
+            # without the thinking (a key of its own) that a template writes of the last turn alone
+            turn = self.messages[n]
+            bare = {key: value for key, value in turn.items() if key in ("role", "content", "tool_calls")}
+            whole = self.stop_as_last(n, after, turn) or self.stop_as_last(n, after, bare)
+            stop = whole or self.stop_before(n, behind, limit)
         if self.end_id in self.ids[after:stop]:
             stop = self.ids.index(self.end_id, after) + 1
         return stop
 
-    def content_of(self, n: int, begin: int, limit: int) -> tuple[int, int]:
-        """Where the content of message n begins and ends, or what the template has kept of it: it may drop the thinking
-        at its beginning. The content may hold the text of the turn end, so that is looked for behind it."""
+    def content_of(self, n: int, begin: int, limit: int) -> int:
+        """Where the content of message n ends, or what the template has kept of it: it may drop the thinking at its
+        beginning. The content may hold the text of the turn end, so that is looked for behind it."""
         content = self.messages[n]["content"].strip()
         kept = (content[at:].lstrip() for at in (0, *(m.end() for m in re.finditer(r"[\n>]", content))))
-        places = ((at, at + len(text)) for text in kept if (at := self.full.find(text, begin, limit)) >= 0)
-        return next(places, (begin, begin))
+        return next((at + len(text) for text in kept if (at := self.full.find(text, begin, limit)) >= 0), begin)
 
-    def stop_as_last(self, n: int, after: int) -> int | None:
-        """The token behind message n as far as its rendering as the last one is the beginning of the whole; None where
-        a last turn is written otherwise."""
+    def stop_as_last(self, n: int, after: int, turn: dict[str, Any]) -> int | None:
+        """The token behind message n as far as the rendering of `turn` in its place, as the last one, is the beginning
+        of the whole; None where a last turn is written otherwise."""
         alone = ""
         with suppress(InputError):  # a template may refuse a call that has no answer
-            alone = self.render(self.messages[: n + 1])
+            alone = self.render([*self.messages[:n], turn])
         stop = bisect_right(self.offsets, chat.shared_length(alone, self.full), key=lambda offset: offset[1])
         rest = alone[self.offsets[stop][0] :].strip() if stop < len(self.ids) else ""
         special = chat.special_ids(self.tokenizer)
@@ -171,11 +179,9 @@ class _Rendered(NamedTuple):
             return None
         return stop + (bool(rest) and self.ids[stop] in special)  # another end than that of a last turn
 
-    def stop_before(self, n: int, begin: int, found: int, behind: int, limit: int) -> int:
+    def stop_before(self, n: int, behind: int, limit: int) -> int:
         """The token where the next message begins, or where the content of message n ends if no end is before that."""
         following = self.messages[n + 1]["content"].strip()
-        if following and following in self.full[begin:found] and following not in text_of(self.messages[n]):
-            raise InputError(f"assistant_only_loss: the chat template writes message {n + 1} inside message {n}")
         bound = self.full.find(following, behind, limit) if following else -1
         after, stop = self.token_at(behind), self.token_at(bound if bound >= 0 else limit)
         return stop if self.end_id in self.ids[after:stop] else after

@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
 from .kinds import Reader, RowKind, class_weights
 from .packing import lengths_of
-from .prepare import notes, template_note, tokenised
+from .prepare import notes, tokenised
 
 STREAMED = 1000  # examples of a stream that are audited: its first
 DROPPED_SHARE, TRUNCATED_SHARE, ENDLESS_SHARE = 0.1, 0.5, 0.2
@@ -165,8 +165,7 @@ def audits(
     examples = {key: _examples(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     made = {key: _count(rows, *examples[key], method.rows, config, names[key]) for key, rows in raw.items()}
     for key, audit in made.items():
-        unread = template_note(examples[key][0].unread.value_counts().to_dict())
-        audit.notes = [*notes(raw[key], method, config), *([unread] if unread else [])]
+        audit.notes = [*notes(raw[key], method, config, examples[key][0])]
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
         (seen, keys), (rows, _) = examples["train"], examples["eval"]
         known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)

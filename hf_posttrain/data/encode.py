@@ -11,9 +11,11 @@ from .formats import Sample, add_system, read_format
 from .kinds import RowKind
 from .messages import text_of
 
-PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT = 1, 2, 4, 8, 16
-"""Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages."""
-VERSION = 4
+PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS = 1, 2, 4, 8, 16, 32
+CUT = PROMPT_CUT | COMPLETION_CUT
+"""Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages; turns
+of users or tools count as a part of an answer."""
+VERSION = 5
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 
@@ -32,6 +34,7 @@ class Plan(NamedTuple):
     as_chat: bool = False
     vocabulary: int | None = None  # rows that are ids already have them below this
     bos: int | None = None  # the id that a prompt keeps at its beginning when it is cut
+    masks: tuple[str, ...] = ()  # columns of masks, which rows of ids all have or all lack
     version: int = VERSION
 
 
@@ -42,7 +45,7 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     """
     # `datasets` puts None where only some rows of a file have a column
     present = [column for column, value in row.items() if value is not None]
-    for column in plan.form.split(" + "):
+    for column in (*plan.form.split(" + "), *plan.masks):
         if column not in present:
             raise InputError(f"column {column!r}: missing or null, this row has {named(present) or 'no columns'}")
     try:
@@ -92,6 +95,14 @@ def read(row: dict, plan: Plan) -> list[Sample]:
         prompt, answers = (turns[:-1], [turns[-1:]]) if answered else (turns, [])
         return [sample._replace(prompt=prompt, branches=answers)]
     return [sample]
+
+
+def kind_of(sample: Sample, plan: Plan) -> int:
+    """The bits CHAT and OTHERS that are true of a raw sample."""
+    behind_prompt = sample.is_chat and sample.prompt is not None and "_ids" not in plan.form
+    counted = behind_prompt and not (plan.rows.sampled or plan.assistant_only)
+    turns = (turn["role"] for branch in sample.branches for turn in branch) if counted else ()
+    return CHAT * sample.is_chat + OTHERS * any(role != "assistant" for role in turns)
 
 
 def refuse_repeated(samples: list[Sample], plan: Plan) -> None:
@@ -163,7 +174,9 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
     unread = tuple(chat.find_unread(tokenizer, turns, full, *options))
     ids, mask = assistant_mask(tokenizer, turns, *options, full)
     if sample.prompt is not None and plan.completion_only is not False:
-        before = len(chat.encode(tokenizer, [chat.prompt_text(tokenizer, sample.prompt, *options)])[0])
+        start = chat.prompt_text(tokenizer, sample.prompt, *options)
+        chat.text_behind(start, full)  # or the answer would not begin behind as many tokens
+        before = len(chat.encode(tokenizer, [start])[0])
         mask = [0] * before + mask[before:]
     return Sample([], [ids], mask=mask, unread=unread)
 

@@ -1,30 +1,30 @@
 """Raw rows -> rows of ids, as the method's kind of rows has them, mapped and cached by `datasets`."""
 
 import logging
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow.compute as pc
+import pandas as pd
 import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, nearest
 from . import suggest
 from .as_written import AsWritten
-from .encode import CHAT, COMPLETION_CUT, NO_TARGET, PROMPT_CUT, Plan, context, encode, fit, read, refuse_repeated
+from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, kind_of, read, refuse_repeated
 from .formats import detect, our_name, unread
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
 
 logger = logging.getLogger(__package__)
+noted = logging.getLogger(f"{__package__}.notes")  # of what the audit says too
 
 FACTS = {  # what is known of each example: its type in Arrow
     "row": datasets.Value("int64"),  # number of the raw row
-    "state": datasets.Value("int8"),  # bits of `fit`
+    "state": datasets.Value("int8"),  # bits of `fit` and `kind_of`
     "unknown": datasets.Value("bool"),  # has it the unknown token?
     "uncut": datasets.Value("int64"),  # tokens of the prompt and the longest branch before they were cut
     "trained": datasets.Value("int64"),  # with a loss, of the longest branch; 0 where answers are yet to be sampled
@@ -36,7 +36,6 @@ ADDED = {"mismatch_ids", "length"} | SCORES
 """Columns that trainers add to prepared rows."""
 _FIRST = 20
 """Rows that are looked at for a prompt in columns that are not read."""
-_NULLS = "has nulls inside calls or tools, which are trained"
 _MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
 
 
@@ -56,22 +55,19 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     if typed and own <= {*kinds} <= own | ADDED:
         return dataset
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)
-    for note in notes(dataset, method, config):
-        logger.log(logging.WARNING if _NULLS in note else logging.INFO, "%s: %s", name, note)
-    if isinstance(dataset, datasets.IterableDataset):
+    streamed, told = isinstance(dataset, datasets.IterableDataset), ["state", "row", "unknown", "unread"]
+    facts: Any = None if streamed else mapped.select_columns(told).to_pandas()
+    for note, level in notes(dataset, method, config, facts).items():
+        noted.log(level, "%s: %s", name, note)
+    if streamed:
         kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
         return kept.rename_column("row", "index").select_columns([*columns, "index"])
 
-    # what the template does not write, one line of counts, and one of unknown tokens
-    counted = pc.value_counts(mapped.with_format("arrow")["unread"][:]).to_pylist()
-    if unwritten := template_note({each["values"]: each["counts"] for each in counted}):
-        logger.warning("%s: %s", name, unwritten)
-    facts = mapped.with_format("numpy")
-    state, row, unknown = (facts[column][:] for column in ("state", "row", "unknown"))
+    state, row, unknown = (facts[column].to_numpy() for column in ("state", "row", "unknown"))
     if len(other := row[(state & CHAT > 0) != (state[0] & CHAT > 0)]):
         raise InputError(f"{name}, row {other[0]}: some rows hold plain text and some hold messages")
     lost = state & NO_TARGET > 0
-    dropped, truncated = row[lost], int((~lost & (state & (PROMPT_CUT | COMPLETION_CUT) > 0)).sum())
+    dropped, truncated = row[lost], int((~lost & (state & CUT > 0)).sum())
     line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
     line += f", {truncated} truncated (max_length {getattr(config, 'max_length', None)}), {len(dropped)} dropped"
     if len(dropped):
@@ -108,7 +104,10 @@ def tokenised(
     """
     with error_context(name):
         dataset, columns, form = _opened(dataset, method, config)
-        plan = plan_for(form, method, tokenizer, config, name)
+        # null in all rows is absent; in some it would train all tokens of these rows
+        masks = [column for column in ("labels", "completion_mask") if method.rows.masked and "_ids" in form
+                 and column in columns and (dataset.features or {}).get(column) != datasets.Value("null")]  # fmt: skip
+        plan = plan_for(form, method, tokenizer, config, name)._replace(masks=tuple(masks))
         _refuse_lost_prompt(dataset, columns, form, name)
     kwargs = {
         "batched": True, "with_indices": True, "remove_columns": columns, "features": _features(method.rows),
@@ -145,6 +144,8 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
         near = suggest.suggest(list(islice(dataset, _FIRST)), [method])
         here = f"; here {suggest.columns_line(near.columns)}" if near and not near.missing else ""
         raise InputError(f"{error}{here}") from error
+    if field != "text" and form != "text":
+        raise InputError(f"dataset_text_field: {field!r} is not read, since the rows are {form}: leave it out")
     classes = label.names if isinstance(label, datasets.ClassLabel) and "label" in form.split(" + ") else []
     if classes and [name.lower() for name in classes] not in (["false", "true"], ["0", "1"]):
         raise InputError(f"column 'label' numbers classes ({named(classes)}): write true for good answers, else false")
@@ -171,22 +172,34 @@ def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) 
         logger.warning("%s: %s", name, problem)
 
 
-def notes(dataset: Any, method: Reader, config: Any) -> list[str]:
-    """What is given and not used, or used in another way than many expect."""
+def notes(dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None = None) -> dict[str, int]:
+    """What is given and not used, or used in another way than many expect: lines, with the level they are logged at.
+    facts: FACTS of the examples, where they are known."""
     dataset, columns, form = _opened(dataset, method, config)
-    found = []
+    found = {}
     for column in (column for column in columns if column not in unread(columns, form)):
         if _holds((dataset.features or {}).get(column), datasets.Json, inside=True):
             remedy = "write tools and the arguments of calls as JSON text"
-            found.append(f"column {column!r} has values of several types, of which the text '1' is read as 1: {remedy}")
+            problem = "has values of several types, of which the text '1' is read as 1"
+            found[f"column {column!r} {problem}: {remedy}"] = logging.INFO
         written = isinstance(dataset, datasets.Dataset) and isinstance(dataset.features[column], AsWritten)
         if written and any(map(holds_null, islice(dataset[column], 1000))):
             why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
-            found.append(f"column {column!r} {_NULLS}; {why}")
+            found[f"column {column!r} has nulls inside calls or tools, which are trained; {why}"] = logging.WARNING
     if aside := [column for column in unread(columns, form) if column not in {"index", "prompt_key", *ADDED}]:
-        found.append(f"read as {form}; columns not read: {named(aside)}")
-    if method.rows.masked and form == "messages" and not getattr(config, "assistant_only_loss", None):
-        found.append("all turns are trained, the users' too; assistant_only_loss: true trains the assistant's alone")
+        found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO
+    alone = "; assistant_only_loss: true trains the assistant's alone" if method.rows.masked else ""
+    if alone and form == "messages" and not getattr(config, "assistant_only_loss", None):
+        found[f"all turns are trained, the users' too{alone}"] = logging.INFO
+    if facts is None:
+        return found
+    counted = facts.unread.value_counts().rename("n").rename_axis("what").reset_index()
+    counted = counted.assign(what=counted.what.str.split(", ")).explode("what").groupby("what").n.sum()
+    if told := ", ".join(f"{what} (in {examples} examples)" for what, examples in counted.items() if what):
+        found[f"the chat template does not write: {told}"] = logging.WARNING
+    if others := int((facts.state & OTHERS > 0).sum()):
+        problem = "examples have turns of users or tools inside an answer, which count as a part of it, as in TRL"
+        found[f"{others} {problem}{alone or '; give each row a prompt of all turns but the last'}"] = logging.WARNING
     return found
 
 
@@ -204,15 +217,6 @@ def _holds(kind: Any, wanted: type, inside: bool = False) -> bool:
     """Is a type of a column, or one inside it, a `wanted` one? inside: the column's own does not count."""
     parts = [kind.feature] if isinstance(kind, datasets.List) else kind.values() if isinstance(kind, dict) else []
     return (isinstance(kind, wanted) and not inside) or any(_holds(part, wanted) for part in parts)
-
-
-def template_note(unread: Mapping[str, int]) -> str | None:
-    """A line on what the template does not write. unread: values of that fact -> examples."""
-    counts: Counter = Counter()
-    for found, examples in unread.items():
-        counts.update(dict.fromkeys(filter(None, found.split(", ")), examples))
-    told = ", ".join(f"{what} (in {examples} examples)" for what, examples in sorted(counts.items()))
-    return f"the chat template does not write: {told}" if told else None
 
 
 def _is_mixed(dataset: datasets.Dataset, column: str) -> bool:
@@ -266,7 +270,7 @@ def tokenise(
         samples += found
         origin += [row] * len(found)
     # 2. samples -> ids, of the whole batch together
-    chats = [sample.is_chat for sample in samples]
+    kinds = [kind_of(sample, plan) for sample in samples]
     if "_ids" not in plan.form:
         if rows[0] == 0:
             refuse_repeated(samples, plan)
@@ -275,7 +279,7 @@ def tokenise(
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text
         unknown = None
     # 3. cut each to size, and note what the audit will count
-    for row, sample, chat in zip(origin, samples, chats, strict=True):
+    for row, sample, kind in zip(origin, samples, kinds, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
         kept, state = fit(whole, plan)
@@ -285,7 +289,7 @@ def tokenise(
         examples.append({
             "prompt_ids": kept.prompt, **dict(zip(plan.rows.answers, branches, strict=True)),
             "completion_mask": kept.mask, "label": kept.label, "prompt_key": _key(whole.prompt),
-            "row": row, "state": state | CHAT * chat,
+            "row": row, "state": state | kind,
             "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
             "unread": ", ".join(kept.unread),
             "uncut": len(whole.prompt) + max(map(len, whole.branches), default=0),

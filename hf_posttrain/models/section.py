@@ -27,7 +27,7 @@ class ModelSection:
     lora: dict[str, Any] | None = None
     """Train a new LoRA adapter: r, alpha, dropout, target_modules (all-linear) and every other LoraConfig field."""
     chat_template: str | None = None
-    """A file with a Jinja chat template, for a tokenizer that has none or the wrong one."""
+    """A file with a Jinja chat template, for a tokenizer that has none or the wrong one; none for a teacher."""
     offload: bool = False
     """Keep the model on CPU between uses: for a teacher."""
 

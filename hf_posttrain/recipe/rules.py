@@ -75,8 +75,10 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.offload:
         problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
         yield ("model.offload",), problem
-    if recipe.teacher and recipe.teacher.lora is not None:
-        yield ("teacher.lora",), "teacher.lora makes no sense: the teacher is not trained (teacher.adapter loads one)"
+    for key, why in (("lora", "the teacher is not trained (teacher.adapter loads one)"),
+                     ("chat_template", "it scores the ids of the student (model.chat_template)")):  # fmt: skip
+        if getattr(recipe.teacher, key, None) is not None:
+            yield (f"teacher.{key}",), f"teacher.{key} makes no sense: {why}"
     for name, sources in recipe.data.given():
         if sources == []:
             yield (f"data.{name}",), f"data.{name} is an empty list of sources: name one at least"

@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = 
     merged = self.args.merge_lora and not (_internal_call and output_dir)
     check_folder(self, folder, merged)
     with writing(folder), own_rates(self.model):
+        if self.args.should_save:  # a tokenizer without a chat template leaves that of an earlier run there
+            Path(folder, "chat_template.jinja").unlink(missing_ok=True)
+            shutil.rmtree(Path(folder, "additional_chat_templates"), ignore_errors=True)
         if merged:
             save_merged(self, folder)
         else:

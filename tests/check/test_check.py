@@ -76,6 +76,16 @@ def checked(*overrides, **options):
 # ---- the command
 
 
+def test_what_is_not_read_is_said_once_of_each_data_set(folder, no_weights, capsys, caplog):
+    turns = [{"role": "user", "name": "Jo", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    for file in ("rows.jsonl", "held.jsonl"):
+        write_rows(folder / file, [{"messages": turns, "extra": file}] * 3)
+    run.main(["recipe.yaml", "--check"])
+    shown = capsys.readouterr().out
+    for said in ("does not write: key 'name' (in 3 examples)", "columns not read: extra", "all turns are trained"):
+        assert (shown + caplog.text).count(said) == 2
+
+
 def test_a_sound_recipe_is_shown_without_weights_and_nothing_is_written(folder, no_weights, capsys):
     before = sorted(folder.rglob("*"))
     assert run.main(["recipe.yaml", "--check"]) == 0

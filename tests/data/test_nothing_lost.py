@@ -346,6 +346,42 @@ def test_the_text_column_that_was_asked_for_is_the_one_that_is_read():
     assert byte_tokenizer().decode(ids, skip_special_tokens=True) == "abc"
     with pytest.raises(InputError, match="dataset_text_field: there is no column 'content'; did you mean 'contnt'"):
         prepare([{"contnt": "abc", "text": "zzz"}], "sft", dataset_text_field="content")
+    for row in ({"messages": [USER, REPLY], "content": "abc"}, {"prompt": "a", "completion": "b"}):
+        with pytest.raises(InputError, match="dataset_text_field: 'content' is not read, since the rows are "):
+            prepare([row], "sft", dataset_text_field="content")
+
+
+def test_turns_of_users_inside_answers_are_counted(caplog):
+    """TRL scores them too; one answer behind a shared prompt has none."""
+    long = [USER, REPLY, {**USER, "content": "And 3+3?"}, REPLY]
+    rows = [{"chosen": long, "rejected": [USER, WRONG, USER, REPLY]}, {"chosen": long, "rejected": [*long[:3], WRONG]}]
+    said = "examples have turns of users or tools inside an answer, which count as a part of it, as in TRL"
+    audit = audits({"train": datasets.Dataset.from_list(rows)}, METHODS["dpo"], byte_tokenizer(), config())["train"]
+    for method, count in (("dpo", 1), ("cpo", 1), ("kto", 2)):
+        caplog.clear()
+        prepare(rows, method)
+        assert f"train: {count} {said}; give each row a prompt of all turns but the last" in caplog.messages
+    assert any(note.startswith(f"1 {said}") for note in audit.notes)
+    caplog.clear()
+    row = {"prompt": long[:1], "completion": long[1:]}
+    prepare([row], "sft")
+    assert caplog.messages == [f"train: 1 {said}; assistant_only_loss: true trains the assistant's alone"]
+    caplog.clear()
+    prepare([row], "sft", assistant_only_loss=True)
+    prepare([row], "opd")
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("column", ["labels", "completion_mask"])
+def test_a_null_among_masks_of_ids_is_refused_and_nulls_in_all_rows_are_none(column, tmp_path):
+    """Such a row would train all of its tokens."""
+    rows = [{"input_ids": [1, 2, 3], column: [1, 1, 1] if column == "completion_mask" else [-100, 2, 3]}] * 1500
+    rows += [{"input_ids": [1, 2, 3], column: None}] * 1500
+    stream = source(jsonl(tmp_path / "rows.jsonl", rows), streaming=True)
+    for data in (rows, datasets.Dataset.from_list(rows), load(stream)):
+        with pytest.raises(InputError, match=f"row 1500: column '{column}': missing or null, this row has input_ids"):
+            list(prepare(data, "sft"))
+    assert len(prepare(rows[1500:], "sft")) == 1500
 
 
 def test_labels_that_number_classes_are_refused_unless_they_say_true():

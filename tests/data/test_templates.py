@@ -1,6 +1,7 @@
 """The hunt through chat templates: what is trained is exactly what the assistant wrote, and its end."""
 
 import collections
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -151,6 +152,54 @@ def test_thinking_that_a_template_drops_is_told_and_the_rest_is_trained():
     found, unread = made_of(tokenizer, reasoned)
     assert found == ["Answer alpha.<|im_end|>", "<think>\nhm two\n</think>\n\nAnswer beta.<|im_end|>"]
     assert unread == "key 'reasoning_content'"
+
+
+def test_turns_of_assistants_in_a_row_are_trained_each_with_its_end_and_empty_ones_not():
+    """Where a template writes no headers of assistants, they are one run of trained tokens."""
+    silent = turn("assistant", " ")
+    for name, family in FAMILIES.items():
+        said, last = family.said.format, (family.last or family.said).format
+        chats = {"row": [ONE, FIRST, SECOND], "empty": [ONE, FIRST, silent, SECOND], "open": [ONE, FIRST, TWO, silent]}
+        wanted = {what: [said(FIRST["content"]), last(SECOND["content"])] for what in ("row", "empty")}
+        for what, messages in chats.items():
+            with contextlib.suppress(InputError):  # the template refuses such turns, or rewrites earlier ones
+                found = spans(family_tokenizer(family), messages)
+                assert "".join(found) == "".join(wanted.get(what, [said(FIRST["content"])])), (name, what)
+
+
+def test_text_of_the_system_that_a_template_writes_into_an_answer_is_refused():
+    said = r"writes message 0 \(system\) inside a turn of the assistant's: 'Rule zero.' would be trained"
+    with pytest.raises(InputError, match=said):
+        spans(family_tokenizer(FAMILIES["gemma3"]), [SYSTEM, FIRST, ONE, SECOND])
+    assert len(spans(family_tokenizer(FAMILIES["gemma3"]), [SYSTEM, ONE, FIRST, turn("user", "Answer"), SECOND])) == 2
+
+
+GPT_OSS = [family_tokenizer(FAMILIES["gptoss"])]
+if importlib.util.find_spec("trl"):
+    shipped = Path(*importlib.util.find_spec("trl").submodule_search_locations, "chat_templates", "gptoss.jinja")
+    GPT_OSS += [family_tokenizer(FAMILIES["gptoss"]._replace(template=shipped.read_text(encoding="utf-8")))]
+
+
+@pytest.mark.parametrize("tokenizer", GPT_OSS)
+def test_earlier_answers_of_gpt_oss_train_end_and_the_last_return(tokenizer):
+    """The analysis channel, which ends in <|end|> too, is written of the last turn alone."""
+    final, analysis = "<|channel|>final<|message|>{}", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    first, second = ({**answer, "thinking": "hm"} for answer in (FIRST, SECOND))
+    earlier, last = final.format("Answer alpha.<|end|>"), analysis + final.format("Answer beta.<|return|>")
+    assert spans(tokenizer, [ONE, first, TWO, second]) == [earlier, last]
+    assert spans(tokenizer, [ONE, first, TWO]) == [earlier]
+    assert spans(tokenizer, [ONE, FIRST, second]) == [earlier, last]
+    plan = plan_for("prompt + completion", METHODS["sft"], tokenizer, config(), "hunt")
+    made = tokenise({"prompt": [[ONE, first, TWO]], "completion": [[second]]}, [0], tokenizer, plan)
+    assert tokenizer.decode(made["completion_ids"][0]) == last
+
+
+def test_an_answer_to_a_prompt_that_the_template_rewrites_is_refused_with_assistant_only_loss_too():
+    tokenizer = family_tokenizer(FAMILIES["lfm2"])
+    tokenizer.chat_template = tokenizer.chat_template.replace("{% else %}", "{% else %}{{ 'Now: ' if loop.last }}")
+    plan = plan_for("prompt + completion", METHODS["sft"], tokenizer, config(assistant_only_loss=True), "hunt")
+    with pytest.raises(InputError, match="does not begin with its rendered prompt"):
+        tokenise({"prompt": [[ONE]], "completion": [[FIRST]]}, [0], tokenizer, plan)
 
 
 # ---- templates that TRL ships, read where it is installed

@@ -220,6 +220,7 @@ def test_mistakes_in_the_file_name_the_line_and_the_nearest_key(recipe, text, me
         (["teacher.name_or_path=x"], "command line: method dpo uses no teacher; that section belongs to kd and opd"),
         (["method=kd"], "command line: method kd needs a teacher section"),
         (["method=opd", "teacher={name_or_path: x, lora: {}}"], "command line: teacher.lora makes no sense"),
+        (["method=kd", "teacher={name_or_path: x, chat_template: dpo.yaml}"], "line: teacher.chat_template makes no"),
         (["model.offload=true"], "command line: model.offload is for a teacher"),
         (["data.train.limit=0"], "command line: data.train.limit=0 must be at least 1 (or null for all rows)"),
         (["data.train.weight=0"], "command line: data.train.weight=0 must be positive"),

@@ -120,11 +120,13 @@ FAMILIES = {
         "<｜User｜> <｜Assistant｜> <｜tool▁output▁begin｜> <｜tool▁output▁end｜> <｜tool▁call▁begin｜> <｜tool▁call▁end｜>",
         "{}<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", call="<｜tool▁call▁end｜><｜end▁of▁sentence｜>",
         bos="<｜begin▁of▁sentence｜>"),
-    "gptoss": Family(  # other ends for calls, earlier answers and the last answer
+    "gptoss": Family(  # other ends for calls, earlier answers and the last answer, which alone has its thinking
         _each("{% if m.role == 'tool' %}<|start|>functions.{{ m.name }} to=assistant<|message|>{{ m.content | tojson }}<|end|>"
               "{% elif m.tool_calls %}<|start|>assistant to=functions.{{ m.tool_calls[0].function.name }}<|channel|>commentary"
               " json<|message|>{{ m.tool_calls[0].function.arguments | tojson }}<|call|>{% elif m.role == 'assistant' %}"
-              "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if loop.last else '<|end|>' }}"
+              "{% set last = loop.last and not add_generation_prompt %}{% if last and m.thinking %}<|start|>assistant<|channel|>"
+              "analysis<|message|>{{ m.thinking }}<|end|>{% endif %}"
+              "<|start|>assistant<|channel|>final<|message|>{{ m.content }}{{ '<|return|>' if last else '<|end|>' }}"
               "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}", "<|start|>assistant"),
         "<|start|> <|message|> <|channel|> <|end|> <|call|>", "<|channel|>final<|message|>{}<|end|>", "<|return|>",
         "<|channel|>final<|message|>{}<|return|>", "}}<|call|>"),

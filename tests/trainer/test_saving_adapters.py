@@ -7,8 +7,9 @@ import pytest
 import torch
 from architectures import tiny
 from models_for_tests import tiny_model
-from training_for_tests import logged, token_rows, trainer_for
-from transformers import AutoModelForCausalLM
+from tokenizers_for_tests import byte_tokenizer
+from training_for_tests import LORA, logged, token_rows, trainer_for
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posttrain.errors import InputError
 
@@ -96,3 +97,19 @@ def test_an_adapter_that_peft_cannot_merge_is_told_at_construction(tmp_path):
     config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", alora_invocation_tokens=[4, 5])
     with pytest.raises(InputError, match=r"PEFT cannot merge this adapter \(aLoRA does not"):
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=config, merge_lora=True)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_chat_template_of_an_earlier_run_does_not_stay_with_a_tokenizer_without_one(merged, tmp_path):
+    """transformers leaves the files there, and they are loaded with the tokenizer."""
+    earlier = byte_tokenizer()
+    earlier.chat_template = {"default": earlier.chat_template, "tool_use": "another"}
+    earlier.save_pretrained(tmp_path)
+    lora = {"peft_config": peft.LoraConfig(**LORA)} if merged else {}
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **lora, merge_lora=merged)
+    trainer.tokenizer.chat_template = None
+    trainer.save_model()
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template is None
+    trainer.tokenizer.chat_template = "one"
+    trainer.save_model()
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == "one"
