@@ -55,22 +55,21 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
 def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, wrote: list[str]) -> None:
     """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has
     (special tokens alone say nothing), and for a content of another's that stands in trained turns alone."""
+    trained, said = "\n".join(wrote), text_of([message for message in messages if message["role"] == "assistant"])
     for n, message in enumerate(messages):
-        others = [other["content"] for other in messages if other is not message]
-        for text in (message["content"].strip(), *call_names(message)) if message["role"] == "assistant" else ():
-            elsewhere = sum(content.count(text) for content in others)
+        others, content = [other["content"] for other in messages if other is not message], message["content"].strip()
+        inside = message["role"] != "assistant" and content and full.count(content) == trained.count(content)
+        if inside and trained.count(content) > said.count(content):
+            problem = f"the chat template writes message {n} ({message['role']}) inside a turn of the assistant's"
+            raise InputError(f"assistant_only_loss: {problem}: {shown(content)} would be trained")
+        for text in (content, *call_names(message)) if message["role"] == "assistant" else ():
+            elsewhere = sum(other.count(text) for other in others)
             if full.count(text) <= elsewhere or any(text in turn for turn in wrote):
                 continue
             if {*chat.plain_ids(tokenizer, [text])[0]} - chat.special_ids(tokenizer):
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"
                 why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
                 raise InputError(f"assistant_only_loss: {problem}: {why}")
-    trained, said = "\n".join(wrote), text_of([message for message in messages if message["role"] == "assistant"])
-    for n, message in enumerate(messages):
-        text = message["content"].strip()
-        if message["role"] != "assistant" and text and full.count(text) == trained.count(text) > said.count(text):
-            problem = f"the chat template writes message {n} ({message['role']}) inside a turn of the assistant's"
-            raise InputError(f"assistant_only_loss: {problem}: {shown(text)} would be trained")
 
 
 def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
@@ -97,10 +96,8 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id, full) ->
     mask, limit = [0] * len(given.ids), len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
         begin = given.begin_of(n)
-        if not text_of(messages[n]).strip():
-            limit = begin
-            continue
-        first, stop = given.token_at(begin), given.stop_of(n, begin, limit)
+        first = given.token_at(begin)
+        stop = given.stop_of(n, begin, limit) if text_of(messages[n]).strip() else first
         while stop > first and not full[given.offsets[stop - 1][0] : given.offsets[stop - 1][1]].strip():
             stop -= 1
         if stop <= first and messages[n]["content"].strip():

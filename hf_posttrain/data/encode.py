@@ -99,10 +99,9 @@ def read(row: dict, plan: Plan) -> list[Sample]:
 
 def kind_of(sample: Sample, plan: Plan) -> int:
     """The bits CHAT and OTHERS that are true of a raw sample."""
-    behind_prompt = sample.is_chat and sample.prompt is not None and "_ids" not in plan.form
-    counted = behind_prompt and not (plan.rows.sampled or plan.assistant_only)
-    turns = (turn["role"] for branch in sample.branches for turn in branch) if counted else ()
-    return CHAT * sample.is_chat + OTHERS * any(role != "assistant" for role in turns)
+    whole = sample.prompt is None or not sample.is_chat or "_ids" in plan.form
+    answers = [] if whole or plan.rows.sampled or plan.assistant_only else sample.branches
+    return CHAT * sample.is_chat + OTHERS * any(turn["role"] != "assistant" for turns in answers for turn in turns)
 
 
 def refuse_repeated(samples: list[Sample], plan: Plan) -> None:

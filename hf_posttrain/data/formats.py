@@ -5,10 +5,10 @@ kind of rows is made from.
 """
 
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import InputError, error_context, named, nearest, shown
+from ..errors import InputError, error_context, named, shown
 from . import chat
 from .kinds import Reader
 from .messages import Messages, check_unicode, clean_messages
@@ -38,11 +38,8 @@ def detect(columns: list[str], method: Reader) -> str:
     for form in method.rows.formats:
         if {*form.split(" + ")} <= {*columns}:
             return form
-    known = {c for form in method.rows.formats for c in form.split(" + ")}
-    missing, others = sorted(known - {*columns}), {*columns} - known
-    near = next((hint for c in missing if (hint := nearest(c, others, listed=False, aside=True))), "")
     raise InputError(
-        f"columns {named(columns)} are none that {method.name} reads{near}: {' | '.join(method.rows.formats)}; "
+        f"columns {named(columns)} are none that {method.name} reads: {' | '.join(method.rows.formats)}; "
         "rename yours with data.train.columns, for instance {prompt: question}"
     )
 
@@ -51,6 +48,15 @@ def our_name(column: str, columns: Collection[str]) -> str:
     """What we call a column that has another name in a format that is read as it is."""
     ours = _OTHER_NAMES.get(column, column)
     return column if ours in columns else ours
+
+
+def renamed(rows: Any, names: Mapping[str, str]) -> Any:
+    """The rows of a data set with other names for columns, {old: new}; two may change places."""
+    moved = {old: new for old, new in names.items() if old != new}
+    for step in ({old: f"{new} of {old}" for old, new in moved.items()},
+                 {f"{new} of {old}": new for old, new in moved.items()}):  # fmt: skip
+        rows = rows.rename_columns(step) if step else rows
+    return rows
 
 
 def unread(columns: Iterable[str], form: str) -> list[str]:

@@ -15,7 +15,7 @@ from ..errors import InputError, error_context, named, nearest
 from . import suggest
 from .as_written import AsWritten
 from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, kind_of, read, refuse_repeated
-from .formats import detect, our_name, unread
+from .formats import detect, our_name, renamed, unread
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
 
@@ -133,9 +133,7 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
     if field != "text" and field in columns:
         ours |= {"text": "other_text"} if "text" in columns else {}
         ours[field] = "text"
-    for column in sorted((column for column in columns if ours[column] != column), key=lambda column: column != "text"):
-        dataset = dataset.rename_column(column, ours[column])
-    columns = list(ours.values())
+    dataset, columns = renamed(dataset, ours), list(ours.values())
     if not columns or (isinstance(dataset, datasets.Dataset) and not len(dataset)):
         raise InputError("the data set has no rows")
     try:

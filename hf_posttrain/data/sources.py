@@ -13,7 +13,7 @@ import numpy as np
 from ..errors import InputError, error_context, named, nearest
 from .as_written import AsWritten, Files
 from .files import BUILDERS, extension, source_problem, with_home
-from .formats import our_name
+from .formats import our_name, renamed
 from .kinds import OPTIONAL
 
 logger = logging.getLogger(__package__)
@@ -30,7 +30,7 @@ def load(
     ones, and what else they have is left out. Raises InputError for what cannot be read, naming `what`, the path and,
     for malformed JSON, the line, and for sources that cannot be mixed: columns that differ, or streams with others.
     """
-    sources = _as_list(sources)
+    sources = list(sources) if isinstance(sources, list | tuple) else [sources]
     for source in sources:
         if problem := source_problem(source.path):
             raise InputError(f"{what}: {problem}")
@@ -43,7 +43,8 @@ def load(
     with error_context(what):
         parts, wanted = [_load_one(source) for source in sources], None
         if columns_read and len(parts) > 1:
-            parts = [_with_our_names(part) for part in parts]
+            # `messages` may be `conversations` in another
+            parts = [renamed(part, {c: our_name(c, part.column_names) for c in part.column_names}) for part in parts]
             wanted = _agreed_columns(parts, sources, columns_read)
     # only the columns that all sources have, and those that a row may lack
     columns = dict.fromkeys(column for part in parts for column in part.column_names)
@@ -76,13 +77,6 @@ def load(
     except ValueError as error:
         paths = ", ".join(source.path for source in sources)
         raise InputError(f"{what}: the columns of {paths} are not of the same types: {error}") from error
-
-
-def _with_our_names(rows: Any) -> Any:
-    """The rows of one of several sources: `messages` may be `conversations` in another."""
-    ours = {column: our_name(column, rows.column_names) for column in rows.column_names}
-    moved = {theirs: name for theirs, name in ours.items() if theirs != name}
-    return rows.rename_columns(moved) if moved else rows
 
 
 def _agreed_columns(parts: list, sources: list, columns_read: Callable[[Any], list[str]]) -> set[str]:
@@ -135,11 +129,7 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
     if replaced := [ours for ours in columns if ours in there and ours not in columns.values()]:
         logger.info("%s: columns %s, which others replace, are not read", source.path, named(replaced))
         rows = rows.remove_columns(replaced)
-    # by names of no one else first, since two columns may change places
-    moved = {theirs: ours for ours, theirs in columns.items() if ours != theirs}
-    for names in ({theirs: f"{ours} of {source.path}" for theirs, ours in moved.items()},
-                  {f"{ours} of {source.path}": ours for ours in moved.values()}):  # fmt: skip
-        rows = rows.rename_columns(names) if names else rows
+    rows = renamed(rows, {theirs: ours for ours, theirs in columns.items()})
     if source.limit is None:
         return rows
     return rows.take(source.limit) if source.streaming else rows.select(range(min(source.limit, len(rows))))
@@ -208,7 +198,3 @@ def _refuse_passed_over(folder: Path, files: Mapping[Any, list[str]], split: str
         )
     if others := [Path(file).name for name, found in files.items() if str(name) not in split for file in found]:
         logger.info("%s: files of other splits than %s, which are not read: %s", folder, split, named(others))
-
-
-def _as_list(sources: Any) -> list:
-    return list(sources) if isinstance(sources, list | tuple) else [sources]
