@@ -45,7 +45,8 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     _check_written(tokenizer, messages, full, [full[offsets[run[0]][0] : offsets[run[-1]][1]] for run in runs])
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
     size, last = runs[-1][-1] + 1, messages[-1]
-    end = [end_id] if last["role"] == "assistant" and text_of(last).strip() and ids[size - 1] != end_id else []
+    ended = ids[size - 1] in {end_id} | chat.special_ids(tokenizer)  # a call may have an end of its own
+    end = [end_id] if last["role"] == "assistant" and text_of(last).strip() and not ended else []
     # 4. BOS once: some templates write it, for others the tokenizer does
     prefix = chat.prefix_ids(tokenizer)
     prefix = [] if ids[: len(prefix)] == prefix else prefix

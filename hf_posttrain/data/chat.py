@@ -8,7 +8,7 @@ import datetime
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any
@@ -273,23 +273,24 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[in
     return [ids if ids[: len(prefix)] == prefix else prefix + ids for ids in plain_ids(tokenizer, texts)]
 
 
-def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int) -> list[int]:
-    """`ids` ending in exactly one `end_id`: blank text and special tokens after it are dropped; appended if absent."""
+def end_once(tokenizer: PreTrainedTokenizerBase, ids: list[int], end_id: int, others: Set[int]) -> list[int]:
+    """`ids` ending in exactly one `end_id`: blank text and special tokens after it are dropped; appended if absent and
+    `ids` do not end in one of `others`."""
     last = max((n for n, i in enumerate(ids) if i == end_id), default=None)
     if last is None or str(tokenizer.decode(ids[last + 1 :], skip_special_tokens=True)).strip():
-        return [*ids, end_id]
+        return ids if ids and ids[-1] in others else [*ids, end_id]
     while last and ids[last - 1] == end_id:
         last -= 1
     return ids[: last + 1]
 
 
-def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], completions: list[str],
-                 end_id: int) -> list[tuple[list[int], list[int]]]:  # fmt: skip
+def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], completions: list[str], end_id: int,
+                 others: Set[int] = frozenset()) -> list[tuple[list[int], list[int]]]:  # fmt: skip
     """(prompt ids, completion ids) of each pair, tokenised together in two calls.
 
     The prompt's ids are those that generation would see, so a token never spans the boundary: where tokenising the
     whole text merges across it, the completion is tokenised on its own, to ids that say the same text behind the
-    prompt. Completions end with one `end_id`.
+    prompt. Completions end with one `end_id`, or one of the `others`.
     """
     heads = encode(tokenizer, prompts)
     fulls = encode(tokenizer, [p + c for p, c in zip(prompts, completions, strict=True)])
@@ -300,7 +301,7 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
         hidden = head and head[-1] == tokenizer.unk_token_id
         split = full[: len(head)] == head and not hidden
         tail = full[len(head) :] if split else _ids_behind(tokenizer, head, full, completion)
-        pairs.append((head, end_once(tokenizer, tail, end_id)))
+        pairs.append((head, end_once(tokenizer, tail, end_id, others)))
     return pairs
 
 

@@ -128,7 +128,8 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
         return texts
     # every branch is tokenised with its prompt; a prompt without answers, with an empty one
     pairs = [(text.prompt, branch) for text in texts for branch in text.branches or [""]]
-    ids = iter(chat.encode_pairs(tokenizer, [p for p, _ in pairs], [b for _, b in pairs], end_id))
+    own = chat.special_ids(tokenizer) if is_chat else frozenset()  # a call may have another end than an answer
+    ids = iter(chat.encode_pairs(tokenizer, [p for p, _ in pairs], [b for _, b in pairs], end_id, own))
     encoded = []
     for text in texts:
         mine = [next(ids) for _ in text.branches or [""]]

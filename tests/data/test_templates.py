@@ -174,6 +174,16 @@ def test_text_of_the_system_that_a_template_writes_into_an_answer_is_refused():
     assert len(spans(family_tokenizer(FAMILIES["gemma3"]), [SYSTEM, ONE, FIRST, turn("user", "Answer"), SECOND])) == 2
 
 
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.call])
+def test_a_call_at_the_end_trains_the_end_that_the_template_gives_calls(name):
+    tokenizer, end = family_tokenizer(FAMILIES[name]), FAMILIES[name].call.lstrip("]}")
+    end += "<|endoftext|>" if end == "</tool_call>" else ""  # plain text, at which no generation stops
+    plan = plan_for("prompt + completion", METHODS["sft"], tokenizer, config(), "hunt")
+    made = tokenise({"prompt": [[ONE]], "completion": [[CALLED]]}, [0], tokenizer, plan)
+    for trained in (spans(tokenizer, [ONE, CALLED])[-1], tokenizer.decode(made["completion_ids"][0])):
+        assert trained.endswith(end)
+
+
 GPT_OSS = [family_tokenizer(FAMILIES["gptoss"])]
 if importlib.util.find_spec("trl"):
     shipped = Path(*importlib.util.find_spec("trl").submodule_search_locations, "chat_templates", "gptoss.jinja")
