@@ -79,6 +79,8 @@ NEEDS = {need.symbol: need for need in [
     Need("transformers.Trainer.is_in_train", "methods/opd.py", "True from the start of train() to its end"),
     Need("transformers.Trainer.log", "watch/guard.py",
          "log_history has the entry, with its step, before on_log is called", "log_history"),
+    Need("transformers.Trainer._maybe_log_save_evaluate", "trainer/base.py trainer/evaluation.py",
+         "evaluates; its KeyError for a metric that evaluation lacks names metric_for_best_model"),
     Need("transformers.Trainer.evaluation_loop", "trainer/evaluation.py",
          "is told metric_key_prefix by keyword; what we add to its metrics is logged and returned"),
     Need("transformers.Trainer._save_checkpoint", "trainer/base.py trainer/saving.py",
@@ -109,8 +111,6 @@ NEEDS = {need.symbol: need for need in [
          "folders checkpoint-N, the oldest first, but the best next to last"),
     Need("transformers.trainer_pt_utils.LengthGroupedSampler", "data/lengths.py",
          "its state is in __dict__, its order that of .generator"),
-    Need("transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION", "trainer/config.py",
-         "schedule -> the function that takes its options"),
     Need("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", "models/load.py",
          "a loading model is cut by ZeRO-3 while this is set, and not after unset_hf_deepspeed_config()"),
     Need("transformers.AttentionInterface", "scoring/cpu.py check/placement.py",
@@ -482,6 +482,14 @@ def _(run):
     assert [one.name for one in run.calls].index("get_batch_samples") > run.calls.index(call)
 
 
+@canary("transformers.Trainer._maybe_log_save_evaluate")
+def _(run, monkeypatch):
+    assert "_evaluate" in inspect.getsource(Trainer._maybe_log_save_evaluate)
+    monkeypatch.setattr(run.args, "metric_for_best_model", "eval_nothing")
+    with pytest.raises(KeyError, match=r"`metric_for_best_model` .*'eval_nothing', which is not found"):
+        run._determine_best_metric({"eval_loss": 1.0}, None)
+
+
 @canary("transformers.Trainer._load_optimizer_and_scheduler")
 def _(resumed):
     first = resumed.of("_load_optimizer_and_scheduler")[0]
@@ -665,13 +673,6 @@ def _():
         orders.append([*sampler])
     assert orders[0] == orders[1] != orders[2]
     assert vars(sampler).keys() == {"batch_size", "lengths", "generator"}
-
-
-@canary("transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION")
-def _(run):
-    table = transformers.optimization.TYPE_TO_SCHEDULER_FUNCTION
-    assert {*transformers.SchedulerType} == {*table}
-    assert "num_cycles" in inspect.signature(table["cosine"]).parameters
 
 
 @canary("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref")

@@ -152,7 +152,7 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
     tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
     rows = itertools.chain(*tokens.values()) if isinstance(tokens, dict) else tokens
     size = forward.causal_lm(model).config.get_text_config().vocab_size
-    if wrong := [row for row in rows if not 0 <= row < size]:
+    if wrong := [row for row in rows if row not in range(size)]:
         raise InputError(f"{what}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
     try:
         policy: Any = peft.get_peft_model(model, config)

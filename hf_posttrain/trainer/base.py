@@ -314,7 +314,7 @@ class PostTrainer(Trainer):
     compute_loss = step.compute_loss
     training_step = step.training_step
     prediction_step = evaluation.prediction_step
-    evaluate = evaluation.evaluate
+    _maybe_log_save_evaluate = evaluation.log_save_evaluate
     evaluation_loop = evaluation.evaluation_loop
     _get_dataloader = evaluation.get_dataloader
     save_model = saving.save_model

@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import Trainer
 
 from ..engines import engine
-from ..errors import InputError, named
+from ..errors import InputError
 from ..generation.exact_match import exact_match
 from ..generation.rollout import forked
 from ..scoring.forward import full_logits
@@ -61,13 +61,14 @@ def get_dataloader(self: Any, dataset: Any, *args: Any, **options: Any) -> Any:
         self.data_collator, self.args.dataloader_drop_last = collator, drop_last
 
 
-def evaluate(self: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
-    """HF's. In training, the metric that the best model or the schedule follows must be there."""
-    metrics, wanted = Trainer.evaluate(self, *args, **kwargs), self.args.metric_for_best_model
-    whole = self.is_in_train and kwargs.get("metric_key_prefix", "eval") == "eval"
-    if whole and wanted and f"eval_{wanted.removeprefix('eval_')}" not in metrics:
-        raise InputError(f"metric_for_best_model: {wanted} is none of {named(metrics)}")
-    return metrics
+def log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
+    """HF's. Raises InputError where evaluation has no `metric_for_best_model`, which the schedule may follow too."""
+    try:
+        Trainer._maybe_log_save_evaluate(self, *args, **kwargs)
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise InputError(error.args[0]) from error
 
 
 def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:

@@ -249,7 +249,7 @@ def test_a_best_metric_that_does_not_exist_is_told(tmp_path):
             max_steps=2, metric_for_best_model="eval_b_loss", lr_scheduler_type=schedule,
         )  # fmt: skip
         if evaluated is rows:
-            with pytest.raises(InputError, match="metric_for_best_model: eval_b_loss is none of eval_loss, "):
+            with pytest.raises(InputError, match=r"is set to 'eval_b_loss', which is not found .* are: .'eval_loss'"):
                 trainer.train()
         else:
             trainer.train()
