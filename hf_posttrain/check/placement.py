@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from ..engines import launch
 from ..errors import InputError
 from ..models import load
+from ..models.prepare import add_adapter
 from ..models.section import ModelSection
 from ..scoring import forward
 
@@ -131,7 +132,7 @@ class Shapes:
         if adapter is not None:
             adapter.inference_mode = False
             with torch.device("meta"):
-                model = peft.get_peft_model(model, load.adapter_shape(adapter))
+                model = add_adapter(model, load.adapter_shape(adapter))
         numbers: Any = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
         self.model, every, quantised = model, list(model.parameters()), section.quantization != "none"
         self.layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=numbers)
