@@ -1,9 +1,9 @@
-"""JSON and CSV files as data sets whose values are those that stand in the file."""
+"""JSON and CSV files, and rows in Python, as data sets whose values are those that stand there."""
 
 import json
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -52,6 +52,21 @@ with warnings.catch_warnings(action="ignore"):  # that it is experimental
     register_feature(AsWritten, "AsWritten")
 
 
+def from_rows(rows: Sequence[Mapping[str, Any]]) -> datasets.Dataset:
+    """Rows given in Python with all the columns that any has, and columns with mappings inside as they were written.
+    Raises ValueError or TypeError where the values of a column do not go together."""
+    names = dict.fromkeys(column for row in rows for column in row)
+    columns: dict[str, Any] = {column: [row.get(column) for row in rows] for column in names}
+    kept = [column for column, values in columns.items() if any(map(_holds_mapping, values))]
+    columns |= {column: [*map(AsWritten().encode_example, columns[column])] for column in kept}
+    made = datasets.Dataset.from_dict(columns)
+    return made.cast(datasets.Features(made.features | dict.fromkeys(kept, AsWritten()))) if kept else made
+
+
+def _holds_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping) or (isinstance(value, list | tuple) and any(map(_holds_mapping, value)))
+
+
 class Files(datasets.ArrowBasedBuilder):
     """.jsonl, .json, .csv and .tsv files, in the cache of `datasets` or streamed, with the values that stand there."""
 
@@ -69,6 +84,8 @@ class Files(datasets.ArrowBasedBuilder):
                 found = texts.setdefault(column, set())
                 if value is not None:
                     found.add(isinstance(value, str))
+        if not texts:
+            raise InputError("it has no rows")
         text, empty = datasets.Value("string"), AsWritten() if dl_manager.is_streaming else datasets.Value("null")
         kinds = {c: AsWritten() if False in found else text if found else empty for c, found in texts.items()}
         self.info.features = datasets.Features(kinds)

@@ -105,7 +105,7 @@ def _json_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
     whole = first[:1] == "[" or first == "{" or (kind == ".json" and first[-1:] != "}")
     for number, text in [(1, "".join(_lines(path)))] if whole else enumerate(_lines(path), 1):
         try:
-            value = json.loads(text) if text.strip() else None
+            value = json.loads(text.rstrip()) if text.strip() else None
         except json.JSONDecodeError as error:
             place = f"line {number + error.lineno - 1}"
             hint = ": write one object a line" if error.msg == "Extra data" else ""

@@ -18,6 +18,7 @@ from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, ki
 from .formats import detect, our_name, renamed, unread
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
+from .packing import lengths_of
 
 logger = logging.getLogger(__package__)
 noted = logging.getLogger(f"{__package__}.notes")  # of what the audit says too
@@ -42,8 +43,7 @@ _MIXED = "rows differ in kind there, and text that looks like JSON is then read 
 def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, config: Any, name: str = "train") -> Any:
     """Token ids for `method`: exactly method.rows.columns, and `index` (row number).
 
-    Rows that have these columns with their types (lists of int32) already are returned as they are, neither validated
-    nor cut.
+    Rows that have these columns with their types (lists of int32) already are returned as they are.
     max_length (tokens) bounds prompt plus longest branch: the prompt is cut first, from the left (its BOS stays), down
     to half of it, then branches from the right. Where answers are sampled, max_length - max_completion_length bounds
     the prompt. Rows with no trained token left are dropped; counts are logged, of rows with the unknown token too (not
@@ -53,6 +53,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     own, kinds = {*method.rows.columns, "index"}, dict(dataset.features or {})
     typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items())
     if typed and own <= {*kinds} <= own | ADDED:
+        _refuse_long(dataset, method.rows, config, name)
         return dataset
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)
     streamed, told = isinstance(dataset, datasets.IterableDataset), ["state", "row", "unknown", "unread"]
@@ -60,7 +61,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     for note, level in notes(dataset, method, config, facts).items():
         noted.log(level, "%s: %s", name, note)
     if streamed:
-        kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name})
+        kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name, "told": set()})
         return kept.rename_column("row", "index").select_columns([*columns, "index"])
 
     state, row, unknown = (facts[column].to_numpy() for column in ("state", "row", "unknown"))
@@ -82,6 +83,18 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         )  # fmt: skip
     kept = mapped.select(np.flatnonzero(~lost)) if len(dropped) else mapped
     return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
+
+
+def _refuse_long(prepared: Any, rows: RowKind, config: Any, name: str) -> None:
+    """Raises InputError for prepared rows that were cut to a larger max_length than that of today."""
+    most = getattr(config, "max_length", None)
+    if most is None or not isinstance(prepared, datasets.Dataset) or not len(prepared):
+        return
+    prompts, answers = lengths_of(prepared, "prompt_ids"), () if rows.sampled else rows.answers
+    behind = np.max([0 * prompts, *(lengths_of(prepared, column) for column in answers)], axis=0)
+    if (longest := (prompts + behind).max()) > most:
+        problem = f"rows that are prepared already have up to {longest} tokens, more than max_length {most}"
+        raise InputError(f"{name}: {problem}: give the rows that they were made from, or raise it")
 
 
 def _columns(dataset: Any) -> list[str]:
@@ -140,8 +153,8 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
         form, label = detect(columns, method), (dataset.features or {}).get("label")
     except InputError as error:
         near = suggest.suggest(list(islice(dataset, _FIRST)), [method])
-        here = f"; here {suggest.columns_line(near.columns)}" if near and not near.missing else ""
-        raise InputError(f"{error}{here}") from error
+        here = f"here {suggest.columns_line(near.columns)}" if near and not near.missing else suggest.misspelt(columns)
+        raise InputError("; ".join(filter(None, (str(error), here)))) from error
     if field != "text" and form != "text":
         raise InputError(f"dataset_text_field: {field!r} is not read, since the rows are {form}: leave it out")
     classes = label.names if isinstance(label, datasets.ClassLabel) and "label" in form.split(" + ") else []
@@ -191,6 +204,8 @@ def notes(dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None 
         found[f"all turns are trained, the users' too{alone}"] = logging.INFO
     if facts is None:
         return found
+    if getattr(config, "chat_template_kwargs", None) and not (facts.state & CHAT).any():
+        found["chat_template_kwargs: no row is messages, which alone go through the chat template"] = logging.WARNING
     counted = facts.unread.value_counts().rename("n").rename_axis("what").reset_index()
     counted = counted.assign(what=counted.what.str.split(", ")).explode("what").groupby("what").n.sum()
     if told := ", ".join(f"{what} (in {examples} examples)" for what, examples in counted.items() if what):
@@ -280,14 +295,16 @@ def tokenise(
     for row, sample, kind in zip(origin, samples, kinds, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
-        kept, state = fit(whole, plan)
+        # where a prompt is trained too, it still gives way to its answer
+        first, cut = fit(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
+        kept, state = fit(context(first, plan), plan) if cut & CUT else fit(whole, plan)
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         compared = [[]] if plan.rows.sampled else whole.branches
         examples.append({
             "prompt_ids": kept.prompt, **dict(zip(plan.rows.answers, branches, strict=True)),
             "completion_mask": kept.mask, "label": kept.label, "prompt_key": _key(whole.prompt),
-            "row": row, "state": state | kind,
+            "row": row, "state": state | cut & CUT | kind,
             "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
             "unread": ", ".join(kept.unread),
             "uncut": len(whole.prompt) + max(map(len, whole.branches), default=0),
@@ -302,7 +319,10 @@ def _key(ids: list[int]) -> int:
     return xxhash.xxh64_intdigest(np.array(ids, dtype="<i4").tobytes()) - 2**63
 
 
-def _keep_streamed(state: int, row: int, name: str) -> bool:
+def _keep_streamed(state: int, row: int, name: str, told: set[int]) -> bool:
     if state & NO_TARGET:
         logger.warning("%s: row %d dropped (no trained token left)", name, row)
+    elif state & CUT and not told:
+        told.add(row)
+        logger.warning("%s: row %d is truncated to max_length, and others of this stream may be", name, row)
     return not state & NO_TARGET

@@ -123,6 +123,8 @@ def _load_one(source: Any) -> datasets.Dataset | datasets.IterableDataset:
     # our names for the columns; another column that has our name is removed
     columns, there = source.columns or {}, rows.column_names
     for ours, theirs in columns.items():
+        if twice := [other for other in columns if other != ours and columns[other] == theirs]:
+            raise InputError(f"{source.path}: column {theirs!r} is for {ours!r} and for {twice[0]!r}: it can be one")
         if theirs not in there:
             near = nearest(theirs, {*there} - {*columns.values()}, listed=False, aside=True)
             raise InputError(f"{source.path}: no column {theirs!r} for {ours!r}{near}; there are {named(there)}")

@@ -68,7 +68,6 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     theirs = own / "chat_template.jinja"
     if section.chat_template or (section.adapter and theirs.is_file()):
         tokenizer.chat_template = Path(section.chat_template or theirs).read_text(encoding="utf-8")
-    tokenizer.padding_side = "right"
     return with_pad(tokenizer)
 
 

@@ -68,6 +68,7 @@ def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends:
         generation.validate(strict=True)
     except ValueError:
         generation.do_sample = True
+        logger.warning("generation_config: do_sample is true now: without it HF saves no options of sampling")
     return generation
 
 
@@ -137,6 +138,8 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
         raise InputError(
             "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
         )
+    if not isinstance(config, peft.PeftConfig):
+        raise InputError(f"peft_config: a {type(config).__name__} is none: pass a LoraConfig, or another of PEFT's")
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     asked, config = config, copy.deepcopy(config)  # PEFT writes into it

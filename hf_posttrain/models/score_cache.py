@@ -49,7 +49,8 @@ def add_scores(
         title = f"Scores of {name} by the {what}"
         compute = lambda: datasets.Dataset.from_list(score_rows(trainer, rows, size, score, title))  # noqa: E731
         columns = cached([key[0], rows_key(rows), *key[1:]], compute, what, trainer.accelerator)
-        return datasets.concatenate_datasets([rows, columns], axis=1)
+        trainer.scored_rows.append(datasets.concatenate_datasets([rows, columns], axis=1))
+        return trainer.scored_rows[-1]
 
     trainer.train_dataset = scored(trainer.train_dataset, "train")
     trainer.eval_dataset = scored(trainer.eval_dataset, "eval")

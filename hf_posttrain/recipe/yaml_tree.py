@@ -63,6 +63,8 @@ def read_tree(path: Path, overrides: Iterable[str] = ()) -> tuple[Any, dict[str,
         if not OVERRIDE.match(override):
             raise InputError(f"command line: {override!r} is not section.key=value, such as train.learning_rate=5e-7")
         parsed, _ = _parse(value, lambda _: f"command line: {override}")  # noqa: B023 (called at once)
+        if "#" in value and "#" not in str(parsed):
+            raise InputError(f"command line: {override}: behind # is a comment: quote the value, {key}='\"{value}\"'")
         if tree and not isinstance(tree, dict):
             break  # no recipe: its reader says so
         tree = _assign(tree, key.split("."), parsed)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
+from ..data.as_written import from_rows
 from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
@@ -84,6 +85,7 @@ class PostTrainer(Trainer):
         launch.check_model(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         self.generation_config = policies.align_generation(model, self.tokenizer, self.terminal_ids)
+        set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
         model = policies.prepare_policy(model, peft_config, args)
         self.base_key = same_run.base_weights(model, peft_config, self.method)
         self.second_key: str | None = None  # the same of the second model
@@ -100,7 +102,8 @@ class PostTrainer(Trainer):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)
             evaluated = self.prepare(eval_dataset, self.tokenizer, args, "eval")
-        train, evaluated = _without_scores(train), _without_scores(evaluated)
+        self.scored_rows: list[datasets.Dataset] = []  # those with columns of scores by this trainer's second model
+        train, evaluated = self.without_scores(train), self.without_scores(evaluated)
         self.check_ids(train, evaluated)
         if args.merge_lora:
             saving.check_mergeable(model)
@@ -164,17 +167,24 @@ class PostTrainer(Trainer):
         plain: Any = rows
         if not isinstance(rows, datasets.Dataset | datasets.IterableDataset):
             try:
-                plain = datasets.Dataset.from_list([{**rows[i]} for i in range(len(rows))])
+                each = [{**rows[i]} for i in range(len(rows))]
             except (TypeError, KeyError) as error:
                 what = f"{name}: a {type(rows).__name__} is no data set: pass a datasets.Dataset, or a list of dicts"
                 raise InputError(f"{what} (load_dataset reads files, Dataset.from_generator iterators)") from error
+            try:
+                plain = from_rows(each)
+            except (TypeError, ValueError) as error:
+                raise InputError(f"{name}: values of a column do not go together: {error}") from error
         # tensors, arrays or frames are a view of the plain values, which is all that is read; a transform is made once
         elif isinstance(rows, datasets.Dataset) and rows.format["type"] == "custom" and len(rows):
             kept = {*rows[0]}
             gone = [column for column in rows.column_names if column not in kept]
             plain = rows.map(dict, batched=True, remove_columns=gone, desc=f"Transforming {name}").with_format(None)
-        elif not isinstance(rows, datasets.Dataset) or rows.format["type"]:
+        elif not isinstance(rows, datasets.Dataset):
             plain = rows.with_format(None)
+        elif rows.format["type"] or len(rows.format["columns"]) < len(rows.column_names):
+            shown = rows if rows.format["output_all_columns"] else rows.select_columns(rows.format["columns"])
+            plain = shown.with_format(None)
         return cls.prepare_rows(plain, tokenizer, args, name)
 
     @classmethod
@@ -184,6 +194,14 @@ class PostTrainer(Trainer):
         """`prepare` of one data set; a method adds what its rows need besides their tokens."""
         return prepare(rows, cls.method, tokenizer, args, name)
 
+    def without_scores(self, rows: Any) -> Any:
+        """Prepared rows without what a model of another trainer has scored: this one's are scored by its own."""
+        if isinstance(rows, dict):
+            return {name: self.without_scores(part) for name, part in rows.items()}
+        own = rows is None or any(rows is one for one in self.scored_rows)
+        scored = [] if own else [column for column in getattr(rows, "column_names", None) or () if column in SCORES]
+        return rows.remove_columns(scored) if scored else rows
+
     def check_ids(self, *rows: Any) -> None:
         """Raises InputError where prepared rows have a token that one of the models lacks."""
         for model in self.scored:
@@ -192,7 +210,8 @@ class PostTrainer(Trainer):
     def prepare_replaced(self) -> None:
         """Prepare a `train_dataset` that was put in the place of the one that the trainer was built with; a method adds
         what it took from that one."""
-        rows, columns = self.train_dataset, {*self.method.rows.columns, "index"}
+        self.train_dataset = rows = self.without_scores(self.train_dataset)
+        columns = {*self.method.rows.columns, "index"}
         if rows is not None and not (isinstance(rows, datasets.Dataset) and columns <= set(rows.column_names)):
             with launch.main_process_first(self.args):
                 self.train_dataset = with_lengths(self.prepare(rows, self.tokenizer, self.args, "train"), self.args)
@@ -324,11 +343,3 @@ class PostTrainer(Trainer):
     _load_from_checkpoint = saving.load_from_checkpoint
     _load_optimizer_and_scheduler = saving.load_optimizer_and_scheduler
     _load_best_model = saving.load_best_model
-
-
-def _without_scores(rows: Any) -> Any:
-    """Prepared rows without what a model of another trainer has scored: this one's are scored by its own."""
-    if isinstance(rows, dict):
-        return {name: _without_scores(part) for name, part in rows.items()}
-    scored = [] if rows is None else [c for c in rows.column_names or () if c in SCORES]
-    return rows.remove_columns(scored) if scored else rows

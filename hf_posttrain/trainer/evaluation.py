@@ -48,7 +48,7 @@ def get_dataloader(self: Any, dataset: Any, *args: Any, **options: Any) -> Any:
     example where somebody gets rows of logits: `compute_metrics`, or who calls `predict`."""
     if options.get("is_training"):
         return Trainer._get_dataloader(self, dataset, *args, **options)
-    collator, rows = self.data_collator, self.prepare(dataset, self.tokenizer, self.args, "eval")
+    collator, rows = self.data_collator, self.without_scores(self.prepare(dataset, self.tokenizer, self.args, "eval"))
     predicting = "test" in (*args, options.get("description")) or "inputs" in self.args.include_for_metrics
     if self.compute_metrics is not None or predicting:
         self.data_collator = replace(collator, layout="padded")

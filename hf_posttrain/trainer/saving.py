@@ -186,6 +186,9 @@ def save_merged(trainer: Any, folder: str) -> None:
     if tied := head is not None and head.weight is base.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.detach().clone())
     twin = peft.get_peft_model(base, adapter_shape(policy.peft_config[trained]), adapter_name=trained)
+    for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
+        if name in state:  # models keep some in float32
+            tensor.data = tensor.data.to(state[name].dtype)
     others = set(policy.peft_config) - {trained}
     twin.load_state_dict({name: tensor for name, tensor in state.items() if not others & set(name.split("."))})
     buffers = dict(twin.named_buffers())

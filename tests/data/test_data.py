@@ -258,7 +258,7 @@ def test_prepared_rows_pass_through(method, caplog):
     prepared = prepare([raw_row(METHODS[method].rows)] * 3, method)
     caplog.clear()
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
-        assert prepare(prepared, method, max_length=2) is prepared
+        assert prepare(prepared, method, max_length=64) is prepared
         assert not caplog.messages
         assert len(prepare(prepared.remove_columns("index"), method)) == len(prepared)  # a user's own are looked at
         assert caplog.messages == [f"train: {len(prepared)} rows read, 0 truncated (max_length None), 0 dropped"]
@@ -1058,3 +1058,50 @@ def test_columns_of_another_format_change_nothing():
     for method in methods_of(*branches):
         sample = read_format(row, detect(list(row), METHODS[method]))
         assert (sample.prompt, sample.branches) == ([1, 2], branches[METHODS[method].rows])
+
+
+def test_a_prompt_that_is_trained_too_gives_way_to_its_answer():
+    row = {"prompt": "p" * 100, "completion": "ANSWER"}
+    [made] = prepare([row], "sft", completion_only_loss=False, max_length=40)
+    ids, mask = made["prompt_ids"] + made["completion_ids"], made["completion_mask"]
+    assert tok.byte_tokenizer().decode(ids) == "p" * 33 + "ANSWER" + END
+    assert mask == [1] * 39
+
+
+def test_prepared_rows_are_not_longer_than_max_length():
+    made = prepare([{"prompt": "p" * 50, "completion": "c"}], "sft", max_length=64)
+    assert prepare(made, "sft", max_length=52) is made
+    with pytest.raises(InputError, match="prepared already have up to 52 tokens, more than max_length 32"):
+        prepare(made, "sft", max_length=32)
+
+
+def test_a_column_is_not_given_to_two_of_ours(tmp_path):
+    path = jsonl(tmp_path / "rows.jsonl", [{"a": "x"}])
+    with pytest.raises(InputError, match="column 'a' is for 'prompt' and for 'completion': it can be one"):
+        load(source(path, columns={"prompt": "a", "completion": "a"}))
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_file_of_a_header_has_no_rows(streaming, tmp_path):
+    (tmp_path / "rows.csv").write_text("prompt,completion\n")
+    with pytest.raises(InputError, match=r"rows\.csv: it has no rows"):
+        load(source(tmp_path / "rows.csv", streaming=streaming))
+
+
+def test_a_brace_that_is_missing_is_looked_for_in_its_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"\n{"text": "c"}\n')
+    with pytest.raises(InputError, match="line 2 is not valid JSON"):
+        load(source(tmp_path / "rows.jsonl"))
+
+
+def test_a_row_of_a_stream_that_is_cut_is_told_once(caplog):
+    rows = [{"prompt": "p", "completion": "c" * n} for n in (3, 50, 60)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    assert len(list(prepare(stream, "sft", max_length=16))) == 3
+    assert [message for message in caplog.messages if "truncated" in message] == [
+        "train: row 1 is truncated to max_length, and others of this stream may be"]  # fmt: skip
+
+
+def test_template_switches_of_rows_without_messages_are_told(caplog):
+    prepare([{"prompt": "p", "completion": "c"}], "sft", chat_template_kwargs={"enable_thinking": False})
+    assert "chat_template_kwargs: no row is messages" in caplog.text

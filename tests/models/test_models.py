@@ -71,7 +71,9 @@ def test_tokenizer_and_chat_template_file(folder, tmp_path):
     assert models.load_tokenizer(ModelSection(folder)).chat_template == CHATML
     tokenizer = models.load_tokenizer(ModelSection(folder, chat_template=str(tmp_path / "t.jinja")))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
-    assert tokenizer.padding_side == "right"
+    tokenizer.padding_side = "left"
+    tokenizer.save_pretrained(tmp_path)
+    assert models.load_tokenizer(ModelSection(str(tmp_path))).padding_side == "left"  # as it is saved again
 
 
 def test_pad_token_is_a_spare_one_or_eos(tmp_path):

@@ -103,6 +103,7 @@ def test_rows_whose_scores_are_of_another_model_are_named(tmp_path, caplog):
     trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, precompute_ref_log_probs=True)
     add = lambda row: {"ref_logps": [score + 9 * (row["index"] in (1, 2)) for score in row["ref_logps"]]}  # noqa: E731
     trainer.train_dataset = trainer.train_dataset.map(add)
+    trainer.scored_rows.append(trainer.train_dataset)  # or they would not be taken
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert "in 2 of 4 rows, prepared row 1 first" in caplog.text

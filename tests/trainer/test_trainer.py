@@ -40,9 +40,11 @@ from transformers import (
 import hf_posttrain
 from hf_posttrain import DPOConfig, KDConfig, OPDTrainer, SFTConfig, SFTTrainer
 from hf_posttrain.data.kinds import SUPERVISED
+from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
+from hf_posttrain.recipe.sections import Source
 from hf_posttrain.scoring import choose_layout, cpu
 from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.forward import targets
@@ -939,3 +941,56 @@ def test_rows_that_a_cached_reference_has_not_seen_are_one_line(tmp_path):
     trainer.train_dataset = [raw_row(TABLE["dpo"].rows)]
     with pytest.raises(InputError, match="this data set was not scored by the reference"):
         trainer.train()
+
+
+def test_rows_in_python_have_all_the_columns_of_each_and_are_read_as_those_of_a_file(tmp_path):
+    """Whatever the first row has, and with arguments as they were written."""
+    calls = [{"x": 1, "no": None}, {"x": 0.5}]
+    rows = [
+        {"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [
+            {"function": {"name": "f", "arguments": call}}]}]} for call in calls
+    ]  # fmt: skip
+    rows[1] |= {"system": "Rule.", "tools": [{"name": "f"}]}
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tokenizer = byte_tokenizer()
+    turn = "{{ m.role }}{{ m.content }}{{ m.tool_calls }}<|im_end|>"
+    tokenizer.chat_template = f"{{{{ tools }}}}{{% for m in messages %}}{turn}{{% endfor %}}"
+    made = [
+        trainer_for("sft", tiny_model(), given, tmp_path, tokenizer=tokenizer).train_dataset[:]
+        for given in (rows, load(Source(str(tmp_path / "rows.jsonl"))), rows[::-1])
+    ]
+    assert made[0] == made[1]
+    assert made[0]["completion_ids"] == made[2]["completion_ids"][::-1]
+    assert "Rule." in tokenizer.decode(made[0]["completion_ids"][1])
+    with pytest.raises(InputError, match="train: values of a column do not go together"):
+        trainer_for("sft", tiny_model(), [{"text": "a"}, {"text": 5}], tmp_path)
+
+
+def test_rows_that_another_trainer_scored_are_not_taken_in_evaluation_or_later_either(tmp_path):
+    common = {"precompute_ref_log_probs": True, "max_steps": 1, "eval_rows": token_rows("dpo")}
+    one = trainer_for("dpo", tiny_model(seed=1), token_rows("dpo"), tmp_path, **common)
+    other = trainer_for("dpo", tiny_model(seed=2), token_rows("dpo"), tmp_path, **common)
+    wanted = other.evaluate()["eval_loss"]
+    with pytest.raises(InputError, match="was not scored by the reference"):
+        other.evaluate(one.eval_dataset)
+    assert other.evaluate()["eval_loss"] == wanted
+    other.train_dataset = one.train_dataset
+    with pytest.raises(InputError, match="was not scored by the reference"):
+        other.train()
+
+
+def test_the_seed_is_of_a_new_adapters_weights_too(tmp_path):
+    def weights(seed):
+        torch.rand(3)
+        lora = peft.LoraConfig()
+        trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=lora, seed=seed)
+        return torch.cat([w.flatten() for name, w in trainer.model.named_parameters() if "lora_A" in name])
+
+    assert torch.equal(weights(1), weights(1))
+    assert not torch.equal(weights(1), weights(2))
+
+
+def test_a_column_that_a_format_hides_is_not_read(tmp_path):
+    rows = datasets.Dataset.from_list([{"text": "1+1=2", "prompt": "q", "completion": "a"}])
+    hidden = trainer_for("sft", tiny_model(), rows.with_format(columns=["text"]), tmp_path).train_dataset[:]
+    assert hidden == trainer_for("sft", tiny_model(), rows.select_columns("text"), tmp_path).train_dataset[:]
