@@ -65,6 +65,8 @@ NEEDS = {need.symbol: need for need in [
          "the order of training rows; by length: a LengthGroupedSampler"),
     Need("transformers.Trainer._get_dataloader", "trainer/evaluation.py",
          "makes every loader, of self.data_collator as it is at that moment"),
+    Need("transformers.Trainer._init_training_state", "trainer/base.py trainer/checkpoint.py",
+         "(..., checkpoint, trial): passes done, micro-batches to skip; state.epoch: passes done + steps / max_steps"),
     Need("transformers.Trainer._prepare_for_training", "trainer/base.py",
          "once a train(): (wrapped model, the loader that is iterated)"),
     Need("transformers.Trainer._load_from_checkpoint", "trainer/saving.py",
@@ -388,7 +390,7 @@ def _noted(name):
 
 for _name in (
     "_get_train_sampler", "_get_dataloader", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "get_batch_samples",
+    "_init_training_state", "get_batch_samples",
     "_prepare_inputs", "training_step", "prediction_step", "save_model", "_save", "_load_best_model",
 ):  # fmt: skip
     setattr(Watched, _name, _noted(_name))
@@ -417,8 +419,8 @@ def resumed(run):
 
 
 OVERRIDDEN = [
-    "_prepare_for_training", "_get_train_sampler", "_get_dataloader", "get_batch_samples", "prediction_step",
-    "evaluation_loop", "_save_checkpoint", "_push_from_checkpoint", "save_model", "_save",
+    "_init_training_state", "_prepare_for_training", "_get_train_sampler", "_get_dataloader", "get_batch_samples",
+    "prediction_step", "evaluation_loop", "_save_checkpoint", "_push_from_checkpoint", "save_model", "_save",
     "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_best_model",
 ]  # fmt: skip
 
@@ -469,6 +471,22 @@ def _(run):
     run.data_collator = own
     assert next(iter(loader))["ours"] == [run.eval_dataset[n] for n in range(4)]  # in order without a sampler
     assert loader.dataset is run.eval_dataset or len(loader.dataset) == len(run.eval_dataset)
+
+
+@canary("transformers.Trainer._init_training_state")
+def _(run, resumed, tmp_path):
+    [fresh], [again] = run.of("_init_training_state"), resumed.of("_init_training_state")
+    assert (len(fresh.args), fresh.args[3], fresh.result) == (5, None, [(0, 0)])
+    assert Path(again.args[3]).name == "checkpoint-1"
+    assert again.result == [(0, 2)]
+    rows = datasets.IterableDataset.from_generator(lambda: iter([{"input_ids": [5, 6], "labels": [5, 6]}] * 3))
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, per_device_train_batch_size=1, max_steps=5,
+        save_strategy="no", bf16=False,
+    )  # fmt: skip
+    trainer = Trainer(tiny_model(), args, None, rows)
+    trainer.train()
+    assert trainer.state.epoch == 1 + 2 / 5
 
 
 @canary("transformers.Trainer._prepare_for_training")

@@ -325,6 +325,7 @@ class PostTrainer(Trainer):
 
     # ---- methods that are functions of other modules
 
+    _init_training_state = checkpoint.init_training_state
     get_batch_samples = step.get_batch_samples
     _prepare_inputs = step.prepare_inputs
     weights = step.weights

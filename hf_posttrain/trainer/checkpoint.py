@@ -16,7 +16,8 @@ import torch
 import xxhash
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
-from transformers.trainer_utils import sort_checkpoints
+from transformers import Trainer
+from transformers.trainer_utils import has_length, sort_checkpoints
 
 from ..engines import engine
 from ..errors import InputError, named, nearest_path
@@ -279,6 +280,18 @@ def check_launch(trainer: Any, checkpoint: Path) -> None:
     raise InputError(
         f"the checkpoint {checkpoint} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, {way}"
     )
+
+
+def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+    """HF's: passes done, and micro-batches of the next to skip. It takes all steps of a stream for its first pass; but
+    `epoch` counts those done, and each step since as 1 / max_steps."""
+    found, checkpoint = Trainer._init_training_state(self, *args, **kwargs), args[3]
+    if checkpoint is None or has_length(self.train_dataset):
+        return found
+    whole = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
+    if (steps := round((self.state.epoch or 0) * whole)) == self.state.global_step:
+        return found  # in the first pass
+    return steps // whole, 0 if self.args.ignore_data_skip else steps % whole * self.args.gradient_accumulation_steps
 
 
 @contextmanager

@@ -6,6 +6,7 @@ Each function is a method of PostTrainer; those with a name of HF's Trainer take
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import islice
+from math import ceil
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: 
     # it to the next, and ranks would wait for each other: such a window is left out.
     if not has_length(self.train_dataset):
         found = self.accelerator.gather(torch.tensor([len(batches)], device=device)).min()
-        batches = batches if found == num_batches else []
+        if found < num_batches:  # the pass is over, which `checkpoint.init_training_state` reads from a state
+            batches, self.state.epoch = [], ceil(self.state.epoch or 0)
     if not batches:
         return [], None
     batches = self.prepare_window(batches)

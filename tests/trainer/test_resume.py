@@ -5,6 +5,7 @@ import shutil
 import peft
 import pytest
 import torch
+from datasets import IterableDataset
 from models_for_tests import CONFIGS, tiny_model
 from training_for_tests import METHODS, logged, second_model, token_rows, trainer_for
 
@@ -70,3 +71,25 @@ def test_same_seed_same_run_and_another_seed_another(method, tmp_path):
         run.train()
     assert history(runs[0]) == history(runs[1])
     assert history(runs[0])[1:] != history(runs[2])[1:]
+
+
+@pytest.mark.parametrize(("count", "accumulated", "saved", "steps"), [
+    (9, 1, "steps", [4]),  # in the first pass
+    (3, 1, "epoch", [3]),  # between two
+    (5, 2, "steps", [3, 4]),  # in the second, and at its end, where a row is left out
+])  # fmt: skip
+def test_a_stream_is_resumed_in_the_pass_and_at_the_row_where_it_was(count, accumulated, saved, steps, tmp_path):
+    def trained(folder, max_steps, resumed=None):
+        rows = IterableDataset.from_generator(lambda: iter(token_rows("sft", count))).shuffle(seed=3, buffer_size=9)
+        options = {
+            "max_steps": max_steps, "learning_rate": 1e-2, "save_strategy": saved, "eval_strategy": saved,
+            "save_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": accumulated,
+        }  # fmt: skip
+        done = trainer_for("sft", tiny_model(), rows, folder, eval_rows=token_rows("sft", 2), **options)
+        done.train(resume_from_checkpoint=resumed)
+        return [(log["step"], log.get("loss"), log.get("eval_loss")) for log in logged(done)]
+
+    whole = trained(tmp_path / "whole", 6)
+    trained(tmp_path / "half", 4)  # at a constant rate it may go on
+    for step in steps:
+        assert trained(tmp_path / str(step), 6, str(tmp_path / "half" / f"checkpoint-{step}")) == whole
