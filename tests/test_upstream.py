@@ -107,7 +107,7 @@ NEEDS = {need.symbol: need for need in [
          "what FSDP's plugin will be given: fsdp_version, state_dict_type, cpu_offload"),
     Need("transformers.TrainingArguments.deepspeed_plugin", "engines/launch.py engines/sequence.py check/placement.py",
          "None without DeepSpeed, else Accelerate's, with zero_stage and deepspeed_config"),
-    Need("transformers.trainer_utils.has_length", "trainer/step.py watch/progress.py",
+    Need("transformers.trainer_utils.has_length", "trainer/step.py trainer/checkpoint.py watch/progress.py",
          "False for streams, whose len() raises"),
     Need("transformers.trainer_utils.sort_checkpoints", "trainer/checkpoint.py",
          "folders checkpoint-N, the oldest first, but the best next to last"),

@@ -122,11 +122,11 @@ def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
 
 
 def load_best_model(self: Any) -> None:
-    """HF's, likewise."""
-    if _loads_pretrained(self):
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
-    else:
+    """HF's leaves out fused experts too, and adapters with another name than default."""
+    if engine.changes_weights(self.accelerator):
         Trainer._load_best_model(self)
+    else:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
 
 def _loads_pretrained(trainer: Any) -> bool:

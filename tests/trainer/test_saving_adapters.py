@@ -43,6 +43,23 @@ def test_unfrozen_weights_of_the_base_are_saved_with_the_adapter_and_resumed(tmp
     assert logged(resumed)[:4] == logged(trainer)[:4]
 
 
+@pytest.mark.parametrize("name", ["default", "other"])
+def test_the_best_model_is_loaded_into_an_adapter_of_any_name(name, tmp_path):
+    policy = peft.get_peft_model(tiny_model("llama"), peft.LoraConfig(**LORA), adapter_name=name)
+    rows = token_rows("sft", 4)
+    trainer = trainer_for(
+        "sft", policy, rows, tmp_path, eval_rows=rows, max_steps=2, learning_rate=3e-2, save_strategy="steps",
+        save_steps=1, eval_strategy="steps", eval_steps=1, load_best_model_at_end=True,
+        metric_for_best_model="eval_loss", greater_is_better=True,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric)
+    trained = [n for n, weight in policy.named_parameters() if weight.requires_grad]
+    assert trained
+    assert all(f".{name}." in n for n in trained)
+
+
 TIED = {"ensure_weight_tying": True}
 
 
