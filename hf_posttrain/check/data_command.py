@@ -87,6 +87,7 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
         # a column that some of the formats read is used
         aside = [column for column in rows[0] if all(column in unread(rows[0], form) for form in forms.values())]
         lines += [f"not read: {named(aside)}"] if aside else []
+        lines += filter(None, [suggest.misspelt(aside)])
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
         return [*lines, *_first_example(rows[0], forms, tokenizer)], 0
     # it cannot, and other names of columns would not help
@@ -99,6 +100,7 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
         if nearest:
             found = named(f"{ours} could be {theirs}" for ours, theirs in nearest.columns.items())
             lines.append(f"the nearest is {nearest.form}: {found}; there is no column for {', '.join(nearest.missing)}")
+        lines += filter(None, [suggest.misspelt(rows[0])])
         return [*lines, *(f"{method} reads {' | '.join(METHODS[method].rows.formats)}" for method in methods)], 2
     # it can with other names: those to write, and the first example with them
     mapping = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs}
@@ -176,6 +178,8 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
     lines = [f"first example ({name}), {how}:"]
     for role, runs in itertools.groupby(shown, lambda piece: piece.role):
         lines += [f"  {role}:", *(f"    {line}" for line in marked(runs, colour).split("\n"))]
+    if not method.rows.sampled and not any(piece.role != "prompt" for piece in shown):
+        lines.append("  (its answer is empty: such rows are dropped)")
     if method.rows.masked and form == "messages":
         lines.append("  (with assistant_only_loss: true, the assistant's turns alone)")
     return lines

@@ -69,7 +69,7 @@ def columns_line(columns: dict[str, str]) -> str:
 
 
 def _plain(column: str) -> str:
-    return column.lower().replace("-", "_").replace(" ", "_")
+    return column.strip().lower().replace("-", "_").replace(" ", "_")
 
 
 def kind(value: Any) -> str:
@@ -89,7 +89,7 @@ def kind(value: Any) -> str:
 def misspelt(columns: Iterable[str]) -> str | None:
     """What is wrong with the first of the names that is nearly one of ours, and none: nothing would read it."""
     for name in columns:
-        plain = _plain(name.strip())
+        plain = _plain(name)
         if name not in _KNOWN and (close := difflib.get_close_matches(plain, _KNOWN, 1, 0.8)):
             return f"no method reads a column {name!r}; did you mean {close[0]!r}?"
     return None

@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import datasets
 import pytest
@@ -272,3 +274,24 @@ def test_text_that_is_not_utf_8(tmp_path):
     file.write_bytes('{"prompt": "q", "completion": "b"}\n{"prompt": "café", "completion": "b"}\n'.encode("latin-1"))
     with pytest.raises(InputError, match=r"data: .*latin\.jsonl: line 2 is not UTF-8"):
         describe.main([str(file)])
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"prompt": "q", "chosen": "a", "rejeted": "b"}, "a column 'rejeted'; did you mean 'rejected'?"),
+        ({"promt": "q", "completion": "a"}, "a column 'promt'; did you mean 'prompt'?"),
+        ({"prompt": "q", " completion": "a"}, "columns: {completion: ' completion'}"),
+        ({"prompt": "q", "completion": ""}, "(its answer is empty: such rows are dropped)"),
+    ],
+)
+def test_what_is_nearly_right_is_told(described, row, said):
+    assert said in described(row)[1]
+
+
+def test_a_pipe_that_is_closed_is_no_fault(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "q" * 10**6, "completion": "a"}))
+    command = f"{sys.executable} -m hf_posttrain.run data rows.jsonl | head -1"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == "rows.jsonl: columns prompt, completion\n"
+    assert "BrokenPipe" not in done.stderr
