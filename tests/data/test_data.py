@@ -1103,5 +1103,6 @@ def test_a_row_of_a_stream_that_is_cut_is_told_once(caplog):
 
 
 def test_template_switches_of_rows_without_messages_are_told(caplog):
-    prepare([{"prompt": "p", "completion": "c"}], "sft", chat_template_kwargs={"enable_thinking": False})
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        prepare([{"prompt": "p", "completion": "c"}], "sft", chat_template_kwargs={"enable_thinking": False})
     assert "chat_template_kwargs: no row is messages" in caplog.text
