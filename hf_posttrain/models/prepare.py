@@ -159,7 +159,7 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
         raise InputError(f"{what}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
     try:
         policy: Any = peft.get_peft_model(model, config)
-    except (ValueError, TypeError, ImportError, re.error) as error:
+    except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
         first = str(error).strip().partition("\n")[0]
         raise InputError(f"{what}: {first}") from error
     for problem in _passed_over(policy, asked, modules):

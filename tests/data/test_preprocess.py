@@ -194,7 +194,8 @@ def prepared_slowly(rank, folder, timeout, drop_in):
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("drop_in", [pytest.param(False, marks=pytest.mark.slow), True], ids=["recipe", "drop-in"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drop_in", [False, True], ids=["recipe", "drop-in"])
 def test_tokenising_longer_than_ddp_timeout_goes_on(folder, drop_in):
     first, second = on_two(prepared_slowly, "ddp", str(folder), 2, drop_in)
     assert first[0] == [8]
