@@ -85,9 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:  # of a training it says what was saved
         print(": ".join(filter(None, ("interrupted", str(error)))), file=sys.stderr, flush=True)
         return 130
-    except BrokenPipeError:  # `| head` has read enough, and what is left is not to be told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
     except Exception as error:
         if isinstance(error, OSError) and error.errno in NO_SPACE:
             print(f"error: {error.filename or 'a file'}: {error.strerror}", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ The file is read as a stream. What reads rows is imported once it is needed, so 
 import argparse
 import itertools
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -62,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         tokenizer = load_tokenizer(ModelSection(given.model))
     lines, code = described(rows, given.file, [given.method] if given.method else list(METHODS), columns, tokenizer)
-    print("\n".join(lines))
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `| head` has read enough, and what is left is not to be told
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code
 
 
