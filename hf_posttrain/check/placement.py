@@ -16,8 +16,7 @@ from transformers import AttentionInterface
 
 from ..engines import launch
 from ..errors import InputError
-from ..models import load
-from ..models.prepare import add_adapter
+from ..models import adapters, load
 from ..models.section import ModelSection
 from ..scoring import forward
 
@@ -128,11 +127,11 @@ class Shapes:
         model.to(load.weights_dtype(section, model.config, whole, device))
         self.inner, self.head = model, model.get_output_embeddings().weight
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not self.head}
-        adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else load.lora_config(section)
+        adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else adapters.lora_config(section)
         if adapter is not None:
             adapter.inference_mode = False
             with torch.device("meta"):
-                model = add_adapter(model, load.adapter_shape(adapter))
+                model = adapters.add_adapter(model, adapters.adapter_shape(adapter))
         numbers: Any = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
         self.model, every, quantised = model, list(model.parameters()), section.quantization != "none"
         self.layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=numbers)

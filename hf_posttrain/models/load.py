@@ -1,12 +1,10 @@
-"""Models, tokenizers and adapters from a `ModelSection` of a recipe; a user's mistake is an InputError of one line.
+"""Models and tokenizers from a `ModelSection` of a recipe; a user's mistake is an InputError of one line.
 
 Weights are read from safetensors files unless trust_remote_code is set.
 """
 
-import copy
 import importlib.util
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,10 +19,10 @@ from transformers.integrations import deepspeed as hf_deepspeed
 
 from ..data.lengths import largest_id
 from ..errors import InputError, nearest_path
+from .adapters import check_adapter_kind
 from .section import TOKENIZER_FILES, ModelSection, is_local
 
 logger = logging.getLogger(__name__)
-_FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
 def check_model(section: ModelSection) -> PretrainedConfig:
@@ -37,17 +35,6 @@ def check_model(section: ModelSection) -> PretrainedConfig:
     name = section.name_or_path
     with names_the_source("model", name):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
-
-
-def check_adapter_kind(config: peft.PeftConfig) -> None:
-    """Raises InputError for an adapter that is not inside the layers (prompt tuning), and for one that needs more than
-    a forward: inputs of its own, or as AdaLoRA a loss, and calls in each step."""
-    kind = getattr(config.peft_type, "value", config.peft_type)
-    if config.is_prompt_learning or kind in ("ADALORA", "POLY", "SHADOW", "XLORA"):
-        raise InputError(f"{kind}: only adapters that act inside the layers, by themselves, are supported (LoRA, ...)")
-    if str(init := getattr(config, "init_lora_weights", None)).startswith("pissa_niter"):
-        problem = "begins at a random part of the weights, which who loads the adapter does not draw again: use pissa"
-        raise InputError(f"init_lora_weights: {init} {problem}")
 
 
 # ---- tokenizers
@@ -177,40 +164,6 @@ def weights_dtype(section: ModelSection, config: PretrainedConfig, whole: bool, 
     if section.dtype == "auto":
         return getattr(config.get_text_config(), "dtype", None) or torch.float32
     return getattr(torch, section.dtype)
-
-
-def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig | None:
-    """`section.lora` as a LoraConfig for a causal LM, on all linear layers by default; None without LoRA.
-
-    alpha and dropout are short for LoraConfig's names. where: the place of the section, for messages. Raises
-    InputError for a field under two names, and for what LoraConfig refuses.
-    """
-    if section.lora is None:
-        return None
-    values = {_FRIENDLY.get(name, name): value for name, value in section.lora.items()}
-    if len(values) < len(section.lora):
-        raise InputError(f"{where}: model.lora gives alpha or dropout under two names")
-    # PEFT takes a string as a regular expression of whole names, and a plain word is none of them
-    for name in ("target_modules", "exclude_modules", "modules_to_save"):
-        if isinstance(word := values.get(name), str) and word != "all-linear" and re.fullmatch(r"[\w.]+", word):
-            values[name] = [word]
-    try:
-        return peft.LoraConfig(**{"target_modules": "all-linear", "task_type": "CAUSAL_LM", **values})
-    except (ValueError, TypeError, ImportError) as error:
-        raise InputError(f"{where}: model.lora: {error}") from error
-
-
-def of_adapters(policy: peft.PeftModel, name: str) -> bool:
-    """Does the weight of this name go away when adapters are switched off? LoRA's bias, one of the base, does not."""
-    return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
-
-
-def adapter_shape(config: Any) -> Any:
-    """A copy of an adapter's config for weights that come next: PiSSA and the like would change the base once more."""
-    copied = copy.deepcopy(config)
-    if hasattr(copied, "init_lora_weights"):
-        copied.init_lora_weights = True
-    return copied
 
 
 @contextmanager

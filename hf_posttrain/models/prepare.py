@@ -1,9 +1,6 @@
 """The policy: from a loaded model to one that is ready to train, with the adapter and generation config it keeps."""
 
-import copy
-import itertools
 import logging
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
@@ -16,10 +13,11 @@ from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..data import chat
-from ..errors import InputError, nearest
+from ..errors import InputError
 from ..scoring import cpu, forward
 from ..scoring.rotary import rope_switch
 from . import load
+from .adapters import add_adapter, check_adapter_kind
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -85,7 +83,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
         raise InputError("the adapter is merged into the weights: call unmerge_adapter() before it is trained")
     for adapter in (*getattr(model, "peft_config", {}).values(), *([] if peft_config is None else [peft_config])):
-        load.check_adapter_kind(adapter)
+        check_adapter_kind(adapter)
     if peft_config is not None:
         model = add_adapter(model, peft_config)
     active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
@@ -129,80 +127,6 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
         cpu.attend_by_document(forward.causal_lm(model))
     return model
-
-
-def add_adapter(model: nn.Module, config: Any) -> nn.Module:
-    """The model, which may be on the meta device, with a new adapter. Raises InputError where it has one, for what PEFT
-    refuses, and for names in the config that nothing in the model has."""
-    if isinstance(model, peft.PeftModel):
-        raise InputError(
-            "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
-        )
-    if not isinstance(config, peft.PeftConfig):
-        raise InputError(f"peft_config: a {type(config).__name__} is none: pass a LoraConfig, or another of PEFT's")
-    if getattr(model, "is_quantized", False):
-        model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    asked, config = config, copy.deepcopy(config)  # PEFT writes into it
-    # routers that are a linear layer by class and return several tensors
-    linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    own = "transformers.models."
-    routers = {name.rpartition(".")[2] for name, kind in linear.items() if kind.__module__.startswith(own)}
-    if routers and getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
-        config.exclude_modules = sorted(routers)
-        logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
-    modules, what = [name for name, _ in model.named_modules()], "peft_config (model.lora)"
-    # PEFT reads these rows of the embedding at once
-    tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
-    rows = itertools.chain(*tokens.values()) if isinstance(tokens, dict) else tokens
-    size = forward.causal_lm(model).config.get_text_config().vocab_size
-    if wrong := [row for row in rows if row not in range(size)]:
-        raise InputError(f"{what}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
-    try:
-        policy: Any = peft.get_peft_model(model, config)
-    except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise InputError(f"{what}: {first}") from error
-    for problem in _passed_over(policy, asked, modules):
-        policy.unload().tie_weights()  # as it was, for another try
-        raise InputError(f"{what}: {problem}")
-    return policy
-
-
-def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
-    """What PEFT has left out in silence of `asked`, an adapter's config as the user gave it.
-
-    modules: names in the model without the adapter.
-    """
-    given: Any = lambda option: getattr(asked, option, None) or ()  # noqa: E731
-    adapted = [name for kind in ("module", "parameter") for name in getattr(policy, f"targeted_{kind}_names", ())]
-    ends = {name.rpartition(".")[2] for name in modules}
-    places = {"target_modules": adapted, "target_parameters": adapted}
-    for option, names in (places | {"exclude_modules": modules, "modules_to_save": modules}).items():
-        if isinstance(wanted := given(option), str) and option != "modules_to_save":
-            # an expression of whole names; of targets PEFT says itself if none match
-            patterns = {wanted: wanted} if option == "exclude_modules" else {}
-        else:
-            patterns = {end: rf"(.*\.)?{re.escape(end)}" for end in sorted(wanted)}
-        for each, pattern in patterns.items():
-            if not any(re.fullmatch(pattern, name) for name in names):
-                missing = f"matches nothing in the model{nearest(each, ends, listed=False)}"
-                yield f"{option}: {each!r} {'is left out by other options' if each in ends else missing}"
-    for option in ("rank_pattern", "alpha_pattern"):
-        # of several expressions that match a layer PEFT takes the first
-        used = {next((key for key in given(option) if re.match(rf"(.*\.)?({key})$", name)), None) for name in adapted}
-        if unused := [key for key in given(option) if key not in used]:
-            yield f"{option}: {unused[0]!r} matches no layer with an adapter, or those of an earlier key alone"
-    if (layers := getattr(asked, "layers_to_transform", None)) not in (None, []):
-        chosen, lists = {layers} if isinstance(layers, int) else {*layers}, given("layers_pattern") or "[^.]*"
-        numbered = rf"(?:^|.*?\.)(?:{lists if isinstance(lists, str) else '|'.join(lists)})\.(\d+)\."
-        found = {int(match[1]) for name in adapted if (match := re.match(numbered, name))}
-        if chosen != found:
-            yield f"layers_to_transform: asks for layers {sorted(chosen)}, and adapters are in {sorted(found)}"
-    # PEFT's adapters of the two are then views of one memory, which each move or cast of the model parts
-    head, embedding = (getattr(policy.get_base_model(), f"get_{end}_embeddings")() for end in ("output", "input"))
-    if given("ensure_weight_tying") and isinstance(head, BaseTunerLayer) and head.weight is embedding.weight:
-        instead = "modules_to_save: [embed_tokens], or trainable_token_indices"
-        yield f"ensure_weight_tying: LoRA on a tied head does not stay tied on its way to a GPU: use {instead}"
 
 
 def switch_off_noise(model: nn.Module) -> list[str]:

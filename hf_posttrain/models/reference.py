@@ -15,7 +15,7 @@ from ..data.lengths import planned_passes
 from ..engines import engine, launch, sharded
 from ..errors import InputError
 from ..scoring import forward
-from . import load, score_cache
+from . import adapters, load, score_cache
 from .frozen import Frozen, Reference
 from .section import ModelSection
 
@@ -71,7 +71,7 @@ def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
 
     new: does its adapter begin as no change?
     """
-    base = [name for name, p in policy.named_parameters() if p.requires_grad and not load.of_adapters(policy, name)]
+    base = [name for name, p in policy.named_parameters() if p.requires_grad and not adapters.of_adapters(policy, name)]
     if not base:
         return peft.PeftModel.disable_adapter if new else AdapterCopy(policy)
     logger.info("reference: a copy of the whole policy, since %s of the base is trained too", base[0])
@@ -109,7 +109,7 @@ class AdapterCopy:
         self.trained = policy.active_adapter
         if COPY in policy.peft_config:  # of an earlier trainer of this policy, as in rounds of DPO
             policy.delete_adapter(COPY)
-        policy.add_adapter(COPY, load.adapter_shape(policy.peft_config[self.trained]))
+        policy.add_adapter(COPY, adapters.adapter_shape(policy.peft_config[self.trained]))
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
         peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, COPY)
         with self(policy):

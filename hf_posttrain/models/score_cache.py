@@ -22,7 +22,7 @@ from tqdm.auto import tqdm
 from ..engines import sharded
 from ..errors import InputError
 from ..scoring import forward
-from . import load
+from . import adapters
 
 logger = logging.getLogger(__name__)
 _NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_cache")
@@ -109,7 +109,7 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     described = f"{sharded.plain_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=plain)}"
     weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
     if adapted and not with_adapter:
-        weights = {name: weight for name, weight in weights.items() if not load.of_adapters(whole_model, name)}
+        weights = {name: weight for name, weight in weights.items() if not adapters.of_adapters(whole_model, name)}
     return weights_key(weights, described)
 
 

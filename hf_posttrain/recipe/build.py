@@ -74,8 +74,8 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     import torch
 
     from ..generation import vllm
+    from ..models import adapters
     from ..models import load as models
-    from ..models.prepare import add_adapter
 
     # tokenizers and vocabularies
     with error_context(recipe.where("model.name_or_path")):
@@ -90,11 +90,11 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
             with error_context(recipe.where(f"{key}.attn_implementation")):
                 models.load_skeleton(section)
     # the adapter, and what it names in the model
-    peft_config = models.lora_config(recipe.model, recipe.where("model.lora"))
+    peft_config = adapters.lora_config(recipe.model, recipe.where("model.lora"))
     if not (recipe.model.lora or {}).keys() <= {"r", "alpha", "dropout"}:
         try:
             with torch.device("meta"):
-                add_adapter(models.load_skeleton(recipe.model), models.adapter_shape(peft_config))
+                adapters.add_adapter(models.load_skeleton(recipe.model), adapters.adapter_shape(peft_config))
         except InputError as error:
             option = str(error).split(": ")[1]
             raise InputError(f"{recipe.where(f'model.lora.{option}')}: {error}") from error

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, Trainer
 
 from ..engines import engine, sharded
 from ..errors import InputError
-from ..models.load import adapter_shape
+from ..models.adapters import adapter_shape
 from ..models.prepare import own_rates
 from ..models.reference import without_reference_adapter
 from ..scoring import forward

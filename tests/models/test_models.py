@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import hf_posttrain
 from hf_posttrain.errors import InputError
+from hf_posttrain.models import adapters, prepare
 from hf_posttrain.models import load as models
-from hf_posttrain.models import prepare
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.scoring import choose_layout
 from hf_posttrain.scoring import forward as scoring
@@ -49,7 +49,7 @@ def adapter(folder, tmp_path_factory):
     """A saved LoRA adapter for `folder` whose B is not zero."""
     path = tmp_path_factory.mktemp("adapters") / "lora"
     model = AutoModelForCausalLM.from_pretrained(folder)
-    model = peft.get_peft_model(model, models.lora_config(ModelSection(folder, lora={"r": 2})))
+    model = peft.get_peft_model(model, adapters.lora_config(ModelSection(folder, lora={"r": 2})))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -202,11 +202,11 @@ def test_a_continued_adapter_brings_its_template_and_its_base_is_compared(folder
 
 
 def test_lora_config_friendly_names():
-    assert models.lora_config(ModelSection("x")) is None
-    made = models.lora_config(ModelSection("x", lora={"r": 4, "alpha": 32, "dropout": 0.05, "use_rslora": True}))
+    assert adapters.lora_config(ModelSection("x")) is None
+    made = adapters.lora_config(ModelSection("x", lora={"r": 4, "alpha": 32, "dropout": 0.05, "use_rslora": True}))
     assert (made.r, made.lora_alpha, made.lora_dropout, made.use_rslora) == (4, 32, 0.05, True)
     assert (made.target_modules, made.task_type) == ("all-linear", "CAUSAL_LM")
-    made = models.lora_config(
+    made = adapters.lora_config(
         ModelSection("x", lora={"target_modules": ["q_proj"], "init_lora_weights": "pissa_niter_4"})
     )
     assert (made.target_modules, made.init_lora_weights) == ({"q_proj"}, "pissa_niter_4")
@@ -331,7 +331,7 @@ def test_what_an_adapter_names_and_the_model_lacks_is_refused(options, message):
         names = [name for name, _ in each.named_modules()]
         config = peft.LoraConfig(**{"target_modules": ["q_proj", "k_proj"], "r": 2} | copy.deepcopy(options))
         with pytest.raises(InputError, match=re.escape(message)):
-            prepare.add_adapter(each, config)
+            adapters.add_adapter(each, config)
         assert [name for name, _ in each.named_modules()] == names
         assert each.lm_head.weight is each.model.embed_tokens.weight
 
@@ -344,17 +344,17 @@ def test_what_an_adapter_names_and_the_model_has_is_taken():
     for options in (*taken, {"target_parameters": ["experts.down_proj"], "rank_pattern": {"down_proj": 4}}):
         config = peft.LoraConfig(**{"target_modules": ["q_proj", "self_attn.k_proj"], "r": 2} | options)
         before = copy.deepcopy(config)
-        prepare.add_adapter(tiny_model("qwen3_moe"), config)
+        adapters.add_adapter(tiny_model("qwen3_moe"), config)
         assert config == before
 
 
 def test_one_layer_may_be_named_without_a_list():
     for word in ("q_proj", "self_attn.q_proj"):
-        assert models.lora_config(ModelSection("x", lora={"target_modules": word})).target_modules == {word}
-    whole = models.lora_config(ModelSection("x", lora={"target_modules": "all-linear", "exclude_modules": "lm_head"}))
+        assert adapters.lora_config(ModelSection("x", lora={"target_modules": word})).target_modules == {word}
+    whole = adapters.lora_config(ModelSection("x", lora={"target_modules": "all-linear", "exclude_modules": "lm_head"}))
     assert (whole.target_modules, whole.exclude_modules) == ("all-linear", {"lm_head"})
     pattern = r".*layers\.[01]\.self_attn\.(q|v)_proj"  # is left to PEFT
-    assert models.lora_config(ModelSection("x", lora={"target_modules": pattern})).target_modules == pattern
+    assert adapters.lora_config(ModelSection("x", lora={"target_modules": pattern})).target_modules == pattern
 
 
 def test_an_adapter_that_does_not_fit_is_refused_in_one_line(tmp_path):

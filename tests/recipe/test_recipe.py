@@ -12,7 +12,7 @@ import pytest
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
-from hf_posttrain.models import load
+from hf_posttrain.models import adapters
 from hf_posttrain.recipe.read import load_recipe, read_recipe, train_config
 from hf_posttrain.recipe.sections import Recipe
 
@@ -389,4 +389,4 @@ def test_lora_has_its_types_and_one_name_for_each_value(tmp_path):
     assert section.lora == {"alpha": 32, "dropout": 0.05}
     section.lora |= {"lora_alpha": 2}
     with pytest.raises(InputError, match=r"a\.yaml:4: model\.lora gives alpha or dropout under two names"):
-        load.lora_config(section, "a.yaml:4")
+        adapters.lora_config(section, "a.yaml:4")
