@@ -156,9 +156,9 @@ def run(recipe: Recipe) -> dict[str, float]:
     from .trainer import output_dir
 
     tokenizer, peft_config = parts.check_models(recipe, config)
-    rows = prepare_data(recipe, trainer_class, tokenizer, config)
+    rows, raw = prepare_data(recipe, trainer_class, tokenizer, config)
     # the first process says what the data hold, and what in them would ruin training
-    audits = audit_data(recipe, tokenizer, config) if config.process_index == 0 else {}
+    audits = audit_data(recipe, raw, tokenizer, config) if config.process_index == 0 else {}
     for audit in audits.values():
         logger.info("%s", audit.short())
     found_wrong = [warning for audit in audits.values() for warning in audit.warnings()]
@@ -254,7 +254,7 @@ def preprocess(recipe: Recipe) -> None:
     from .recipe.datasets import prepare_data, summary
 
     tokenizer, _ = parts.check_models(recipe)
-    for name, prepared in prepare_data(recipe, trainer_class, tokenizer, config).items():
+    for name, prepared in prepare_data(recipe, trainer_class, tokenizer, config)[0].items():
         if config.local_process_index == 0:
             print(f"{name}: {summary(prepared)}")
 

@@ -116,7 +116,7 @@ def check(
     logger.addHandler(logged)
     noted.disabled = True  # the page says it
     try:
-        rows = prepare_data(recipe, trainer_class, tokenizer, config)
+        rows, raw = prepare_data(recipe, trainer_class, tokenizer, config)
         models = []
         for name, section in recipe.models():
             with error_context(recipe.where(name)):
@@ -136,7 +136,7 @@ def check(
     own = trainer_class.config_class.__annotations__
     values = {name: getattr(config, name) for name in (*_USUAL, *own) if name in known}
     defaulted = {name: getattr(value, "value", value) for name, value in values.items() if value is not None}
-    resolved, data = recipe.to_dict(), audit_data(recipe, tokenizer, config)
+    resolved, data = recipe.to_dict(), audit_data(recipe, raw, tokenizer, config)
     return Check(
         str(recipe.path), recipe.method, resolved, resolved["train"], defaulted, data,
         tokens=trained.audit_tokens(recipe, tokenizer, config, models),

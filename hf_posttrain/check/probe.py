@@ -79,7 +79,7 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
         once = {name: value for name, value in _ONCE.items() if name in known} | {"output_dir": folder}
         trainer_class, config = build.configure(replace(recipe, train=recipe.train | once))
         step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
-        chosen = datasets.Dataset.from_list(longest(rows, step))
+        chosen = longest(rows, step)
         given = {"args": config, "processing_class": tokenizer, "peft_config": peft_config, "train_dataset": chosen}
         trainer = trainer_class(**given, **build.load_models(recipe, config))
         if torch.cuda.is_available():

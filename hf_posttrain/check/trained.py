@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -159,7 +159,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     if recipe.teacher:
         found.teacher_stops, found.differing_prompts = stops[1], 0
         key, source = next(recipe.sources())
-        raw, tokenizers = load(source, key), (tokenizer, load_tokenizer(recipe.teacher))
+        raw, tokenizers = load(replace(source, weight=1.0), key), (tokenizer, load_tokenizer(recipe.teacher))
         with suppress(InputError):  # the teacher has no chat template: nothing to compare with
             first = [_first_examples(raw, method, each, config, key, SHOWN) for each in tokenizers]
             pairs = zip(*first, strict=True)
@@ -169,7 +169,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     examples: list[list[Part]] = []
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
-            rows = _first_examples(load(source, key), method, tokenizer, config, key, LOOKED_AT)
+            rows = _first_examples(load(replace(source, weight=1.0), key), method, tokenizer, config, key, LOOKED_AT)
         rows = [row for row in rows if not row["state"] & NO_TARGET]
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
             shown = pieces(parts(rows[n], kind), tokenizer.decode)

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, shown
 from . import chat
-from .messages import Messages, call_names, text_of
+from .messages import GENERATION, Messages, call_names, text_of
 
 
 def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
@@ -27,7 +27,7 @@ def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools
     end_id = chat.turn_end_id(tokenizer, template_kwargs)
     # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
     template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
-    tagged = re.search(r"\{%-?\+?\s*generation\s*[-+]?%\}", template)
+    tagged = GENERATION.search(template)
     full = full or chat.render(tokenizer, messages, tools, template_kwargs)
     ids, mask, offsets = (_tagged_mask if tagged else _rendered_mask)(
         tokenizer, messages, tools, template_kwargs, end_id, full

@@ -13,11 +13,11 @@ from functools import lru_cache
 from itertools import takewhile
 from typing import Any
 
-from jinja2 import Environment, meta
+from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, named, nearest, shown
-from .messages import Messages, call_names, check_unicode
+from .messages import Messages, call_names, check_unicode, parsed
 
 _PROBE = "sentinel7391"
 """A text that no template writes of itself."""
@@ -136,8 +136,7 @@ def _on_the_day(template: str) -> tuple[str, frozenset[str]]:
 @lru_cache(maxsize=32)
 def _variables(template: str) -> frozenset[str]:
     """What a template reads and does not set itself."""
-    plain = re.sub(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}", "", template)
-    return frozenset(meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)))
+    return frozenset(meta.find_undeclared_variables(parsed(template)))
 
 
 @lru_cache(maxsize=32)

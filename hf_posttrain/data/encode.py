@@ -15,7 +15,7 @@ PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS = 1, 2, 4, 8, 16, 32
 CUT = PROMPT_CUT | COMPLETION_CUT
 """Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages; turns
 of users or tools count as a part of an answer."""
-VERSION = 6
+VERSION = 7
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 
@@ -67,7 +67,7 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if sample.tools and not sample.is_chat:
         raise InputError("column 'tools': the row is plain text otherwise: set apply_chat_template: true, or drop them")
     # prompt and answers are one kind, and answers of messages begin with an assistant's
-    if isinstance(sample.prompt, list) and "_ids" not in plan.form:
+    if sample.is_chat and sample.prompt is not None:
         roles = [answer[0]["role"] for answer in sample.branches if isinstance(answer, list)]
         if wrong := [role for role in roles if role != "assistant"]:
             begin = f"a completion begins with the turn of {shown(wrong[0])}"
@@ -75,7 +75,7 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if len({type(part) for part in (sample.prompt, *sample.branches) if part is not None}) > 1:
         raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")
     # turns that are marked as not to be trained, in the manner of OpenAI and others
-    if sample.is_chat and "_ids" not in plan.form and not plan.rows.sampled:
+    if sample.is_chat and not plan.rows.sampled:
         turns = (turn for branch in sample.branches for turn in branch)
         marked = [turn["role"] for turn in turns if turn.get("weight") == 0 or turn.get("train") is False]
         if role := next((role for role in marked if role == "assistant" or not plan.assistant_only), None):
@@ -99,9 +99,9 @@ def read(row: dict, plan: Plan) -> list[Sample]:
 
 def kind_of(sample: Sample, plan: Plan) -> int:
     """The bits CHAT and OTHERS that are true of a raw sample."""
-    whole = sample.prompt is None or not sample.is_chat or "_ids" in plan.form
-    answers = [] if whole or plan.rows.sampled or plan.assistant_only else sample.branches
-    return CHAT * sample.is_chat + OTHERS * any(turn["role"] != "assistant" for turns in answers for turn in turns)
+    answered = sample.is_chat and sample.prompt is not None and not plan.rows.sampled and not plan.assistant_only
+    roles = {turn["role"] for turns in sample.branches for turn in turns} if answered else set()
+    return CHAT * sample.is_chat + OTHERS * bool(roles - {"assistant"})
 
 
 def refuse_repeated(samples: list[Sample], plan: Plan) -> None:
@@ -140,8 +140,8 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
 
 
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
-    """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt. What is blank at
-    the end of a rendering is the template's, and would stand before an end that it does not write itself."""
+    """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt. White space at
+    the end of a rendering is dropped: an end token that is appended would follow it."""
     options = (sample.tools, plan.template_kwargs)
     if _is_empty(sample):
         sample = sample._replace(prompt="", branches=["" for _ in sample.branches])

@@ -13,8 +13,7 @@ from typing import Any
 
 from ..errors import InputError, named, nearest
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
-"""Extension of a data file -> its reader in `datasets`."""
+EXTENSIONS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _INSTEAD = {
     ".gz": "unpack it first (gunzip)", ".zst": "unpack it first (unzstd)", ".zip": "unpack it first (unzip)",
     ".xz": "unpack it first (unxz)", ".bz2": "unpack it first (bunzip2)",
@@ -50,9 +49,9 @@ def source_problem(source: str) -> str | None:
     """What is wrong with the path of a data source; None for a good one and for a name on the hub."""
     path = with_home(source)
     if path.is_file():
-        if extension(path) not in BUILDERS:
+        if extension(path) not in EXTENSIONS:
             instead = f": {_INSTEAD[path.suffix]}" if path.suffix in _INSTEAD else ""
-            return f"{path} has an unknown extension; known are {', '.join(BUILDERS)}{instead}"
+            return f"{path} has an unknown extension; known are {', '.join(EXTENSIONS)}{instead}"
         with path.open("rb") as file:
             head = file.read(4096)
             if not head.strip() and not any(line.strip() for line in file):
@@ -71,7 +70,7 @@ def source_problem(source: str) -> str | None:
     if path.is_dir():
         return None if any(path.iterdir()) else f"the folder {path} is empty"
     # what cannot be a name on the hub must be a path, and this one is missing
-    if extension(path) in BUILDERS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
+    if extension(path) in EXTENSIONS or path.is_absolute() or not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", source):
         script = path.parent / "make_data.py"
         if script.is_file() and re.search(rf"\b{re.escape(path.name)}\b", script.read_text(encoding="utf-8")):
             return f"there is no file or folder {path} (python {script} makes it)"

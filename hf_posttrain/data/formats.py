@@ -29,8 +29,9 @@ class Sample(NamedTuple):
 
     @property
     def is_chat(self) -> bool:
-        """Is it messages (or ids)? Otherwise text."""
-        return isinstance(self.branches[0] if self.prompt is None else self.prompt, list)
+        """Is it messages? Otherwise text, or ids."""
+        part = self.branches[0] if self.prompt is None else self.prompt
+        return isinstance(part, list) and isinstance(next(iter(part), None), dict)
 
 
 def detect(columns: list[str], method: Reader) -> str:
@@ -81,18 +82,16 @@ def read_format(row: dict, form: str) -> Sample:
     if "_ids" in form:
         return _read_ids(row, form, label)
     if form == "text":
-        if not isinstance(row["text"], str):
-            raise InputError(f"column 'text': expected a text, found {shown(row['text'])}")
-        check_unicode(row["text"], "column 'text'")
-        return Sample(None, [row["text"]])
+        return Sample(None, [_string(row, "text")])
     # what was asked, and what was answered
     prompt: Any = None
     if "messages" in columns:
         with error_context("column 'messages'"):
             prompt = turns = clean_messages(row["messages"])
         row = {**row, **{name: _single(row[name]) for name in columns if name in ("chosen", "rejected")}}
-    elif "instruction" in columns:
-        prompt = _instruction(row)
+    elif "instruction" in columns:  # of Alpaca: the input, if there is one, is on a line of its own
+        parts = [_string(row, name) for name in ("instruction", "input") if row.get(name) is not None]
+        prompt = "\n".join(filter(None, parts))
     elif "prompt" in columns:
         prompt = _value(row, "prompt")
     answers: list = [_answer(row, name) for name in columns if name in ("completion", "output", "chosen", "rejected")]
@@ -163,14 +162,11 @@ def _single(answer: Any) -> Any:
     return [answer] if isinstance(answer, dict) else answer
 
 
-def _instruction(row: dict) -> str:
-    """The prompt of a row in Alpaca's columns: the instruction and, on a line of its own, the input if there is one."""
-    parts = [row["instruction"], "" if row.get("input") is None else row["input"]]
-    for column, text in zip(("instruction", "input"), parts, strict=True):
-        if not isinstance(text, str):
-            raise InputError(f"column {column!r}: expected a string, found {shown(text)}")
-        check_unicode(text, f"column {column!r}")
-    return "\n".join(part for part in parts if part)
+def _string(row: dict, column: str) -> str:
+    if not isinstance(row[column], str):
+        raise InputError(f"column {column!r}: expected a string, found {shown(row[column])}")
+    check_unicode(row[column], f"column {column!r}")
+    return row[column]
 
 
 def add_system(sample: Sample, text: Any) -> Sample:
@@ -193,14 +189,12 @@ def add_system(sample: Sample, text: Any) -> Sample:
 
 
 def _value(row: dict, column: str) -> str | Messages:
-    value = row.get(column)
-    if isinstance(value, str):
-        check_unicode(value, f"column {column!r}")
-        return value
-    if not isinstance(value, list):
-        raise InputError(f"column {column!r}: expected a string or a list of messages, found {shown(value)}")
+    if isinstance(row[column], str):
+        return _string(row, column)
+    if not isinstance(row[column], list):
+        raise InputError(f"column {column!r}: expected a string or a list of messages, found {shown(row[column])}")
     with error_context(f"column {column!r}"):
-        return clean_messages(value)
+        return clean_messages(row[column])
 
 
 def _split_shared(chosen: str | Messages, rejected: str | Messages) -> tuple[Any, list]:

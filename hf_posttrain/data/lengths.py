@@ -76,15 +76,15 @@ def planned_passes(rows: Any, args: Any, rows_per_step: int) -> float:
     return args.max_steps * rows_per_step / len(rows) if args.max_steps > 0 else args.num_train_epochs
 
 
-def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> list[dict]:
+def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> datasets.Dataset:
     """The `count` prepared rows with the most tokens, in `columns` or in all, longest first; of a stream, of its first
     1000 rows."""
     if not isinstance(rows, datasets.Dataset):
-        rows = datasets.Dataset.from_list(list(islice(rows, 1000)))
-    return [rows[int(i)] for i in np.argsort(-tokens_of(rows, columns), kind="stable")[:count]]
+        rows = datasets.Dataset.from_list(list(islice(rows, 1000)), features=rows.features)
+    return rows.select(np.argsort(-tokens_of(rows, columns), kind="stable")[:count])
 
 
-def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str = "train") -> None:
+def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
     """Warn of prepared rows, not of a stream, that are longer than the positions that the model's config names."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or not isinstance(rows, datasets.Dataset):
@@ -99,8 +99,8 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any, name: str =
     lengths = lengths_of(rows, "prompt_ids") + longest
     if count := int((lengths > positions).sum()):
         logger.warning(
-            "%s: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",
-            name, count, what, positions, lengths.max(), remedy,
+            "train: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",
+            count, what, positions, lengths.max(), remedy,
         )  # fmt: skip
 
 

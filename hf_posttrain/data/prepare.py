@@ -21,7 +21,7 @@ from .messages import holds_null, without_none
 from .packing import lengths_of
 
 logger = logging.getLogger(__package__)
-noted = logging.getLogger(f"{__package__}.notes")  # of what the audit says too
+noted = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows as well
 
 FACTS = {  # what is known of each example: its type in Arrow
     "row": datasets.Value("int64"),  # number of the raw row
@@ -163,10 +163,10 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
     return dataset, columns, form
 
 
-def columns_read(dataset: Any, method: Reader, config: Any) -> list[str]:
-    """The columns of a data set that `method` makes use of. Raises InputError where it can read none, or not all."""
+def columns_read(dataset: Any, name: str, method: Reader, config: Any) -> list[str]:
+    """The columns of a data set `name` that `method` reads. Raises InputError where it can read none, or not all."""
     renamed, columns, form = _opened(dataset, method, config)
-    _refuse_lost_prompt(renamed, columns, form, method.name)
+    _refuse_lost_prompt(renamed, columns, form, name)
     left = unread(columns, form)
     return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in left]
 
@@ -297,7 +297,7 @@ def tokenise(
             whole = context(sample, plan)
         # where a prompt is trained too, it still gives way to its answer
         first, cut = fit(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
-        kept, state = fit(context(first, plan), plan) if cut & CUT else fit(whole, plan)
+        kept, state = fit(context(first, plan), plan)
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         compared = [[]] if plan.rows.sampled else whole.branches

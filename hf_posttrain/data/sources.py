@@ -1,5 +1,6 @@
 """Sources -> raw rows: files, folders, saved and hub data sets, their columns renamed, mixed by weight."""
 
+import glob
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ import numpy as np
 
 from ..errors import InputError, error_context, named, nearest
 from .as_written import AsWritten, Files
-from .files import BUILDERS, extension, source_problem, with_home
+from .files import EXTENSIONS, extension, source_problem, with_home
 from .formats import our_name, renamed
 from .kinds import OPTIONAL
 
@@ -21,7 +22,7 @@ _ABOUT = ("dataset_info.json", "dataset_infos.json", "config.json")  # of a data
 
 
 def load(
-    sources: Any, what: str = "data", columns_read: Callable[[Any], list[str]] | None = None
+    sources: Any, what: str = "data", columns_read: Callable[[Any, str], list[str]] | None = None
 ) -> datasets.Dataset | datasets.IterableDataset:
     """One data set from a source or a list of them: objects with path, name, split, columns, limit, weight, streaming.
 
@@ -31,60 +32,65 @@ def load(
     for malformed JSON, the line, and for sources that cannot be mixed: columns that differ, or streams with others.
     """
     sources = list(sources) if isinstance(sources, list | tuple) else [sources]
-    for source in sources:
-        if problem := source_problem(source.path):
-            raise InputError(f"{what}: {problem}")
-    streams, others = ([s.path for s in sources if bool(s.streaming) is kind] for kind in (True, False))
-    if streams and others:
-        problem = f"{', '.join(streams)} with streaming: true, {', '.join(others)} without"
-        raise InputError(f"{what}: streams do not mix with other sources ({problem}): set it for all or for none")
-    if streams and len(sources) == 1 and sources[0].weight != 1:
-        raise InputError(f"{what}: weight is a stream's share among others: {streams[0]} is alone, leave it out")
     with error_context(what):
-        parts, wanted = [_load_one(source) for source in sources], None
-        if columns_read and len(parts) > 1:
-            # `messages` may be `conversations` in another
-            parts = [renamed(part, {c: our_name(c, part.column_names) for c in part.column_names}) for part in parts]
-            wanted = _agreed_columns(parts, sources, columns_read)
-    # only the columns that all sources have, and those that a row may lack
+        for source in sources:
+            if problem := source_problem(source.path):
+                raise InputError(problem)
+        streams, others = ([s.path for s in sources if bool(s.streaming) is kind] for kind in (True, False))
+        if streams and others:
+            problem = f"{', '.join(streams)} with streaming: true, {', '.join(others)} without"
+            raise InputError(f"streams do not mix with other sources ({problem}): set it for all or for none")
+        if streams and len(sources) == 1 and sources[0].weight != 1:
+            raise InputError(f"weight is a stream's share among others: {streams[0]} is alone, leave it out")
+        parts = [_load_one(source) for source in sources]
+        if len(parts) > 1:
+            return _mixed(parts, sources, columns_read)
+        return parts[0] if streams else _times(parts[0], sources[0])
+
+
+def _mixed(parts: list, sources: list, columns_read: Callable[[Any, str], list[str]] | None) -> Any:
+    """The rows of several sources as one data set, with the columns that all of them have and OPTIONAL ones."""
+    streams, wanted, paths = bool(sources[0].streaming), None, ", ".join(source.path for source in sources)
+    if columns_read:
+        # `messages` may be `conversations` in another
+        parts = [renamed(part, {c: our_name(c, part.column_names) for c in part.column_names}) for part in parts]
+        wanted = _agreed_columns(parts, sources, columns_read)
     columns = dict.fromkeys(column for part in parts for column in part.column_names)
     shared = [c for c in columns if all(c in part.column_names for part in parts) and (not wanted or c in wanted)]
     if not shared:
-        raise InputError(f"{what}: the sources share no column; rename with `columns`")
+        raise InputError("the sources share no column; rename with `columns`")
     kept = {*shared, *(OPTIONAL & {*columns})}
     if streams and {*shared} < kept:
-        problem = f"{named(sorted(kept - {*shared}))} must be a column of all sources that are streams, or of none"
-        raise InputError(f"{what}: {problem}")
+        problem = "must be a column of all sources that are streams, or of none"
+        raise InputError(f"{named(sorted(kept - {*shared}))} {problem}")
     if aside := [column for column in columns if column not in kept]:
-        logger.info("%s: not all sources have these columns, which are not read: %s", what, named(aside))
+        logger.info("%s: not all sources have these columns, which are not read: %s", paths, named(aside))
     # a column that one source keeps as JSON is kept so in all of them, but for text; pandas writes large_string
     written = {c for part in parts for c, kind in part.features.items() if isinstance(kind, AsWritten)}
     text = datasets.Value("string"), datasets.Value("large_string")
-    for n, part in enumerate(parts if len(parts) > 1 else ()):
+    for n, (part, source) in enumerate(zip(parts, sources, strict=True)):
+        part = part.select_columns([c for c in columns if c in kept and c in part.column_names])
         kinds = {c: text[0] if kind in text else AsWritten() if c in written else kind
                  for c, kind in part.features.items()}  # fmt: skip
-        parts[n] = part if kinds == part.features else part.cast(datasets.Features(kinds))
-    if not streams:
-        parts = [_times(part, source) for part, source in zip(parts, sources, strict=True)]
+        part = part if kinds == part.features else part.cast(datasets.Features(kinds))
+        parts[n] = part if streams else _times(part, source)
     try:
-        parts = [part.select_columns([c for c in columns if c in kept and c in part.column_names]) for part in parts]
-        if len(streams) > 1:
-            odds = [source.weight / sum(other.weight for other in sources) for source in sources]
-            # of one weight each row counts once; with others a stream that ends is repeated until all have ended
-            until = "all_exhausted_without_replacement" if len({*odds}) == 1 else "all_exhausted"
-            return datasets.interleave_datasets(parts, probabilities=odds, seed=0, stopping_strategy=until)
-        return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+        if not streams:
+            return datasets.concatenate_datasets(parts)
+        odds = [source.weight / sum(other.weight for other in sources) for source in sources]
+        # of one weight each row counts once; with others a stream that ends is repeated until all have ended
+        until = "all_exhausted_without_replacement" if len({*odds}) == 1 else "all_exhausted"
+        return datasets.interleave_datasets(parts, probabilities=odds, seed=0, stopping_strategy=until)
     except ValueError as error:
-        paths = ", ".join(source.path for source in sources)
-        raise InputError(f"{what}: the columns of {paths} are not of the same types: {error}") from error
+        raise InputError(f"the columns of {paths} are not of the same types: {error}") from error
 
 
-def _agreed_columns(parts: list, sources: list, columns_read: Callable[[Any], list[str]]) -> set[str]:
+def _agreed_columns(parts: list, sources: list, columns_read: Callable[[Any, str], list[str]]) -> set[str]:
     """The columns that all sources are read from, and the OPTIONAL ones. Raises InputError where they differ."""
     read = []
     for part, source in zip(parts, sources, strict=True):
         with error_context(source.path):
-            read.append({*columns_read(part)} - OPTIONAL)
+            read.append({*columns_read(part, source.path)} - OPTIONAL)
         if read[-1] != read[0]:
             found = f"{sources[0].path} is read from {named(sorted(read[0]))}, {source.path} from"
             raise InputError(
@@ -163,18 +169,17 @@ def _read(path: Path, source: Any) -> Any:
         rows = parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
         return rows.to_iterable_dataset() if streaming else rows
     # 2. a file, a folder or a name on the hub
-    name, options = source.path, {"name": source.name}
     if path.is_file():
         _refuse_split(split, "train", "it is one file")
-        name, options = BUILDERS[extension(path)], {"data_files": {"train": str(path)}}
-    elif path.is_dir():
-        name = str(path)
-    builder = datasets.load_dataset_builder(name, **options)
-    files = builder.config.data_files
+        given = {"data_files": {"train": glob.escape(str(path))}}  # which may have brackets in its name
+        builder = datasets.load_dataset_builder("parquet", **given) if extension(path) == ".parquet" else Files(**given)
+    else:
+        builder = datasets.load_dataset_builder(str(path) if path.is_dir() else source.path, name=source.name)
     if path.is_dir():
+        files = builder.config.data_files
         _refuse_passed_over(path, files, split)
-    if path.exists() and {extension(Path(file)) for file in chain(*files.values())} <= {*BUILDERS} - {".parquet"}:
-        builder = Files(data_files=files)
+        if {extension(Path(file)) for file in chain(*files.values())} <= {*EXTENSIONS} - {".parquet"}:
+            builder = Files(data_files=files)
     if not streaming:
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
@@ -190,7 +195,7 @@ def _refuse_passed_over(folder: Path, files: Mapping[Any, list[str]], split: str
         return
     # `datasets` takes those of the commonest kind and, where a name says train or test, only such files
     picked = {(file.parent.resolve(), file.name) for file in map(Path, chain(*files.values()))}
-    there = (file.relative_to(folder) for file in folder.rglob("*") if extension(file) in BUILDERS)
+    there = (file.relative_to(folder) for file in folder.rglob("*") if extension(file) in EXTENSIONS)
     there = (file for file in there if not any(part.startswith((".", "__")) for part in file.parts)
              and file.name not in _ABOUT)  # fmt: skip
     if left := [str(file) for file in there if ((folder / file).parent.resolve(), file.name) not in picked]:

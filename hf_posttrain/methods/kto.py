@@ -108,12 +108,12 @@ class KTOTrainer(PostTrainer):
         """As PostTrainer has it; the classes may be other ones."""
         super().prepare_replaced()
         self._weigh_classes()
+        if "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
+            logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
     def _weigh_classes(self) -> None:
         given = self.args.desirable_weight, self.args.undesirable_weight
         self.class_weights = class_weights(*given, None if self.train_dataset is None else self.train_dataset["label"])
-        if "auto" in given:
-            logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
     @staticmethod
     def examples(row: dict) -> list[Example]:

@@ -20,7 +20,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from ..data.lengths import largest_id
 from ..errors import InputError, nearest_path
 from .adapters import check_adapter_kind
-from .section import TOKENIZER_FILES, ModelSection, is_local
+from .section import ModelSection, has_tokenizer, is_local
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +44,11 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of `section`, with a pad token and its own chat template if given. Raises InputError for none."""
     # an adapter that is continued brings the tokenizer and the template that it was trained with
     own = Path(section.adapter or "")
-    kept = section.adapter and any(any(own.glob(pattern)) for pattern in TOKENIZER_FILES)
-    name = str(own) if kept else section.name_or_path
+    name = str(own) if section.adapter and has_tokenizer(own) else section.name_or_path
     with names_the_source("tokenizer", name):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     # of a folder with config.json alone transformers makes an empty tokenizer
-    folder = Path(name)
-    if folder.is_dir() and not any(file for pattern in TOKENIZER_FILES for file in folder.glob(pattern)):
+    if Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
     theirs = own / "chat_template.jinja"
     if section.chat_template or (section.adapter and theirs.is_file()):

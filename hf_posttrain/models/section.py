@@ -1,9 +1,10 @@
 """The `model` and `teacher` sections of a recipe: importable without torch, so that a recipe is read in no time."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")  # of which a folder with a tokenizer has some
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 @dataclass
@@ -30,6 +31,11 @@ class ModelSection:
     """A file with a Jinja chat template, for a tokenizer that has none or the wrong one; none for a teacher."""
     offload: bool = False
     """Keep the model on CPU between uses: for a teacher."""
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Has the folder any of the files that a tokenizer is saved as?"""
+    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
 
 
 def is_local(name: str) -> bool:

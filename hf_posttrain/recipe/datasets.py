@@ -21,24 +21,23 @@ from ..methods import METHODS
 from .sections import Recipe
 
 
-def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> dict[str, Any]:
-    """{"train": rows, "eval": rows} as the trainer takes them. Raises InputError for the first bad file or row."""
-    rows = {}
+def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any) -> tuple[dict, dict]:
+    """({"train": rows, "eval": rows} as the trainer takes them, the same raw). Raises InputError for the first bad file
+    or row."""
+    rows, raw = {}, {}
     # one process of each machine tokenises, and the others find its cache
     with launch.main_process_first(config):
         for name, sources in recipe.data.given():
             with error_context(recipe.where(f"data.{name}.path")), _naming_line(sources):
-                raw = load(sources, name, partial(columns_read, method=METHODS[recipe.method], config=config))
-                rows[name] = trainer_class.prepare(raw, tokenizer, config, _with_file(name, sources))
+                raw[name] = load(sources, name, partial(columns_read, method=METHODS[recipe.method], config=config))
+                rows[name] = trainer_class.prepare(raw[name], tokenizer, config, _with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
                     answerable(rows[name])
-    return rows
+    return rows, raw
 
 
-def audit_data(recipe: Recipe, tokenizer: Any, config: Any) -> dict[str, DataAudit]:
+def audit_data(recipe: Recipe, raw: dict[str, Any], tokenizer: Any, config: Any) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
-    read = partial(columns_read, method=METHODS[recipe.method], config=config)
-    raw = {name: load(sources, name, read) for name, sources in recipe.data.given()}
     names = {name: _with_file(name, sources) for name, sources in recipe.data.given()}
     return audits(raw, METHODS[recipe.method], tokenizer, config, names)
 

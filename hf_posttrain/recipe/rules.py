@@ -11,13 +11,14 @@ from typing import Any
 
 import yaml
 from huggingface_hub import constants as hub
-from jinja2 import Environment, TemplateSyntaxError
+from jinja2 import TemplateSyntaxError
 
 from ..data.files import or_unreadable, source_problem, with_home
+from ..data.messages import parsed
 from ..data.suggest import misspelt
 from ..errors import nearest_path
 from ..methods import METHODS
-from ..models.section import TOKENIZER_FILES, is_local
+from ..models.section import has_tokenizer, is_local
 from ..trainer.method import BELOW_ONE, COUNT, Limit, Problem
 from ..trainer.rules import REPORTERS, beyond, merge_problem, one_of, problems
 from ..watch.symptoms import listed
@@ -175,9 +176,7 @@ def template_problem(name: str) -> str | None:
     if not path.is_file():
         return f"no file {name}{nearest_path(path)}"
     try:
-        # {% generation %}, around what assistants wrote, is a tag that only transformers knows
-        text = re.sub(r"{%-? *(end)?generation *-?%}", "", path.read_text(encoding="utf-8"))
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)
+        parsed(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         return f"{name} is not text in UTF-8"
     except TemplateSyntaxError as error:
@@ -200,7 +199,7 @@ def _model_problem(folder: Path) -> str | None:
         json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
         return f"{folder}/config.json is not valid JSON ({error})"
-    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         return f"folder {folder} has no tokenizer (tokenizer.json and tokenizer_config.json)"
     return None
 

@@ -130,13 +130,9 @@ def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
     if not isinstance(wanted, str):
         return wanted
     # each machine looks at its own disk, and all ranks hear what is wrong with any
-    problem: str | None = None
-    try:
-        check_launch(trainer, Path(wanted))
-    except InputError as error:
-        problem = str(error)
-    if problems := [said for said in gather_object([problem]) if said]:
-        raise InputError(problems[0])
+    problems = gather_object([next(obstacles(trainer, Path(wanted)), None)])
+    if problem := next(filter(None, problems), None):
+        raise InputError(problem)
     logger.info("resuming %s", wanted)
     return wanted
 
@@ -185,10 +181,8 @@ def damaged(folder: Path) -> list[str]:
         return ["trainer_state.json"]
     found = [
         f"the whole of {name}" for name, then in files.items()
-        if not (folder / name).is_file() or not _is_as_then(folder / name, then)
+        if not (file := folder / name).is_file() or (file.suffix in _TENSORS and fingerprint(file) != then)
     ]  # fmt: skip
-    if any(folder.glob("model*.safetensors")) and not (folder / "config.json").exists():
-        found.append("config.json")
     unread = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if not _is_readable(file)]
     return list(dict.fromkeys(found + [f"a readable {name}" for name in unread if f"the whole of {name}" not in found]))
 
@@ -202,13 +196,6 @@ def fingerprint(file: Path) -> list[Any]:
             opened.seek(start)
             digest.update(opened.read(block))
     return [size, digest.hexdigest()]
-
-
-def _is_as_then(file: Path, then: Any) -> bool:
-    """Is it the file of that fingerprint? Earlier versions noted lengths alone; JSON may be edited."""
-    if file.suffix not in _TENSORS:
-        return True
-    return fingerprint(file) == then if isinstance(then, list) else file.stat().st_size >= then
 
 
 def _is_read(file: Path) -> bool:
@@ -232,54 +219,44 @@ def _is_readable(file: Path) -> bool:
     return True
 
 
-def check_launch(trainer: Any, checkpoint: Path) -> None:
-    """Raises InputError where this run would not go on as the one that wrote the checkpoint."""
-    adapter = (checkpoint / "adapter_config.json").exists()
+def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
+    """Why this run would not go on as the one that wrote the checkpoint; the first is to be told."""
+    adapter, this = (checkpoint / "adapter_config.json").exists(), f"the checkpoint {checkpoint}"
     weights = f"model.lora=null model.adapter={checkpoint}" if adapter else f"model.name_or_path={checkpoint}"
     restart = f"start a new run from its weights ({weights})"
     if not checkpoint.is_dir():
-        raise InputError(f"resume_from_checkpoint: there is no folder {checkpoint}{nearest_path(checkpoint)}")
+        yield f"resume_from_checkpoint: there is no folder {checkpoint}{nearest_path(checkpoint)}"
     if bad := damaged(checkpoint):
-        raise InputError(f"the checkpoint {checkpoint} is damaged, without {', '.join(bad)}: take another, or auto")
+        yield f"{this} is damaged, without {', '.join(bad)}: take another, or auto"
     if engine.changes_weights(trainer.accelerator) and (absent := missing_parts(checkpoint)):
-        raise InputError(
-            f"the checkpoint {checkpoint} has weights, but no {', '.join(absent)} (save_only_model), and FSDP2 and "
-            f"DeepSpeed cannot resume it: {restart}"
-        )
+        why = "(save_only_model), and FSDP2 and DeepSpeed cannot resume it"
+        yield f"{this} has weights, but no {', '.join(absent)} {why}: {restart}"
     then, now = _state(checkpoint), launched(trainer)
     if trainer.described and not then.get("run"):
         logger.info("%s does not say which settings wrote it: they are not compared with those of this run", checkpoint)
     if not then:
         return  # not written by this package
-    # one process and DDP write the same files, whole on rank 0
-    if then["engine"] != now["engine"] and not {then["engine"], now["engine"]} <= {"single", "ddp"}:
-        raise InputError(
-            f"the checkpoint {checkpoint} was written under {then['engine']} and this run is {now['engine']}: its "
-            f"optimizer state cannot be read here. Launch as before, or {restart}"
-        )
-    if now["engine"].startswith("zero") and then["processes"] != now["processes"]:
-        raise InputError(
-            f"the checkpoint {checkpoint} was written by {then['processes']} processes and this run has "
-            f"{now['processes']}: DeepSpeed cut its optimizer state for the former. Launch as many, or {restart}"
-        )
-    if then["rows_per_step"] != now["rows_per_step"] and not trainer.args.ignore_data_skip:
-        raise InputError(
-            f"the checkpoint {checkpoint} trained {then['rows_per_step']} rows a step and this run "
-            f"{now['rows_per_step']}, so rows would be skipped or seen twice: keep per_device_train_batch_size x "
-            "gradient_accumulation_steps x processes, or set ignore_data_skip to begin the epoch again"
-        )
-    found = same_run.differences(then.get("run", {}), trainer.described, trainer.args.resume_despite)
-    if not found:
-        return
-    lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
-    if fixed := [key for key in found if key in same_run.IN_STATE]:
-        way = f"set them back, or {restart}: the optimizer keeps the former {named(fixed)}"
-    else:
-        way = f"set them back, {restart}, or insist: resume_despite: [{named(sections)}]"
-    more = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
-    raise InputError(
-        f"the checkpoint {checkpoint} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, {way}"
+    (engine_then, processes_then, rows_then), (engine_now, processes_now, rows_now) = (
+        [each[key] for key in ("engine", "processes", "rows_per_step")] for each in (then, now)
     )
+    # one process and DDP write the same files, whole on rank 0
+    if engine_then != engine_now and not {engine_then, engine_now} <= {"single", "ddp"}:
+        problem = "its optimizer state cannot be read here. Launch as before"
+        yield f"{this} was written under {engine_then} and this run is {engine_now}: {problem}, or {restart}"
+    if engine_now.startswith("zero") and processes_then != processes_now:
+        counts = f"was written by {processes_then} processes and this run has {processes_now}"
+        yield f"{this} {counts}: DeepSpeed cut its optimizer state for the former. Launch as many, or {restart}"
+    if rows_then != rows_now and not trainer.args.ignore_data_skip:
+        mend = "keep per_device_train_batch_size x gradient_accumulation_steps x processes, or set ignore_data_skip"
+        problem = f"rows would be skipped or seen twice: {mend} to begin the epoch again"
+        yield f"{this} trained {rows_then} rows a step and this run {rows_now}, so {problem}"
+    if found := same_run.differences(then.get("run", {}), trainer.described, trainer.args.resume_despite):
+        lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
+        way = f"{restart}, or insist: resume_despite: [{named(sections)}]"
+        if fixed := [key for key in found if key in same_run.IN_STATE]:
+            way = f"or {restart}: the optimizer keeps the former {named(fixed)}"
+        more = f"; {len(lines) - 6} more" if len(lines) > 6 else ""
+        yield f"{this} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, set them back, {way}"
 
 
 def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:

@@ -33,7 +33,7 @@ HARMLESS = _names("""
     ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
 """)
 """Options that may change: what is logged, saved and shown, where and how the same numbers are computed. The engine and
-the rows of a step are compared by `checkpoint.check_launch`."""
+the rows of a step are compared by `checkpoint.obstacles`."""
 EVALUATION = _names("""
     eval_strategy eval_steps eval_delay eval_on_start eval_exact_match eval_max_completion_length eval_dataset
     eval_do_concat_batches eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size

@@ -350,6 +350,19 @@ def test_a_probe_takes_options_that_need_what_it_leaves_out(folder):
     assert checked(*options, with_probe=True).probe.rows == 2
 
 
+def test_a_probe_takes_packed_rows_and_streams(folder):
+    assert checked("train.packing=true", "train.max_length=32", with_probe=True).probe.rows == 2
+    stream = ("data.train.streaming=true", "data.eval=null", "train.layout=padded")
+    assert checked(*stream, with_probe=True).probe.rows == 2
+
+
+def test_streams_that_are_mixed_by_weight_are_checked(folder):
+    paths = "{path: rows.jsonl, streaming: true, weight: 0.3}, {path: held.jsonl, streaming: true, weight: 0.7}"
+    found = checked(f"data.train=[{paths}]", "data.eval=null", with_probe=True)
+    assert found.probe.rows == 2
+    assert found.tokens.examples == 13
+
+
 def test_a_probe_takes_rows_of_one_label_and_sends_nothing(folder, monkeypatch):
     """The longest rows are all desirable, which class weights `auto` refuse; a probe makes no repository on the hub."""
     from transformers import Trainer

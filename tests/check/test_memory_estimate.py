@@ -273,7 +273,7 @@ def prepared(path, *overrides):
     recipe = load_recipe(path, overrides)
     trainer_class, config = parts.configure(recipe)
     tokenizer, _ = parts.check_models(recipe)
-    return recipe, config, trainer_class, prepare_data(recipe, trainer_class, tokenizer, config)
+    return recipe, config, trainer_class, prepare_data(recipe, trainer_class, tokenizer, config)[0]
 
 
 IMPORT = "import sys; sys.path[:0] = ['tests/check', 'tests/support']; import test_memory_estimate as here; "

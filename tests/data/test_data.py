@@ -641,6 +641,18 @@ def test_sources_are_mixed_by_weight(tmp_path):
     assert load([source(one, weight=2.5), source(two, weight=0.5)])["text"][:] == mixed
 
 
+@pytest.mark.parametrize(
+    ("name", "matched"),
+    [("a[1].jsonl", "a1.jsonl"), ("b*.jsonl", "bb.jsonl"), ("c?.csv", "cc.csv"), ("d[1].parquet", "d1.parquet")],
+)
+def test_the_name_of_a_file_is_no_pattern(name, matched, tmp_path):
+    for text, file in (("asked", name), ("other", matched)):
+        write = {".jsonl": "to_json", ".csv": "to_csv", ".parquet": "to_parquet"}[Path(name).suffix]
+        getattr(datasets.Dataset.from_list([{"text": text}]), write)(tmp_path / file)
+    for streaming in (False, True):
+        assert [row["text"] for row in load(source(tmp_path / name, streaming=streaming))] == ["asked"]
+
+
 def test_sources_that_are_mixed_are_read_from_the_same_columns(tmp_path):
     """What all methods leave unread may differ, and system and tools; what one source alone has is not dropped."""
     def mixed(*rows, method="sft"):
@@ -1105,4 +1117,5 @@ def test_a_row_of_a_stream_that_is_cut_is_told_once(caplog):
 def test_template_switches_of_rows_without_messages_are_told(caplog):
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         prepare([{"prompt": "p", "completion": "c"}], "sft", chat_template_kwargs={"enable_thinking": False})
-    assert "chat_template_kwargs: no row is messages" in caplog.text
+        prepare([{"input_ids": [1, 2]}], "sft", chat_template_kwargs={"enable_thinking": False})
+    assert caplog.text.count("chat_template_kwargs: no row is messages") == 2

@@ -107,7 +107,7 @@ def test_sources_keep_the_tools_and_system_that_only_some_have(tmp_path, caplog)
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         rows = load([source(one), source(two)])
     assert (rows[0]["system"], rows[0]["tools"], rows[1]["tools"]) == ("Be short.", None, [{"name": "f"}])
-    assert caplog.messages == ["data: not all sources have these columns, which are not read: id"]
+    assert caplog.messages == [f"{one}, {two}: not all sources have these columns, which are not read: id"]
     with pytest.raises(InputError, match="system, tools must be a column of all sources that are streams"):
         load([source(one, streaming=True), source(two, streaming=True)])
 

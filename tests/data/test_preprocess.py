@@ -188,7 +188,7 @@ def prepared_slowly(rank, folder, timeout, drop_in):
         trainer_class, config = parts.configure(recipe)
         from hf_posttrain.recipe.datasets import prepare_data
 
-        rows = prepare_data(recipe, trainer_class, parts.check_models(recipe)[0], config)["train"]
+        rows = prepare_data(recipe, trainer_class, parts.check_models(recipe)[0], config)[0]["train"]
     dist.barrier()
     return sizes, sum(map(len, rows["prompt_ids"])), rows._fingerprint
 

@@ -41,6 +41,7 @@ ROWS = [
     {"prompt": f"{n} + 1 = ", "completion": str(n + 1), "chosen": "a", "rejected": "b", "label": n % 2 == 0}
     for n in range(8)
 ]
+TAGS = "{%+ generation %}{{ messages }}{%- endgeneration +%}{%\n generation\t%}{% endgeneration %}"
 BREAKS = "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}"
 
 
@@ -251,7 +252,7 @@ def test_a_reporter_that_is_not_installed_is_named(untouched, monkeypatch, capsy
     assert capsys.readouterr().err == expected
 
 
-@pytest.mark.parametrize("template", [CHATML, CHATML_GENERATION, QWEN3, DEEPSEEK, LLAMA, BREAKS])
+@pytest.mark.parametrize("template", [CHATML, CHATML_GENERATION, QWEN3, DEEPSEEK, LLAMA, BREAKS, TAGS])
 def test_templates_that_transformers_renders_are_let_through(template, tmp_path):
     (tmp_path / "own.jinja").write_text(template)
     assert template_problem(str(tmp_path / "own.jinja")) is None
