@@ -16,22 +16,19 @@ from . import chat
 from .messages import GENERATION, Messages, call_names, text_of
 
 
-def assistant_mask(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
-                   template_kwargs: dict | None = None, full: str = "") -> tuple[list[int], list[int]]:  # fmt: skip
+def assistant_mask(template: chat.ChatTemplate, messages: Messages, full: str = "") -> tuple[list[int], list[int]]:
     """Ids of the conversation and a 0/1 mask of equal length: 1 for each assistant's content, calls and turn end.
 
     `full` is the conversation rendered, where that is known. Turns without any are not trained. Nothing follows the
     last 1. Raises InputError if there is no assistant turn, the text before a turn differs from what generation would
     see, or what an assistant wrote is not all in its turn.
     """
-    end_id = chat.turn_end_id(tokenizer, template_kwargs)
+    tokenizer = template.tokenizer
+    end_id = chat.turn_end_id(tokenizer, template.kwargs)
     # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
-    template = tokenizer.get_chat_template(tools=tools) if tokenizer.chat_template else ""
-    tagged = GENERATION.search(template)
-    full = full or chat.render(tokenizer, messages, tools, template_kwargs)
-    ids, mask, offsets = (_tagged_mask if tagged else _rendered_mask)(
-        tokenizer, messages, tools, template_kwargs, end_id, full
-    )
+    full = full or template.render(messages)
+    find_mask = _tagged_mask if GENERATION.search(template.text) else _rendered_mask
+    ids, mask, offsets = find_mask(template, messages, end_id, full)
     # 2. of each turn, nothing behind its end (a line break, a second end); no turn that is an end alone, which would
     # teach empty answers. Where a template writes no headers, turns of assistants follow one another in one run
     ends = [0, *accumulate(int(i == end_id) for i in ids)]
@@ -73,11 +70,14 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
                 raise InputError(f"assistant_only_loss: {problem}: {why}")
 
 
-def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
+_Found = tuple[list[int], list[int], list[tuple[int, int]]]
+
+
+def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, full: str) -> _Found:
     """Ids, mask and places in the text (begin, end), from the template's generation tags."""
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
-    encoded = chat.apply_template(tokenizer, messages, tools, template_kwargs, **options)
+    encoded = template.apply(messages, **options)
     ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
     for n in range(1, len(ids)):
         # the turn end right after a tagged span is trained too; and where the last character of a span is split into
@@ -88,11 +88,10 @@ def _tagged_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> t
     return ids, mask, offsets
 
 
-def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id, full) -> tuple[list[int], list[int], list]:
+def _rendered_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, full: str) -> _Found:
     """Ids, mask and places from the text: a turn begins where generation would have begun it, and ends with its end."""
-    encoded = tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    tokens = encoded["input_ids"], encoded["offset_mapping"]
-    given = _Rendered(tokenizer, messages, tools, template_kwargs, end_id, full, *tokens)
+    encoded = template.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    given = _Rendered(template, messages, end_id, full, encoded["input_ids"], encoded["offset_mapping"])
     # from the last turn to the first, since each must end before `limit`, the character where the next one begins
     mask, limit = [0] * len(given.ids), len(full)
     for n in (n for n in reversed(range(len(messages))) if messages[n]["role"] == "assistant"):
@@ -110,18 +109,12 @@ def _rendered_mask(tokenizer, messages, tools, template_kwargs, end_id, full) ->
 class _Rendered(NamedTuple):
     """A conversation, its rendering, and the tokens of that with their places in the text."""
 
-    tokenizer: PreTrainedTokenizerBase
+    template: chat.ChatTemplate
     messages: Messages
-    tools: list | None
-    template_kwargs: dict | None
     end_id: int
     full: str
     ids: list[int]
     offsets: list[tuple[int, int]]
-
-    def render(self, messages: Messages, **options: Any) -> str:
-        """Other messages by the same template."""
-        return chat.render(self.tokenizer, messages, self.tools, self.template_kwargs, **options)
 
     def token_at(self, place: int) -> int:
         """The first token that begins at this character or behind it."""
@@ -130,12 +123,12 @@ class _Rendered(NamedTuple):
     def begin_of(self, n: int) -> int:
         """The character where generation would have begun message n."""
         if n:
-            start = self.render(self.messages[:n], add_generation_prompt=True)
+            start = self.template.render(self.messages[:n], add_generation_prompt=True)
             return len(self.full) - len(chat.text_behind(start, self.full))
         # templates do not render an empty conversation: take the header that opens an answer to some other message
         probe = [{"role": "user", "content": "hello"}]
-        asked, opened = (chat.render(self.tokenizer, probe, None, self.template_kwargs, add_generation_prompt=prompt)
-                         for prompt in (False, True))  # fmt: skip
+        bare = self.template._replace(tools=None)
+        asked, opened = (bare.render(probe, add_generation_prompt=prompt) for prompt in (False, True))
         header = chat.text_behind(asked, opened)
         if header not in self.full or not header:
             raise InputError(f"assistant_only_loss: the assistant speaks first, and {header!r} does not open its turn")
@@ -169,11 +162,11 @@ class _Rendered(NamedTuple):
         of the whole; None where a last turn is written otherwise."""
         alone = ""
         with suppress(InputError):  # a template may refuse a call that has no answer
-            alone = self.render([*self.messages[:n], turn])
+            alone = self.template.render([*self.messages[:n], turn])
         stop = bisect_right(self.offsets, chat.shared_length(alone, self.full), key=lambda offset: offset[1])
         rest = alone[self.offsets[stop][0] :].strip() if stop < len(self.ids) else ""
-        special = chat.special_ids(self.tokenizer)
-        if stop < after or not {*chat.plain_ids(self.tokenizer, [rest])[0]} <= special:
+        special = chat.special_ids(self.template.tokenizer)
+        if stop < after or not {*chat.plain_ids(self.template.tokenizer, [rest])[0]} <= special:
             return None
         return stop + (bool(rest) and self.ids[stop] in special)  # another end than that of a last turn
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence, Set
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
@@ -28,69 +28,91 @@ _OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).paramet
 """What each rendering is given by us, and `template_kwargs` may not have."""
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None = None,
-           template_kwargs: dict | None = None, **options: Any) -> str:  # fmt: skip
-    """`messages` as text; `options` are `add_generation_prompt` and `continue_final_message`.
+class ChatTemplate(NamedTuple):
+    """A tokenizer's chat template with what it is given besides messages."""
 
-    Raises InputError if the tokenizer has no chat template or the template refuses these messages.
-    """
-    if not tokenizer.chat_template:
-        raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
-    try:
-        text = str(apply_template(tokenizer, messages, tools, template_kwargs, tokenize=False, **options))
-    except Exception as error:  # a template is a program, and raises what it likes
-        roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
-        problem = " ".join(str(error).split())[:300]
-        raise InputError(f"the chat template refuses messages with roles [{roles}]: {problem}") from error
-    check_unicode(text, "the rendered conversation")
-    return text
+    tokenizer: PreTrainedTokenizerBase
+    tools: list | None = None
+    kwargs: dict | None = None
 
+    @property
+    def text(self) -> str:
+        """The template itself, of those that the tokenizer has the one for tools where there are any."""
+        return self.tokenizer.get_chat_template(tools=self.tools)
 
-def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: list | None,
-                   template_kwargs: dict | None, **options: Any) -> Any:  # fmt: skip
-    """`tokenizer.apply_chat_template` on the day _DAY, of contents as parts and arguments of calls as JSON text for the
-    templates that write these alone."""
-    template, _ = _on_the_day(tokenizer.get_chat_template(tools=tools))
-    if _reads_parts(tokenizer, template):
-        messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    if any("tool_calls" in m for m in messages) and _reads_text_arguments(tokenizer, template):
-        messages = [_with_calls(m, lambda arguments, _: {"arguments": json.dumps(arguments, ensure_ascii=False)})
-                    for m in messages]  # fmt: skip
-    options |= {"tools": tools, "chat_template": template}
-    return tokenizer.apply_chat_template(messages, **options, **(template_kwargs or {}))
+    def render(self, messages: Messages, **options: Any) -> str:
+        """`messages` as text; `options` are `add_generation_prompt` and `continue_final_message`.
 
+        Raises InputError if the tokenizer has no chat template or the template refuses these messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
+        try:
+            text = str(self.apply(messages, tokenize=False, **options))
+        except Exception as error:  # a template is a program, and raises what it likes
+            roles = ", ".join(shown(message["role"])[1:-1] for message in messages[:20])
+            problem = " ".join(str(error).split())[:300]
+            raise InputError(f"the chat template refuses messages with roles [{roles}]: {problem}") from error
+        check_unicode(text, "the rendered conversation")
+        return text
 
-def find_unread(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, tools: list | None = None,
-                template_kwargs: dict | None = None) -> list[str]:  # fmt: skip
-    """What of the messages is not in their rendering `full` although a template may well leave it out: keys that it
-    does not write, tools, thinking of earlier turns, text next to a call, switches, today's date. Raises InputError
-    for a message of which it writes neither text nor calls, as of a role that it does not know, and for a lost call."""
-    template, numbered = tokenizer.get_chat_template(tools=tools), [_numbered(m, n) for n, m in enumerate(messages)]
-    found = [f"chat_template_kwargs {shown(key)}" for key in template_kwargs or () if key not in _variables(template)]
-    if any(date in full for date in _on_the_day(template)[1]):
-        found.append(f"today's date but always {_DAY:%d %b %Y}")
-    # the same conversation of numbered texts shows which of them are written, unless the template refuses it
-    given = json.dumps([numbered, tools, template_kwargs], default=str)
-    probed = _render_probes(tokenizer, template, given) or given
-    for n, (message, probe) in enumerate(zip(messages, numbered, strict=True)):
-        where, content = f"message {n} ({shown(message['role'])[1:-1]})", message["content"].strip()
-        if any(mark not in probed for mark in re.findall(rf"{_PROBE}\w+", str(probe.get("tool_calls")))):
-            raise InputError(f"{where}: the chat template does not write its call of {named(call_names(message))}")
-        if not content or probe["content"] in probed:
-            found += [f"a part of the text of {message['role']} turns"] * (not _stands_in(content, full))
-        elif not call_names(message):
-            raise InputError(f"{where}: the chat template does not write its text, {shown(content)}")
-        else:
-            found.append("text next to calls")
-        for key, value in message.items():
-            word = rf"\b{re.escape(key)}\b"
-            written = _stands_in(value.strip(), full) if isinstance(value, str) else re.search(word, template)
-            if key not in ("role", "content", "tool_calls", "tool_call_id") and not written:
-                found.append(f"key {shown(key)}")
-    names = [tool.get("function", tool) for tool in tools or []]
-    if any(isinstance(tool, dict) and str(tool.get("name")) not in full for tool in names):
-        found.append("column 'tools'")
-    return sorted({*found})
+    def prompt_text(self, prompt: Messages) -> str:
+        """The text that generation starts from; a prompt that ends in an assistant turn (prefill) is left open."""
+        prefill = prompt[-1]["role"] == "assistant"
+        option = {"continue_final_message": True} if prefill else {"add_generation_prompt": True}
+        return self.render(prompt, **option)
+
+    def split(self, prompt: Messages, completion: Messages) -> tuple[str, str]:
+        """(prompt text, completion text), which together are the rendering of both, up to its last visible character.
+
+        Raises InputError if that does not begin with the prompt's (a template that drops or moves thinking).
+        """
+        start = self.prompt_text(prompt)
+        full = self.render(join_messages(prompt, completion))
+        return start, text_behind(start, full).rstrip()
+
+    def apply(self, messages: Messages, **options: Any) -> Any:
+        """`tokenizer.apply_chat_template` on the day _DAY, of contents as parts and arguments of calls as JSON text for
+        the templates that write these alone."""
+        template, _ = _on_the_day(self.text)
+        if _reads_parts(self.tokenizer, template):
+            messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        if any("tool_calls" in m for m in messages) and _reads_text_arguments(self.tokenizer, template):
+            messages = [_with_calls(m, lambda arguments, _: {"arguments": json.dumps(arguments, ensure_ascii=False)})
+                        for m in messages]  # fmt: skip
+        options |= {"tools": self.tools, "chat_template": template}
+        return self.tokenizer.apply_chat_template(messages, **options, **(self.kwargs or {}))
+
+    def find_unread(self, messages: Messages, full: str) -> list[str]:
+        """What of the messages is not in their rendering `full` although a template may well leave it out: keys that it
+        does not write, tools, thinking of earlier turns, text next to a call, switches, today's date. Raises InputError
+        for a message of which it writes neither text nor calls, as of an unknown role, and for a lost call."""
+        template, numbered = self.text, [_numbered(m, n) for n, m in enumerate(messages)]
+        found = [f"chat_template_kwargs {shown(key)}" for key in self.kwargs or () if key not in _variables(template)]
+        if any(date in full for date in _on_the_day(template)[1]):
+            found.append(f"today's date but always {_DAY:%d %b %Y}")
+        # the same conversation of numbered texts shows which of them are written, unless the template refuses it
+        given = json.dumps([numbered, self.tools, self.kwargs], default=str)
+        probed = _render_probes(self.tokenizer, template, given) or given
+        for n, (message, probe) in enumerate(zip(messages, numbered, strict=True)):
+            where, content = f"message {n} ({shown(message['role'])[1:-1]})", message["content"].strip()
+            if any(mark not in probed for mark in re.findall(rf"{_PROBE}\w+", str(probe.get("tool_calls")))):
+                raise InputError(f"{where}: the chat template does not write its call of {named(call_names(message))}")
+            if not content or probe["content"] in probed:
+                found += [f"a part of the text of {message['role']} turns"] * (not _stands_in(content, full))
+            elif not call_names(message):
+                raise InputError(f"{where}: the chat template does not write its text, {shown(content)}")
+            else:
+                found.append("text next to calls")
+            for key, value in message.items():
+                word = rf"\b{re.escape(key)}\b"
+                written = _stands_in(value.strip(), full) if isinstance(value, str) else re.search(word, template)
+                if key not in ("role", "content", "tool_calls", "tool_call_id") and not written:
+                    found.append(f"key {shown(key)}")
+        names = [tool.get("function", tool) for tool in self.tools or []]
+        if any(isinstance(tool, dict) and str(tool.get("name")) not in full for tool in names):
+            found.append("column 'tools'")
+        return sorted({*found})
 
 
 def _with_calls(message: dict[str, Any], change: Callable[[Any, int], dict]) -> dict[str, Any]:
@@ -115,7 +137,8 @@ def _numbered(message: dict[str, Any], n: int) -> dict[str, Any]:
 def _render_probes(tokenizer: PreTrainedTokenizerBase, template: str, given: str) -> str:
     """What the template makes of numbered messages, which are the same for many rows, or "" where it refuses them."""
     try:
-        return render(tokenizer, *json.loads(given))
+        messages, tools, kwargs = json.loads(given)
+        return ChatTemplate(tokenizer, tools, kwargs).render(messages)
     except InputError:
         return ""
 
@@ -187,7 +210,7 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
     if ours := named(key for key in template_kwargs or () if key in _OURS):
         raise InputError(f"chat_template_kwargs: {ours} cannot be given: each rendering has its own")
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
-    tail = render(tokenizer, probe, None, template_kwargs).rpartition(_PROBE)[2]
+    tail = ChatTemplate(tokenizer, None, template_kwargs).render(probe).rpartition(_PROBE)[2]
     known = _variables(tokenizer.get_chat_template())
     # a recipe for Qwen's models may be run with another: its switch is told where it does nothing, see `find_unread`
     for key in {*(template_kwargs or ())} - known - {"enable_thinking"}:
@@ -208,31 +231,12 @@ def _added_special_ids(tokenizer: PreTrainedTokenizerBase, size: int) -> frozens
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerBase, prompt: Messages, tools: list | None = None,
-                template_kwargs: dict | None = None) -> str:  # fmt: skip
-    """The text that generation starts from; a prompt that ends in an assistant turn (prefill) is left open."""
-    prefill = prompt[-1]["role"] == "assistant"
-    option = {"continue_final_message": True} if prefill else {"add_generation_prompt": True}
-    return render(tokenizer, prompt, tools, template_kwargs, **option)
-
-
 def join_messages(prompt: Messages, completion: Messages) -> Messages:
     """`prompt + completion`; a completion that continues a prefilled assistant turn is one turn with it."""
     last, first = prompt[-1], completion[0]
     if (last["role"], first["role"]) != ("assistant", "assistant"):
         return prompt + completion
     return [*prompt[:-1], {**last, **first, "content": last["content"] + first["content"]}, *completion[1:]]
-
-
-def split_chat(tokenizer: PreTrainedTokenizerBase, prompt: Messages, completion: Messages, tools: list | None = None,
-               template_kwargs: dict | None = None) -> tuple[str, str]:  # fmt: skip
-    """(prompt text, completion text): their concatenation is the full render of both, up to its last visible character.
-
-    Raises InputError if the full render does not begin with the prompt's (a template that drops or moves thinking).
-    """
-    start = prompt_text(tokenizer, prompt, tools, template_kwargs)
-    full = render(tokenizer, join_messages(prompt, completion), tools, template_kwargs)
-    return start, text_behind(start, full).rstrip()
 
 
 def shared_length(first: Sequence, second: Sequence) -> int:

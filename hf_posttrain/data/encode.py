@@ -142,21 +142,21 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
     """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt. White space at
     the end of a rendering is dropped: an end token that is appended would follow it."""
-    options = (sample.tools, plan.template_kwargs)
+    template = chat.ChatTemplate(tokenizer, sample.tools, plan.template_kwargs)
     if _is_empty(sample):
         sample = sample._replace(prompt="", branches=["" for _ in sample.branches])
     if not sample.is_chat:
         return sample._replace(prompt=sample.prompt or "")
     if sample.prompt is None:
-        pairs, chats = [("", chat.render(tokenizer, sample.branches[0], *options).rstrip())], sample.branches
+        pairs, chats = [("", template.render(sample.branches[0]).rstrip())], sample.branches
     elif not sample.branches:
-        pairs, chats = [(chat.prompt_text(tokenizer, sample.prompt, *options), "")], [sample.prompt]
+        pairs, chats = [(template.prompt_text(sample.prompt), "")], [sample.prompt]
     else:
-        pairs = [chat.split_chat(tokenizer, sample.prompt, branch, *options) for branch in sample.branches]
+        pairs = [template.split(sample.prompt, branch) for branch in sample.branches]
         chats = [chat.join_messages(sample.prompt, branch) for branch in sample.branches]
     unread = {
         what for turns, (start, rest) in zip(chats, pairs, strict=True)
-        for what in chat.find_unread(tokenizer, turns, start + rest, *options)
+        for what in template.find_unread(turns, start + rest)
     }  # fmt: skip
     branches = [text for _, text in pairs] if sample.branches else []
     return sample._replace(prompt=pairs[0][0], branches=branches, unread=tuple(sorted(unread)))
@@ -168,13 +168,13 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         raise InputError(f"assistant_only_loss needs messages, {plan.form} holds plain text")
     if _is_empty(sample):
         return Sample([], [[]])
-    options, turns = (sample.tools, plan.template_kwargs), sample.branches[0]
+    template, turns = chat.ChatTemplate(tokenizer, sample.tools, plan.template_kwargs), sample.branches[0]
     turns = turns if sample.prompt is None else chat.join_messages(sample.prompt, turns)
-    full = chat.render(tokenizer, turns, *options).rstrip()
-    unread = tuple(chat.find_unread(tokenizer, turns, full, *options))
-    ids, mask = assistant_mask(tokenizer, turns, *options, full)
+    full = template.render(turns).rstrip()
+    unread = tuple(template.find_unread(turns, full))
+    ids, mask = assistant_mask(template, turns, full)
     if sample.prompt is not None and plan.completion_only is not False:
-        start = chat.prompt_text(tokenizer, sample.prompt, *options)
+        start = template.prompt_text(sample.prompt)
         chat.text_behind(start, full)  # or the answer would not begin behind as many tokens
         before = len(chat.encode(tokenizer, [start])[0])
         mask = [0] * before + mask[before:]

@@ -29,15 +29,15 @@ def ids(tokenizer, text: str) -> list[int]:
 
 def pair(tokenizer, prompt, completion, **options) -> tuple[str, str]:
     """Both sides of a chat pair after tokenisation, decoded."""
-    start, rest = chat.split_chat(tokenizer, prompt, completion, **options)
-    end = chat.turn_end_id(tokenizer, options.get("template_kwargs"))
+    start, rest = chat.ChatTemplate(tokenizer, **options).split(prompt, completion)
+    end = chat.turn_end_id(tokenizer, options.get("kwargs"))
     left, right = chat.encode_pairs(tokenizer, [start], [rest], end)[0]
     return tokenizer.decode(left), tokenizer.decode(right)
 
 
 def trained(tokenizer, messages, **options) -> list[str]:
     """The texts under the ones of the assistant mask."""
-    row, mask = assistant_mask(tokenizer, messages, **options)
+    row, mask = assistant_mask(chat.ChatTemplate(tokenizer, **options), messages)
     assert len(row) == len(mask)
     spans, previous = [], 0
     for token, one in zip(row, mask, strict=True):
@@ -108,7 +108,7 @@ def test_tools_and_template_kwargs_reach_the_template():
     prompt, _ = pair(tok.byte_tokenizer(), [USER], [REPLY], tools=[{"name": "add"}])
     assert prompt.startswith('<|im_start|>system\nTools: [{"name": "add"}]<|im_end|>\n')
     off = {"enable_thinking": False}
-    assert pair(tok.byte_tokenizer(tok.QWEN3), [USER], [REPLY], template_kwargs=off)[1] == "4<|im_end|>"
+    assert pair(tok.byte_tokenizer(tok.QWEN3), [USER], [REPLY], kwargs=off)[1] == "4<|im_end|>"
 
 
 def test_thinking_written_by_the_template_belongs_to_the_completion():
@@ -121,8 +121,8 @@ def test_thinking_written_by_the_template_belongs_to_the_completion():
 def test_prompt_that_is_no_prefix_raises_and_shows_where():
     tokenizer = tok.byte_tokenizer(tok.DEEPSEEK)
     with pytest.raises(InputError, match=r"(?s)prompt has '.*<think>.*conversation has '.*4.*chat_template_kwargs"):
-        chat.split_chat(tokenizer, [USER], [REPLY])
-    assert pair(tokenizer, [USER], [REPLY], template_kwargs={"thinking": False})[1] == "4<|im_end|>"
+        chat.ChatTemplate(tokenizer).split([USER], [REPLY])
+    assert pair(tokenizer, [USER], [REPLY], kwargs={"thinking": False})[1] == "4<|im_end|>"
 
 
 def test_boundary_merge_keeps_the_prompt_as_generation_sees_it():
@@ -136,7 +136,7 @@ def test_boundary_merge_keeps_the_prompt_as_generation_sees_it():
 def test_bos_exactly_once():
     tokenizer = tok.bos_tokenizer()
     bos, end = 256, 259
-    chat_prompt, chat_completion = chat.split_chat(tokenizer, [USER], [REPLY])
+    chat_prompt, chat_completion = chat.ChatTemplate(tokenizer).split([USER], [REPLY])
     assert chat_prompt.startswith("<s>")  # this template writes it
     prompts = [chat_prompt, chat_prompt.removeprefix("<s>"), "q", "<s>q", ""]
     for prompt, completion in chat.encode_pairs(tokenizer, prompts, [chat_completion] * 2 + ["a"] * 3, end):
@@ -145,7 +145,7 @@ def test_bos_exactly_once():
     assert chat.encode(tokenizer, ["q", "<s>q"]) == [[bos, ord("q")]] * 2
     assert chat.encode(tok.byte_tokenizer(), ["q"]) == [[ord("q")]]
     for template in (tok.LLAMA, tok.CHATML, tok.CHATML_GENERATION):
-        row, mask = assistant_mask(tok.bos_tokenizer(template), [USER, REPLY])
+        row, mask = assistant_mask(chat.ChatTemplate(tok.bos_tokenizer(template)), [USER, REPLY])
         assert (row[0], row.count(bos), mask[0]) == (bos, 1, 0)
 
 
@@ -172,7 +172,7 @@ def test_assistant_mask_is_the_same_with_and_without_tags(template):
 
 
 def test_assistant_mask_exact_positions():
-    row, mask = assistant_mask(tok.byte_tokenizer(), [USER, REPLY, MORE])
+    row, mask = assistant_mask(chat.ChatTemplate(tok.byte_tokenizer()), [USER, REPLY, MORE])
     before = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert row == ids(tok.byte_tokenizer(), before + "4<|im_end|>")  # nothing after the last trained token
     assert mask == [0] * (len(row) - 2) + [1, 1]
@@ -198,9 +198,9 @@ def test_a_tools_turn_stays_out_of_what_is_trained(tagged):
 def test_no_assistant_turn_or_unfit_template_raises():
     for template in (tok.CHATML, tok.CHATML_GENERATION):
         with pytest.raises(InputError, match="no token of this conversation was written by an assistant"):
-            assistant_mask(tok.byte_tokenizer(template), [USER])
+            assistant_mask(chat.ChatTemplate(tok.byte_tokenizer(template)), [USER])
     with pytest.raises(InputError, match="does not begin with its rendered prompt"):
-        assistant_mask(tok.byte_tokenizer(tok.DEEPSEEK), [USER, REPLY])
+        assistant_mask(chat.ChatTemplate(tok.byte_tokenizer(tok.DEEPSEEK)), [USER, REPLY])
 
 
 def test_assistant_mask_of_thinking_templates():
@@ -211,7 +211,7 @@ def test_assistant_mask_of_thinking_templates():
     kept = {"thinking": False}  # the history drops "hm</think>", and the mask follows the text that is there
     thought = {"role": "assistant", "content": "hm</think>4"}
     tokenizer = tok.byte_tokenizer(tok.DEEPSEEK)
-    assert trained(tokenizer, [USER, thought, MORE, LAST], template_kwargs=kept) == ["4<|im_end|>", "6<|im_end|>"]
+    assert trained(tokenizer, [USER, thought, MORE, LAST], kwargs=kept) == ["4<|im_end|>", "6<|im_end|>"]
 
 
 def test_assistant_mask_with_repeated_and_multibyte_content():
@@ -266,7 +266,7 @@ def test_wrong_messages_say_which_and_why(value, message):
 
 def test_render_errors():
     with pytest.raises(InputError, match=r"model\.chat_template"):
-        chat.render(tok.words_tokenizer(), [USER])
+        chat.ChatTemplate(tok.words_tokenizer()).render([USER])
     refusing = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match=r"\[user\]: roles must alternate"):
-        chat.render(tok.byte_tokenizer(refusing), [USER])
+        chat.ChatTemplate(tok.byte_tokenizer(refusing)).render([USER])

@@ -127,8 +127,8 @@ def test_what_is_trained_of_calls_is_the_text_the_call_and_its_end():
 def test_arguments_as_json_text_are_those_as_a_mapping(name):
     tokenizer = family_tokenizer(FAMILIES[name])
     as_text, as_mapping = (clean_messages(TOOLS[what]) for what in ("a call as OpenAI has it", "a call"))
-    text = chat.render(tokenizer, as_text)
-    assert text == chat.render(tokenizer, as_mapping)
+    text = chat.ChatTemplate(tokenizer).render(as_text)
+    assert text == chat.ChatTemplate(tokenizer).render(as_mapping)
     assert "Parisville" in text
     assert "{'" not in text
     assert json.dumps(json.dumps(CALL["function"]["arguments"])) not in text
