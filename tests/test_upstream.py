@@ -63,6 +63,7 @@ NEEDS = {need.symbol: need for need in [
          "HF's flow first, then the caller's, the progress one last"),
     Need("transformers.Trainer._get_train_sampler", "trainer/base.py",
          "the order of training rows; by length: a LengthGroupedSampler"),
+    Need("transformers.Trainer._get_eval_sampler", "trainer/base.py", "of evaluation; None: rows in order"),
     Need("transformers.Trainer._get_dataloader", "trainer/evaluation.py",
          "makes every loader, of self.data_collator as it is at that moment"),
     Need("transformers.Trainer._init_training_state", "trainer/base.py trainer/checkpoint.py",
@@ -162,10 +163,10 @@ NEEDS = {need.symbol: need for need in [
     # ---- accelerate
     Need("accelerate.Accelerator.is_fsdp2", "engines/engine.py engines/launch.py engines/sharded.py trainer/saving.py",
          "with state.deepspeed_plugin and state.fsdp_plugin it says which engine runs"),
-    Need("accelerate.state.GradientState", "engines/engine.py",
+    Need("accelerate.state.GradientState", "engines/row_weights.py",
          "end_of_dataloader, remainder and active_dataloader of the batch just drawn", "end_of_dataloader"),
-    Need("accelerate.data_loader.SkipBatchSampler", "engines/engine.py",
-         "around the rank's own sampler in a resumed epoch, whose remainder is then not known"),
+    Need("accelerate.data_loader.SkipBatchSampler", "engines/row_weights.py",
+         "around the rank's own sampler in a resumed epoch; both hold the one below as batch_sampler", "batch_sampler"),
     Need("accelerate.data_loader.DataLoaderShard.set_epoch", "data/lengths.py", "reaches our sampler", "set_epoch"),
     Need("accelerate.utils.fsdp_utils.fsdp2_prepare_model", "engines/sharded.py",
          "(accelerator, model); reads the plugin's transformer_cls_names_to_wrap, cpu_offload and policies"),
@@ -389,8 +390,8 @@ def _noted(name):
 
 
 for _name in (
-    "_get_train_sampler", "_get_dataloader", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-    "_init_training_state", "get_batch_samples",
+    "_get_train_sampler", "_get_eval_sampler", "_get_dataloader", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_init_training_state", "get_batch_samples",
     "_prepare_inputs", "training_step", "prediction_step", "save_model", "_save", "_load_best_model",
 ):  # fmt: skip
     setattr(Watched, _name, _noted(_name))
@@ -456,6 +457,13 @@ def _(run, tmp_path):
     sampler = Trainer(tiny_model(), args, None, rows)._get_train_sampler()
     assert isinstance(sampler, transformers.trainer_pt_utils.LengthGroupedSampler)
     assert [*sampler.lengths] == [3, 1, 2]
+
+
+@canary("transformers.Trainer._get_eval_sampler")
+def _(run):
+    assert isinstance(run.of("_get_eval_sampler")[0].result[0], torch.utils.data.SequentialSampler)
+    loader = Trainer._get_dataloader(run, run.eval_dataset, "Evaluation", 4, sampler_fn=lambda rows: None)
+    assert isinstance(loader.batch_sampler.sampler, torch.utils.data.SequentialSampler)
 
 
 @canary("transformers.Trainer._get_dataloader")
@@ -964,19 +972,13 @@ def _():
 
 @canary("accelerate.data_loader.SkipBatchSampler")
 def _():
-    accelerator, loader = loader_of(5)
+    _, loader = loader_of(5)
     rest = accelerate.skip_first_batches(loader, 1)
-    state, seen = accelerator.gradient_state, []
-    for _batch in rest:
-        seen.append((state.remainder, state.active_dataloader is rest))
-    assert [active for _, active in seen] == [True, True]
-    assert all(remainder in (-1, 1) for remainder, _ in seen)
     assert isinstance(rest.batch_sampler, accelerate.data_loader.SkipBatchSampler)
-    assert rest.batch_sampler.batch_sampler.batch_size == 2
-    assert rest.batch_sampler.batch_sampler.drop_last is False
+    assert rest.batch_sampler.batch_sampler is loader.batch_sampler
     shard = accelerate.data_loader.BatchSamplerShard(loader.batch_sampler, num_processes=3, process_index=0)
-    assert (shard.batch_size, shard.num_processes, shard.drop_last) == (2, 3, False)
-    assert len(rest.dataset) == 5
+    assert shard.batch_sampler is loader.batch_sampler
+    assert (len(loader.batch_sampler.sampler), loader.batch_sampler.drop_last) == (5, False)
 
 
 @canary("accelerate.data_loader.DataLoaderShard.set_epoch")

@@ -23,7 +23,7 @@ from ..scoring import forward
 from ..scoring.choose_layout import ROUGHEST, token_logps, tolerance, within
 from ..scoring.layouts import IGNORE, Branch, Example, collate
 from ..scoring.rotary import rope_switch
-from .engine import weigh_rows
+from .row_weights import weigh_rows
 
 _FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}  # put behind rows to make them divisible
 

@@ -19,7 +19,7 @@ from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
-from ..trainer.config import PostTrainConfig
+from ..trainer.config import SWITCH, PostTrainConfig
 from ..trainer.loss_units import Losses
 from ..watch.symptoms import listed
 from . import METHODS
@@ -47,7 +47,7 @@ class DPOConfig(PostTrainConfig):
     """SimPO's target margin."""
     nll_coef: float = 0.0
     """Adds this much of the chosen answer's NLL per token: against falling chosen log-probabilities."""
-    precompute_ref_log_probs: bool | None = None
+    precompute_ref_log_probs: bool | None = field(default=None, metadata=SWITCH)
     """Score the data with the reference once, before training, into a cache on disk. True: and keep no second model
     while training; None: where more than one pass over the data is planned."""
     precompute_ref_batch_size: int | None = None

@@ -10,7 +10,7 @@ The KL of a window must be known before its first backward, so y' is scored befo
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import datasets
@@ -27,7 +27,7 @@ from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Collator, Example, Later, collate
 from ..trainer.base import PostTrainer
-from ..trainer.config import PostTrainConfig
+from ..trainer.config import SWITCH, PostTrainConfig
 from ..trainer.loss_units import Losses
 from . import METHODS
 from .kto_pairing import RunningMean, find_partners
@@ -52,7 +52,7 @@ class KTOConfig(PostTrainConfig):
     """Weight of desirable rows; auto: as many as needed for both classes to weigh the same, never below 1."""
     undesirable_weight: float | str = 1.0
     """Weight of undesirable rows; auto as above."""
-    precompute_ref_log_probs: bool | None = None
+    precompute_ref_log_probs: bool | None = field(default=None, metadata=SWITCH)
     """Score the data with the reference once, before training, into a cache on disk. True: and keep no second model
     while training; None: where more than one pass over the data is planned."""
     precompute_ref_batch_size: int | None = None
@@ -134,7 +134,8 @@ class KTOTrainer(PostTrainer):
             kl, weights = torch.cat([b["kl"] for b in batches]), torch.cat([self.weights(b) for b in batches])
             total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
             shift = total / count
-        return [batch | {"shift": shift} for batch in batches]
+        # its metrics count once for each window
+        return [batch | {"shift": shift, "share": torch.full_like(shift, 1 / len(batches))} for batch in batches]
 
     def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         """Add `ref_logps` [B, 1 or 2], the reference's scores of y and y'; `kl` [B], the log-ratios of y' (or 0)."""
@@ -200,7 +201,7 @@ class KTOTrainer(PostTrainer):
     def _metrics(
         self, logps: Tensor, log_ratio: Tensor, batch: dict, weights: Tensor
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
-        label, shift = batch["label"], batch["shift"]
+        label, shift, share = batch["label"], batch["shift"], batch.get("share")
         desirable, undesirable = weights * label, weights * ~label
         rewards = self.args.beta * log_ratio.detach()
         metrics = {
@@ -210,9 +211,9 @@ class KTOTrainer(PostTrainer):
             "logps/chosen_change": (log_ratio, desirable),
         }  # fmt: skip
         if self.args.loss_type == "kto":
-            metrics |= {"kl": (shift, None), "kl_clamped": ((shift < 0).float(), None)}
+            metrics |= {"kl": (shift, share), "kl_clamped": ((shift < 0).float(), share)}
         if self.args.loss_type == "bco":
-            metrics["delta"] = (shift, None)
+            metrics["delta"] = (shift, share)
         return metrics
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:

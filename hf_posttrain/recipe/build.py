@@ -44,7 +44,7 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
             raise InputError(f"{recipe.where(f'{name}.quantization')}: {name}.quantization: {problem}")
     # "auto" passes over what is not whole
     wanted = config.resume_from_checkpoint if training else None
-    if isinstance(wanted, str) and wanted != "auto" and (absent := lacking(Path(wanted), config.save_only_model)):
+    if isinstance(wanted, str) and wanted != "auto" and (absent := lacking(Path(wanted))):
         place = recipe.where("train.resume_from_checkpoint")
         raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
     return trainer_class(method), config

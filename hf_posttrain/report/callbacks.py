@@ -29,7 +29,9 @@ from ..engines import engine, launch
 from ..errors import InputError
 from ..generation import rollout
 from ..generation.exact_match import first_turn
+from ..models.reference import COPY
 from ..scoring import forward as scoring
+from ..trainer.same_run import describe_rows
 from .run_folder import command_line
 
 logger = logging.getLogger(__name__)
@@ -128,7 +130,8 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     name = scoring.causal_lm(model).config.name_or_path
     left_out = {field.name for field in fields(TrainingArguments)} - SHARED
     # Under ZeRO-3 a rank has only its shard of a weight, and the number is in ds_numel.
-    weights = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad) for weight in model.parameters()]
+    weights = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad)
+               for name, weight in model.named_parameters() if f".{COPY}." not in name]  # fmt: skip
     cuda, lora = args.device.type == "cuda", None
     if isinstance(model, peft.PeftModel):
         given = model.active_peft_config.to_dict()
@@ -140,6 +143,7 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "method": trainer.method.name, "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
         "arguments": {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out},
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
+        "eval_rows": describe_rows(trainer, trainer.eval_dataset), "second_model": trainer.second_key,
         "rows_per_step": trainer.get_total_train_batch_size(args),
         "engine": launch.describe_launch(trainer).removeprefix("on engine "),
         "device": torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type} ({platform.machine()})",

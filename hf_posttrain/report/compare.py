@@ -12,8 +12,9 @@ from . import page
 from .charts import format_number, make_charts
 from .run_folder import Run, read
 
-# Metrics of which more is better, whatever the options; `loss` is better lower, of runs with the same loss
-HIGHER = ("exact_match", "mean_token_accuracy", "rewards/accuracies", "generation/stopped")
+# Metrics of which more is better; `loss` is better lower, of runs with the same loss
+OF_ANSWERS = ("exact_match", "generation/stopped")  # on the same prompts, whatever the options
+OF_SCORES = ("mean_token_accuracy", "rewards/accuracies")  # of the same tokens
 NOT_OF_THE_LOSS = (  # arguments, or how they begin, that change how a loss is lowered and not what it measures
     *page.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
     "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "auto_find_batch_size", "gradient_", "optim",
@@ -99,32 +100,46 @@ def name_runs(folders: Sequence[Path]) -> list[str]:
 
 def explain_incomparable(runs: list[Run]) -> str:
     """Why the losses of these runs cannot be set against each other; empty where they can."""
-    if len({run.method for run in runs}) > 1:
-        return "their methods differ"
-    if not _same_evaluation_data(runs):
-        return "their evaluation data differ"
     # Of the options that differ, the first on which the value of a loss depends
     differing = [name for name, *_ in list_differences([run.arguments for run in runs])]
-    return next((f"{name} differs" for name in differing if not name.startswith(NOT_OF_THE_LOSS)), "")
+    options = [f"{name} differs" for name in differing if not name.startswith(NOT_OF_THE_LOSS)]
+    return next(iter([*_explain_other_scores(runs), *options, *_explain_other_tokens(runs)]), "")
 
 
-def _same_evaluation_data(runs: list[Run]) -> bool:
-    return all(run.sources["eval"] == runs[0].sources["eval"] for run in runs)
+def _explain_other_scores(runs: list[Run]) -> list[str]:
+    """Why not even how answers are ranked or tokens guessed can be set against each other."""
+    found: dict[str, set] = {
+        "methods": {run.method for run in runs},
+        "evaluation data": {str(run.sources["eval"] or run.record.get("eval_rows")) for run in runs},
+        "teachers": {(run.recipe.get("teacher") or {}).get("name_or_path") for run in runs},
+        "reference models": {run.base_model for run in runs if run.row and run.row.second == "reference"},
+        "second models": {run.record.get("second_model") for run in runs} - {None},  # None: it is within the policy
+    }
+    losses = ["loss_type differs"] * (len({str(run.arguments.get("loss_type")) for run in runs}) > 1)
+    return [f"their {what} differ" for what, known in found.items() if len(known) > 1] + losses
+
+
+def _explain_other_tokens(runs: list[Run]) -> list[str]:
+    """The same for what has come of the same data: another tokenizer, template, mask or length makes other tokens."""
+    known = {str(run.record["eval_rows"]) for run in runs if run.record.get("eval_rows")}
+    return ["the tokens of their evaluation data differ"] * (len(known) > 1)
 
 
 def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """(metric and split, for each run its value and: is it the best?), the latter among evaluations on the same data.
-    reason: of `explain_incomparable`; with one, losses get no mark."""
-    same_data = _same_evaluation_data(runs)
+    """(metric and split, for each run its value and: is it the best?), the latter among evaluations that measure the
+    same. reason: of `explain_incomparable`; with one, losses get no mark."""
+    scores = _explain_other_scores(runs)
+    marked: tuple[str, ...] = OF_ANSWERS if "their evaluation data differ" not in scores else ()
+    marked += OF_SCORES if not scores and not _explain_other_tokens(runs) else ()
     keys = {key for run in runs for key in run.history}
     rows = []
     for key in sorted(keys, key=lambda k: (k.removeprefix("eval_") != "loss", not k.startswith("eval_"), k)):
         metric, held_out = key.removeprefix("eval_"), key.startswith("eval_")
         last = [run.history[key].values[-1] if key in run.history else None for run in runs]
         # 1: more is better, -1: less is better, 0: neither. No run is the best of equal ones.
-        sign = 1 if metric in HIGHER else -1 if metric == "loss" and not reason else 0
+        sign = 1 if metric in marked else -1 if metric == "loss" and not reason else 0
         ranks = {sign * value for value in last if value is not None and math.isfinite(value)}
-        best = max(ranks) if sign and held_out and same_data and len(ranks) > 1 else None
+        best = max(ranks) if sign and held_out and len(ranks) > 1 else None
         cells = [("", False) if value is None else (format_number(value), sign * value == best) for value in last]
         rows.append((f"{metric} ({'evaluation' if held_out else 'training'})", cells))
     return rows

@@ -43,6 +43,8 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
     (taken, planned), epochs = run.steps, run.state.get("epoch")
     remark = "" if epochs is None else f"{format_number(epochs)} epochs"
     found.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
+    if run.best_step:
+        found.append(("Weights of step", f"{run.best_step:,}", "the best evaluation, not the last"))
     if seconds := run.results.get("train_runtime"):
         rate = run.results.get("train_samples_per_second")
         found.append(("Time", format_duration(seconds), f"{format_number(rate)} rows a second" if rate else ""))

@@ -38,12 +38,13 @@ History: TypeAlias = Mapping[str, Series]  # key of the log, such as eval_loss -
 
 
 def read_history(log: Iterable[dict[str, Any]]) -> History:
-    """Every number of a log_history (trainer_state.json) but times and totals; of two at one step the later."""
+    """Every number of a log_history (trainer_state.json) but times and totals. Of two at one step the earlier: the
+    later are of the best weights, which are loaded at the end."""
     found: dict[str, dict[float, float]] = {}
     for entry in log:
         for key, value in entry.items():
             if isinstance(value, int | float) and key not in _NOT_CURVES and not key.endswith(_TIMES):
-                found.setdefault(key, {})[entry.get("step", 0)] = float(value)
+                found.setdefault(key, {}).setdefault(entry.get("step", 0), float(value))
     return {key: Series(*zip(*sorted(values.items()), strict=True)) for key, values in found.items()}
 
 
@@ -69,6 +70,12 @@ class Run:
     adapter: bool  # does the folder hold an adapter, not a whole model?
     lora: dict[str, Any]  # the adapter's options
     sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
+
+    @property
+    def best_step(self) -> int | None:
+        """The step of the weights that are saved, where they are the best ones and not the last."""
+        step = self.state.get("best_global_step") if self.arguments.get("load_best_model_at_end") else None
+        return step if step != self.state.get("global_step") else None
 
 
 def read(folder: str | Path) -> Run:

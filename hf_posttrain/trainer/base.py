@@ -50,6 +50,7 @@ class PostTrainer(Trainer):
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model.
     train_dataset, eval_dataset: rows in any format of `data`: raw, streaming or already tokenised.
     To change a loss, override `losses`, which training and evaluation both read (an own `compute_loss` only trains).
+    What stands in its metrics has no gradient.
     Raises InputError for a mistake in the arguments or the data.
     """
 
@@ -286,9 +287,9 @@ class PostTrainer(Trainer):
         with self.preemption.listening(), progress.messages_above(), wandb:
             output = super().train(resume_from_checkpoint, *args, **kwargs)
         if self.preemption.interrupted:
-            newest = checkpoint.find_checkpoint(self.args.output_dir, self.args.save_only_model)
+            newest = checkpoint.find_checkpoint(self.args.output_dir)
             how = f"{newest} is saved; the same command with train.resume_from_checkpoint=auto goes on"
-            raise KeyboardInterrupt(how if newest else "nothing is saved")
+            raise KeyboardInterrupt(how if newest else "no checkpoint is saved that could be resumed")
         if not (self.has_trained or self.preemption.happened) and self.state.global_step < self.state.max_steps:
             raise InputError(
                 "not a step was taken: the rows do not fill one batch (dataloader_drop_last), or those of a stream one "
@@ -312,6 +313,9 @@ class PostTrainer(Trainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         """HF's; grouped by length too, the order depends on seed and epoch alone."""
         return seeded_sampler(super()._get_train_sampler(train_dataset), self.args)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        """Rows are evaluated in order, however training rows are sampled."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Add the training metrics, reduced over ranks, to each log of the loss."""

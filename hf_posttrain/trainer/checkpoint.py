@@ -24,6 +24,7 @@ from ..errors import InputError, named, nearest_path
 from ..watch import reporters
 from ..watch.symptoms import listed
 from . import same_run
+from .rules import WEIGHTS_ALONE
 
 logger = logging.getLogger(__name__)
 SAVING = ".saving"  # folder in output_dir where a checkpoint is until it is complete
@@ -89,15 +90,15 @@ def launched(trainer: Any) -> dict[str, Any]:
 # ---- found again
 
 
-def find_checkpoint(output_dir: str | os.PathLike[str], weights_only: bool = False, newest: float = inf) -> str | None:
+def find_checkpoint(output_dir: str | os.PathLike[str], newest: float = inf) -> str | None:
     """The newest complete `checkpoint-N` in `output_dir`, or None; the log names what is passed over.
 
-    weights_only: of a run with save_only_model. newest: the largest N that is looked at.
+    newest: the largest N that is looked at.
     """
     for path in map(Path, reversed(sort_checkpoints(str(output_dir)))):
         if not re.fullmatch(r"checkpoint-\d+", path.name) or _step(path) > newest:
             continue  # HF takes checkpoint-5-tmp for one too
-        if not (absent := lacking(path, weights_only)):
+        if not (absent := lacking(path)):
             return str(path)
         logger.warning("%s is incomplete, without %s: passed over", path, ", ".join(absent))
     return None
@@ -121,6 +122,8 @@ def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
     go on as the one that wrote it.
     """
     if wanted in (True, "auto"):
+        if trainer.args.save_only_model:
+            raise InputError(WEIGHTS_ALONE)
         folder, found = trainer.args.output_dir, _find_common(trainer)
         if found is None and wanted is True:
             raise InputError(f"resume_from_checkpoint: there is no complete checkpoint in {folder}")
@@ -141,7 +144,7 @@ def _find_common(trainer: Any) -> str | None:
     """The newest complete checkpoint in output_dir that each machine has, or None where no machine has any."""
     args, newest = trainer.args, inf
     while True:
-        own = find_checkpoint(args.output_dir, args.save_only_model, newest) if args.local_process_index == 0 else None
+        own = find_checkpoint(args.output_dir, newest) if args.local_process_index == 0 else None
         said = gather_object([(args.local_process_index == 0, own and Path(own).name)])
         names = {rank: name for rank, (asked, name) in enumerate(said) if asked}
         if len(set(names.values())) == 1:
@@ -159,16 +162,15 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.rpartition("-")[2])
 
 
-def lacking(folder: Path, weights_only: bool) -> list[str]:
+def lacking(folder: Path) -> list[str]:
     """What keeps a checkpoint from being resumed: parts that are not there, and what `damaged` says."""
-    absent = missing_parts(folder, weights_only)
+    absent = missing_parts(folder)
     return absent + [name for name in damaged(folder) if not (absent and name.startswith("the whole of"))]
 
 
-def missing_parts(folder: Path, weights_only: bool = False) -> list[str]:
+def missing_parts(folder: Path) -> list[str]:
     """Parts of a checkpoint of which no file is there."""
-    wanted = {"weights": _PARTS["weights"]} if weights_only else _PARTS
-    return [name for name, patterns in wanted.items() if not any(any(folder.glob(p)) for p in patterns)]
+    return [name for name, patterns in _PARTS.items() if not any(any(folder.glob(p)) for p in patterns)]
 
 
 def damaged(folder: Path) -> list[str]:
@@ -228,9 +230,8 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         yield f"resume_from_checkpoint: there is no folder {checkpoint}{nearest_path(checkpoint)}"
     if bad := damaged(checkpoint):
         yield f"{this} is damaged, without {', '.join(bad)}: take another, or auto"
-    if engine.changes_weights(trainer.accelerator) and (absent := missing_parts(checkpoint)):
-        why = "(save_only_model), and FSDP2 and DeepSpeed cannot resume it"
-        yield f"{this} has weights, but no {', '.join(absent)} {why}: {restart}"
+    if (absent := missing_parts(checkpoint)) and "weights" not in absent:
+        yield f"{this} has weights, but no {', '.join(absent)} (save_only_model): {restart}"
     then, now = _state(checkpoint), launched(trainer)
     if trainer.described and not then.get("run"):
         logger.info("%s does not say which settings wrote it: they are not compared with those of this run", checkpoint)

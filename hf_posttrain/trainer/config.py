@@ -18,7 +18,7 @@ from .method import Method
 
 logger = logging.getLogger(__name__)
 _FALLING = re.compile(r"loss$|divergence|perplexity|\b(\w+_)?(kl|ce|nll)\b")  # metrics of which less is better
-_SWITCH: dict[str, Any] = {"nargs": "?", "const": True}  # HfArgumentParser takes --bf16 and --bf16 true
+SWITCH: dict[str, Any] = {"nargs": "?", "const": True}  # HfArgumentParser takes --bf16 and --bf16 true
 
 
 class _Named(type):
@@ -42,19 +42,19 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """The row of the table of methods that these are the options of."""
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
-    activation_checkpointing: bool | None = field(default=None, metadata=_SWITCH)
+    activation_checkpointing: bool | None = field(default=None, metadata=SWITCH)
     """Recompute activations in the backward: less memory, a third more compute. None: yes, as in TRL."""
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
     """Options of that, such as {offload: true}."""
-    gradient_checkpointing: bool | None = field(default=None, metadata=_SWITCH)
+    gradient_checkpointing: bool | None = field(default=None, metadata=SWITCH)
     """The older name of activation_checkpointing, read where that is not given."""
     gradient_checkpointing_kwargs: dict[str, Any] | str | None = None
     """The older name of activation_checkpointing_kwargs."""
-    bf16: bool | None = field(default=None, metadata=_SWITCH)  # type: ignore[assignment]
+    bf16: bool | None = field(default=None, metadata=SWITCH)  # type: ignore[assignment]
     """bf16 autocast; None: on where the GPU has it (and fp16 is not set), off on CPU."""
-    fsdp: str | None = field(default=None, metadata=_SWITCH)
+    fsdp: str | None = field(default=None, metadata=SWITCH)
     """True: FSDP2, tuned by fsdp_config; accelerate_configs/fsdp2.yaml is the usual way."""
-    resume_from_checkpoint: str | None = field(default=None, metadata=_SWITCH)
+    resume_from_checkpoint: str | None = field(default=None, metadata=SWITCH)
     """A checkpoint's folder, auto (the newest complete one of output_dir, or a fresh start) or true (it must exist)."""
     remove_unused_columns: bool = False
     """Our collators read their own columns; leave it off."""
@@ -89,6 +89,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """Resume a checkpoint though these differ from the run that wrote it: names as the refusal lists them."""
 
     def __post_init__(self):
+        spelt: Any = {"true": True, "false": None}  # as a command line has them
+        self.resume_from_checkpoint = spelt.get(str(self.resume_from_checkpoint).lower(), self.resume_from_checkpoint)
         for _, problem in rules.problems(self, self.method):
             raise InputError(problem)
         # one value under both names: transformers reads `activation_...` from 5.23, `gradient_...` before

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from transformers import Trainer
 
 from ..engines import engine
+from ..engines.row_weights import weigh_rows
 from ..errors import InputError
 from ..generation.exact_match import exact_match
 from ..generation.rollout import forked
@@ -24,7 +25,7 @@ def prediction_step(
     self: Any, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
 ) -> tuple[Tensor | None, Any, Any]:
     """The losses of a micro-batch, added up; its mean loss, and predictions for `compute_metrics`."""
-    given, inputs = inputs, self._prepare_inputs(engine.weigh_rows(inputs, self.accelerator))
+    given, inputs = inputs, self._prepare_inputs(weigh_rows(inputs, self.accelerator))
     if "attention_mask" in given and "inputs" in self.args.include_for_metrics:
         # HF gives this to `compute_metrics`, and wants a row for each example: of a pair the chosen answer, -100 behind
         ids = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORE)
@@ -52,8 +53,7 @@ def get_dataloader(self: Any, dataset: Any, *args: Any, **options: Any) -> Any:
     predicting = "test" in (*args, options.get("description")) or "inputs" in self.args.include_for_metrics
     if self.compute_metrics is not None or predicting:
         self.data_collator = replace(collator, layout="padded")
-    # in order, however training rows are sampled; not kept, since HF keeps loaders by a name that such rows lack
-    options |= {"sampler_fn": None, "dataloader_key": None}
+    options["dataloader_key"] = None  # not kept, since HF keeps loaders by a name that such rows lack
     drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # an option for training
     try:
         return Trainer._get_dataloader(self, rows, *args, **options)

@@ -34,6 +34,7 @@ REPORTERS: dict[str, tuple[str, ...]] = {
     "trackio": ("trackio",), "wandb": ("wandb",),
 }  # fmt: skip
 """What transformers reports to, and the packages of which it needs one."""
+WEIGHTS_ALONE = "resume_from_checkpoint: with save_only_model: true there is no optimizer state to resume: drop either"
 _ROUNDS = "it rounds the weights themselves, which then train on so; under bf16 evaluation is in bf16 anyway"
 _REFUSED = {  # field: (off, why it stays off)
     "label_smoothing_factor": (0.0, "it smooths full logits, which never exist; label_smoothing is for preferences"),
@@ -123,6 +124,8 @@ def together(values: Any) -> Iterator[Problem]:
         kind = getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type)
         problem = f"lr_scheduler_type: {kind} needs eval_strategy: steps or epoch, whose results it follows"
         yield ("lr_scheduler_type", "eval_strategy"), problem
+    if values.save_only_model and values.resume_from_checkpoint in (True, "true", "auto"):
+        yield ("save_only_model", "resume_from_checkpoint"), WEIGHTS_ALONE
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
         if getattr(values, name) and values.dataloader_num_workers == 0:
             yield (name, "dataloader_num_workers"), f"{name} needs dataloader_num_workers above 0"

@@ -69,12 +69,12 @@ def describe(trainer: Any) -> dict[str, Any]:
         "base_weights": trainer.base_key,
         "second_model": trainer.second_key,
         "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in unread},
-        "train_dataset": _rows(trainer, trainer.train_dataset),
+        "train_dataset": describe_rows(trainer, trainer.train_dataset),
     }
     if not isinstance(trainer.train_dataset, datasets.Dataset):
         found["dataloader_num_workers"] = args.dataloader_num_workers  # share a stream's files: another order
     if follows:
-        found["eval_dataset"] = _rows(trainer, trainer.eval_dataset)
+        found["eval_dataset"] = describe_rows(trainer, trainer.eval_dataset)
     plugin = trainer.accelerator.state.deepspeed_plugin
     for name in ("optimizer", "scheduler") if plugin is not None else ():  # of DeepSpeed's own
         found[f"deepspeed.{name}"] = plugin.deepspeed_config.get(name)
@@ -102,10 +102,10 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -
     }  # fmt: skip
 
 
-def _rows(trainer: Any, rows: Any) -> Any:
+def describe_rows(trainer: Any, rows: Any) -> Any:
     """How many rows, and a hash of their tokens and labels; of a stream that of its first rows."""
     if rows is None or isinstance(rows, dict):
-        return rows and {name: _rows(trainer, part) for name, part in rows.items()}
+        return rows and {name: describe_rows(trainer, part) for name, part in rows.items()}
     columns = trainer.method.rows.columns
     if not isinstance(rows, datasets.Dataset):
         first = [{name: row[name] for name in columns if name in row} for row in rows.take(8)]

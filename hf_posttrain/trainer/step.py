@@ -16,6 +16,7 @@ from transformers import Trainer
 from transformers.trainer_utils import has_length
 
 from ..engines import engine
+from ..engines.row_weights import weigh_rows
 from ..generation import rollout
 from ..scoring import forward, neftune
 from ..scoring.head import TileFunction
@@ -28,7 +29,7 @@ def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: 
     of tokens or examples that their loss is averaged over, on all ranks."""
     if self.state.global_step >= self.state.max_steps:
         return [], None  # a finished run that is resumed: HF would train one step more
-    batches = [engine.weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
+    batches = [weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
     # A stream may end within a window, on each rank at another one. HF would run what is there without a step and add
     # it to the next, and ranks would wait for each other: such a window is left out.
     if not has_length(self.train_dataset):

@@ -158,6 +158,28 @@ def test_ranks_generate_alone_after_one_gather(engine, lora):
     assert len(losses) == 4
 
 
+def drawn_by_own_sampler(rank, drawn, folder, checkpoint=None):
+    """[(row, its weight)] of each batch of this rank, where the user's sampler draws so many of nine rows."""
+    trainer, seen = trainer_for(
+        "sft", tiny_model(), token_rows("sft", 9), folder, max_steps=-1, num_train_epochs=1, save_strategy="steps",
+        per_device_train_batch_size=2, save_steps=1,
+    ), []  # fmt: skip
+    trainer._get_train_sampler = lambda rows=None: [n % 9 for n in range(drawn)]
+    losses = trainer.losses
+    trainer.losses = lambda model, batch: seen.append(batch) or losses(model, batch)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    return [[*zip(batch["index"].tolist(), batch["row_weights"].tolist(), strict=True)] for batch in seen]
+
+
+@pytest.mark.parametrize("drawn", [6, 11])
+def test_rows_that_fill_up_a_batch_count_once_whatever_the_sampler_draws(drawn, tmp_path):
+    for checkpoint, skipped in ((None, 0), (str(tmp_path / "checkpoint-1"), 4)):
+        found = on_two(drawn_by_own_sampler, "ddp", drawn, str(tmp_path), checkpoint)
+        rows = [row for batches in zip(*found, strict=True) for batch in batches for row in batch]
+        assert [row for row, weight in rows if weight] == [n % 9 for n in range(skipped, drawn)]
+        assert len(rows) == -(-drawn // 4) * 4 - skipped
+
+
 @pytest.mark.slow
 def test_rollouts_do_not_hang_on_the_engine():
     """Sampled tokens and losses are the same, whatever holds the weights."""

@@ -92,8 +92,10 @@ def heard(caplog):
         logger.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize("method", FILES)
-def test_point_1_every_method_trains_on_gsm8k(method, gsm8k, folders, tmp_path, heard, recwarn):
+@pytest.mark.parametrize(
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("sft", "dpo", "opd"))) for name in FILES]
+)
+def test_every_method_trains_on_gsm8k(method, gsm8k, folders, tmp_path, heard, recwarn):
     began = time.perf_counter()
     threads = torch.get_num_threads()
     assert main([str(RECIPES / f"{method}.yaml"), *overrides(method, gsm8k, folders, tmp_path / "out")]) == 0

@@ -85,6 +85,21 @@ def test_kl_is_logged_unclamped_with_its_clamp_fraction(tmp_path):
     assert all((log["kl"] < 0) == (log["kl_clamped"] == 1.0) for log in logs)
 
 
+@pytest.mark.parametrize("loss_type", ["kto", "bco"])
+def test_metrics_of_a_window_do_not_depend_on_its_split(loss_type, tmp_path):
+    """Nine rows, four a step: the last window has fewer micro-batches."""
+    logs = []
+    for size, accumulated in ((4, 1), (2, 2), (1, 4)):
+        trainer = run(
+            token_rows("kto", 9), tmp_path, second=tiny_model(seed=9), loss_type=loss_type, max_steps=-1,
+            num_train_epochs=1, per_device_train_batch_size=size, gradient_accumulation_steps=accumulated,
+            logging_steps=3,
+        )  # fmt: skip
+        logs.append(trainer.state.log_history[0])
+    for name in ("loss", *(("kl", "kl_clamped") if loss_type == "kto" else ("delta",))):
+        assert [log[name] for log in logs] == pytest.approx([logs[0][name]] * 3, rel=1e-5)
+
+
 def test_accuracy_is_the_share_of_rewards_with_the_sign_of_their_label(tmp_path):
     seen = []
     trainer = trainer_for(

@@ -34,7 +34,7 @@ from hf_posttrain.engines import engine
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.report import callbacks
-from hf_posttrain.report.callbacks import find_obstacle, pick_questions
+from hf_posttrain.report.callbacks import describe_run, find_obstacle, pick_questions
 from hf_posttrain.report.run_folder import read
 
 
@@ -269,6 +269,10 @@ def test_run_json_says_how_the_run_was_set_up(tmp_path, monkeypatch):
     ]  # fmt: skip
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert run["weights"] == {"all": sum(p.numel() for p in trainer.model.parameters()), "trained": trained}
+    # the frozen copy of an adapter that is continued is no weight of the model
+    again = trainer_for("dpo", trainer.model, token_rows("dpo"), tmp_path)
+    assert sum(p.numel() for p in again.model.parameters()) > run["weights"]["all"]
+    assert describe_run(again)["weights"] == run["weights"]
     assert run["engine"].startswith("single, 1 process, 4 rows a step")
     assert run["versions"]["torch"] == torch.__version__
     assert run["command"] == "train.py train.hub_token=<hidden> --api_key <hidden> 'a b'"

@@ -36,7 +36,7 @@ def page_of(folder):
 # ---- logs
 
 
-def test_history_keeps_every_metric_and_the_later_of_two_values():
+def test_history_keeps_every_metric_and_the_earlier_of_two_values():
     log = [
         {"step": 2, "loss": 3.0, "epoch": 0.1, "eval_runtime": 5.0, "total_flos": 1e9},
         {"step": 1, "loss": 4.0},
@@ -45,7 +45,7 @@ def test_history_keeps_every_metric_and_the_later_of_two_values():
     ]
     assert read_history(log) == {
         "loss": Series((1, 2), (4.0, 3.0)),
-        "eval_loss": Series((2,), (0.5,)),
+        "eval_loss": Series((2,), (1.0,)),
     }
 
 
@@ -328,6 +328,20 @@ def test_an_accuracy_does_not_start_from_ties(tmp_path):
     leave_run(tmp_path, log, recipe={"method": "dpo"})
     facts = {value: remark for _, value, remark in list_facts(read(tmp_path))}
     assert facts["0.8"] == "evaluation, from 0.6"
+
+
+def test_the_best_weights_are_named_and_the_curve_is_that_of_training(tmp_path):
+    """HF loads the best weights at the end, which are evaluated once more, at the last step."""
+    log = [{"step": 2, "eval_loss": 1.5}, {"step": 8, "eval_loss": 3.5}, {"step": 8, "eval_loss": 1.5}]
+    recipe = {"method": "sft", "train": {"load_best_model_at_end": True}}
+    leave_run(tmp_path, log, taken=8, planned=8, recipe=recipe)
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"best_global_step": 2}))
+    run = read(tmp_path)
+    assert run.history["eval_loss"].values == (1.5, 3.5)
+    assert ("Weights of step", "2", "the best evaluation, not the last") in list_facts(run)
+    report.write(tmp_path)
+    assert "The weights are those of step 2" in (tmp_path / "README.md").read_text()
 
 
 def test_an_answer_of_white_space_is_told_in_words(tmp_path):

@@ -91,7 +91,7 @@ def resume(whole, method, tmp_path, lora=False, dropout=0.1, **changed):
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(Path(whole(method, lora, dropout)[0], "checkpoint-2"), folder / "checkpoint-2")
     trainer = build(method, folder, lora, dropout=dropout, **changed)
-    trainer.train(resume_from_checkpoint="auto")
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     return outcome(trainer)
 
 
@@ -258,6 +258,20 @@ def test_a_constant_rate_goes_on_for_longer(whole, tmp_path):
         runs.append(outcome(trainer))
     assert runs[0][0] == runs[2][0]
     assert all(map(torch.equal, runs[0][1], runs[2][1]))
+
+
+def test_weights_alone_are_not_resumed(tmp_path):
+    """Rates and moments would begin anew in the middle of the run."""
+    build("sft", tmp_path, save_only_model=True).train()
+    for wanted in ("auto", True):
+        with pytest.raises(InputError, match="with save_only_model: true there is no optimizer state to resume"):
+            build("sft", tmp_path, save_only_model=True).train(resume_from_checkpoint=wanted)
+    with pytest.raises(InputError, match="with save_only_model: true there is no optimizer state to resume"):
+        build("sft", tmp_path, save_only_model=True, resume_from_checkpoint="auto")
+    for again in (False, True):
+        trainer = build("sft", tmp_path, save_only_model=again)
+        with pytest.raises(InputError, match=r"-2 has weights, but no optimizer, scheduler, .* start a new run"):
+            trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
 def test_a_checkpoint_without_settings_goes_on_with_a_note(whole, tmp_path, caplog):

@@ -361,7 +361,7 @@ def killed_and_resumed(engine, world, kills, folder, model):
             assert kill_when(by_files if kill % 2 else by_time, ranks), "the run ended before it could be killed"
         while_saving += (folder / checkpoint.SAVING).exists()
         for path in visible(folder):
-            assert checkpoint.lacking(path, False) == [], path
+            assert checkpoint.lacking(path) == [], path
     assert while_saving
     return on(engine, folder, "sft", world=world, **settings)
 
@@ -403,7 +403,7 @@ def test_killed_while_old_checkpoints_are_deleted_none_is_half_there(tmp_path, m
     with pytest.raises(KeyboardInterrupt):
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **settings).train()
     assert [path.name for path in visible(tmp_path)] == ["checkpoint-2", "checkpoint-3"]
-    assert not any(checkpoint.lacking(path, False) for path in visible(tmp_path))
+    assert not any(checkpoint.lacking(path) for path in visible(tmp_path))
     monkeypatch.undo()
     trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **settings).train("auto")
     assert [path.name for path in visible(tmp_path)] == ["checkpoint-3", "checkpoint-4"]
@@ -483,7 +483,7 @@ def test_sigterm_to_the_command(launcher, worker, tmp_path):
     assert running.returncode == 1, output
     assert "to go on: the same command with train.resume_from_checkpoint=auto" in output
     [saved] = tmp_path.glob("checkpoint-*")
-    assert checkpoint.lacking(saved, False) == []
+    assert checkpoint.lacking(saved) == []
     assert int(saved.name.split("-")[1]) < 400  # the signal came in time
 
 
@@ -506,7 +506,7 @@ def test_processes_end_with_their_launcher(tmp_path):
         assert time.monotonic() < end
         time.sleep(0.1)
     [saved] = (tmp_path / "out").glob("checkpoint-*")
-    assert checkpoint.lacking(saved, False) == []
+    assert checkpoint.lacking(saved) == []
 
 
 class Interrupted(TrainerCallback):

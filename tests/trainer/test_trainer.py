@@ -859,6 +859,28 @@ def test_model_init_is_refused_with_what_to_do_instead(tmp_path):
         SFTTrainer(tiny_model(), args, **given).hyperparameter_search()
 
 
+@pytest.mark.parametrize("drawn", [3, 7, 9, 13])
+def test_every_row_that_a_sampler_of_the_users_draws_counts(drawn, tmp_path):
+    """As many as the data have, fewer or more; in training and evaluation."""
+    order = [n % 9 for n in range(drawn)]
+    rows, seen = token_rows("sft", 9), []
+    trainer = trainer_for(
+        "sft", tiny_model(), rows, tmp_path, eval_rows=rows, max_steps=-1, num_train_epochs=1, logging_steps=99,
+        per_device_eval_batch_size=4,
+    )  # fmt: skip
+    trainer._get_train_sampler = trainer._get_eval_sampler = lambda rows=None: order
+    losses = trainer.losses
+    trainer.losses = lambda model, batch: seen.append(batch) or losses(model, batch)
+    trainer.train()
+    found = trainer.evaluate()["eval_loss"]
+    for batches in (seen[: len(seen) // 2], seen[len(seen) // 2 :]):
+        assert [n for batch in batches for n in batch["index"].tolist()] == order
+        assert all(batch["row_weights"].all() for batch in batches)
+    del trainer._get_eval_sampler
+    rows = datasets.Dataset.from_list(token_rows("sft", 9)).select(order)
+    assert found == pytest.approx(trainer.evaluate(rows)["eval_loss"], rel=1e-6)
+
+
 def test_batch_rebalance_is_refused(tmp_path):
     with pytest.raises(InputError, match="use random or group_by_length"):
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, train_sampling_strategy="batch_rebalance")
