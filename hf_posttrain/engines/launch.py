@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import is_compiled_module
 
 from ..errors import InputError, LaunchError
 from . import engine as engines
@@ -127,7 +128,9 @@ def describe_launch(trainer: Any) -> str:
 
 
 def check_model(model: Any, args: Any) -> None:
-    """Raises InputError for a quantised policy, reference or teacher that the engine cannot take."""
+    """Raises InputError for a policy, reference or teacher that is compiled, or quantised as the engine cannot take."""
+    if is_compiled_module(model):
+        raise InputError("a model from torch.compile takes no scorer in its forward: pass the model itself")
     if not getattr(model, "is_quantized", False):
         return
     how = model.config.quantization_config

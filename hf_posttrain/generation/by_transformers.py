@@ -50,10 +50,11 @@ def _finite(_: Tensor, scores: Tensor) -> Tensor:
     return scores
 
 
-def warn_if_altered(config: GenerationConfig) -> None:
+def warn_if_altered(model: Any) -> None:
     """Say which settings of a model's generation config are ignored."""
+    config = causal_lm(model).generation_config
     harmless = _ALTERING | ({"top_k": 0, "top_p": 1.0} if config.do_sample else {})
     given = {name: getattr(config, name, None) for name in harmless}
     if found := [f"{name}={value}" for name, value in given.items() if value not in (harmless[name], None)]:
-        said = "rollouts ignore the model's generation config (%s): they are drawn from the distribution that is scored"
+        said = "rollouts ignore the model's generation config, and so do answers in evaluation: %s"
         logger.warning(said, ", ".join(found))

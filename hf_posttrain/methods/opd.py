@@ -22,7 +22,7 @@ from ..data.lengths import check_completions
 from ..errors import InputError
 from ..generation import by_transformers, rollout, vllm
 from ..losses.divergence import policy_gradient
-from ..models.prepare import find_terminal_ids
+from ..models.prepare import align_generation, find_terminal_ids
 from ..models.teacher import add_teacher
 from ..scoring import teacher_tiles
 from ..scoring.forward import per_branch, targets
@@ -113,7 +113,8 @@ class OPDTrainer(PostTrainer):
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         theirs = find_terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
         self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
-        by_transformers.warn_if_altered(self.generation_config)
+        align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns to write these too
+        by_transformers.warn_if_altered(self.model)
         self.rollouts = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
         self.synchronised: int | None = None
         """The step whose weights are where rollouts are sampled."""

@@ -131,7 +131,13 @@ def load_model(
                 kwargs |= {} if device.type == "cpu" else {"device_map": {"": device}}
             model = transformers.AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
     if section.adapter:
-        model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
+        try:
+            model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
+        except RuntimeError as error:
+            if "size mismatch" not in str(error):
+                raise
+            first = str(error)[str(error).index("size mismatch") :].partition("\n")[0]
+            raise InputError(f"adapter {section.adapter} does not fit {section.name_or_path}: {first}") from error
         base, here = Path(str(model.active_peft_config.base_model_name_or_path)), Path(section.name_or_path)
         if base.name != here.name or (base.is_dir() and here.is_dir() and base.resolve() != here.resolve()):
             logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)

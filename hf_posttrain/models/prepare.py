@@ -49,8 +49,8 @@ def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, temp
     return [i for i in dict.fromkeys(ids) if i is not None]
 
 
-def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> GenerationConfig:
-    """Make generation stop at every id of `ends`, in memory and, by the config that is returned, saved."""
+def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> None:
+    """Make generation stop at every id of `ends`, in memory and, with `generation_config`, saved."""
     inner = forward.causal_lm(model)
     if getattr(inner, "generation_config", None) is None:
         inner.generation_config = GenerationConfig.from_model_config(inner.config)
@@ -61,7 +61,13 @@ def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends:
             setattr(config, name, value)
             setattr(generation, name, value)
     generation.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
-    # one that HF would refuse to save (a temperature without sampling, as in some releases) is made to sample
+    generation_config(model)
+
+
+def generation_config(model: nn.Module) -> GenerationConfig:
+    """The model's own. One that HF would refuse to save (a temperature without sampling, as in some releases) is made
+    to sample."""
+    generation = forward.causal_lm(model).generation_config
     try:
         generation.validate(strict=True)
     except ValueError:

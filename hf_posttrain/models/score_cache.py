@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ import pyarrow as pa
 import torch
 import xxhash
 from accelerate.utils import broadcast_object_list, gather_object
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
@@ -61,12 +63,14 @@ def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, a
     # the first rank's key counts: on the others a sharded model may be empty until it is prepared
     [name] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{what}-{name}"
-    if all(gather_object([folder.exists()])):
+    known = _saved(folder)
+    if all(gather_object([known is not None])):
         logger.info("%s: taken from the cache %s", what, folder)
-        return datasets.load_from_disk(str(folder))
+        return known  # type: ignore[return-value]
     rows = compute()
     # written aside and renamed, so that no other run finds a part of it
-    if accelerator.is_local_main_process and not folder.exists():
+    if accelerator.is_local_main_process and _saved(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(suffix=".partial", dir=folder.parent) as partial:
             rows.save_to_disk(f"{partial}/rows")
@@ -74,6 +78,14 @@ def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, a
                 Path(partial, "rows").rename(folder)
     accelerator.wait_for_everyone()
     return datasets.load_from_disk(str(folder))
+
+
+def _saved(folder: Path) -> datasets.Dataset | None:
+    """The rows in a folder, which disks that are tidied up may have left without its files."""
+    try:
+        return datasets.load_from_disk(str(folder))  # type: ignore[return-value]
+    except (OSError, ValueError, pa.ArrowException):
+        return None
 
 
 def score_rows(
@@ -102,10 +114,13 @@ def score_rows(
 def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     """A hash of what computes: class, config, every weight's name, dtype and bytes (an adapter's where it is on)."""
     inner, whole_model = forward.causal_lm(model), forward.unwrapped(model)
-    configs = [computed_config(inner)]
+    configs: list[Any] = [computed_config(inner)]
     adapted = isinstance(whole_model, peft.PeftModel)
     if with_adapter and adapted:
         configs.append(whole_model.peft_config[whole_model.active_adapter].to_dict())
+        # which adapters are on in each layer, and how strongly
+        layers = (module for module in whole_model.modules() if isinstance(module, BaseTunerLayer))
+        configs += [[m.active_adapters, m.disable_adapters, getattr(m, "scaling", None)] for m in layers]
     described = f"{sharded.plain_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=plain)}"
     weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)
     if adapted and not with_adapter:

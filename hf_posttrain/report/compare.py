@@ -17,7 +17,7 @@ OF_ANSWERS = ("exact_match", "generation/stopped")  # on the same prompts, whate
 OF_SCORES = ("mean_token_accuracy", "rewards/accuracies")  # of the same tokens
 NOT_OF_THE_LOSS = (  # arguments, or how they begin, that change how a loss is lowered and not what it measures
     *page.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
-    "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "auto_find_batch_size", "gradient_", "optim",
+    "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "gradient_", "optim",
     "adam_", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "disable_dropout", "activation_", "bf16", "fp16",
     "tf32", "torch_compile", "fsdp", "deepspeed", "parallelism_config", "accelerator_config",
 )  # fmt: skip

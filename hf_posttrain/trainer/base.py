@@ -24,6 +24,7 @@ from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
+from ..generation.by_transformers import warn_if_altered
 from ..models import load
 from ..models import prepare as policies
 from ..models.frozen import Frozen
@@ -85,7 +86,7 @@ class PostTrainer(Trainer):
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)  # type: ignore[arg-type]
         launch.check_model(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
-        self.generation_config = policies.align_generation(model, self.tokenizer, self.terminal_ids)
+        policies.align_generation(model, self.tokenizer, self.terminal_ids)
         set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
         model = policies.prepare_policy(model, peft_config, args)
         self.base_key = same_run.base_weights(model, peft_config, self.method)
@@ -115,6 +116,8 @@ class PostTrainer(Trainer):
             config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it
         check_optimizer(self)
+        if args.eval_exact_match:
+            warn_if_altered(model)
         progress.replace_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)

@@ -91,6 +91,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     def __post_init__(self):
         spelt: Any = {"true": True, "false": None}  # as a command line has them
         self.resume_from_checkpoint = spelt.get(str(self.resume_from_checkpoint).lower(), self.resume_from_checkpoint)
+        self.report_to = "none" if self.report_to is None else self.report_to
         for _, problem in rules.problems(self, self.method):
             raise InputError(problem)
         # one value under both names: transformers reads `activation_...` from 5.23, `gradient_...` before

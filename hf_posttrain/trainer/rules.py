@@ -40,6 +40,7 @@ _REFUSED = {  # field: (off, why it stays off)
     "label_smoothing_factor": (0.0, "it smooths full logits, which never exist; label_smoothing is for preferences"),
     "use_liger_kernel": (False, "the head is fused already"),
     "torch_compile": (False, "batches change shape at every step; leave it off"),
+    "auto_find_batch_size": (False, "out of memory, HF goes on with trained weights from step 0: see --check"),
     "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
     "bf16_full_eval": (False, _ROUNDS),
     "fp16_full_eval": (False, _ROUNDS),
@@ -124,6 +125,8 @@ def together(values: Any) -> Iterator[Problem]:
         kind = getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type)
         problem = f"lr_scheduler_type: {kind} needs eval_strategy: steps or epoch, whose results it follows"
         yield ("lr_scheduler_type", "eval_strategy"), problem
+    if values.max_grad_norm is None:
+        yield ("max_grad_norm",), "max_grad_norm: null: 0 is what leaves gradients as they are"
     if values.save_only_model and values.resume_from_checkpoint in (True, "true", "auto"):
         yield ("save_only_model", "resume_from_checkpoint"), WEIGHTS_ALONE
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):

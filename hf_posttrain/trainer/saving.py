@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, Trainer
 from ..engines import engine, sharded
 from ..errors import InputError
 from ..models.adapters import adapter_shape
-from ..models.prepare import own_rates
+from ..models.prepare import generation_config, own_rates
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
 from . import checkpoint, rules
@@ -69,6 +69,7 @@ def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None
     """HF's, and the generation config with the trained turn end, next to an adapter too."""
     folder = Path(output_dir or self.args.output_dir)
     exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
+    generation = generation_config(self.model)  # before HF refuses to save it
     with without_reference_adapter(self.model, state_dict) as state_dict:
         Trainer._save(self, output_dir, state_dict)
         if not self.args.should_save:
@@ -79,7 +80,7 @@ def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None
             file = adapter_folder(self.model, folder) / "adapter_model.safetensors"
             added = {name: state[name].detach().cpu().contiguous() for name in trained}
             save_file(load_file(file) | added, file, metadata={"format": "pt"})
-    self.generation_config.save_pretrained(folder)
+    generation.save_pretrained(folder)
     # config.json has the dtype of the model in memory; weights that were saved in float32 are to be loaded so
     if exact and (file := folder / "config.json").exists():
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -202,7 +203,7 @@ def save_merged(trainer: Any, folder: str) -> None:
         if equal := torch.equal(head.weight, embedding.weight):
             head.weight = embedding.weight
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
-    for saved in (merged, trainer.tokenizer, trainer.generation_config):
+    for saved in (merged, trainer.tokenizer, generation_config(policy)):
         saved.save_pretrained(folder)
     check_saved(merged, folder)
 

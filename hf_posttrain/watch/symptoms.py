@@ -154,9 +154,12 @@ def look(
 
 
 def _last(history: History, count: int, key: str, least: float) -> History:
-    """The last `count` logs; none where there are fewer, or where `key` (step, rows) grew by less than `least`."""
-    before = history[-count - 1][key] if len(history) > count else 0.0
-    return history[-count:] if len(history) >= count and history[-1][key] - before >= least else []
+    """The last logs: `count`, or as many as `key` (step, rows) takes to grow by `least`; none where there are fewer."""
+    for n in range(count, len(history) + 1):
+        before = history[-n - 1][key] if len(history) > n else 0.0
+        if history[-1][key] - before >= least:
+            return history[-n:]
+    return []
 
 
 def _peak(history: History) -> int:

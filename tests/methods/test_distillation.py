@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 from models_for_tests import tiny_model
-from tokenizers_for_tests import byte_tokenizer
+from tokenizers_for_tests import base_tokenizer, byte_tokenizer
 from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
+from transformers import GenerationConfig
 
 import hf_posttrain
 from hf_posttrain.errors import InputError
@@ -73,6 +74,27 @@ def test_altering_generation_config_is_said(tmp_path, caplog):
         trainer_for("opd", model, token_rows("opd"), tmp_path, second=tiny_model(seed=9))
     assert "rollouts ignore the model's generation config" in caplog.text
     assert "repetition_penalty=1.3" in caplog.text
+
+
+def test_answers_in_evaluation_ignore_it_too_which_is_said(tmp_path, caplog):
+    model = tiny_model()
+    model.generation_config.update(repetition_penalty=1.3)
+    for asked in (False, True):
+        trainer_for("sft", model, token_rows("sft"), tmp_path, eval_exact_match=asked)
+        assert ("repetition_penalty=1.3" in caplog.text) is asked
+
+
+def test_the_ends_that_a_teacher_teaches_are_saved(tmp_path):
+    """A base student ends at its eos; its teacher's answers end with a turn end too."""
+    student, teacher = tiny_model(), tiny_model(seed=9)
+    student.generation_config.eos_token_id, teacher.generation_config.eos_token_id = 256, [256, 258]
+    trainer = trainer_for(
+        "opd", student, token_rows("opd"), tmp_path, second=teacher, tokenizer=base_tokenizer(None)
+    )  # fmt: skip
+    trainer.train()
+    trainer.save_model()
+    assert trainer.terminal_ids == [256, 258]
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [256, 258]
 
 
 def test_rollouts_train_their_end_and_nothing_after_it(tmp_path, monkeypatch):

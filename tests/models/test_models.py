@@ -262,6 +262,15 @@ def test_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
     assert out.tolist() == [[65, 66, 258]]
 
 
+def test_an_adapter_of_another_vocabulary_is_refused(folder, tmp_path):
+    resized = models.load_model(ModelSection(folder))
+    resized.resize_token_embeddings(310)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    peft.get_peft_model(resized, config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(InputError, match=r"adapter \S+adapter does not fit .*: size mismatch"):
+        models.load_model(ModelSection(folder, adapter=str(tmp_path / "adapter")))
+
+
 def test_adapter_model_and_unsaveable_generation_config(folder, adapter, tmp_path):
     model = models.load_model(ModelSection(folder, adapter=adapter))
     model.generation_config.temperature = 0.6  # without do_sample: HF refuses to save this

@@ -11,6 +11,7 @@ import torch
 from accelerate import Accelerator
 from architectures import tiny
 from models_for_tests import tiny_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from training_for_tests import LORA, names_where, token_rows, trainer_for
 
 import hf_posttrain
@@ -419,6 +420,37 @@ def test_the_key_of_a_model_has_the_config_of_its_active_adapter():
     model.peft_config["default"].lora_alpha = 4  # scales what the same weights compute
     assert score_cache.model_key(model) != key
     assert score_cache.model_key(model, with_adapter=False) == base
+
+
+def test_the_key_of_a_model_says_which_adapters_are_on():
+    """Two of one config; the weights of both are in the state dict whichever is on."""
+    config = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    model = peft.get_peft_model(tiny_model(), config, adapter_name="a")
+    model.add_adapter("b", config)
+    keys = [score_cache.model_key(model)]
+    model.set_adapter("b")
+    keys.append(score_cache.model_key(model))
+    model.base_model.set_adapter(["a", "b"])
+    keys.append(score_cache.model_key(model))
+    with model.disable_adapter():
+        keys.append(score_cache.model_key(model))
+    for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
+        layer.set_scale("a", 3.0)
+    keys.append(score_cache.model_key(model))
+    assert len({*keys}) == 5
+
+
+@pytest.mark.parametrize("left", ["an empty folder", "cut files"])
+def test_a_cache_that_was_tidied_up_is_made_again(left, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    rows, accelerator, made = datasets.Dataset.from_dict({"x": [1, 2]}), Accelerator(cpu=True), []
+    for _ in range(3):
+        found = score_cache.cached(["key"], lambda: made.append(0) or rows, "reference", accelerator)
+        assert found["x"][:] == [1, 2]
+        if len(made) == 1:
+            for file in tmp_path.rglob("*.arrow" if left == "cut files" else "*.*"):
+                file.write_bytes(file.read_bytes()[:20]) if left == "cut files" else file.unlink()
+    assert len(made) == 2
 
 
 def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from rows_for_tests import methods_of, raw_row
 from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from training_for_tests import (
+    LORA,
     METHODS,
     Gradients,
     assert_same_step,
@@ -498,7 +499,8 @@ def test_sampling_by_length_works(method, tmp_path):
         ({"use_liger_kernel": True}, "use_liger_kernel=True cannot be honoured"), ({"layout": "rows"}, "is not one of"),
         ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "no mixture of experts"),
         ({"bf16_full_eval": True}, "rounds the weights themselves"), ({"fp16_full_eval": True}, "cannot be honoured"),
-        ({"include_num_input_tokens_seen": "non_padding"}, "use all"),
+        ({"include_num_input_tokens_seen": "non_padding"}, "use all"), ({"max_grad_norm": None}, "0 is what leaves"),
+        ({"auto_find_batch_size": True}, "HF goes on with trained weights from step 0"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_honoured_raises(config, message, tmp_path):
@@ -879,6 +881,25 @@ def test_every_row_that_a_sampler_of_the_users_draws_counts(drawn, tmp_path):
     del trainer._get_eval_sampler
     rows = datasets.Dataset.from_list(token_rows("sft", 9)).select(order)
     assert found == pytest.approx(trainer.evaluate(rows)["eval_loss"], rel=1e-6)
+
+
+def test_a_compiled_model_is_refused(tmp_path):
+    with pytest.raises(InputError, match="pass the model itself"):
+        trainer_for("sft", torch.compile(tiny_model()), token_rows("sft"), tmp_path)
+
+
+def test_no_reporters_may_be_null(tmp_path):
+    assert trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, report_to=None).args.report_to == []
+
+
+@pytest.mark.parametrize("lora", [{}, {"peft_config": peft.LoraConfig(**LORA)}], ids=["full", "lora"])
+def test_a_generation_config_that_replaces_the_models_is_saved(lora, tmp_path):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **lora)
+    own = GenerationConfig(temperature=0.6, eos_token_id=[258, 257], max_new_tokens=77)  # HF would refuse to save it
+    scoring.causal_lm(trainer.model).generation_config = own
+    trainer.save_model()
+    saved = GenerationConfig.from_pretrained(tmp_path)
+    assert (saved.temperature, saved.eos_token_id, saved.max_new_tokens) == (0.6, [258, 257], 77)
 
 
 def test_batch_rebalance_is_refused(tmp_path):
