@@ -189,7 +189,10 @@ def train(trainer: Any, recipe: Recipe) -> dict[str, float]:
     metrics = trainer.train(resume_from_checkpoint=args.resume_from_checkpoint).metrics
     # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
     if trainer.preemption.happened and not trainer.stopped:
-        stop(trainer, "stopped by SIGTERM; to go on: the same command with train.resume_from_checkpoint=auto")
+        way = "the same command with train.resume_from_checkpoint=auto"
+        if trainer.args.save_only_model:
+            way = "a new run from the weights of its checkpoint"
+        stop(trainer, f"stopped by SIGTERM; to go on: {way}")
     if not trainer.stopped:
         metrics = finish(trainer, recipe, metrics)
     trainer.save_state()

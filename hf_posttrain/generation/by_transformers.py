@@ -34,13 +34,17 @@ def generate(
     )
     config.suppress_tokens = [*range(sampler.vocabulary, model.config.get_text_config().vocab_size)] or None
     # transformers fills options that are not set from the model's own generation config: put that aside
-    inner = causal_lm(model)
-    own, inner.generation_config, model.generation_config = inner.generation_config, config, config
+    before = [(each, vars(each).get("generation_config")) for each in (model, causal_lm(model))]
+    for each, _ in before:
+        each.generation_config = config
     try:  # not synced: whole weights are on each rank, so none waits for another
         given = {"generation_config": config, "logits_processor": [_finite], "synced_gpus": False}
         output = model.generate(input_ids=ids, attention_mask=mask, **given)
     finally:
-        inner.generation_config = model.generation_config = own
+        for each, own in before:
+            each.generation_config = own
+            if own is None:  # a wrapper's is then that of the model inside
+                del each.generation_config
     return output[:, ids.shape[1] :].tolist()
 
 

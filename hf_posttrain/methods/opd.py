@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..data.lengths import check_completions
 from ..errors import InputError
-from ..generation import by_transformers, rollout, vllm
+from ..generation import rollout, vllm
 from ..losses.divergence import policy_gradient
 from ..models.prepare import align_generation, find_terminal_ids
 from ..models.teacher import add_teacher
@@ -114,7 +114,6 @@ class OPDTrainer(PostTrainer):
         theirs = find_terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
         self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
         align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns to write these too
-        by_transformers.warn_if_altered(self.model)
         self.rollouts = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
         self.synchronised: int | None = None
         """The step whose weights are where rollouts are sampled."""

@@ -51,29 +51,44 @@ def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, temp
 
 def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> None:
     """Make generation stop at every id of `ends`, in memory and, with `generation_config`, saved."""
-    inner = forward.causal_lm(model)
-    if getattr(inner, "generation_config", None) is None:
-        inner.generation_config = GenerationConfig.from_model_config(inner.config)
-    generation, config = inner.generation_config, inner.config.get_text_config()
+    generation, config = generation_config(model, ends), forward.causal_lm(model).config.get_text_config()
     # both configs get the tokenizer's special ids
     for name in ("eos_token_id", "pad_token_id", "bos_token_id"):
         if (value := getattr(tokenizer, name)) is not None:
             setattr(config, name, value)
             setattr(generation, name, value)
-    generation.eos_token_id = ends if len(ends) > 1 else ends[0] if ends else None
-    generation_config(model)
+    generation.eos_token_id = _in_config(ends)
 
 
-def generation_config(model: nn.Module) -> GenerationConfig:
-    """The model's own. One that HF would refuse to save (a temperature without sampling, as in some releases) is made
-    to sample."""
-    generation = forward.causal_lm(model).generation_config
-    try:
-        generation.validate(strict=True)
-    except ValueError:
+def generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
+    """What the model generates by, which the user may have replaced, with `ends` where it names none. One that HF would
+    refuse to save is made to sample (for a temperature without it, as in some releases), or else replaced."""
+    inner = forward.causal_lm(model)
+    # on an adapter's wrapper it counts before that of the model inside
+    owners = [vars(each).get("generation_config") for each in (forward.unwrapped(model), inner)]
+    plain = GenerationConfig.from_model_config(inner.config)
+    inner.generation_config = generation = next(filter(None, owners), plain)
+    for problem in filter(None, [_unsavable(generation)]):
         generation.do_sample = True
-        logger.warning("generation_config: do_sample is true now: without it HF saves no options of sampling")
+        if _unsavable(generation):
+            logger.warning("generation_config: HF does not save it, so it is left out: %s", problem)
+            inner.generation_config = generation = plain
+        else:
+            logger.warning("generation_config: do_sample is true now: without it HF saves no options of sampling")
+    if generation.eos_token_id is None:
+        generation.eos_token_id = _in_config(ends)
     return generation
+
+
+def _in_config(ends: list[int]) -> list[int] | int | None:
+    return ends if len(ends) > 1 else ends[0] if ends else None
+
+
+def _unsavable(generation: GenerationConfig) -> str | None:
+    try:
+        return generation.validate(strict=True)
+    except ValueError as error:
+        return " ".join(str(error).split())[:300]
 
 
 def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:

@@ -143,7 +143,9 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "method": trainer.method.name, "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
         "arguments": {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out},
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
-        "eval_rows": describe_rows(trainer, trainer.eval_dataset), "second_model": trainer.second_key,
+        "eval_rows": describe_rows(trainer, trainer.eval_dataset),
+        # under ZeRO-3 the key is of this rank's part
+        "second_model": None if engine.zero_stage(trainer.accelerator) == 3 else trainer.second_key,
         "rows_per_step": trainer.get_total_train_batch_size(args),
         "engine": launch.describe_launch(trainer).removeprefix("on engine "),
         "device": torch.cuda.get_device_name(args.device) if cuda else f"{args.device.type} ({platform.machine()})",

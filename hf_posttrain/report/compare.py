@@ -13,8 +13,9 @@ from .charts import format_number, make_charts
 from .run_folder import Run, read
 
 # Metrics of which more is better; `loss` is better lower, of runs with the same loss
-OF_ANSWERS = ("exact_match", "generation/stopped")  # on the same prompts, whatever the options
+OF_ANSWERS = ("exact_match",)  # on the same prompts, whatever the options
 OF_SCORES = ("mean_token_accuracy", "rewards/accuracies")  # of the same tokens
+OF_OPTIONS = ("generation/stopped",)  # where a loss is comparable
 NOT_OF_THE_LOSS = (  # arguments, or how they begin, that change how a loss is lowered and not what it measures
     *page.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
     "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "gradient_", "optim",
@@ -108,11 +109,12 @@ def explain_incomparable(runs: list[Run]) -> str:
 
 def _explain_other_scores(runs: list[Run]) -> list[str]:
     """Why not even how answers are ranked or tokens guessed can be set against each other."""
+    referring = [run for run in runs if run.row and run.row.second == "reference"]
     found: dict[str, set] = {
         "methods": {run.method for run in runs},
         "evaluation data": {str(run.sources["eval"] or run.record.get("eval_rows")) for run in runs},
         "teachers": {(run.recipe.get("teacher") or {}).get("name_or_path") for run in runs},
-        "reference models": {run.base_model for run in runs if run.row and run.row.second == "reference"},
+        "reference models": {(run.base_model, (run.recipe.get("model") or {}).get("adapter")) for run in referring},
         "second models": {run.record.get("second_model") for run in runs} - {None},  # None: it is within the policy
     }
     losses = ["loss_type differs"] * (len({str(run.arguments.get("loss_type")) for run in runs}) > 1)
@@ -131,11 +133,12 @@ def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple
     scores = _explain_other_scores(runs)
     marked: tuple[str, ...] = OF_ANSWERS if "their evaluation data differ" not in scores else ()
     marked += OF_SCORES if not scores and not _explain_other_tokens(runs) else ()
+    marked += OF_OPTIONS if not reason else ()
     keys = {key for run in runs for key in run.history}
     rows = []
     for key in sorted(keys, key=lambda k: (k.removeprefix("eval_") != "loss", not k.startswith("eval_"), k)):
         metric, held_out = key.removeprefix("eval_"), key.startswith("eval_")
-        last = [run.history[key].values[-1] if key in run.history else None for run in runs]
+        last = [run.last.get(key) for run in runs]
         # 1: more is better, -1: less is better, 0: neither. No run is the best of equal ones.
         sign = 1 if metric in marked else -1 if metric == "loss" and not reason else 0
         ranks = {sign * value for value in last if value is not None and math.isfinite(value)}

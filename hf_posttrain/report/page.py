@@ -35,11 +35,12 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
     # Held-out values tell more than those of training, so they are shown where there are any.
     for metric in ("loss", "exact_match", *(run.row.key_metrics if run.row else ())):
         split = "evaluation" if f"eval_{metric}" in run.history else "training"
-        if series := run.history.get(f"eval_{metric}", run.history.get(metric)):
+        key = f"eval_{metric}" if f"eval_{metric}" in run.history else metric
+        if series := run.history.get(key):
             # at step 0 a policy prefers nothing to its reference: all are ties, which is no accuracy of 0
             first = next((value for step, value in zip(*series, strict=True) if step or metric not in TIED), None)
             remark = f"{split}, from {format_number(first)}" if len(series.steps) > 1 else split
-            found.append((TITLES.get(metric, metric), format_number(series.values[-1]), remark))
+            found.append((TITLES.get(metric, metric), format_number(run.last[key]), remark))
     (taken, planned), epochs = run.steps, run.state.get("epoch")
     remark = "" if epochs is None else f"{format_number(epochs)} epochs"
     found.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
@@ -100,5 +101,5 @@ def format_option(value: Any) -> str:
 
 def list_last_values(run: Run) -> list[tuple[str, str, str]]:
     """(metric, training, evaluation): the last logged value of every metric, "" where there is none."""
-    last = {key: format_number(series.values[-1]) for key, series in run.history.items()}
+    last = {key: format_number(value) for key, value in run.last.items()}
     return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in list_metrics(run.history)]

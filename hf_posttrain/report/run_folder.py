@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -57,6 +58,8 @@ class Run:
     state: dict[str, Any]  # HF's TrainerState: the run's own or its newest checkpoint's
     steps: tuple[int, int]  # taken, planned
     history: History
+    last: dict[str, float]  # the last value of each curve, or what is known of the weights that are saved
+    best_step: int | None  # the step of those, where they are the best ones and not the last
     recipe: dict[str, Any]  # recipe.yaml as a tree
     recipe_text: str  # and as text
     record: dict[str, Any]  # run.json
@@ -70,12 +73,6 @@ class Run:
     adapter: bool  # does the folder hold an adapter, not a whole model?
     lora: dict[str, Any]  # the adapter's options
     sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
-
-    @property
-    def best_step(self) -> int | None:
-        """The step of the weights that are saved, where they are the best ones and not the last."""
-        step = self.state.get("best_global_step") if self.arguments.get("load_best_model_at_end") else None
-        return step if step != self.state.get("global_step") else None
 
 
 def read(folder: str | Path) -> Run:
@@ -108,19 +105,38 @@ def read(folder: str | Path) -> Run:
     model, data = tree.get("model") or {}, tree.get("data") or {}
     method = str(tree.get("method") or record.get("method") or "")
     sources = {split: data.get(split) or [] for split in ("train", "eval")}
+    arguments = tree.get("train", {}) | record.get("arguments", {})
+    history, best = read_history(state.get("log_history", [])), state.get("best_global_step")
+    # they are loaded when a run ends, which a run's own state is of
+    ended = state_file == folder / STATE and not folder.name.startswith("checkpoint-")
+    if not ended or not arguments.get("load_best_model_at_end") or best == state.get("global_step"):
+        best = None
     return Run(
         folder=folder, name=folder.resolve().name,
         state=state, steps=(int(state.get("global_step", 0)), int(state.get("max_steps", 0))),
-        history=read_history(state.get("log_history", [])),
+        history=history, last=_last_values(state, history, best), best_step=best,
         recipe=tree, recipe_text=text, record=record,
         results={} if _is_outdated(results, state_file, record) else _read_json(results),
         audit=_read_json(folder / "audit.json", {}), samples=_read_json(folder / "samples.json", []),
         method=method, row=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
-        arguments=tree.get("train", {}) | record.get("arguments", {}),
+        arguments=arguments,
         adapter=(folder / "adapter_config.json").exists(), lora=record.get("lora") or model.get("lora") or {},
         sources={split: found if isinstance(found, list) else [found] for split, found in sources.items()},
     )  # fmt: skip
+
+
+def _last_values(state: dict[str, Any], history: History, best_step: int | None) -> dict[str, float]:
+    """Key of the log -> what was logged last; of best weights that were not evaluated again, at their step."""
+    found: dict[str, float] = {}
+    again = Counter[str]()
+    for entry in state.get("log_history", []):
+        found |= {key: float(entry[key]) for key in entry.keys() & history.keys()}
+        again.update(entry.keys() if entry.get("step") == state.get("global_step") else ())
+    for key, (steps, values) in history.items():
+        if key.startswith("eval_") and best_step in steps and again[key] < 2:
+            found[key] = values[steps.index(best_step)]
+    return found
 
 
 def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:

@@ -116,7 +116,7 @@ class PostTrainer(Trainer):
             config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it
         check_optimizer(self)
-        if args.eval_exact_match:
+        if args.eval_exact_match or self.method.rows.sampled:
             warn_if_altered(model)
         progress.replace_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SAVING = ".saving"  # folder in output_dir where a checkpoint is until it is complete
 LAUNCH = "launch"  # key of `launched` among the callbacks' states in trainer_state.json
 _PARTS = {  # what a checkpoint holds, under the names of each engine
-    "weights": ("*model*.safetensors", "*model*.bin", "pytorch_model_fsdp_0", "global_step*"),
+    "weights": ("*model*.safetensors", "*/adapter_model.*", "*model*.bin", "pytorch_model_fsdp_0", "global_step*"),
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
     "scheduler": ("scheduler.pt", "global_step*"),
     "random state": ("rng_state*.pth",),

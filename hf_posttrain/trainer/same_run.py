@@ -103,10 +103,13 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -
 
 
 def describe_rows(trainer: Any, rows: Any) -> Any:
-    """How many rows, and a hash of their tokens and labels; of a stream that of its first rows."""
+    """How many prepared rows, and a hash of their tokens and labels; of a stream that of its first rows. None of rows
+    that are raw, as those that replaced others."""
     if rows is None or isinstance(rows, dict):
         return rows and {name: describe_rows(trainer, part) for name, part in rows.items()}
     columns = trainer.method.rows.columns
+    if "index" not in (getattr(rows, "column_names", None) or ()):
+        return None
     if not isinstance(rows, datasets.Dataset):
         first = [{name: row[name] for name in columns if name in row} for row in rows.take(8)]
         return f"a stream ({score_cache.rows_key(datasets.Dataset.from_list(first))[:12]})"

@@ -69,7 +69,7 @@ def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None
     """HF's, and the generation config with the trained turn end, next to an adapter too."""
     folder = Path(output_dir or self.args.output_dir)
     exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
-    generation = generation_config(self.model)  # before HF refuses to save it
+    generation = generation_config(self.model, self.terminal_ids)  # before HF refuses to save it
     with without_reference_adapter(self.model, state_dict) as state_dict:
         Trainer._save(self, output_dir, state_dict)
         if not self.args.should_save:
@@ -203,7 +203,7 @@ def save_merged(trainer: Any, folder: str) -> None:
         if equal := torch.equal(head.weight, embedding.weight):
             head.weight = embedding.weight
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
-    for saved in (merged, trainer.tokenizer, generation_config(policy)):
+    for saved in (merged, trainer.tokenizer, generation_config(policy, trainer.terminal_ids)):
         saved.save_pretrained(folder)
     check_saved(merged, folder)
 

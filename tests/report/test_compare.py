@@ -100,6 +100,8 @@ def test_losses_are_ranked_only_where_they_measure_the_same(tmp_path, recipe, re
         ({"second_model": "x"}, {"second_model": "y"}, "their second models", False, True),
         ({"second_model": "x"}, {"second_model": None}, "", True, True),  # without LoRA and with it
         ({"base_model": "x"}, {"base_model": "y"}, "their reference models", False, True),
+        ({"model": {"adapter": "x"}}, {"model": {"adapter": "y"}}, "their reference models", False, True),
+        ({"arguments": {"beta": 1}}, {"arguments": {"beta": 2}}, "beta", True, True),
         ({"teacher": "x"}, {"teacher": "y"}, "their teachers", False, True),
         # from Python, where no recipe says what the data are
         ({"eval_rows": "8 rows (a)", "recipe": None}, {"eval_rows": "8 rows (b)", "recipe": None},
@@ -109,15 +111,18 @@ def test_losses_are_ranked_only_where_they_measure_the_same(tmp_path, recipe, re
 def test_what_marks_are_given_for(first, second, losses, scores, answers, tmp_path):
     runs = []
     for n, facts in enumerate((first, second)):
-        log = [{"step": 1, "eval_loss": n, "eval_exact_match": n, "eval_rewards/accuracies": n}]
-        recipe = facts.get("recipe", RECIPE | {"model": {}, "teacher": {"name_or_path": facts.get("teacher", "t")}})
+        metrics = ("loss", "exact_match", "rewards/accuracies", "generation/stopped")
+        log = [{"step": 1} | {f"eval_{metric}": n for metric in metrics}]
+        recipe = facts.get("recipe", RECIPE | {
+            "model": facts.get("model", {}), "teacher": {"name_or_path": facts.get("teacher", "t")}})  # fmt: skip
         record = {"method": "dpo", "base_model": "q"} | facts
         runs.append(read(leave_run(tmp_path / str(n), log, recipe=recipe, run=record)))
     reason = compare.explain_incomparable(runs)
     assert reason.startswith(losses)
     assert bool(reason) == bool(losses)
     rows = {name.split()[0]: any(best for _, best in cells) for name, cells in compare.rank_last_values(runs, reason)}
-    assert rows == {"loss": not losses, "rewards/accuracies": scores, "exact_match": answers}
+    of_loss = dict.fromkeys(("loss", "generation/stopped"), not losses)
+    assert rows == of_loss | {"rewards/accuracies": scores, "exact_match": answers}
 
 
 def test_best_is_the_highest_accuracy_whatever_the_options_and_nobody_in_a_tie(tmp_path):

@@ -273,6 +273,8 @@ def test_run_json_says_how_the_run_was_set_up(tmp_path, monkeypatch):
     again = trainer_for("dpo", trainer.model, token_rows("dpo"), tmp_path)
     assert sum(p.numel() for p in again.model.parameters()) > run["weights"]["all"]
     assert describe_run(again)["weights"] == run["weights"]
+    again.eval_dataset = [{"prompt": "raw", "chosen": "a", "rejected": "b"}]  # which evaluation prepares itself
+    assert describe_run(again)["eval_rows"] is None
     assert run["engine"].startswith("single, 1 process, 4 rows a step")
     assert run["versions"]["torch"] == torch.__version__
     assert run["command"] == "train.py train.hub_token=<hidden> --api_key <hidden> 'a b'"

@@ -339,9 +339,18 @@ def test_the_best_weights_are_named_and_the_curve_is_that_of_training(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"best_global_step": 2}))
     run = read(tmp_path)
     assert run.history["eval_loss"].values == (1.5, 3.5)
+    assert run.last["eval_loss"] == 1.5
+    assert ("Loss", "1.5", "evaluation, from 1.5") in list_facts(run)
     assert ("Weights of step", "2", "the best evaluation, not the last") in list_facts(run)
     report.write(tmp_path)
     assert "The weights are those of step 2" in (tmp_path / "README.md").read_text()
+    # in Python nothing evaluates them again
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"best_global_step": 2, "log_history": log[:2]}))
+    assert read(tmp_path).last["eval_loss"] == 1.5
+    # a checkpoint has the weights of its own step
+    checkpoint = leave_run(tmp_path / "checkpoint-8", log[:2], taken=8, planned=9, recipe=recipe)
+    (checkpoint / "trainer_state.json").write_text((tmp_path / "trainer_state.json").read_text())
+    assert (read(checkpoint).best_step, read(checkpoint).last["eval_loss"]) == (None, 3.5)
 
 
 def test_an_answer_of_white_space_is_told_in_words(tmp_path):

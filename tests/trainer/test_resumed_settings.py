@@ -274,6 +274,19 @@ def test_weights_alone_are_not_resumed(tmp_path):
             trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
+def test_an_adapter_of_another_name_is_resumed_whole_and_not_by_its_weights_alone(tmp_path):
+    """PEFT saves it in a folder of its name."""
+    def named(folder, **options):
+        model = peft.get_peft_model(tiny_model(), peft.LoraConfig(r=2, target_modules=["q_proj"]), adapter_name="mine")
+        return build("sft", folder, model=model, **options)
+
+    named(tmp_path / "whole").train()
+    assert checkpoint.find_checkpoint(tmp_path / "whole") is not None
+    named(tmp_path / "alone", save_only_model=True).train()
+    with pytest.raises(InputError, match="has weights, but no optimizer"):
+        named(tmp_path / "alone").train(resume_from_checkpoint=str(tmp_path / "alone/checkpoint-2"))
+
+
 def test_a_checkpoint_without_settings_goes_on_with_a_note(whole, tmp_path, caplog):
     shutil.copytree(Path(whole("sft")[0], "checkpoint-2"), tmp_path / "checkpoint-2")
     file = tmp_path / "checkpoint-2/trainer_state.json"

@@ -893,13 +893,23 @@ def test_no_reporters_may_be_null(tmp_path):
 
 
 @pytest.mark.parametrize("lora", [{}, {"peft_config": peft.LoraConfig(**LORA)}], ids=["full", "lora"])
-def test_a_generation_config_that_replaces_the_models_is_saved(lora, tmp_path):
+@pytest.mark.parametrize(
+    ("own", "temperature", "longest"),
+    [
+        (GenerationConfig(temperature=0.6, do_sample=True, max_new_tokens=77), 0.6, 77),
+        (GenerationConfig(temperature=0.6, max_new_tokens=77), 0.6, 77),  # which HF would refuse to save
+        (GenerationConfig(length_penalty=0.8, max_new_tokens=77), None, None),  # and this, sampled or not
+        (None, None, None),
+    ],
+)
+def test_a_generation_config_that_replaces_the_models_is_saved(own, temperature, longest, lora, tmp_path, caplog):
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **lora)
-    own = GenerationConfig(temperature=0.6, eos_token_id=[258, 257], max_new_tokens=77)  # HF would refuse to save it
-    scoring.causal_lm(trainer.model).generation_config = own
+    trainer.model.generation_config = copy.deepcopy(own)
     trainer.save_model()
     saved = GenerationConfig.from_pretrained(tmp_path)
-    assert (saved.temperature, saved.eos_token_id, saved.max_new_tokens) == (0.6, [258, 257], 77)
+    assert (saved.temperature, saved.max_new_tokens) == (temperature, longest)
+    assert saved.eos_token_id == trainer.terminal_ids[0]
+    assert ("it is left out" in caplog.text) is (own is not None and longest is None)
 
 
 def test_batch_rebalance_is_refused(tmp_path):
