@@ -156,10 +156,14 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     stops = [dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)) for ids in ends]
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token, pad_is_eos=pad == eos)
+    raws = {}  # each source by itself, where it has no weight
+    for key, source in recipe.sources():
+        with error_context(recipe.where(f"{key}.path")):
+            raws[key] = load(replace(source, weight=1.0), key)
     if recipe.teacher:
         found.teacher_stops, found.differing_prompts = stops[1], 0
-        key, source = next(recipe.sources())
-        raw, tokenizers = load(replace(source, weight=1.0), key), (tokenizer, load_tokenizer(recipe.teacher))
+        key, raw = next(iter(raws.items()))
+        tokenizers = tokenizer, load_tokenizer(recipe.teacher)
         with suppress(InputError):  # the teacher has no chat template: nothing to compare with
             first = [_first_examples(raw, method, each, config, key, SHOWN) for each in tokenizers]
             pairs = zip(*first, strict=True)
@@ -169,7 +173,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     examples: list[list[Part]] = []
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
-            rows = _first_examples(load(replace(source, weight=1.0), key), method, tokenizer, config, key, LOOKED_AT)
+            rows = _first_examples(raws[key], method, tokenizer, config, key, LOOKED_AT)
         rows = [row for row in rows if not row["state"] & NO_TARGET]
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
             shown = pieces(parts(rows[n], kind), tokenizer.decode)

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, shown
 from . import chat
-from .messages import GENERATION, Messages, call_names, text_of
+from .messages import Messages, call_names, text_of
+from .template import GENERATION
 
 
 def assistant_mask(template: chat.ChatTemplate, messages: Messages, full: str = "") -> tuple[list[int], list[int]]:

@@ -17,7 +17,8 @@ from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, named, nearest, shown
-from .messages import Messages, call_names, check_unicode, parsed
+from .messages import Messages, call_names, check_unicode
+from .template import parsed
 
 _PROBE = "sentinel7391"
 """A text that no template writes of itself."""

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..errors import InputError
-from .packing import lengths_of
+from .packing import example_lengths, lengths_of
 
 logger = logging.getLogger(__package__)
 
@@ -93,10 +93,10 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
     longest, what, remedy = getattr(args, "max_completion_length", None), "are", f"set train.max_length={positions}"
     if longest:
         what, remedy = "may become", f"{remedy}, and train.max_completion_length below it"
+        lengths = lengths_of(rows, "prompt_ids") + longest
     else:
         branches = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
-        longest = np.max([lengths_of(rows, column) for column in branches], axis=0)
-    lengths = lengths_of(rows, "prompt_ids") + longest
+        lengths = example_lengths(rows, branches)
     if count := int((lengths > positions).sum()):
         logger.warning(
             "train: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",

@@ -2,10 +2,7 @@
 
 import difflib
 import json
-import re
 from typing import Any
-
-from jinja2 import Environment, nodes
 
 from ..errors import InputError, shown
 
@@ -77,14 +74,6 @@ def _clean_call(call: dict[str, Any], where: str) -> dict[str, Any]:
         raise InputError(f"{where}: the arguments of a call are no JSON: {shown(function['arguments'])}") from None
     function = {**function, "arguments": arguments}
     return {**call, "function": function} if "function" in call else function
-
-
-GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")  # a tag that only transformers knows
-
-
-def parsed(template: str) -> nodes.Template:
-    """A chat template as Jinja reads it. Raises TemplateSyntaxError."""
-    return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
 
 
 def call_names(message: dict[str, Any]) -> list[str]:

@@ -23,7 +23,7 @@ def pack(rows: datasets.Dataset, max_length: int, name: str = "train") -> datase
     """
     if isinstance(rows.features["completion_ids"].feature, datasets.List):
         return rows
-    lengths = lengths_of(rows, "prompt_ids") + lengths_of(rows, "completion_ids")
+    lengths = example_lengths(rows, ["completion_ids"])
     if (longest := int(lengths.max())) > max_length:
         raise InputError(f"{name}, row {lengths.argmax()}: {longest} tokens do not fit into a row of {max_length}")
     bins = best_fit(lengths.tolist(), max_length)
@@ -68,6 +68,12 @@ def lengths_of(rows: datasets.Dataset, column: str, of_rows: bool = False) -> np
         return np.asarray(pc.list_value_length(ids))
     lengths = np.asarray(pc.list_value_length(pc.list_flatten(ids)))
     return np.bincount(pc.list_parent_indices(ids), lengths, len(rows)).astype(int) if of_rows else lengths
+
+
+def example_lengths(rows: datasets.Dataset, answers: Sequence[str]) -> np.ndarray:
+    """Tokens of each example, its prompt and the longest of its answers, which are in these columns: [examples]."""
+    prompts = lengths_of(rows, "prompt_ids")
+    return prompts + np.max([lengths_of(rows, column) for column in answers], axis=0) if answers else prompts
 
 
 def _gather(rows: datasets.Dataset, bins: tuple[list[int], ...]) -> Iterator[dict[str, Any]]:

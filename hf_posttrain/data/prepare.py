@@ -18,7 +18,7 @@ from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, ki
 from .formats import detect, our_name, renamed, unread
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
-from .packing import lengths_of
+from .packing import example_lengths
 
 logger = logging.getLogger(__package__)
 noted = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows as well
@@ -90,9 +90,7 @@ def _refuse_long(prepared: Any, rows: RowKind, config: Any, name: str) -> None:
     most = getattr(config, "max_length", None)
     if most is None or not isinstance(prepared, datasets.Dataset) or not len(prepared):
         return
-    prompts, answers = lengths_of(prepared, "prompt_ids"), () if rows.sampled else rows.answers
-    behind = np.max([0 * prompts, *(lengths_of(prepared, column) for column in answers)], axis=0)
-    if (longest := (prompts + behind).max()) > most:
+    if (longest := example_lengths(prepared, () if rows.sampled else rows.answers).max()) > most:
         problem = f"rows that are prepared already have up to {longest} tokens, more than max_length {most}"
         raise InputError(f"{name}: {problem}: give the rows that they were made from, or raise it")
 

@@ -90,7 +90,8 @@ def generate(
         size = 1 if way == choose_way.ALONE else batch_size or max(len(prompts), 1)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
-            found = answer(model, way, [prompts[i] for i in chosen], max_new_tokens, terminal_ids, pad_id, sampler)
+            given = [prompts[i] for i in chosen]
+            found = answer(model, way, given, max_new_tokens, terminal_ids, pad_id, sampler)
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
     return completions
@@ -200,7 +201,8 @@ def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.dev
 
 def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
     """The tokens up to and with the first terminal id."""
-    return ids[: next((n for n, token in enumerate(ids) if token in terminal_ids), len(ids)) + 1]
+    end = next((n for n, token in enumerate(ids) if token in terminal_ids), len(ids))
+    return ids[: end + 1]
 
 
 # ---- around a generation

@@ -66,17 +66,17 @@ def generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
     inner = forward.causal_lm(model)
     # on an adapter's wrapper it counts before that of the model inside
     owners = [vars(each).get("generation_config") for each in (forward.unwrapped(model), inner)]
-    plain = GenerationConfig.from_model_config(inner.config)
-    inner.generation_config = generation = next(filter(None, owners), plain)
-    for problem in filter(None, [_unsavable(generation)]):
+    generation = next(filter(None, owners), None) or GenerationConfig.from_model_config(inner.config)
+    if problem := _unsavable(generation):
         generation.do_sample = True
         if _unsavable(generation):
             logger.warning("generation_config: HF does not save it, so it is left out: %s", problem)
-            inner.generation_config = generation = plain
+            generation = GenerationConfig.from_model_config(inner.config)
         else:
             logger.warning("generation_config: do_sample is true now: without it HF saves no options of sampling")
     if generation.eos_token_id is None:
         generation.eos_token_id = _in_config(ends)
+    inner.generation_config = generation
     return generation
 
 
@@ -84,11 +84,13 @@ def _in_config(ends: list[int]) -> list[int] | int | None:
     return ends if len(ends) > 1 else ends[0] if ends else None
 
 
-def _unsavable(generation: GenerationConfig) -> str | None:
+def _unsavable(generation: GenerationConfig) -> str:
+    """Why HF refuses to save it; empty where it does not."""
     try:
-        return generation.validate(strict=True)
+        generation.validate(strict=True)
     except ValueError as error:
         return " ".join(str(error).split())[:300]
+    return ""
 
 
 def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
-
 
 @dataclass
 class ModelSection:
@@ -35,7 +33,7 @@ class ModelSection:
 
 def has_tokenizer(folder: Path) -> bool:
     """Has the folder any of the files that a tokenizer is saved as?"""
-    return any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES)
+    return any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 
 def is_local(name: str) -> bool:

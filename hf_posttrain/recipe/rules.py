@@ -14,8 +14,8 @@ from huggingface_hub import constants as hub
 from jinja2 import TemplateSyntaxError
 
 from ..data.files import or_unreadable, source_problem, with_home
-from ..data.messages import parsed
 from ..data.suggest import misspelt
+from ..data.template import parsed
 from ..errors import nearest_path
 from ..methods import METHODS
 from ..models.section import has_tokenizer, is_local

@@ -112,13 +112,18 @@ def _explain_other_scores(runs: list[Run]) -> list[str]:
     referring = [run for run in runs if run.row and run.row.second == "reference"]
     found: dict[str, set] = {
         "methods": {run.method for run in runs},
-        "evaluation data": {str(run.sources["eval"] or run.record.get("eval_rows")) for run in runs},
+        "evaluation data": _evaluated(runs),
         "teachers": {(run.recipe.get("teacher") or {}).get("name_or_path") for run in runs},
         "reference models": {(run.base_model, (run.recipe.get("model") or {}).get("adapter")) for run in referring},
         "second models": {run.record.get("second_model") for run in runs} - {None},  # None: it is within the policy
     }
     losses = ["loss_type differs"] * (len({str(run.arguments.get("loss_type")) for run in runs}) > 1)
     return [f"their {what} differ" for what, known in found.items() if len(known) > 1] + losses
+
+
+def _evaluated(runs: list[Run]) -> set[str]:
+    """What the runs are evaluated on; without a recipe, the rows that came of it."""
+    return {str(run.sources["eval"] or run.record.get("eval_rows")) for run in runs}
 
 
 def _explain_other_tokens(runs: list[Run]) -> list[str]:
@@ -130,10 +135,11 @@ def _explain_other_tokens(runs: list[Run]) -> list[str]:
 def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
     """(metric and split, for each run its value and: is it the best?), the latter among evaluations that measure the
     same. reason: of `explain_incomparable`; with one, losses get no mark."""
-    scores = _explain_other_scores(runs)
-    marked: tuple[str, ...] = OF_ANSWERS if "their evaluation data differ" not in scores else ()
-    marked += OF_SCORES if not scores and not _explain_other_tokens(runs) else ()
-    marked += OF_OPTIONS if not reason else ()
+    marked: tuple[str, ...] = OF_ANSWERS if len(_evaluated(runs)) == 1 else ()
+    if not _explain_other_scores(runs) and not _explain_other_tokens(runs):
+        marked += OF_SCORES
+    if not reason:
+        marked += OF_OPTIONS
     keys = {key for run in runs for key in run.history}
     rows = []
     for key in sorted(keys, key=lambda k: (k.removeprefix("eval_") != "loss", not k.startswith("eval_"), k)):

@@ -34,8 +34,7 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
     found = []
     # Held-out values tell more than those of training, so they are shown where there are any.
     for metric in ("loss", "exact_match", *(run.row.key_metrics if run.row else ())):
-        split = "evaluation" if f"eval_{metric}" in run.history else "training"
-        key = f"eval_{metric}" if f"eval_{metric}" in run.history else metric
+        key, split = (f"eval_{metric}", "evaluation") if f"eval_{metric}" in run.history else (metric, "training")
         if series := run.history.get(key):
             # at step 0 a policy prefers nothing to its reference: all are ties, which is no accuracy of 0
             first = next((value for step, value in zip(*series, strict=True) if step or metric not in TIED), None)

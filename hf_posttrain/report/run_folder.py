@@ -106,11 +106,11 @@ def read(folder: str | Path) -> Run:
     method = str(tree.get("method") or record.get("method") or "")
     sources = {split: data.get(split) or [] for split in ("train", "eval")}
     arguments = tree.get("train", {}) | record.get("arguments", {})
-    history, best = read_history(state.get("log_history", [])), state.get("best_global_step")
-    # they are loaded when a run ends, which a run's own state is of
+    # the best weights are loaded when a run ends, which a run's own state is of
     ended = state_file == folder / STATE and not folder.name.startswith("checkpoint-")
-    if not ended or not arguments.get("load_best_model_at_end") or best == state.get("global_step"):
-        best = None
+    best = state.get("best_global_step") if ended and arguments.get("load_best_model_at_end") else None
+    best = None if best == state.get("global_step") else best
+    history = read_history(state.get("log_history", []))
     return Run(
         folder=folder, name=folder.resolve().name,
         state=state, steps=(int(state.get("global_step", 0)), int(state.get("max_steps", 0))),
