@@ -127,7 +127,7 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
 def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row, {method:
     problem} of those whose format leaves a prompt unread)."""
-    from ..data.encode import Plan, read, refuse_repeated
+    from ..data.encode import Plan, read, refuse_misread
     from ..data.formats import detect, unread
 
     forms, problems, lost = {}, {}, {}
@@ -145,7 +145,7 @@ def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str],
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
                     samples += read(row, plan)
-            refuse_repeated(samples, plan)
+            refuse_misread(samples[:20], plan)
             forms[method] = form
         except InputError as error:
             problems[method] = str(error)

@@ -25,7 +25,7 @@ _PROBE = "sentinel7391"
 _DAY = datetime.date(2024, 7, 26)
 """Today's date to templates that write one, so that rows are the same on every day: it is Llama 3.1's own default."""
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-_OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
+OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
 """What each rendering is given by us, and `template_kwargs` may not have."""
 
 
@@ -208,14 +208,14 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
     """
     if not tokenizer.chat_template:
         return eos_id(tokenizer)
-    if ours := named(key for key in template_kwargs or () if key in _OURS):
+    if ours := named(key for key in template_kwargs or () if key in OURS):
         raise InputError(f"chat_template_kwargs: {ours} cannot be given: each rendering has its own")
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = ChatTemplate(tokenizer, None, template_kwargs).render(probe).rpartition(_PROBE)[2]
     known = _variables(tokenizer.get_chat_template())
     # a recipe for Qwen's models may be run with another: its switch is told where it does nothing, see `find_unread`
     for key in {*(template_kwargs or ())} - known - {"enable_thinking"}:
-        if near := nearest(key, known - _OURS, listed=False):
+        if near := nearest(key, known - OURS, listed=False):
             raise InputError(f"chat_template_kwargs: the chat template does not know {shown(key)}{near}")
     special = special_ids(tokenizer)
     ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]

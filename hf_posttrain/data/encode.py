@@ -1,5 +1,6 @@
 """Samples -> ids: read a row as its method needs it, render, tokenise, cut to size."""
 
+import re
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -7,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, named, shown
 from . import chat
 from .assistant_mask import assistant_mask
-from .formats import Sample, add_system, read_format
+from .formats import Sample, add_system, read_format, read_template_kwargs
 from .kinds import RowKind
 from .messages import text_of
 
@@ -15,9 +16,12 @@ PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS = 1, 2, 4, 8, 16, 32
 CUT = PROMPT_CUT | COMPLETION_CUT
 """Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages; turns
 of users or tools count as a part of an answer."""
-VERSION = 7
+VERSION = 8
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
+
+
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
 class Plan(NamedTuple):
@@ -64,8 +68,15 @@ def read(row: dict, plan: Plan) -> list[Sample]:
     if row.get("system") and "_ids" not in plan.form and plan.form != "text":
         with error_context("column 'system'"):
             sample = add_system(sample, row["system"])
-    if sample.tools and not sample.is_chat:
-        raise InputError("column 'tools': the row is plain text otherwise: set apply_chat_template: true, or drop them")
+    # options for the template are the row's before those of all rows
+    if row.get("chat_template_kwargs") and "_ids" not in plan.form and plan.form != "text":
+        with error_context("column 'chat_template_kwargs'"):
+            own = read_template_kwargs(row["chat_template_kwargs"])
+        sample = sample._replace(template_kwargs=(plan.template_kwargs or {}) | own)
+    if (sample.tools or sample.template_kwargs) and not sample.is_chat:
+        column = "tools" if sample.tools else "chat_template_kwargs"
+        instead = "set apply_chat_template: true, or drop them"
+        raise InputError(f"column {column!r}: the row is plain text otherwise: {instead}")
     # prompt and answers are one kind, and answers of messages begin with an assistant's
     if sample.is_chat and sample.prompt is not None:
         roles = [answer[0]["role"] for answer in sample.branches if isinstance(answer, list)]
@@ -104,10 +115,17 @@ def kind_of(sample: Sample, plan: Plan) -> int:
     return CHAT * sample.is_chat + OTHERS * bool(roles - {"assistant"})
 
 
-def refuse_repeated(samples: list[Sample], plan: Plan) -> None:
-    """Raises InputError where answers hold their prompts too, as whole texts do: all of the first 20 begin with theirs,
-    of 20 characters in the mean. One answer may repeat its question, and any a prompt as short as "Hi"."""
-    pairs = [(text_of(s.prompt).strip(), text_of(branch).lstrip()) for s in samples[:20] for branch in s.branches]
+def refuse_misread(samples: list[Sample], plan: Plan) -> None:
+    """Raises InputError where all of the first samples say that their columns hold something else than what is read:
+    answers their prompts too, or texts whole lists of messages, as a data frame's to_csv leaves them."""
+    for texts in ([s.prompt for s in samples], [branch for s in samples for branch in s.branches]):
+        if texts and all(isinstance(text, str) and _MESSAGES.match(text) for text in texts):
+            problem = f"{shown(texts[0])} is messages written as text"
+            parse = "make lists of them with json.loads, or ast.literal_eval if Python printed them"
+            raise InputError(f"{plan.name}: columns {plan.form}: {problem}: {parse}")
+    # whole texts begin with their prompts, of 20 characters in the mean: one answer may repeat its question, and any a
+    # prompt as short as "Hi"
+    pairs = [(text_of(s.prompt).strip(), text_of(branch).lstrip()) for s in samples for branch in s.branches]
     whole = len(samples) > 1 and all(len(text) > len(asked) and text.startswith(asked) for asked, text in pairs)
     if whole and pairs and sum(len(asked) for asked, _ in pairs) >= 20 * len(pairs):
         other = ", or leave it out (columns: {unused: prompt})" if "chosen" in plan.form else ""
@@ -142,7 +160,7 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
     """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt. White space at
     the end of a rendering is dropped: an end token that is appended would follow it."""
-    template = chat.ChatTemplate(tokenizer, sample.tools, plan.template_kwargs)
+    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs or plan.template_kwargs)
     if _is_empty(sample):
         sample = sample._replace(prompt="", branches=["" for _ in sample.branches])
     if not sample.is_chat:
@@ -168,8 +186,8 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         raise InputError(f"assistant_only_loss needs messages, {plan.form} holds plain text")
     if _is_empty(sample):
         return Sample([], [[]])
-    template, turns = chat.ChatTemplate(tokenizer, sample.tools, plan.template_kwargs), sample.branches[0]
-    turns = turns if sample.prompt is None else chat.join_messages(sample.prompt, turns)
+    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs or plan.template_kwargs)
+    turns = sample.branches[0] if sample.prompt is None else chat.join_messages(sample.prompt, sample.branches[0])
     full = template.render(turns).rstrip()
     unread = tuple(template.find_unread(turns, full))
     ids, mask = assistant_mask(template, turns, full)

@@ -6,11 +6,12 @@ kind of rows is made from.
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ..errors import InputError, error_context, named, shown
 from . import chat
-from .kinds import Reader
+from .kinds import OPTIONAL, Reader
 from .messages import Messages, check_unicode, clean_messages
 
 _OTHER_NAMES = {"kto_tag": "label", "conversations": "messages", "assistant_masks": "completion_mask"}
@@ -25,6 +26,7 @@ class Sample(NamedTuple):
     label: bool | None = None
     mask: list[int] | None = None  # of the one branch, once it is ids
     tools: list | None = None
+    template_kwargs: dict | None = None  # of the row alone
     unread: tuple[str, ...] = ()  # what of its messages the chat template does not write
 
     @property
@@ -68,7 +70,7 @@ def unread(columns: Iterable[str], form: str) -> list[str]:
     elif form in ("prompt_ids", "prompt_ids + completion_ids"):
         used |= {"completion_ids", "completion_mask"}
     elif "_ids" not in form and form != "text":
-        used |= {"system", "tools"} | ({"input"} if "instruction" in used else set())
+        used |= OPTIONAL - (set() if "instruction" in used else {"input"})
     return [column for column in columns if column not in used]
 
 
@@ -223,6 +225,17 @@ def _tools(row: dict) -> list | None:
         raise InputError(f"column 'tools': expected a list of tools {{type, function}}, found {shown(tools)}")
     check_unicode(text, "column 'tools'")
     return tools
+
+
+def read_template_kwargs(value: Any) -> dict:
+    """A row's own options for the chat template, which may be JSON text. Raises InputError for what is no mapping."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(value, dict):
+        raise InputError(f"expected a mapping of options for the chat template, found {shown(value)}")
+    if ours := named(key for key in value if key in chat.OURS):
+        raise InputError(f"{ours} cannot be given: each rendering has its own")
+    return {name: option for name, option in value.items() if option is not None}
 
 
 def _ids(row: dict, column: str) -> list[int]:

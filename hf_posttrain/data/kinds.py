@@ -37,7 +37,7 @@ class RowKind:
         return "completion_mask" in self.columns
 
 
-OPTIONAL = {"system", "tools", "input"}
+OPTIONAL = {"system", "tools", "input", "chat_template_kwargs"}
 """Raw columns that a row may have or lack."""
 
 

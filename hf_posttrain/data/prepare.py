@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, named, nearest
 from . import suggest
 from .as_written import AsWritten
-from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, kind_of, read, refuse_repeated
+from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, kind_of, read, refuse_misread
 from .formats import detect, our_name, renamed, unread
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
@@ -173,6 +173,11 @@ def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) 
     """Raises InputError where the format has no prompt and a column that is not read says what was asked; beside a
     prompt such a column is warned of."""
     aside = unread(columns, form)
+    for column in {*aside} & {"image", "images"}:
+        kind = (dataset.features or {}).get(column)
+        if _holds(kind, datasets.Image) or any(row.get(column) for row in islice(dataset, _FIRST)):
+            instead = suggest.columns_line({"unused": column})
+            raise InputError(f"column {column!r}: text alone is trained, not its pictures; if that is meant: {instead}")
     # where no name is suspicious no row is read, which a stream would have to read twice
     problem = suggest.prompt_problem(list(islice(dataset, _FIRST)), aside, form) if suggest.asked(aside) else None
     if problem and "prompt" not in form:
@@ -284,7 +289,7 @@ def tokenise(
     kinds = [kind_of(sample, plan) for sample in samples]
     if "_ids" not in plan.form:
         if rows[0] == 0:
-            refuse_repeated(samples, plan)
+            refuse_misread(samples[:20], plan)
         samples = encode(samples, origin, tokenizer, plan)
     examples, unknown = [], tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from ..errors import shown
-from .kinds import Reader
+from .kinds import OPTIONAL, Reader
 from .messages import text_of
 
 _NAMES = yaml.safe_load(Path(__file__).with_name("usual_names.yaml").read_text(encoding="utf-8"))
@@ -20,7 +20,7 @@ _FORMS = (  # the ones that say more come first; `system` and `input` stand in c
     "prompt + completion", "system + messages", "messages", "prompt_ids + completion_ids", "input_ids", "text",
     "prompt",
 )  # fmt: skip
-_KNOWN = {*_NAMES, "tools", "labels", "chosen_ids", "rejected_ids", "completion_mask", "assistant_masks", "kto_tag"}
+_KNOWN = {*_NAMES, *OPTIONAL, "labels", "chosen_ids", "rejected_ids", "completion_mask", "assistant_masks", "kto_tag"}
 _KNOWN -= {"asked"}
 _SCORES = "score scores rating ratings reward rewards stars quality grade label"
 
@@ -55,6 +55,8 @@ def prompt_problem(rows: list[dict], aside: Collection[str], form: str) -> str |
     if "system" in _plain(column):
         ours = "" if form == "text" else "system"
     both = {ours: column} | ({"completion": "text"} if form == "text" else {})
+    if form == "text" and {"instruction", "output"} <= {*aside}:  # of Alpaca, and the whole prompt once more
+        ours, both = "unused", {"unused": "text"}
     mend = f"write {columns_line(both)}" if ours else f"put its text into the {form.split(' + ')[0]}"
     return (
         f"column {column!r} says what was asked, and {form} does not read it: {mend}; if it is no part of the prompt, "

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..errors import InputError
 from ..scoring import cpu, forward
 from ..scoring.rotary import rope_switch
 from . import load
-from .adapters import add_adapter, check_adapter_kind
+from .adapters import add_adapter, check_adapter_kind, warn_if_base_differs
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,9 @@ def resolve_model(
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found."""
     if isinstance(model, str):
+        if (Path(model) / "adapter_config.json").is_file() and not (Path(model) / "config.json").is_file():
+            load_it = f"PeftModel.from_pretrained(base, {model!r}, is_trainable=True)"
+            raise InputError(f"{model} is an adapter: load its base model and pass {load_it} as model")
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
         model, tokenizer = load.load_model(section), tokenizer or load.load_tokenizer(section)
     if tokenizer is None:
@@ -35,6 +39,8 @@ def resolve_model(
         if not name:
             raise InputError("processing_class is missing: pass the model's tokenizer")
         tokenizer = load.load_tokenizer(ModelSection(name_or_path=name))
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise InputError(f"processing_class is a {type(tokenizer).__name__}: pass a tokenizer, of a processor its own")
     return model, load.with_pad(tokenizer)
 
 
@@ -107,6 +113,8 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         raise InputError("the adapter is merged into the weights: call unmerge_adapter() before it is trained")
     for adapter in (*getattr(model, "peft_config", {}).values(), *([] if peft_config is None else [peft_config])):
         check_adapter_kind(adapter)
+    if peft_config is not None or isinstance(model, peft.PeftModel):
+        warn_if_base_differs(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config)
     active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
@@ -140,6 +148,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             " moved by 1.4 %% of what they should. Use float32 (model.dtype: default) with bf16 autocast, or lora",
             low.pop(),
         )
+    settle_checkpointing(model, args)
     forward.enable_scoring(model)
     switch = rope_switch(forward.causal_lm(model))
     if switch and args.method.rows.sampled and (args.max_length is None or args.max_length > switch):
@@ -150,6 +159,18 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
         cpu.attend_by_document(forward.causal_lm(model))
     return model
+
+
+def settle_checkpointing(model: nn.Module, args: Any) -> None:
+    """Switch activation checkpointing, which is on by default, off for a model that does not support it. Raises
+    InputError where it was asked for."""
+    inner = forward.causal_lm(model)
+    if args.activation_checkpointing and not getattr(inner, "supports_gradient_checkpointing", True):
+        problem = f"activation_checkpointing: {type(inner).__name__} does not support it"
+        if not args.checkpoints_by_default:
+            raise InputError(f"{problem}: set it to false")
+        logger.info("%s, so it is off", problem)
+        args.activation_checkpointing = args.gradient_checkpointing = False
 
 
 def switch_off_noise(model: nn.Module) -> list[str]:

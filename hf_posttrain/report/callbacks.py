@@ -37,11 +37,13 @@ from .run_folder import command_line
 logger = logging.getLogger(__name__)
 library = logging.getLogger("hf_posttrain")
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
-SHARED = {  # fields of TrainingArguments that a reader wants; of the method's own fields all are kept
+SHARED = {  # fields of TrainingArguments that a reader wants; all others are kept where they are not the default
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "adam_beta1", "adam_beta2",
     "max_grad_norm", "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps",
     "bf16", "fp16", "activation_checkpointing", "neftune_noise_alpha", "seed",
 }  # fmt: skip
+_OF_PEFT = ("peft_version", "task_type", "base_model_name_or_path", "auto_mapping", "revision", "inference_mode")
+_OF_OPTIMIZERS = ("learning_rate", "optim", "adam_", "weight_decay")
 COUNT = 4  # sample answers
 LONGEST = 96  # tokens of an answer, at most
 OPENING = 16  # tokens that a text without a prompt is continued from, at most
@@ -128,21 +130,29 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     """Method, base model, arguments, weights, machine and versions of a PostTrainer that is about to train; as JSON."""
     args, model = trainer.args, scoring.unwrapped(trainer.model)
     name = scoring.causal_lm(model).config.name_or_path
-    left_out = {field.name for field in fields(TrainingArguments)} - SHARED
-    # Under ZeRO-3 a rank has only its shard of a weight, and the number is in ds_numel.
-    weights = [(getattr(weight, "ds_numel", weight.numel()), weight.requires_grad)
+    left_out = {field.name for field in fields(TrainingArguments)} - SHARED - list_chosen(args).keys()
+    left_out |= {"output_dir", "gradient_checkpointing"}  # the latter is activation_checkpointing
+    weights = [(_numbers(weight), weight.requires_grad)
                for name, weight in model.named_parameters() if f".{COPY}." not in name]  # fmt: skip
+    arguments = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out}
+    if trainer.own_optimizer:  # of those options it reads none
+        held: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        arguments = {name: value for name, value in arguments.items() if not name.startswith(_OF_OPTIMIZERS)}
+        arguments["optim"] = f"{type(held).__name__}, given to the trainer"
     cuda, lora = args.device.type == "cuda", None
     if isinstance(model, peft.PeftModel):
         given = model.active_peft_config.to_dict()
         lora = {name: given.get(name) for name in ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")}
+        chosen = list_chosen(model.active_peft_config)
+        lora |= {name: value for name, value in chosen.items() if name not in {*lora, *_OF_PEFT}}
         # PEFT may have spelt the modules out for each layer.
         if not isinstance(modules := lora["target_modules"], str | None):
             lora["target_modules"] = sorted({module.rpartition(".")[2] for module in modules})
     return {
         "method": trainer.method.name, "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
-        "arguments": {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out},
+        "arguments": arguments,
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
+        "train_rows": describe_rows(trainer, trainer.train_dataset),
         "eval_rows": describe_rows(trainer, trainer.eval_dataset),
         # under ZeRO-3 the key is of this rank's part
         "second_model": None if engine.zero_stage(trainer.accelerator) == 3 else trainer.second_key,
@@ -153,6 +163,24 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "versions": {"hf_posttrain": __version__, "python": platform.python_version()}
         | {package: version(package) for package in PACKAGES},
     }  # fmt: skip
+
+
+def _numbers(weight: Any) -> int:
+    """How many numbers a weight has: bitsandbytes packs two of 4 bits into a byte, and ZeRO-3 keeps a shard of them."""
+    state = getattr(weight, "quant_state", None)
+    return getattr(weight, "ds_numel", weight.numel()) if state is None else state.shape.numel()
+
+
+def list_chosen(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that have another value than their default, of those that are plain and no secrets."""
+    plain = str | int | float | bool | list | dict | None
+    found = {}
+    for field in fields(options):
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        value = getattr(options, field.name)
+        if field.init and value != default and isinstance(value, plain) and not field.name.endswith("_token"):
+            found[field.name] = value
+    return found
 
 
 def find_commit() -> str | None:

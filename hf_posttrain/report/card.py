@@ -34,18 +34,18 @@ def write(run: Run) -> None:
     # machine that trained, which run.json knows. The licence is that of model and data, which the run does not know.
     local = run.record.get("base_model_is_local") or not is_hub_name(run.base_model)
     paths = [source["path"] for split in run.sources.values() for source in split]
-    adapted = run.adapter or bool(run.lora)
+    adapter = str(run.lora.get("peft_type") or "lora").lower() if run.adapter or run.lora else None
     front_matter = ModelCardData(
         base_model=None if local else run.base_model, datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
         library_name="peft" if run.adapter else "transformers", pipeline_tag="text-generation", model_name=run.name,
-        tags=[tag for tag in ("hf_posttrain", run.method, adapted and "lora", "generated_from_trainer") if tag],
+        tags=[tag for tag in ("hf_posttrain", run.method, adapter, "generated_from_trainer") if tag],
     ).to_yaml()  # fmt: skip
     text = render(
         "card.md", run=run, front_matter=front_matter, marker=CARD_MARKER,
         # In a cell of a Markdown table, and as inline code: on one line, bars and brackets as they are
         cell=lambda text: re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split())),
         code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
-        papers=list_papers(run.row, run.arguments, adapted),
+        papers=list_papers(run.row, run.arguments, adapter == "lora"),
     )  # fmt: skip
     file.write_text(text, encoding="utf-8")
 

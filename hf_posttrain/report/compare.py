@@ -64,9 +64,7 @@ def render_comparison(folders: Sequence[Path], output: Path) -> tuple[str, list[
             entry = prompts.setdefault(sample["prompt"], {"prompt": sample["prompt"], "answers": {}})
             entry["answers"][name] = sample["after"]
             entry["expected"] = entry.get("expected") or sample.get("expected")
-    # A run from Python has no recipe: what stands in for it
-    settings = [run.recipe or {"method": run.method, "model": {"name_or_path": run.base_model}, "train": run.arguments}
-                for run in runs.values()]  # fmt: skip
+    settings = [run.recipe or _settings(run) for run in runs.values()]
     finals = rank_last_values([*runs.values()], reason)
     text = page.render(
         "compare.html", runs=runs, links=links, reason=reason, prompts=[*prompts.values()],
@@ -76,6 +74,13 @@ def render_comparison(folders: Sequence[Path], output: Path) -> tuple[str, list[
         finals=finals, differences=list_differences(settings),
     )  # fmt: skip
     return text, write_table([*runs], finals)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """What stands in for the recipe of a run that Python has started."""
+    model = {"name_or_path": run.base_model, "lora": run.lora or None}
+    data = {split: run.record.get(f"{split}_rows") for split in ("train", "eval")}
+    return {"method": run.method, "model": model, "data": data, "train": run.arguments}
 
 
 def write_table(names: list[str], finals: list[tuple[str, list[tuple[str, bool]]]]) -> list[str]:
@@ -147,9 +152,10 @@ def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple
         last = [run.last.get(key) for run in runs]
         # 1: more is better, -1: less is better, 0: neither. No run is the best of equal ones.
         sign = 1 if metric in marked else -1 if metric == "loss" and not reason else 0
-        ranks = {sign * value for value in last if value is not None and math.isfinite(value)}
-        best = max(ranks) if sign and held_out and len(ranks) > 1 else None
-        cells = [("", False) if value is None else (format_number(value), sign * value == best) for value in last]
+        ranks = {sign * value: format_number(value) for value in last if value is not None and math.isfinite(value)}
+        best = ranks[max(ranks)] if sign and held_out and len({*ranks.values()}) > 1 else None
+        texts = ["" if value is None else format_number(value) for value in last]
+        cells = [(text, text == best) for text in texts]
         rows.append((f"{metric} ({'evaluation' if held_out else 'training'})", cells))
     return rows
 

@@ -13,6 +13,7 @@ MACHINERY = (  # arguments, or how they begin, on which neither the weights nor 
     "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
     "layout", "precompute_ref_", "vllm_", "rollout", "generation_batch_size", "disable_tqdm", "dataloader_", "ddp_",
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
+    "do_", "include_", "debug",
 )  # fmt: skip
 
 TIED = ("rewards/accuracies",)  # metrics that are of ties alone before the first step

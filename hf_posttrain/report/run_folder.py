@@ -43,10 +43,19 @@ def read_history(log: Iterable[dict[str, Any]]) -> History:
     later are of the best weights, which are loaded at the end."""
     found: dict[str, dict[float, float]] = {}
     for entry in log:
-        for key, value in entry.items():
-            if isinstance(value, int | float) and key not in _NOT_CURVES and not key.endswith(_TIMES):
-                found.setdefault(key, {}).setdefault(entry.get("step", 0), float(value))
+        for key, value in _curves(entry).items():
+            found.setdefault(key, {}).setdefault(entry.get("step", 0), value)
     return {key: Series(*zip(*sorted(values.items()), strict=True)) for key, values in found.items()}
+
+
+def _curves(entry: dict[str, Any]) -> dict[str, float]:
+    """The numbers of an entry of the log that belong to curves; those of an evaluation by a prefix of the user's begin
+    with eval_ all the same."""
+    numbers = {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
+    prefix = next((key.removesuffix("_runtime") for key in numbers if key.endswith("_runtime")), "eval")
+    front = "" if prefix.startswith(("eval", "train")) else "eval_"
+    return {front + key if key.startswith(prefix) else key: value for key, value in numbers.items()
+            if key not in _NOT_CURVES and not key.endswith(_TIMES)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def _last_values(state: dict[str, Any], history: History, best_step: int | None)
     found: dict[str, float] = {}
     again = Counter[str]()
     for entry in state.get("log_history", []):
-        found |= {key: float(entry[key]) for key in entry.keys() & history.keys()}
+        found |= _curves(entry)
         again.update(entry.keys() if entry.get("step") == state.get("global_step") else ())
     for key, (steps, values) in history.items():
         if key.startswith("eval_") and best_step in steps and again[key] < 2:

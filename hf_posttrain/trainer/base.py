@@ -34,7 +34,7 @@ from ..scoring.layouts import Collator, Example
 from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
-from . import checkpoint, evaluation, output_dir, same_run, saving, step
+from . import checkpoint, evaluation, output_dir, rules, same_run, saving, step
 from .config import PostTrainConfig, check_arguments, check_optimizer
 from .loss_units import Losses, Meter
 from .method import Method
@@ -67,6 +67,7 @@ class PostTrainer(Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        rules.refuse_overrides(cls)
         cls.method = cls.config_class.method
 
     def __init__(
@@ -91,6 +92,8 @@ class PostTrainer(Trainer):
         model = policies.prepare_policy(model, peft_config, args)
         self.base_key = same_run.base_weights(model, peft_config, self.method)
         self.second_key: str | None = None  # the same of the second model
+        self.own_optimizer = (kwargs.get("optimizers") or [None])[0] is not None
+        self.own_optimizer |= type(self).create_optimizer is not Trainer.create_optimizer
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.pace = {"train": Meter(), "eval": Meter()}, Pace()
         self.router_coef = router_coef(forward.causal_lm(model).config, args.router_aux_loss_coef)
@@ -164,6 +167,8 @@ class PostTrainer(Trainer):
             return None
         if isinstance(rows, dict) and name == "train":
             raise InputError(f"train_dataset is a dict of {named(rows)}: give one of them, such as rows['train']")
+        if isinstance(rows, dict) and not rows:
+            raise InputError(f"{name}: a dict without a data set: leave eval_dataset out")
         if isinstance(rows, dict):
             return {key: cls.prepare(part, tokenizer, args, f"{name} {key}") for key, part in rows.items()}
         if args.world_size > 1 and not name.startswith("train") and isinstance(rows, datasets.IterableDataset):

@@ -94,6 +94,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         self.report_to = "none" if self.report_to is None else self.report_to
         for _, problem in rules.problems(self, self.method):
             raise InputError(problem)
+        self.checkpoints_by_default = self.activation_checkpointing is self.gradient_checkpointing is None
         # one value under both names: transformers reads `activation_...` from 5.23, `gradient_...` before
         for suffix, default in (("", True), ("_kwargs", None)):
             names = f"activation_checkpointing{suffix}", f"gradient_checkpointing{suffix}"
@@ -112,6 +113,9 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             self.lr_scheduler_kwargs = direction | (self.lr_scheduler_kwargs or {})
         if self.fp16 and self.device.type == "cpu":
             raise InputError("fp16: true needs a GPU (on CPU its gradients would not be scaled): leave it out here")
+        checkpointed: Any = self.activation_checkpointing_kwargs
+        if (checkpointed or {}).get("offload") and self.device.type == "cpu":
+            raise InputError("activation_checkpointing_kwargs: offload moves activations off a GPU: leave it out here")
         # Accelerate would cut a laid-out batch by rows, as it does by default with streams
         loading: Any = self.accelerator_config
         if loading.dispatch_batches or loading.split_batches:

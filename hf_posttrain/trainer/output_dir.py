@@ -6,7 +6,7 @@ import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,8 @@ def locked(args: Any) -> Iterator[None]:
             yield
         finally:
             _held.remove(folder)
+            with suppress(OSError):  # workers of a data loader that stay have the file open, and would keep the lock
+                fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def least_bytes(model: nn.Module) -> int:

@@ -10,13 +10,19 @@ from ..errors import InputError
 
 def router_coef(config: Any, asked: float | None) -> float:
     """Weight of the loss: `asked`, or the model's own where its config puts the loss on, else 0. Raises InputError
-    where a weight is asked for and the model has no experts."""
+    where a weight is asked for and the model has no such loss."""
     config = config.get_text_config()
-    if asked and not hasattr(config, "router_aux_loss_coef"):
-        raise InputError("router_aux_loss_coef is set and the model is no mixture of experts")
-    if asked is not None:
-        return asked
-    return getattr(config, "router_aux_loss_coef", 0.0) if getattr(config, "output_router_logits", False) else 0.0
+    name = next((name for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(config, name)), None)
+    routed = name and _experts(config) and getattr(config, "is_moe", True)
+    on = getattr(config, "output_router_logits", False)
+    if not routed and (asked or (asked is None and on)):
+        problem = "router_aux_loss_coef" if asked else "output_router_logits, of the model's config,"
+        raise InputError(f"{problem} asks for a loss of routers that this model has not: set router_aux_loss_coef: 0")
+    return asked if asked is not None else float(getattr(config, name or "", None) or 0) * on
+
+
+def _experts(config: Any) -> int | None:
+    return getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
 
 
 def balancing_loss(router_logits: Any, config: Any, weights: Tensor) -> Tensor:
@@ -25,6 +31,5 @@ def balancing_loss(router_logits: Any, config: Any, weights: Tensor) -> Tensor:
     weights [R, L]: 0 for padding, K for a prompt token that K branches share, otherwise 1: the padded layout's value.
     """
     config = config.get_text_config()
-    experts = getattr(config, "num_experts", None) or config.num_local_experts
-    loss: Any = load_balancing_loss_func(router_logits, experts, config.num_experts_per_tok, weights)
+    loss: Any = load_balancing_loss_func(router_logits, _experts(config), config.num_experts_per_tok, weights)
     return loss

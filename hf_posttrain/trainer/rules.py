@@ -173,6 +173,14 @@ def instead_of(name: str, reader: str) -> str | None:
     return known.get(reader, known.get("use")) if isinstance(known, dict) else known
 
 
+def refuse_overrides(trainer: type) -> None:
+    """Raises InputError for a class with a method of its own that TRL's trainers call, and which nothing calls here."""
+    for name in vars(trainer):
+        entry = _renamed().get(name)
+        if isinstance(entry, dict) and (instead := entry.get("override")):
+            raise InputError(f"{trainer.__name__}.{name}: nothing here calls this method of TRL's: {instead}")
+
+
 def without_defaults(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """`given` without those names beyond `known` that ask, as TRL's defaults do, for what is done anyway."""
     kept = {}

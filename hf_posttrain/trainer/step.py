@@ -89,7 +89,7 @@ def compute_loss(
     self.meters["train"].add_losses(losses)
     if self.args.average_tokens_across_devices:
         loss = loss * self.accelerator.num_processes  # the engines average gradients over ranks
-    if losses.router_logits is not None:
+    if self.router_coef and losses.router_logits is not None:
         # each micro-batch has a balance of its own: their mean over the window is added
         config, counted = forward.causal_lm(self.model).config, inputs["router_weights"]
         balance = self.router_coef * balancing_loss(losses.router_logits, config, counted)

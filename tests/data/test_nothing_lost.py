@@ -1,5 +1,6 @@
 """Nothing that was given is ignored in silence: columns, system turns and prompts that no format reads."""
 
+import json
 import logging
 import re
 
@@ -29,6 +30,7 @@ AFTER_SYSTEM = f"<|im_start|>system\nBe short.{END}\n{ASKED}"
         ({"Question": "3+3?", **TURNS}, "dpo", r"column 'Question' says what was asked"),
         ({"system_prompt": "Add.", "messages": [USER, REPLY]}, "sft", r"write columns: {system: system_prompt}"),
         ({"question": "2+2?", "text": "4"}, "sft", r"write columns: {prompt: question, completion: text}"),
+        ({"instruction": "Add.", "output": "4", "text": "### 4"}, "sft", r"write columns: {unused: text}"),
         ({"context": "Sums.", "messages": [USER, REPLY]}, "opd", r"put its text into the messages; .*unused: context"),
         ({"prompt": "3+3?", **TURNS}, "dpo", r"row 0: column 'prompt': '3\+3\?' does not stand in .* share, '2\+2\?'"),
     ],
@@ -58,8 +60,8 @@ def test_what_repeats_the_prompt_is_no_loss(row, method):
 
 
 def test_columns_that_are_not_read_are_named_once_in_a_run_and_in_a_check(caplog):
-    row = {"id": 7, "messages": [USER, REPLY], "images": ["a.png"], "tools": None, "chat_template_kwargs": {"a": 1}}
-    told = "read as messages; columns not read: id, images, chat_template_kwargs"
+    row = {"id": 7, "messages": [USER, REPLY], "images": [], "tools": None, "source": "web"}
+    told = "read as messages; columns not read: id, images, source"
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         prepare([row, row], "sft", assistant_only_loss=True)
     assert [text for text in caplog.messages if "not read" in text] == [f"train: {told}"]
@@ -270,6 +272,51 @@ def test_answers_that_hold_their_prompts_are_refused(rows, method, refused):
             prepare(rows, method)
     else:
         assert len(prepare(rows, method)) == len(rows)
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_messages_that_are_written_as_text_are_refused(write):
+    asked, answers = write([USER]), {name: write([{**REPLY, "content": name}]) for name in ("chosen", "rejected")}
+    for row, method in [
+        ({"prompt": "2+2?", **answers}, "dpo"), ({"prompt": asked, "completion": "4"}, "sft"), (answers, "kto"),
+        ({"text": write([USER, REPLY])}, "sft"), ({"prompt": asked}, "opd"),
+    ]:  # fmt: skip
+        with pytest.raises(InputError, match=r"is messages written as text: make lists of them with json.loads"):
+            prepare([row, row], method)
+    # one answer that is such a text may be one
+    assert len(prepare([{"prompt": "2+2?", "completion": text} for text in (asked, "4")], "sft")) == 2
+
+
+@pytest.mark.parametrize("images", [["a.png"], "a.png", {"bytes": b"\x89PNG"}])
+def test_pictures_next_to_text_are_refused(images):
+    """Those of TRL's vision data stand in a column, with no mark in the messages."""
+    rows = datasets.Dataset.from_list([{"images": images, "messages": [USER, REPLY]}])
+    if isinstance(images, dict):
+        rows = rows.cast_column("images", datasets.Image(decode=False))
+    with pytest.raises(InputError, match=r"'images': text alone is trained, .* meant: columns: {unused: images}"):
+        prepare(rows, "sft")
+    assert len(prepare(rows.rename_column("images", "unused"), "sft")) == 1
+
+
+def test_a_row_may_have_template_options_of_its_own():
+    """As in TRL: they come before those of all rows, and their nulls, which Arrow adds, are none."""
+    thinks, quick = "", "<think>\n\n</think>\n\n"
+    tokenizer = byte_tokenizer(QWEN3)
+    for given, start in (
+        ({"enable_thinking": False}, quick), (json.dumps({"enable_thinking": False}), quick), (None, thinks),
+        ({"enable_thinking": None}, thinks), ({"enable_thinking": True}, thinks),
+    ):  # fmt: skip
+        row = {"prompt": [USER], "chosen": [REPLY], "rejected": [WRONG], "chat_template_kwargs": given}
+        [found] = prepare([row], "dpo", tokenizer, chat_template_kwargs={} if start else {"enable_thinking": True})
+        assert tokenizer.decode(found["prompt_ids"]).endswith(f"assistant\n{start}")
+        assert tokenizer.decode(found["chosen_ids"]) == ("" if start else quick) + f"4{END}".rstrip()
+    for row, message in (
+        ({"messages": [USER, REPLY], "chat_template_kwargs": "a"}, "row 0: column 'chat_template_kwargs': exp"),
+        ({"messages": [USER, REPLY], "chat_template_kwargs": {"tokenize": 1}}, "tokenize cannot be given"),
+        ({"prompt": "2+2?", "completion": "4", "chat_template_kwargs": {"a": 1}}, "the row is plain text otherwise"),
+    ):
+        with pytest.raises(InputError, match=message):
+            prepare([row], "sft", tokenizer)
 
 
 def test_tools_next_to_plain_text_are_refused():

@@ -357,6 +357,55 @@ def test_what_an_adapter_names_and_the_model_has_is_taken():
         assert config == before
 
 
+def test_a_base_that_is_not_the_one_that_the_adapter_names_is_told(folder, tmp_path, caplog):
+    """Whoever loads the adapter gets the base from the folder, and other answers than were trained."""
+    options, rows = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}, token_rows("sft")
+    message = f"in memory is not that of {folder}, which the adapter will name"
+
+    def said(model, config=None):
+        caplog.clear()
+        trainer_for("sft", model, rows, tmp_path, peft_config=config)
+        return message in caplog.text
+
+    for dtype in (None, torch.float16, torch.bfloat16):  # lower precision, also cast back, is no other base
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        assert not said(model.float(), peft.LoraConfig(**options))
+    merged = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(**options, init_lora_weights=False)
+    ).merge_and_unload()
+    assert said(copy.deepcopy(merged), peft.LoraConfig(**options))
+    assert said(peft.get_peft_model(copy.deepcopy(merged), peft.LoraConfig(**options)))
+    merged.save_pretrained(tmp_path / "merged")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert not said(again, peft.LoraConfig(**options))
+    rotated = tiny_config().rope_parameters | {"rope_theta": 5e5}
+    assert said(AutoModelForCausalLM.from_pretrained(folder, rope_parameters=rotated), peft.LoraConfig(**options))
+    assert "rope_parameters in memory is not that of" in caplog.text
+    # PiSSA moves a part of the base into the adapter, and is saved with what undoes that
+    assert not said(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(**options, init_lora_weights="pissa"))
+
+
+@pytest.mark.parametrize("asked", [None, True])
+def test_checkpointing_that_an_architecture_lacks_is_off_unless_it_is_asked_for(asked, tmp_path, caplog):
+    """It is on by default."""
+    caplog.set_level(logging.INFO, "hf_posttrain")
+    build = lambda: trainer_for(  # noqa: E731
+        "sft", tiny("openai-gpt"), token_rows("sft"), tmp_path, activation_checkpointing=asked
+    )
+    problem = "activation_checkpointing: OpenAIGPTLMHeadModel does not support it"
+    if asked:
+        with pytest.raises(InputError, match=f"^{problem}: set it to false"):
+            build()
+    else:
+        build().train()
+        assert f"{problem}, so it is off" in caplog.text
+
+
+def test_the_folder_of_an_adapter_is_no_model(adapter, tmp_path):
+    with pytest.raises(InputError, match=r"is an adapter: load its base model and pass PeftModel.from_pretrained\("):
+        hf_posttrain.SFTTrainer(adapter, hf_posttrain.SFTConfig(str(tmp_path), use_cpu=True))
+
+
 def test_one_layer_may_be_named_without_a_list():
     for word in ("q_proj", "self_attn.q_proj"):
         assert adapters.lora_config(ModelSection("x", lora={"target_modules": word})).target_modules == {word}

@@ -465,3 +465,21 @@ def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):
     assert score_cache.cached(["key"], compute, "reference", accelerator)["x"][:] == [1, 2]
     [folder] = (tmp_path / "hf_posttrain").iterdir()
     assert folder.name.startswith("reference-")
+
+
+def test_a_reference_that_a_later_trainer_has_replaced_is_refused(tmp_path):
+    """Both would keep theirs next to the one adapter; with weights of the whole model each has a copy."""
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(**LORA))
+    first = trainer_for("dpo", model, token_rows("dpo"), tmp_path, eval_rows=token_rows("dpo"))
+    first.evaluate()
+    second = trainer_for("dpo", model, token_rows("dpo"), tmp_path, eval_rows=token_rows("dpo"))
+    second.evaluate()
+    with pytest.raises(InputError, match=r"^a later trainer of this model has replaced the reference: build this"):
+        first.evaluate()
+
+
+def test_a_reference_that_shares_trained_weights_is_refused(tmp_path):
+    model, other = tiny_model(), tiny_model(seed=1)
+    other.model = model.model
+    with pytest.raises(InputError, match="ref_model is the policy itself, or shares weights with it"):
+        trainer_for("dpo", model, token_rows("dpo"), tmp_path, other)

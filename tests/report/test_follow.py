@@ -33,7 +33,9 @@ from hf_posttrain import report
 from hf_posttrain.engines import engine
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
-from hf_posttrain.report import callbacks
+from hf_posttrain.models.load import load_model
+from hf_posttrain.models.section import ModelSection
+from hf_posttrain.report import callbacks, compare
 from hf_posttrain.report.callbacks import describe_run, find_obstacle, pick_questions
 from hf_posttrain.report.run_folder import read
 
@@ -250,6 +252,65 @@ def test_a_run_in_the_folder_of_an_earlier_one_is_not_told_as_that(tmp_path, mon
     assert (run.method, run.recipe, run.samples) == ("sft", {}, [])
     assert "train_loss" in run.results
     assert "eval_loss" not in run.results
+
+
+def test_runs_from_python_have_their_best_step_and_what_differs(tmp_path):
+    """Options that only transformers has, adapters and rows, which no recipe names."""
+    lora = {"q": LoraConfig(**LORA), "r": LoraConfig(**LORA | {"r": 2}, use_rslora=True)}
+    for name, config, n in (("q", {}, 8), ("r", {"adam_epsilon": 0.1, "hub_token": "secret"}, 4)):
+        rows = token_rows("sft")
+        trainer = trainer_for(
+            "sft", tiny_model(), rows.select(range(n)), tmp_path / name, eval_rows=rows, peft_config=lora[name],
+            max_steps=3, learning_rate=1e-2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+            load_best_model_at_end=True, greater_is_better=True, **config,
+        )  # fmt: skip
+        report.follow(trainer)
+        trainer.train()
+        trainer.save_model()
+        trainer.save_state()
+        report.write(tmp_path / name)
+        best = {entry["eval_loss"]: entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry}
+        run = read(tmp_path / name)
+        assert run.best_step == best[max(best)] == 1
+        assert run.last["eval_loss"] == max(best)
+        assert "The weights are those of step 1" in (tmp_path / name / "README.md").read_text()
+    assert "secret" not in (tmp_path / "r" / "run.json").read_text()
+    page = Page(compare.render_comparison([tmp_path / "q", tmp_path / "r"], tmp_path / "page.html")[0])
+    rows = {row[0]: row[1:] for row in page.table("Settings")}
+    assert rows["train.adam_epsilon"] == ["not given", "0.1"]
+    assert (rows["model.lora.r"], rows["model.lora.use_rslora"]) == (["4", "2"], ["not given", "true"])
+    assert [cell.split(" (")[0] for cell in rows["data.train"]] == ["8 rows", "4 rows"]
+
+
+def test_an_optimizer_and_an_evaluation_of_the_users_are_told_as_they_are(tmp_path):
+    """Options that no optimizer reads are none, and metrics by a prefix of their own are no training's."""
+    model, rows = tiny_model(), token_rows("sft")
+    trainer = trainer_for("sft", model, rows, tmp_path, learning_rate=0.5)
+    trainer = type(trainer)(
+        model, trainer.args, None, rows, rows, trainer.tokenizer,
+        optimizers=(torch.optim.SGD(model.parameters(), lr=0.125), None),
+    )  # fmt: skip
+    report.follow(trainer)
+    trainer.train()
+    trainer.evaluate()
+    trainer.evaluate(rows, metric_key_prefix="test")
+    trainer.save_state()
+    given = left(tmp_path, "run.json")["arguments"]
+    assert given["optim"] == "SGD, given to the trainer"
+    assert not {"learning_rate", "adam_beta1", "weight_decay"} & given.keys()
+    run = read(tmp_path)
+    assert run.last["eval_test_loss"] == pytest.approx(run.last["eval_loss"])
+    assert not [key for key in run.last if key.startswith("test")]
+
+
+def test_weights_of_4_bits_are_counted_one_by_one(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    whole = tiny_model(hidden_size=64, intermediate_size=128, head_dim=16)
+    whole.save_pretrained(tmp_path)
+    model = load_model(ModelSection(str(tmp_path), quantization="4bit", lora={}))
+    trainer = trainer_for("sft", model, token_rows("sft"), tmp_path, peft_config=LoraConfig(**LORA))
+    counts = describe_run(trainer)["weights"]
+    assert counts["all"] - counts["trained"] == sum(weight.numel() for weight in whole.parameters())
 
 
 def test_run_json_says_how_the_run_was_set_up(tmp_path, monkeypatch):

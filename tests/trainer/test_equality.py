@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 import transformers as tf
+from architectures import tiny
 from models_for_tests import CONFIGS, tiny_model
 from plain_for_tests import PLAIN, slow_score
 from training_for_tests import (
@@ -227,3 +228,29 @@ def test_router_loss_does_not_depend_on_the_layout(method, coefficient, tmp_path
         assert_same_step(step(method, "qwen3_moe", tmp_path, layout=layout, **config), expected)
     if coefficient:
         assert expected[0] > step(method, "qwen3_moe", tmp_path, router_aux_loss_coef=0.0)[0] + 0.05
+
+
+@pytest.mark.parametrize("name", ["mixtral", "jetmoe"])
+def test_router_loss_is_that_of_transformers(name, tmp_path):
+    """Over the tokens that are read, with the weight of the model's config, for which JetMoE has another name."""
+    model, rows = tiny(name), token_rows("sft").select([0])
+    model.config.output_router_logits = True
+    setattr(model.config, "aux_loss_coef" if name == "jetmoe" else "router_aux_loss_coef", 0.5)
+    read = torch.tensor([rows[0]["prompt_ids"] + rows[0]["completion_ids"]])[:, :-1]
+    with torch.no_grad():
+        balance = model.eval()(input_ids=read, output_router_logits=True, use_cache=False).aux_loss
+    found = []
+    for coef in (None, 0.0):
+        config = {"router_aux_loss_coef": coef, "per_device_train_batch_size": 1}
+        found.append(one_step("sft", copy.deepcopy(model), rows, tmp_path, **config)[0])
+    assert found[0] - found[1] == pytest.approx(0.5 * balance.item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_a_router_without_such_a_loss_is_refused_where_one_is_asked_for(switch, tmp_path):
+    """By the option, or by the model's config; with 0 it trains."""
+    model = tiny("glm4_moe")
+    model.config.output_router_logits = switch
+    with pytest.raises(InputError, match=r"asks for a loss of routers that this model has not: set router_aux_loss_c"):
+        trainer_for("sft", model, token_rows("sft"), tmp_path, router_aux_loss_coef=None if switch else 0.5)
+    trainer_for("sft", model, token_rows("sft"), tmp_path, router_aux_loss_coef=0.0).train()

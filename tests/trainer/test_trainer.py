@@ -39,7 +39,7 @@ from transformers import (
 )  # fmt: skip
 
 import hf_posttrain
-from hf_posttrain import DPOConfig, KDConfig, OPDTrainer, SFTConfig, SFTTrainer
+from hf_posttrain import CPOConfig, DPOConfig, DPOTrainer, KDConfig, OPDTrainer, SFTConfig, SFTTrainer
 from hf_posttrain.data.kinds import SUPERVISED
 from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
@@ -497,7 +497,8 @@ def test_sampling_by_length_works(method, tmp_path):
         ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "use constant_with_warmup"),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "'no' is a text, which templates take for true"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True cannot be honoured"), ({"layout": "rows"}, "is not one of"),
-        ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "no mixture of experts"),
+        ({"activation_checkpointing_kwargs": {"offload": True}}, "moves activations off a GPU"),
+        ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "a loss of routers that this"),
         ({"bf16_full_eval": True}, "rounds the weights themselves"), ({"fp16_full_eval": True}, "cannot be honoured"),
         ({"include_num_input_tokens_seen": "non_padding"}, "use all"), ({"max_grad_norm": None}, "0 is what leaves"),
         ({"auto_find_batch_size": True}, "HF goes on with trained weights from step 0"),
@@ -524,6 +525,7 @@ def test_values_that_change_nothing_are_taken(tmp_path):
     assert SFTConfig(str(tmp_path), use_cpu=True, **same).max_length == 1024
     KDConfig(str(tmp_path), use_cpu=True, seq_kd=False)
     DPOConfig(str(tmp_path), use_cpu=True, f_divergence_type="reverse_kl", f_alpha_divergence_coef=1.0, use_vllm=False)
+    CPOConfig(str(tmp_path), use_cpu=True, label_smoothing=0.0)
     with pytest.raises(InputError, match="f_divergence_type"):
         DPOConfig(str(tmp_path), use_cpu=True, f_divergence_type="js_divergence")
 
@@ -550,6 +552,7 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
         ({"tokenizer": byte_tokenizer()}, "SFTTrainer has no tokenizer: give the trainer processing_class"),
         ({"train_dataset": datasets.DatasetDict(train=rows, test=rows)}, "is a dict of train, test: give one of them"),
         ({"data_collator": rows}, r"\(the third argument, a Dataset, is data_collator\)"),
+        ({"processing_class": object()}, "processing_class is a object: pass a tokenizer, of a processor its own"),
         ({"args": model}, "not a Qwen3ForCausalLM: after the model name all arguments"),
     ):
         with pytest.raises(InputError, match=message):
@@ -559,6 +562,24 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
     # the order is that of transformers.Trainer
     trainer = SFTTrainer(model, config, None, rows, rows.select([0]), byte_tokenizer(), formatting_func=None)
     assert (len(trainer.train_dataset), len(trainer.eval_dataset)) == (8, 1)
+
+
+def test_a_method_that_only_trls_trainers_would_call_is_refused():
+    for name, instead in (("dpo_loss", "`losses`"), ("_prepare_dataset", "`prepare`"), ("_generate", "`generate`")):
+        with pytest.raises(InputError, match=f"Own.{name}: nothing here calls this .*: override {instead}"):
+            type("Own", (DPOTrainer,), {name: lambda self: None})
+
+
+def test_workers_of_a_data_loader_that_stay_do_not_keep_the_folder(tmp_path):
+    config = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **config)
+    trainer.train()
+    trainer.train()
+
+
+def test_a_dict_without_data_sets_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"^eval: a dict without a data set"):
+        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows={})
 
 
 def test_classes_of_trl_are_named():
