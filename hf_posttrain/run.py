@@ -233,8 +233,10 @@ def finish(trainer: Any, recipe: Recipe, metrics: dict[str, float]) -> dict[str,
 
 def last_evaluation(trainer: Any) -> dict[str, float]:
     """The metrics of an evaluation of the weights as they are now, made after the last step; {} without one."""
+    from .report.run_folder import saved_best
+
     state, best = trainer.state, trainer.args.load_best_model_at_end
-    if not trainer.has_trained or (best and state.best_global_step != state.global_step):
+    if not trainer.has_trained or (best and saved_best(vars(state)) not in (None, state.global_step)):
         return {}  # the data may be others, or the weights are those of another step
     logs = [log for log in state.log_history if log["step"] == state.global_step and any("eval_" in key for key in log)]
     return {name: value for log in logs for name, value in log.items() if name != "step"}

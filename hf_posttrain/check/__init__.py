@@ -106,7 +106,7 @@ def check(
     from ..data.lengths import warn_if_too_long
     from ..data.prepare import noted
     from ..models.load import load_skeleton
-    from ..models.prepare import settle_checkpointing
+    from ..models.prepare import with_supported_checkpointing
     from ..recipe.datasets import audit_data, prepare_data
     from . import memory, placement, plan, probe, trained
 
@@ -123,8 +123,7 @@ def check(
             with error_context(recipe.where(name)):
                 models.append(load_skeleton(section))
         warn_if_too_long(rows["train"], models[0].config, config)
-        with error_context(recipe.where("train")):
-            settle_checkpointing(models[0], config)
+        config = with_supported_checkpointing(models[0], config)
         engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None

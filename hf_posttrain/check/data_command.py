@@ -136,16 +136,17 @@ def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str],
             form = detect(list(rows[0]), METHODS[method])
         except InputError:
             continue
-        left = suggest.prompt_problem(rows, unread(rows[0], form), form)
-        if left and "prompt" not in form:
-            lost[method] = left
+        aside = unread(rows[0], form)
+        seen, left = suggest.picture_problem(rows, aside), suggest.prompt_problem(rows, aside, form)
+        if problem := seen or (left if "prompt" not in form else None):
+            lost[method] = problem
             continue
         samples, plan = [], Plan(method, METHODS[method].rows, form, "data")
         try:
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
                     samples += read(row, plan)
-            refuse_misread(samples[:20], plan)
+            refuse_misread({name: [row.get(name) for row in rows] for name in rows[0]}, samples, plan)
             forms[method] = form
         except InputError as error:
             problems[method] = str(error)

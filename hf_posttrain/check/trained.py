@@ -156,7 +156,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     stops = [dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)) for ids in ends]
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token, pad_is_eos=pad == eos)
-    raws = {}  # each source by itself, where it has no weight
+    raws = {}  # each source by itself, not repeated by its weight
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
             raws[key] = load(replace(source, weight=1.0), key)

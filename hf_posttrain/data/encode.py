@@ -1,6 +1,6 @@
 """Samples -> ids: read a row as its method needs it, render, tokenise, cut to size."""
 
-import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -10,7 +10,7 @@ from . import chat
 from .assistant_mask import assistant_mask
 from .formats import Sample, add_system, read_format, read_template_kwargs
 from .kinds import RowKind
-from .messages import text_of
+from .messages import are_written_messages, text_of
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS = 1, 2, 4, 8, 16, 32
 CUT = PROMPT_CUT | COMPLETION_CUT
@@ -19,9 +19,6 @@ of users or tools count as a part of an answer."""
 VERSION = 8
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
-
-
-_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 
 
 class Plan(NamedTuple):
@@ -65,15 +62,17 @@ def read(row: dict, plan: Plan) -> list[Sample]:
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
         sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
     # a system turn that stands in a column of its own, and tools, which plain text has no place for
-    if row.get("system") and "_ids" not in plan.form and plan.form != "text":
+    with_columns = "_ids" not in plan.form and plan.form != "text"
+    if row.get("system") and with_columns:
         with error_context("column 'system'"):
             sample = add_system(sample, row["system"])
     # options for the template are the row's before those of all rows
-    if row.get("chat_template_kwargs") and "_ids" not in plan.form and plan.form != "text":
+    own = {}
+    if row.get("chat_template_kwargs") and with_columns:
         with error_context("column 'chat_template_kwargs'"):
             own = read_template_kwargs(row["chat_template_kwargs"])
-        sample = sample._replace(template_kwargs=(plan.template_kwargs or {}) | own)
-    if (sample.tools or sample.template_kwargs) and not sample.is_chat:
+    sample = sample._replace(template_kwargs=(plan.template_kwargs or {}) | own)
+    if (sample.tools or own) and not sample.is_chat:
         column = "tools" if sample.tools else "chat_template_kwargs"
         instead = "set apply_chat_template: true, or drop them"
         raise InputError(f"column {column!r}: the row is plain text otherwise: {instead}")
@@ -115,17 +114,19 @@ def kind_of(sample: Sample, plan: Plan) -> int:
     return CHAT * sample.is_chat + OTHERS * bool(roles - {"assistant"})
 
 
-def refuse_misread(samples: list[Sample], plan: Plan) -> None:
-    """Raises InputError where all of the first samples say that their columns hold something else than what is read:
-    answers their prompts too, or texts whole lists of messages, as a data frame's to_csv leaves them."""
-    for texts in ([s.prompt for s in samples], [branch for s in samples for branch in s.branches]):
-        if texts and all(isinstance(text, str) and _MESSAGES.match(text) for text in texts):
-            problem = f"{shown(texts[0])} is messages written as text"
+def refuse_misread(columns: Mapping[str, Sequence], samples: list[Sample], plan: Plan) -> None:
+    """Raises InputError where all of the first 20 rows say that they hold something else than what is read: texts that
+    are messages, as a data frame's to_csv leaves them, or answers with their prompts. columns: the raw values."""
+    for column in plan.form.split(" + "):
+        texts = columns[column][:20]
+        if len(texts) > 1 and all(map(are_written_messages, texts)):
             parse = "make lists of them with json.loads, or ast.literal_eval if Python printed them"
-            raise InputError(f"{plan.name}: columns {plan.form}: {problem}: {parse}")
+            meant = "if such a text is the answer, give lists of messages with it as content"
+            problem = f"column {column!r}: {shown(texts[0])} is messages written as text: {parse}; {meant}"
+            raise InputError(f"{plan.name}: {problem}")
     # whole texts begin with their prompts, of 20 characters in the mean: one answer may repeat its question, and any a
     # prompt as short as "Hi"
-    pairs = [(text_of(s.prompt).strip(), text_of(branch).lstrip()) for s in samples for branch in s.branches]
+    pairs = [(text_of(s.prompt).strip(), text_of(branch).lstrip()) for s in samples[:20] for branch in s.branches]
     whole = len(samples) > 1 and all(len(text) > len(asked) and text.startswith(asked) for asked, text in pairs)
     if whole and pairs and sum(len(asked) for asked, _ in pairs) >= 20 * len(pairs):
         other = ", or leave it out (columns: {unused: prompt})" if "chosen" in plan.form else ""
@@ -160,7 +161,7 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
     """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt. White space at
     the end of a rendering is dropped: an end token that is appended would follow it."""
-    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs or plan.template_kwargs)
+    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs)
     if _is_empty(sample):
         sample = sample._replace(prompt="", branches=["" for _ in sample.branches])
     if not sample.is_chat:
@@ -186,7 +187,7 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         raise InputError(f"assistant_only_loss needs messages, {plan.form} holds plain text")
     if _is_empty(sample):
         return Sample([], [[]])
-    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs or plan.template_kwargs)
+    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs)
     turns = sample.branches[0] if sample.prompt is None else chat.join_messages(sample.prompt, sample.branches[0])
     full = template.render(turns).rstrip()
     unread = tuple(template.find_unread(turns, full))

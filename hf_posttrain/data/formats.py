@@ -13,6 +13,7 @@ from ..errors import InputError, error_context, named, shown
 from . import chat
 from .kinds import OPTIONAL, Reader
 from .messages import Messages, check_unicode, clean_messages
+from .template import switch_problem
 
 _OTHER_NAMES = {"kto_tag": "label", "conversations": "messages", "assistant_masks": "completion_mask"}
 """What columns are called in formats of others: what we call them."""
@@ -26,7 +27,7 @@ class Sample(NamedTuple):
     label: bool | None = None
     mask: list[int] | None = None  # of the one branch, once it is ids
     tools: list | None = None
-    template_kwargs: dict | None = None  # of the row alone
+    template_kwargs: dict | None = None  # what the template gets: the row's options over those of all rows
     unread: tuple[str, ...] = ()  # what of its messages the chat template does not write
 
     @property
@@ -235,6 +236,8 @@ def read_template_kwargs(value: Any) -> dict:
         raise InputError(f"expected a mapping of options for the chat template, found {shown(value)}")
     if ours := named(key for key in value if key in chat.OURS):
         raise InputError(f"{ours} cannot be given: each rendering has its own")
+    if problem := switch_problem(value):
+        raise InputError(problem)
     return {name: option for name, option in value.items() if option is not None}
 
 

@@ -97,7 +97,7 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
     else:
         branches = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
         lengths = example_lengths(rows, branches)
-    if count := int((lengths > positions).sum()):
+    if positions > 0 and (count := int((lengths > positions).sum())):
         logger.warning(
             "train: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",
             count, what, positions, lengths.max(), remedy,

@@ -1,7 +1,10 @@
 """What a data file holds -> messages for a chat template."""
 
+import ast
 import difflib
 import json
+import re
+from contextlib import suppress
 from typing import Any
 
 from ..errors import InputError, shown
@@ -16,6 +19,9 @@ _SHAREGPT = _ROLES | _OTHER_NAMES | {"function_call": "assistant", "observation"
 """What `from` may be: the role."""
 
 
+_WRITTEN = re.compile(r"""\s*[\[{].*["'](role|from)["']""", re.DOTALL)
+
+
 def clean_messages(value: Any) -> Messages:
     """Messages as templates expect them: from/value renamed, parts of text joined, absent (None) keys removed.
 
@@ -25,6 +31,17 @@ def clean_messages(value: Any) -> Messages:
     if not isinstance(value, list) or not value:
         raise InputError(f"expected a list of messages {{role, content}}, found {shown(value)}")
     return [_clean_message(message, n) for n, message in enumerate(value)]
+
+
+def are_written_messages(text: Any) -> bool:
+    """Is it a list of messages, or one, by roles that are known, as JSON or as Python writes them?"""
+    if not isinstance(text, str) or not _WRITTEN.match(text):
+        return False
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            value = parse(text.strip())
+            return {turn["role"] for turn in clean_messages([value] if isinstance(value, dict) else value)} <= {*_ROLES}
+    return False
 
 
 def _clean_message(message: Any, n: int) -> dict[str, Any]:

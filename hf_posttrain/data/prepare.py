@@ -119,6 +119,7 @@ def tokenised(
         masks = [column for column in ("labels", "completion_mask") if method.rows.masked and "_ids" in form
                  and column in columns and (dataset.features or {}).get(column) != datasets.Value("null")]  # fmt: skip
         plan = plan_for(form, method, tokenizer, config, name)._replace(masks=tuple(masks))
+        _refuse_pictures(dataset, columns, form)
         _refuse_lost_prompt(dataset, columns, form, name)
     kwargs = {
         "batched": True, "with_indices": True, "remove_columns": columns, "features": _features(method.rows),
@@ -169,15 +170,21 @@ def columns_read(dataset: Any, name: str, method: Reader, config: Any) -> list[s
     return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in left]
 
 
+def _refuse_pictures(dataset: Any, columns: list[str], form: str) -> None:
+    """Raises InputError where the first rows have pictures, which are not trained on, next to their text."""
+    for column in suggest.PICTURES & {*(unread(columns, form) if "_ids" not in form else ())}:
+        alone, kind = dataset.select_columns([column]), (dataset.features or {}).get(column)
+        if _holds(kind, datasets.Image):  # as files or bytes: nothing is decoded
+            plain: Any = datasets.Image(decode=False)
+            alone = alone.cast_column(column, plain if isinstance(kind, datasets.Image) else datasets.List(plain))
+        if problem := suggest.picture_problem(list(islice(alone, _FIRST)), [column]):
+            raise InputError(problem)
+
+
 def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) -> None:
     """Raises InputError where the format has no prompt and a column that is not read says what was asked; beside a
     prompt such a column is warned of."""
     aside = unread(columns, form)
-    for column in {*aside} & {"image", "images"}:
-        kind = (dataset.features or {}).get(column)
-        if _holds(kind, datasets.Image) or any(row.get(column) for row in islice(dataset, _FIRST)):
-            instead = suggest.columns_line({"unused": column})
-            raise InputError(f"column {column!r}: text alone is trained, not its pictures; if that is meant: {instead}")
     # where no name is suspicious no row is read, which a stream would have to read twice
     problem = suggest.prompt_problem(list(islice(dataset, _FIRST)), aside, form) if suggest.asked(aside) else None
     if problem and "prompt" not in form:
@@ -289,7 +296,7 @@ def tokenise(
     kinds = [kind_of(sample, plan) for sample in samples]
     if "_ids" not in plan.form:
         if rows[0] == 0:
-            refuse_misread(samples[:20], plan)
+            refuse_misread(batch, samples, plan)
         samples = encode(samples, origin, tokenizer, plan)
     examples, unknown = [], tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text

@@ -22,6 +22,7 @@ _FORMS = (  # the ones that say more come first; `system` and `input` stand in c
 )  # fmt: skip
 _KNOWN = {*_NAMES, *OPTIONAL, "labels", "chosen_ids", "rejected_ids", "completion_mask", "assistant_masks", "kto_tag"}
 _KNOWN -= {"asked"}
+PICTURES = {"image", "images"}
 _SCORES = "score scores rating ratings reward rewards stars quality grade label"
 
 
@@ -62,6 +63,24 @@ def prompt_problem(rows: list[dict], aside: Collection[str], form: str) -> str |
         f"column {column!r} says what was asked, and {form} does not read it: {mend}; if it is no part of the prompt, "
         f"give it another name, such as {columns_line({'unused': column})}"
     )
+
+
+def picture_problem(rows: list[dict], aside: Collection[str]) -> str | None:
+    """What to do about a column with pictures, `aside` from the text that is read; None where there is none."""
+
+    def is_picture(value: Any) -> bool:
+        if isinstance(value, list):
+            return any(map(is_picture, value))
+        if isinstance(value, dict):
+            return bool(value.get("bytes") or value.get("path"))
+        named = isinstance(value, str) and value.lower().endswith((".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"))
+        return named or type(value).__module__.startswith("PIL.")
+
+    for column in sorted(PICTURES & {*aside}):
+        if any(is_picture(row.get(column)) for row in rows):
+            meant = f"if that is meant, give it another name, such as {columns_line({'unused': column})}"
+            return f"column {column!r}: text alone is trained, not its pictures; {meant}"
+    return None
 
 
 def columns_line(columns: dict[str, str]) -> str:

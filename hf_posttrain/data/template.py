@@ -1,13 +1,23 @@
 """A chat template as Jinja reads it, without transformers, whose import is slow."""
 
 import re
-
-from jinja2 import Environment, nodes
+from collections.abc import Mapping
+from typing import Any
 
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 """A tag around what assistants wrote, or its end: one that only transformers knows."""
 
 
-def parsed(template: str) -> nodes.Template:
+def parsed(template: str) -> Any:
     """The tree of a template. Raises TemplateSyntaxError."""
+    from jinja2 import Environment
+
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+
+
+def switch_problem(options: Mapping[str, Any]) -> str | None:
+    """What is wrong with options for a template of which one is a text that means a switch; None where none is."""
+    for name, value in options.items():
+        if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off", "true", "false"):
+            return f"{name}: {value!r} is a text, which templates take for true: write true or false"
+    return None

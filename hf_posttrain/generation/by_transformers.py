@@ -34,7 +34,7 @@ def generate(
     )
     config.suppress_tokens = [*range(sampler.vocabulary, model.config.get_text_config().vocab_size)] or None
     # transformers fills options that are not set from the model's own generation config: put that aside
-    before = [(each, vars(each).get("generation_config")) for each in (model, causal_lm(model))]
+    before = [(each, vars(each).get("generation_config")) for each in dict.fromkeys((model, causal_lm(model)))]
     for each, _ in before:
         each.generation_config = config
     try:  # not synced: whole weights are on each rank, so none waits for another

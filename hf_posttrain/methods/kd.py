@@ -64,6 +64,7 @@ class KDTrainer(PostTrainer):
     ):
         super().__init__(*args, **kwargs)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
+        self.cached_at = self.args.temperature  # of a cache of its scores
         if self.args.precompute_teacher_top_k is not None:
             precompute_top_k(self)
             self.remove_callback(self.teacher)
@@ -75,6 +76,8 @@ class KDTrainer(PostTrainer):
         function = teacher_tiles.divergence(config.divergence, config.beta, config.skew_alpha)
         common = {"targets": targets(batch), "temperature": config.temperature, "ce_coef": 1 - config.kd_coef}
         if "teacher_ids" in batch:
+            if config.temperature != self.cached_at:
+                raise InputError(f"temperature={config.temperature:g}: the teacher was scored at {self.cached_at:g}")
             cache = batch["teacher_ids"], batch["teacher_logps"]
             tile = top_k(function, *cache, vocabulary=self.vocabulary, **common)
         elif self.teacher is None:

@@ -5,15 +5,10 @@ import itertools
 import logging
 import re
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import peft
-import torch
-from huggingface_hub import try_to_load_from_cache
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import safe_open
 from torch import nn
 
 from ..errors import InputError, nearest
@@ -21,8 +16,6 @@ from ..scoring import forward
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
-_OPTIONS = ("rope_parameters", "sliding_window", "layer_types", "num_hidden_layers", "num_experts_per_tok")
-"""Options of a config that are set while a model is loaded, and change what it computes."""
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -130,50 +123,6 @@ def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
     if given("ensure_weight_tying") and isinstance(head, BaseTunerLayer) and head.weight is embedding.weight:
         instead = "modules_to_save: [embed_tokens], or trainable_token_indices"
         yield f"ensure_weight_tying: LoRA on a tied head does not stay tied on its way to a GPU: use {instead}"
-
-
-def warn_if_base_differs(model: nn.Module) -> None:
-    """Say where the model in memory, on which an adapter will be trained, is not that of the folder which the adapter
-    will name as its base: it would be loaded on another."""
-    inner = forward.causal_lm(model)
-    configs = getattr(model, "peft_config", {}).values()
-    if any(isinstance(getattr(config, "init_lora_weights", True), str) for config in configs):
-        return  # some of these move a part of the base into the adapter
-    if (folder := _folder(inner.config)) and (what := next(_differing(inner, folder), None)):
-        logger.warning(
-            "%s in memory is not that of %s, which the adapter will name as its base: whoever loads it has another"
-            " model. Save the model as it is now, and load it from there", what, folder,
-        )  # fmt: skip
-
-
-def _folder(config: Any) -> Path | None:
-    """Where the model of this config was loaded from, which may be the hub's cache."""
-    if not (name := config.name_or_path) or Path(name).is_dir():
-        return Path(name) if name else None
-    with suppress(ValueError):  # no name of the hub's
-        found = try_to_load_from_cache(name, "config.json")
-        return Path(found).parent if isinstance(found, str) else None
-    return None
-
-
-def _differing(inner: Any, folder: Path) -> Iterator[str]:
-    """Options of the config, and weights by the first row of each, that the files of the folder have otherwise."""
-    if (folder / "config.json").is_file():
-        there = type(inner.config).from_pretrained(folder).get_text_config()
-        here = inner.config.get_text_config()
-        yield from (name for name in _OPTIONS if getattr(there, name, None) != getattr(here, name, None))
-    weights = {name.replace(".base_layer.", "."): weight for name, weight in inner.named_parameters()}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, "pt") as saved:
-            for name in sorted(saved.keys() & weights.keys()):
-                rows, weight = saved.get_slice(name), weights[name].detach()
-                if rows.get_shape() != [*weight.shape] or not weight.is_floating_point() or weight.is_meta:
-                    continue  # resized or cut by ZeRO-3, quantised, not loaded
-                first, kept = rows[:1], weight[:1].cpu()
-                # it may have been loaded in a lower precision, and cast after that; 8 bits have a scale besides
-                casts = {kept.dtype, torch.bfloat16, torch.float16}
-                if first.element_size() > 1 and not any(torch.equal(first.to(t).to(kept.dtype), kept) for t in casts):
-                    yield name
 
 
 def of_adapters(policy: peft.PeftModel, name: str) -> bool:

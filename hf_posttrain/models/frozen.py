@@ -52,6 +52,14 @@ class Frozen:
             self.on_device = False
 
 
+def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
+    """Is a model that shall be frozen the policy, or does it hold weights that this trains? They would move there, or
+    be frozen here."""
+    trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
+    same = forward.causal_lm(frozen) is forward.causal_lm(policy)
+    return same or any(id(parameter) in trained for parameter in frozen.parameters())
+
+
 def branch_logps(model: nn.Module, batch: dict[str, Any]) -> Tensor:
     """Summed log-probabilities of each branch of a batch, without gradient: [B * K]."""
     with torch.no_grad(), forward.eval_mode(model):

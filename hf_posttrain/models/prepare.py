@@ -1,5 +1,6 @@
 """The policy: from a loaded model to one that is ready to train, with the adapter and generation config it keeps."""
 
+import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +19,8 @@ from ..errors import InputError
 from ..scoring import cpu, forward
 from ..scoring.rotary import rope_switch
 from . import load
-from .adapters import add_adapter, check_adapter_kind, warn_if_base_differs
+from .adapters import add_adapter, check_adapter_kind
+from .changed_base import warn_if_base_changed
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ def resolve_model(
             raise InputError("processing_class is missing: pass the model's tokenizer")
         tokenizer = load.load_tokenizer(ModelSection(name_or_path=name))
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise InputError(f"processing_class is a {type(tokenizer).__name__}: pass a tokenizer, of a processor its own")
+        what = f"processing_class is no tokenizer but of class {type(tokenizer).__name__}"
+        raise InputError(f"{what}: of a processor pass processor.tokenizer")
     return model, load.with_pad(tokenizer)
 
 
@@ -63,16 +66,17 @@ def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends:
         if (value := getattr(tokenizer, name)) is not None:
             setattr(config, name, value)
             setattr(generation, name, value)
-    generation.eos_token_id = _in_config(ends)
+    generation.eos_token_id = _as_eos(ends)
 
 
 def generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
-    """What the model generates by, which the user may have replaced, with `ends` where it names none. One that HF would
-    refuse to save is made to sample (for a temperature without it, as in some releases), or else replaced."""
-    inner = forward.causal_lm(model)
+    """What the model generates by from now on: its own config, which the user may have replaced, with `ends` where that
+    has no eos. A copy that HF can save: one that it refuses is made to sample (for a temperature without it, as in some
+    releases), or else replaced."""
+    inner, wrapper = forward.causal_lm(model), forward.unwrapped(model)
     # on an adapter's wrapper it counts before that of the model inside
-    owners = [vars(each).get("generation_config") for each in (forward.unwrapped(model), inner)]
-    generation = next(filter(None, owners), None) or GenerationConfig.from_model_config(inner.config)
+    given = next(filter(None, (vars(each).get("generation_config") for each in (wrapper, inner))), None)
+    generation = copy.deepcopy(given) or GenerationConfig.from_model_config(inner.config)
     if problem := _unsavable(generation):
         generation.do_sample = True
         if _unsavable(generation):
@@ -81,12 +85,13 @@ def generation_config(model: nn.Module, ends: list[int]) -> GenerationConfig:
         else:
             logger.warning("generation_config: do_sample is true now: without it HF saves no options of sampling")
     if generation.eos_token_id is None:
-        generation.eos_token_id = _in_config(ends)
+        generation.eos_token_id = _as_eos(ends)
+    vars(wrapper).pop("generation_config", None)
     inner.generation_config = generation
     return generation
 
 
-def _in_config(ends: list[int]) -> list[int] | int | None:
+def _as_eos(ends: list[int]) -> list[int] | int | None:
     return ends if len(ends) > 1 else ends[0] if ends else None
 
 
@@ -114,7 +119,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     for adapter in (*getattr(model, "peft_config", {}).values(), *([] if peft_config is None else [peft_config])):
         check_adapter_kind(adapter)
     if peft_config is not None or isinstance(model, peft.PeftModel):
-        warn_if_base_differs(model)
+        warn_if_base_changed(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config)
     active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
@@ -148,7 +153,6 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             " moved by 1.4 %% of what they should. Use float32 (model.dtype: default) with bf16 autocast, or lora",
             low.pop(),
         )
-    settle_checkpointing(model, args)
     forward.enable_scoring(model)
     switch = rope_switch(forward.causal_lm(model))
     if switch and args.method.rows.sampled and (args.max_length is None or args.max_length > switch):
@@ -161,16 +165,15 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
     return model
 
 
-def settle_checkpointing(model: nn.Module, args: Any) -> None:
-    """Switch activation checkpointing, which is on by default, off for a model that does not support it. Raises
-    InputError where it was asked for."""
+def with_supported_checkpointing(model: nn.Module, args: Any) -> Any:
+    """The Config, or for a model that does not support activation checkpointing a copy with that switched off."""
     inner = forward.causal_lm(model)
-    if args.activation_checkpointing and not getattr(inner, "supports_gradient_checkpointing", True):
-        problem = f"activation_checkpointing: {type(inner).__name__} does not support it"
-        if not args.checkpoints_by_default:
-            raise InputError(f"{problem}: set it to false")
-        logger.info("%s, so it is off", problem)
-        args.activation_checkpointing = args.gradient_checkpointing = False
+    if not args.activation_checkpointing or getattr(inner, "supports_gradient_checkpointing", True):
+        return args
+    logger.warning("activation_checkpointing is off: %s does not support it", type(inner).__name__)
+    args = copy.copy(args)
+    args.activation_checkpointing = args.gradient_checkpointing = False
+    return args
 
 
 def switch_off_noise(model: nn.Module) -> list[str]:

@@ -3,7 +3,6 @@
 Of a policy that continues an adapter it is a frozen copy of the adapter, next to it on the one base: `AdapterCopy`.
 """
 
-import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -15,14 +14,12 @@ from torch import Tensor, nn
 from ..data.lengths import planned_passes
 from ..engines import engine, launch, sharded
 from ..errors import InputError
-from ..scoring import forward
 from . import adapters, load, score_cache
-from .frozen import Frozen, Reference
+from .frozen import Frozen, Reference, shares_trained_weights
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 COPY = "frozen_reference"  # name of the copy among the policy's adapters
-_NUMBERS = itertools.count()
 
 
 def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Callable | None = None) -> Reference:
@@ -45,9 +42,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         if isinstance(ref_model, str):
             ref_model = load.load_model(ModelSection(name_or_path=ref_model), trainable=False)
         launch.check_model(ref_model, trainer.args)
-        trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
-        same = forward.causal_lm(ref_model) is forward.causal_lm(policy)
-        if same or any(id(parameter) in trained for parameter in ref_model.parameters()):
+        if shares_trained_weights(ref_model, policy):
             problem = "ref_model is the policy itself, or shares weights with it, which move"
             raise InputError(f"{problem}: leave it out, a frozen reference is kept anyway")
         second = Frozen(ref_model, accelerator)
@@ -109,11 +104,11 @@ class AdapterCopy:
     """Puts the copy into the policy; called, it is a context in which the copy is active."""
 
     def __init__(self, policy: peft.PeftModel):
-        self.trained, self.number = policy.active_adapter, next(_NUMBERS)
+        self.trained = policy.active_adapter
         if COPY in policy.peft_config:  # of an earlier trainer of this policy, as in rounds of DPO
             policy.delete_adapter(COPY)
         policy.add_adapter(COPY, adapters.adapter_shape(policy.peft_config[self.trained]))
-        policy.peft_config[COPY].number = self.number  # type: ignore[attr-defined]
+        self.config = policy.peft_config[COPY]
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
         peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, COPY)
         with self(policy):
@@ -123,7 +118,7 @@ class AdapterCopy:
     def __call__(self, policy: peft.PeftModel) -> Iterator[None]:
         """The copy in the trained adapter's place inside; what was trainable is trainable again outside. Raises
         InputError where a later trainer of this policy has made another copy."""
-        if getattr(policy.peft_config[COPY], "number", None) != self.number:
+        if policy.peft_config.get(COPY) is not self.config:
             raise InputError("a later trainer of this model has replaced the reference: build this trainer once more")
         # PEFT makes an adapter trainable when it activates it, so remember what was
         trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{COPY}." not in key}

@@ -14,7 +14,7 @@ from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherStates
 from ..scoring.top_tokens import TopTokens
 from . import load, score_cache
-from .frozen import Frozen
+from .frozen import Frozen, shares_trained_weights
 from .section import ModelSection
 
 
@@ -48,8 +48,9 @@ def add_teacher(trainer: Any, teacher: nn.Module | str | None, offload: bool) ->
     name = teacher if isinstance(teacher, str) else getattr(teacher.config, "_name_or_path", "")
     if isinstance(teacher, str):
         teacher = load.load_model(ModelSection(name_or_path=teacher), trainable=False)
-    if forward.causal_lm(teacher) is student:
-        raise InputError("teacher_model is the student itself: pass a copy (copy.deepcopy) to distil from its start")
+    if shares_trained_weights(teacher, trainer.model):
+        problem = "teacher_model is the student itself, or shares weights with it"
+        raise InputError(f"{problem}: pass a copy (copy.deepcopy) to distil from its start")
     sizes = [model.config.get_text_config().vocab_size for model in (student, forward.causal_lm(teacher))]
     # of a model in memory the tokenizer may not be found
     theirs = None

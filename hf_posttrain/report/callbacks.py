@@ -130,20 +130,22 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     """Method, base model, arguments, weights, machine and versions of a PostTrainer that is about to train; as JSON."""
     args, model = trainer.args, scoring.unwrapped(trainer.model)
     name = scoring.causal_lm(model).config.name_or_path
-    left_out = {field.name for field in fields(TrainingArguments)} - SHARED - list_chosen(args).keys()
+    left_out = {field.name for field in fields(TrainingArguments)} - SHARED - non_default_fields(args).keys()
     left_out |= {"output_dir", "gradient_checkpointing"}  # the latter is activation_checkpointing
-    weights = [(_numbers(weight), weight.requires_grad)
+    weights = [(_count_values(weight), weight.requires_grad)
                for name, weight in model.named_parameters() if f".{COPY}." not in name]  # fmt: skip
     arguments = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in left_out}
-    if trainer.own_optimizer:  # of those options it reads none
+    if trainer.own_optimizer and trainer.optimizer is not None:
         held: Any = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        rates = sorted({group.get("initial_lr", group["lr"]) for group in held.param_groups})
         arguments = {name: value for name, value in arguments.items() if not name.startswith(_OF_OPTIMIZERS)}
-        arguments["optim"] = f"{type(held).__name__}, given to the trainer"
+        arguments |= {"optim": type(held).__name__, "learning_rate": rates[0] if len(rates) == 1 else rates}
+    kind = f"{type(trainer).__module__}.{type(trainer).__qualname__}"
     cuda, lora = args.device.type == "cuda", None
     if isinstance(model, peft.PeftModel):
         given = model.active_peft_config.to_dict()
         lora = {name: given.get(name) for name in ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")}
-        chosen = list_chosen(model.active_peft_config)
+        chosen = non_default_fields(model.active_peft_config)
         lora |= {name: value for name, value in chosen.items() if name not in {*lora, *_OF_PEFT}}
         # PEFT may have spelt the modules out for each layer.
         if not isinstance(modules := lora["target_modules"], str | None):
@@ -151,8 +153,9 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     return {
         "method": trainer.method.name, "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
         "arguments": arguments,
+        "trainer": None if kind.startswith(f"{library.name}.") else kind,  # a class of the user's
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
-        "train_rows": describe_rows(trainer, trainer.train_dataset),
+        "train_rows": trainer.described.get("train_dataset"),
         "eval_rows": describe_rows(trainer, trainer.eval_dataset),
         # under ZeRO-3 the key is of this rank's part
         "second_model": None if engine.zero_stage(trainer.accelerator) == 3 else trainer.second_key,
@@ -165,19 +168,20 @@ def describe_run(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _numbers(weight: Any) -> int:
-    """How many numbers a weight has: bitsandbytes packs two of 4 bits into a byte, and ZeRO-3 keeps a shard of them."""
+def _count_values(weight: Any) -> int:
+    """Of a weight, also where bitsandbytes packs two values of 4 bits into a byte, or ZeRO-3 keeps a shard of them."""
     state = getattr(weight, "quant_state", None)
     return getattr(weight, "ds_numel", weight.numel()) if state is None else state.shape.numel()
 
 
-def list_chosen(options: Any) -> dict[str, Any]:
-    """The fields of a dataclass that have another value than their default, of those that are plain and no secrets."""
+def non_default_fields(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass with another value than their default, but for tokens and what JSON cannot hold."""
     plain = str | int | float | bool | list | dict | None
     found = {}
     for field in fields(options):
         default = field.default_factory() if callable(field.default_factory) else field.default
         value = getattr(options, field.name)
+        value = sorted(value) if isinstance(value, set | tuple) else value
         if field.init and value != default and isinstance(value, plain) and not field.name.endswith("_token"):
             found[field.name] = value
     return found

@@ -117,6 +117,7 @@ def _explain_other_scores(runs: list[Run]) -> list[str]:
     referring = [run for run in runs if run.row and run.row.second == "reference"]
     found: dict[str, set] = {
         "methods": {run.method for run in runs},
+        "trainers": {run.record.get("trainer") for run in runs},  # None: the method's own
         "evaluation data": _evaluated(runs),
         "teachers": {(run.recipe.get("teacher") or {}).get("name_or_path") for run in runs},
         "reference models": {(run.base_model, (run.recipe.get("model") or {}).get("adapter")) for run in referring},

@@ -13,7 +13,9 @@ MACHINERY = (  # arguments, or how they begin, on which neither the weights nor 
     "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
     "layout", "precompute_ref_", "vllm_", "rollout", "generation_batch_size", "disable_tqdm", "dataloader_", "ddp_",
     "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
-    "do_", "include_", "debug",
+    "do_", "include_", "debug", "torch_empty_cache_steps", "ignore_data_skip", "remove_unused_columns", "enable_jit_",
+    "restore_callback_", "batch_eval_metrics", "prediction_loss_only", "use_cache", "average_tokens_", "local_rank",
+    "resume_despite",
 )  # fmt: skip
 
 TIED = ("rewards/accuracies",)  # metrics that are of ties alone before the first step

@@ -48,13 +48,20 @@ def read_history(log: Iterable[dict[str, Any]]) -> History:
     return {key: Series(*zip(*sorted(values.items()), strict=True)) for key, values in found.items()}
 
 
+def _adapter(folder: Path) -> str | None:
+    """Where in the folder an adapter is: ".", or the name of one that is not called default."""
+    files = (folder / "adapter_config.json", *sorted(folder.glob("*/adapter_config.json")))
+    places = [file.parent for file in files if file.exists() and not file.parent.name.startswith("checkpoint-")]
+    return places[0].relative_to(folder).as_posix() if places else None
+
+
 def _curves(entry: dict[str, Any]) -> dict[str, float]:
     """The numbers of an entry of the log that belong to curves; those of an evaluation by a prefix of the user's begin
     with eval_ all the same."""
     numbers = {key: float(value) for key, value in entry.items() if isinstance(value, int | float)}
     prefix = next((key.removesuffix("_runtime") for key in numbers if key.endswith("_runtime")), "eval")
-    front = "" if prefix.startswith(("eval", "train")) else "eval_"
-    return {front + key if key.startswith(prefix) else key: value for key, value in numbers.items()
+    front = "" if prefix in ("eval", "train") or prefix.startswith("eval_") else "eval_"
+    return {front + key if key.startswith(f"{prefix}_") else key: value for key, value in numbers.items()
             if key not in _NOT_CURVES and not key.endswith(_TIMES)}  # fmt: skip
 
 
@@ -79,7 +86,7 @@ class Run:
     row: Method | None  # the method's in the table; None for one that this version does not know
     base_model: str  # hub name or folder of the model that was trained
     arguments: dict[str, Any]  # of training: all that matter with run.json, otherwise those that the recipe gives
-    adapter: bool  # does the folder hold an adapter, not a whole model?
+    adapter: str | None  # where in the folder an adapter is, "." where it is not in one of its own; None: a whole model
     lora: dict[str, Any]  # the adapter's options
     sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
 
@@ -117,7 +124,7 @@ def read(folder: str | Path) -> Run:
     arguments = tree.get("train", {}) | record.get("arguments", {})
     # the best weights are loaded when a run ends, which a run's own state is of
     ended = state_file == folder / STATE and not folder.name.startswith("checkpoint-")
-    best = state.get("best_global_step") if ended and arguments.get("load_best_model_at_end") else None
+    best = saved_best(state) if ended and arguments.get("load_best_model_at_end") else None
     best = None if best == state.get("global_step") else best
     history = read_history(state.get("log_history", []))
     return Run(
@@ -130,9 +137,15 @@ def read(folder: str | Path) -> Run:
         method=method, row=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
         arguments=arguments,
-        adapter=(folder / "adapter_config.json").exists(), lora=record.get("lora") or model.get("lora") or {},
+        adapter=_adapter(folder), lora=record.get("lora") or model.get("lora") or {},
         sources={split: found if isinstance(found, list) else [found] for split, found in sources.items()},
     )  # fmt: skip
+
+
+def saved_best(state: Mapping[str, Any]) -> int | None:
+    """The step of the best checkpoint that was saved, by which a run ends that loads it; None where there is none."""
+    step = Path(state.get("best_model_checkpoint") or "").name.removeprefix("checkpoint-")
+    return int(step) if step.isdigit() else None
 
 
 def _last_values(state: dict[str, Any], history: History, best_step: int | None) -> dict[str, float]:
@@ -141,7 +154,7 @@ def _last_values(state: dict[str, Any], history: History, best_step: int | None)
     again = Counter[str]()
     for entry in state.get("log_history", []):
         found |= _curves(entry)
-        again.update(entry.keys() if entry.get("step") == state.get("global_step") else ())
+        again.update(_curves(entry).keys() if entry.get("step") == state.get("global_step") else ())
     for key, (steps, values) in history.items():
         if key.startswith("eval_") and best_step in steps and again[key] < 2:
             found[key] = values[steps.index(best_step)]

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import datasets
@@ -67,7 +68,7 @@ class PostTrainer(Trainer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        rules.refuse_overrides(cls)
+        rules.refuse_overrides(cls.__mro__[: cls.__mro__.index(Trainer)])  # mixins too
         cls.method = cls.config_class.method
 
     def __init__(
@@ -86,14 +87,15 @@ class PostTrainer(Trainer):
         kwargs = check_arguments(type(self), model, args, data_collator, kwargs)
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)  # type: ignore[arg-type]
         launch.check_model(model, args)
+        args = policies.with_supported_checkpointing(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         policies.align_generation(model, self.tokenizer, self.terminal_ids)
         set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
         model = policies.prepare_policy(model, peft_config, args)
         self.base_key = same_run.base_weights(model, peft_config, self.method)
         self.second_key: str | None = None  # the same of the second model
-        self.own_optimizer = (kwargs.get("optimizers") or [None])[0] is not None
-        self.own_optimizer |= type(self).create_optimizer is not Trainer.create_optimizer
+        given = (kwargs.get("optimizers") or [None])[0] or kwargs.get("optimizer_cls_and_kwargs")
+        self.own_optimizer = bool(given) or type(self).create_optimizer is not Trainer.create_optimizer
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.pace = {"train": Meter(), "eval": Meter()}, Pace()
         self.router_coef = router_coef(forward.causal_lm(model).config, args.router_aux_loss_coef)
@@ -303,6 +305,11 @@ class PostTrainer(Trainer):
                 "not a step was taken: the rows do not fill one batch (dataloader_drop_last), or those of a stream one "
                 "step (per_device_train_batch_size x gradient_accumulation_steps)"
             )
+        best, found = self.state.best_global_step, self.state.best_model_checkpoint or "the last step"
+        wanted = self.args.load_best_model_at_end and not self.preemption.happened
+        if wanted and best not in (None, self.state.global_step) and Path(found).name != f"checkpoint-{best}":
+            problem = "load_best_model_at_end: checkpoint-%d was not saved or is gone: the weights are of %s"
+            logger.warning(problem, best, found)
         return output
 
     @property

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from pickle import UnpicklingError
@@ -51,10 +51,9 @@ def complete_or_invisible(trainer: Any) -> Iterator[str]:
         shutil.rmtree(run / SAVING, ignore_errors=True)  # of a run that was killed
     accelerator.wait_for_everyone()
     yield str(run / SAVING)
-    # HF has looked for the best checkpoint in .saving
-    best = run / f"checkpoint-{state.best_global_step}"
-    if best.name == name or best.is_dir():
-        state.best_model_checkpoint = str(best)
+    # HF has looked for the best checkpoint in .saving; in the folder one of that step may be of an earlier run
+    if state.best_global_step == state.global_step:
+        state.best_model_checkpoint = str(run / name)
     accelerator.wait_for_everyone()
     if args.should_save:
         new = run / SAVING / name
@@ -260,10 +259,27 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         yield f"{this} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, set them back, {way}"
 
 
+def _find_best(state: Any, resumed: Path) -> str | None:
+    """The best checkpoint of a run that is resumed: next to the one that is, since the folder may have been moved, or
+    where it was. By its logs it is told from one that another run has left there."""
+    if not state.best_global_step:
+        return None
+    name = f"checkpoint-{state.best_global_step}"
+    for place in (resumed.parent / name, Path(state.best_model_checkpoint or name)):
+        with suppress(OSError, ValueError):
+            logged = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+            if json.dumps(logged) == json.dumps(state.log_history[: len(logged)]):  # as text, for NaN
+                logger.info("the best checkpoint is %s", place)
+                return str(place)
+    return None
+
+
 def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
     """HF's: passes done, and micro-batches of the next to skip. It takes all steps of a stream for its first pass; but
     `epoch` counts those done, and each step since as 1 / max_steps."""
     found, checkpoint = Trainer._init_training_state(self, *args, **kwargs), args[3]
+    if checkpoint is not None:
+        self.state.best_model_checkpoint = _find_best(self.state, Path(checkpoint))
     if checkpoint is None or has_length(self.train_dataset):
         return found
     whole = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]

@@ -94,7 +94,6 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         self.report_to = "none" if self.report_to is None else self.report_to
         for _, problem in rules.problems(self, self.method):
             raise InputError(problem)
-        self.checkpoints_by_default = self.activation_checkpointing is self.gradient_checkpointing is None
         # one value under both names: transformers reads `activation_...` from 5.23, `gradient_...` before
         for suffix, default in (("", True), ("_kwargs", None)):
             names = f"activation_checkpointing{suffix}", f"gradient_checkpointing{suffix}"

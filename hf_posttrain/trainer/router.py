@@ -1,5 +1,6 @@
 """The router's auxiliary loss of a mixture of experts: load balancing over real tokens, in every layout the same."""
 
+import logging
 from typing import Any
 
 from torch import Tensor
@@ -7,18 +8,23 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from ..errors import InputError
 
+logger = logging.getLogger(__name__)
+
 
 def router_coef(config: Any, asked: float | None) -> float:
     """Weight of the loss: `asked`, or the model's own where its config puts the loss on, else 0. Raises InputError
     where a weight is asked for and the model has no such loss."""
     config = config.get_text_config()
-    name = next((name for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(config, name)), None)
+    name = next((name for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(config, name)), "")
     routed = name and _experts(config) and getattr(config, "is_moe", True)
+    if asked and not routed:
+        raise InputError("router_aux_loss_coef: this model has no load-balancing loss: leave it out")
+    if asked is not None:
+        return asked
     on = getattr(config, "output_router_logits", False)
-    if not routed and (asked or (asked is None and on)):
-        problem = "router_aux_loss_coef" if asked else "output_router_logits, of the model's config,"
-        raise InputError(f"{problem} asks for a loss of routers that this model has not: set router_aux_loss_coef: 0")
-    return asked if asked is not None else float(getattr(config, name or "", None) or 0) * on
+    if on and not routed:
+        logger.warning("output_router_logits: this model has no load-balancing loss, so its routers are not balanced")
+    return getattr(config, name) or 0.0 if on and routed else 0.0
 
 
 def _experts(config: Any) -> int | None:

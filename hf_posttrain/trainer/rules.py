@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from ..data.template import switch_problem
 from ..errors import InputError, nearest
 from ..watch import symptoms
 from .method import BELOW_ONE, COUNT, NOT_NEGATIVE, Limit, Method, Problem
@@ -67,10 +68,8 @@ def allowed_values(values: Any) -> Iterator[Problem]:
         yield from one_of("report_to", reporter, ("all", "none", *REPORTERS))
     if getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type) == "constant" and values.warmup_steps:
         yield ("warmup_steps", "lr_scheduler_type"), "warmup_steps: constant has no warm-up: use constant_with_warmup"
-    for name, value in (values.chat_template_kwargs or {}).items():
-        if isinstance(value, str) and value.lower() in ("yes", "no", "on", "off", "true", "false"):
-            problem = f"{name}: {value!r} is a text, which templates take for true: write true or false"
-            yield ("chat_template_kwargs",), f"chat_template_kwargs: {problem}"
+    if switch := switch_problem(values.chat_template_kwargs or {}):
+        yield ("chat_template_kwargs",), f"chat_template_kwargs: {switch}"
     for name, (off, reason) in _REFUSED.items():
         if (value := getattr(values, name, None)) not in (off, None):
             yield (name,), f"{name}={value!r} cannot be honoured: {reason}"
@@ -113,8 +112,9 @@ def best_model(values: Any) -> Iterator[Problem]:
         given, names = f"save_steps={save:g}, eval_steps={evaluate:g}", ("save_steps", "eval_steps", option)
         if (save < 1) != (evaluate < 1):
             yield names, f"{option}: {given} must both be steps, or both shares below 1"
-        elif evaluate and abs(save / evaluate - round(save / evaluate)) > 1e-6:
-            yield names, f"{option}: save_steps must be a multiple of eval_steps, not {given}"
+        elif evaluate and save != evaluate:  # a multiple, which HF takes, loses the best of the steps between
+            problem = f"{option}: of {given} what is evaluated between saves could not be loaded"
+            yield names, f"{problem}: set both the same, or save_strategy: best"
 
 
 def together(values: Any) -> Iterator[Problem]:
@@ -167,18 +167,28 @@ def _renamed() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name("renamed.yaml").read_text(encoding="utf-8"))
 
 
+_OF_TRL = {  # a method of ours -> those of TRL's trainers in whose place it is
+    "losses": {"_compute_loss", "get_batch_loss_metrics", "concatenated_forward", "get_batch_logps", "dpo_loss",
+               "kto_loss", "bco_loss", "cpo_loss", "odds_ratio_loss", "generalized_jsd_loss", "compute_ref_log_probs",
+               "_precompute_ref_logps", "_compute_kl_logps"},
+    "prepare": {"_prepare_dataset", "tokenize_row", "build_tokenized_answer", "concatenated_inputs"},
+    "generate": {"generate_on_policy_outputs", "_generate_and_score_completions"},
+}  # fmt: skip
+
+
 def instead_of(name: str, reader: str) -> str | None:
     """What to use instead of a name that TRL or older transformers have and we lack. reader: "recipe" or "python"."""
     known = _renamed().get(name)
     return known.get(reader, known.get("use")) if isinstance(known, dict) else known
 
 
-def refuse_overrides(trainer: type) -> None:
-    """Raises InputError for a class with a method of its own that TRL's trainers call, and which nothing calls here."""
-    for name in vars(trainer):
-        entry = _renamed().get(name)
-        if isinstance(entry, dict) and (instead := entry.get("override")):
-            raise InputError(f"{trainer.__name__}.{name}: nothing here calls this method of TRL's: {instead}")
+def refuse_overrides(classes: Collection[type]) -> None:
+    """Raises InputError for a class with a method that TRL's trainers call, and which nothing calls here."""
+    for each in classes:
+        for instead, names in _OF_TRL.items():
+            if found := sorted(names & vars(each).keys()):
+                problem = f"{each.__name__}.{found[0]}: nothing here calls this method of TRL's"
+                raise InputError(f"{problem}: override `{instead}`")
 
 
 def without_defaults(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

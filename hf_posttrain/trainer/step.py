@@ -17,6 +17,7 @@ from transformers.trainer_utils import has_length
 
 from ..engines import engine
 from ..engines.row_weights import weigh_rows
+from ..errors import InputError
 from ..generation import rollout
 from ..scoring import forward, neftune
 from ..scoring.head import TileFunction
@@ -89,7 +90,9 @@ def compute_loss(
     self.meters["train"].add_losses(losses)
     if self.args.average_tokens_across_devices:
         loss = loss * self.accelerator.num_processes  # the engines average gradients over ranks
-    if self.router_coef and losses.router_logits is not None:
+    if self.router_coef:
+        if losses.router_logits is None:
+            raise InputError("router_aux_loss_coef: `losses` gives no router_logits: set it to 0, or give them")
         # each micro-batch has a balance of its own: their mean over the window is added
         config, counted = forward.causal_lm(self.model).config, inputs["router_weights"]
         balance = self.router_coef * balancing_loss(losses.router_logits, config, counted)

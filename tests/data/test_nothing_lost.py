@@ -280,22 +280,31 @@ def test_messages_that_are_written_as_text_are_refused(write):
     for row, method in [
         ({"prompt": "2+2?", **answers}, "dpo"), ({"prompt": asked, "completion": "4"}, "sft"), (answers, "kto"),
         ({"text": write([USER, REPLY])}, "sft"), ({"prompt": asked}, "opd"),
+        ({"prompt": "2+2?", "completion": write([{"name": None, **REPLY}])}, "sft"),
+        ({"prompt": write(USER), "completion": "4"}, "sft"),
     ]:  # fmt: skip
         with pytest.raises(InputError, match=r"is messages written as text: make lists of them with json.loads"):
             prepare([row, row], method)
-    # one answer that is such a text may be one
-    assert len(prepare([{"prompt": "2+2?", "completion": text} for text in (asked, "4")], "sft")) == 2
+    for texts_of in (
+        lambda text: (write([USER]), text),  # one answer that is such a text may be one
+        lambda text: (write([{"from": "A", "to": "B"}]), write([{"from": "A", "value": 2}])),  # lists of other things
+    ):
+        assert len(prepare([{"prompt": "2+2?", "completion": text} for text in texts_of("4")], "sft")) == 2
 
 
-@pytest.mark.parametrize("images", [["a.png"], "a.png", {"bytes": b"\x89PNG"}])
+@pytest.mark.parametrize("images", [["a.png"], "a.JPG", {"bytes": b"\x89PNG"}, [{"bytes": b"\x89PNG"}]])
 def test_pictures_next_to_text_are_refused(images):
-    """Those of TRL's vision data stand in a column, with no mark in the messages."""
+    """Those of TRL's vision data stand in a column, with no mark in the messages. None is decoded here."""
     rows = datasets.Dataset.from_list([{"images": images, "messages": [USER, REPLY]}])
-    if isinstance(images, dict):
-        rows = rows.cast_column("images", datasets.Image(decode=False))
-    with pytest.raises(InputError, match=r"'images': text alone is trained, .* meant: columns: {unused: images}"):
-        prepare(rows, "sft")
-    assert len(prepare(rows.rename_column("images", "unused"), "sft")) == 1
+    if "PNG" in str(images):
+        kind = datasets.Image()
+        rows = rows.cast_column("images", datasets.List(kind) if isinstance(images, list) else kind)
+    for given in (rows, rows.to_iterable_dataset()):
+        with pytest.raises(InputError, match=r"'images': text alone is trained, .* such as columns: {unused: images}"):
+            list(prepare(given, "sft"))
+    rows = rows.remove_columns("images")
+    for other in (rows.add_column("images", [None]), rows.add_column("image", ["ubuntu:20.04"])):
+        assert len(prepare(other, "sft")) == 1
 
 
 def test_a_row_may_have_template_options_of_its_own():
@@ -313,6 +322,7 @@ def test_a_row_may_have_template_options_of_its_own():
     for row, message in (
         ({"messages": [USER, REPLY], "chat_template_kwargs": "a"}, "row 0: column 'chat_template_kwargs': exp"),
         ({"messages": [USER, REPLY], "chat_template_kwargs": {"tokenize": 1}}, "tokenize cannot be given"),
+        ({"messages": [USER, REPLY], "chat_template_kwargs": {"enable_thinking": "false"}}, "take for true: write"),
         ({"prompt": "2+2?", "completion": "4", "chat_template_kwargs": {"a": 1}}, "the row is plain text otherwise"),
     ):
         with pytest.raises(InputError, match=message):

@@ -360,7 +360,7 @@ def test_what_an_adapter_names_and_the_model_has_is_taken():
 def test_a_base_that_is_not_the_one_that_the_adapter_names_is_told(folder, tmp_path, caplog):
     """Whoever loads the adapter gets the base from the folder, and other answers than were trained."""
     options, rows = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}, token_rows("sft")
-    message = f"in memory is not that of {folder}, which the adapter will name"
+    message = f"is not that of {folder}, which the adapter will name"
 
     def said(model, config=None):
         caplog.clear()
@@ -375,30 +375,36 @@ def test_a_base_that_is_not_the_one_that_the_adapter_names_is_told(folder, tmp_p
     ).merge_and_unload()
     assert said(copy.deepcopy(merged), peft.LoraConfig(**options))
     assert said(peft.get_peft_model(copy.deepcopy(merged), peft.LoraConfig(**options)))
+    # without PiSSA's kind nothing of the base moves into an adapter
+    assert said(peft.get_peft_model(copy.deepcopy(merged), peft.LoraConfig(**options, init_lora_weights="gaussian")))
     merged.save_pretrained(tmp_path / "merged")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert not said(again, peft.LoraConfig(**options))
     rotated = tiny_config().rope_parameters | {"rope_theta": 5e5}
     assert said(AutoModelForCausalLM.from_pretrained(folder, rope_parameters=rotated), peft.LoraConfig(**options))
-    assert "rope_parameters in memory is not that of" in caplog.text
+    assert "(rope_parameters is not that of" in caplog.text
+    # biases of the base are saved with the adapter that trains them
+    config = tiny_config()
+    config.attention_bias = True
+    biased = AutoModelForCausalLM.from_config(config)
+    biased.save_pretrained(tmp_path / "biased")
+    trained = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "biased"), peft.LoraConfig(**options, bias="all")
+    )
+    torch.nn.init.ones_(trained.get_base_model().model.layers[0].self_attn.q_proj.base_layer.bias)
+    assert not said(trained)
     # PiSSA moves a part of the base into the adapter, and is saved with what undoes that
     assert not said(AutoModelForCausalLM.from_pretrained(folder), peft.LoraConfig(**options, init_lora_weights="pissa"))
 
 
-@pytest.mark.parametrize("asked", [None, True])
-def test_checkpointing_that_an_architecture_lacks_is_off_unless_it_is_asked_for(asked, tmp_path, caplog):
-    """It is on by default."""
-    caplog.set_level(logging.INFO, "hf_posttrain")
-    build = lambda: trainer_for(  # noqa: E731
-        "sft", tiny("openai-gpt"), token_rows("sft"), tmp_path, activation_checkpointing=asked
-    )
-    problem = "activation_checkpointing: OpenAIGPTLMHeadModel does not support it"
-    if asked:
-        with pytest.raises(InputError, match=f"^{problem}: set it to false"):
-            build()
-    else:
-        build().train()
-        assert f"{problem}, so it is off" in caplog.text
+def test_checkpointing_that_an_architecture_lacks_is_off(tmp_path, caplog):
+    """It is on by default; the Config may serve another trainer."""
+    trainer = trainer_for("sft", tiny("openai-gpt"), token_rows("sft"), tmp_path, activation_checkpointing=True)
+    assert "activation_checkpointing is off: OpenAIGPTLMHeadModel does not support it" in caplog.text
+    trainer.train()
+    config = hf_posttrain.SFTConfig(str(tmp_path), use_cpu=True, report_to="none")
+    hf_posttrain.SFTTrainer(tiny("openai-gpt"), config, None, token_rows("sft"), None, byte_tokenizer())
+    assert config.activation_checkpointing
 
 
 def test_the_folder_of_an_adapter_is_no_model(adapter, tmp_path):

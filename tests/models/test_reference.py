@@ -478,8 +478,14 @@ def test_a_reference_that_a_later_trainer_has_replaced_is_refused(tmp_path):
         first.evaluate()
 
 
-def test_a_reference_that_shares_trained_weights_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("method", "name"), [("dpo", "ref_model is the policy"), ("kd", "teacher_model is the student")]
+)
+def test_a_second_model_that_shares_trained_weights_is_refused(method, name, tmp_path):
+    """They would move in it, or be frozen in the policy; those that are frozen in both may be shared."""
     model, other = tiny_model(), tiny_model(seed=1)
-    other.model = model.model
-    with pytest.raises(InputError, match="ref_model is the policy itself, or shares weights with it"):
-        trainer_for("dpo", model, token_rows("dpo"), tmp_path, other)
+    other.model.layers[0] = model.model.layers[0]
+    with pytest.raises(InputError, match=f"{name} itself, or shares weights with it"):
+        trainer_for(method, model, token_rows(method), tmp_path, other)
+    model.model.layers[0].requires_grad_(False)
+    trainer_for(method, model, token_rows(method), tmp_path, other)

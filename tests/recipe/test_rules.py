@@ -206,9 +206,9 @@ def test_a_config_refuses_what_a_recipe_does(method, values, names):
 @pytest.mark.parametrize(
     "values",
     [
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.05, "save_steps": 0.15},
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 0.05, "save_steps": 0.05},
         {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "best"},
-        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 100, "save_steps": 300},
+        {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 100, "save_steps": 100},
         {"eval_strategy": "steps", "eval_steps": None},
         {"max_steps": 5, "num_train_epochs": 0},
         {"learning_rate": 0.0, "max_grad_norm": 0.0, "warmup_steps": 0.1, "seed": 0},

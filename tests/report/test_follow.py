@@ -296,8 +296,8 @@ def test_an_optimizer_and_an_evaluation_of_the_users_are_told_as_they_are(tmp_pa
     trainer.evaluate(rows, metric_key_prefix="test")
     trainer.save_state()
     given = left(tmp_path, "run.json")["arguments"]
-    assert given["optim"] == "SGD, given to the trainer"
-    assert not {"learning_rate", "adam_beta1", "weight_decay"} & given.keys()
+    assert (given["optim"], given["learning_rate"]) == ("SGD", 0.125)
+    assert not {"adam_beta1", "weight_decay"} & given.keys()
     run = read(tmp_path)
     assert run.last["eval_test_loss"] == pytest.approx(run.last["eval_loss"])
     assert not [key for key in run.last if key.startswith("test")]

@@ -336,7 +336,7 @@ def test_the_best_weights_are_named_and_the_curve_is_that_of_training(tmp_path):
     recipe = {"method": "sft", "train": {"load_best_model_at_end": True}}
     leave_run(tmp_path, log, taken=8, planned=8, recipe=recipe)
     state = json.loads((tmp_path / "trainer_state.json").read_text())
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"best_global_step": 2}))
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"best_model_checkpoint": "runs/checkpoint-2"}))
     run = read(tmp_path)
     assert run.history["eval_loss"].values == (1.5, 3.5)
     assert run.last["eval_loss"] == 1.5
@@ -345,7 +345,8 @@ def test_the_best_weights_are_named_and_the_curve_is_that_of_training(tmp_path):
     report.write(tmp_path)
     assert "The weights are those of step 2" in (tmp_path / "README.md").read_text()
     # in Python nothing evaluates them again
-    (tmp_path / "trainer_state.json").write_text(json.dumps(state | {"best_global_step": 2, "log_history": log[:2]}))
+    state |= {"best_model_checkpoint": "runs/checkpoint-2", "log_history": log[:2]}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     assert read(tmp_path).last["eval_loss"] == 1.5
     # a checkpoint has the weights of its own step
     checkpoint = leave_run(tmp_path / "checkpoint-8", log[:2], taken=8, planned=9, recipe=recipe)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from rows_for_tests import methods_of, raw_row
+from safetensors.torch import load_file
 from tokenizers_for_tests import byte_tokenizer
 from torch import nn
 from training_for_tests import (
@@ -36,6 +37,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     HfArgumentParser,
+    TrainerCallback,
 )  # fmt: skip
 
 import hf_posttrain
@@ -46,6 +48,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
 from hf_posttrain.recipe.sections import Source
+from hf_posttrain.report.run_folder import read
 from hf_posttrain.scoring import choose_layout, cpu
 from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.forward import targets
@@ -498,7 +501,7 @@ def test_sampling_by_length_works(method, tmp_path):
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "'no' is a text, which templates take for true"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True cannot be honoured"), ({"layout": "rows"}, "is not one of"),
         ({"activation_checkpointing_kwargs": {"offload": True}}, "moves activations off a GPU"),
-        ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "a loss of routers that this"),
+        ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "this model has no load-balancing loss"),
         ({"bf16_full_eval": True}, "rounds the weights themselves"), ({"fp16_full_eval": True}, "cannot be honoured"),
         ({"include_num_input_tokens_seen": "non_padding"}, "use all"), ({"max_grad_norm": None}, "0 is what leaves"),
         ({"auto_find_batch_size": True}, "HF goes on with trained weights from step 0"),
@@ -552,7 +555,7 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
         ({"tokenizer": byte_tokenizer()}, "SFTTrainer has no tokenizer: give the trainer processing_class"),
         ({"train_dataset": datasets.DatasetDict(train=rows, test=rows)}, "is a dict of train, test: give one of them"),
         ({"data_collator": rows}, r"\(the third argument, a Dataset, is data_collator\)"),
-        ({"processing_class": object()}, "processing_class is a object: pass a tokenizer, of a processor its own"),
+        ({"processing_class": object()}, "no tokenizer but of class object: of a processor"),
         ({"args": model}, "not a Qwen3ForCausalLM: after the model name all arguments"),
     ):
         with pytest.raises(InputError, match=message):
@@ -565,9 +568,10 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
 
 
 def test_a_method_that_only_trls_trainers_would_call_is_refused():
-    for name, instead in (("dpo_loss", "`losses`"), ("_prepare_dataset", "`prepare`"), ("_generate", "`generate`")):
-        with pytest.raises(InputError, match=f"Own.{name}: nothing here calls this .*: override {instead}"):
-            type("Own", (DPOTrainer,), {name: lambda self: None})
+    named = {"dpo_loss": "losses", "_prepare_dataset": "prepare", "generate_on_policy_outputs": "generate"}
+    for name, instead in named.items():
+        with pytest.raises(InputError, match=f"Mixin.{name}: nothing here calls this .*: override `{instead}`"):
+            type("Own", (type("Mixin", (), {name: lambda self: None}), DPOTrainer), {})
 
 
 def test_workers_of_a_data_loader_that_stay_do_not_keep_the_folder(tmp_path):
@@ -1068,3 +1072,51 @@ def test_a_column_that_a_format_hides_is_not_read(tmp_path):
     rows = datasets.Dataset.from_list([{"text": "1+1=2", "prompt": "q", "completion": "a"}])
     hidden = trainer_for("sft", tiny_model(), rows.with_format(columns=["text"]), tmp_path).train_dataset[:]
     assert hidden == trainer_for("sft", tiny_model(), rows.select_columns("text"), tmp_path).train_dataset[:]
+
+
+BEST_IS_FIRST = {  # the loss falls, and the highest is wanted
+    "max_steps": 4, "learning_rate": 1e-2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+    "save_steps": 2, "load_best_model_at_end": True, "greater_is_better": True,
+}  # fmt: skip
+
+
+def weights_of(folder):
+    return load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+
+
+def test_the_best_step_is_saved_by_this_run_or_told(tmp_path, caplog):
+    """A checkpoint of that step which an earlier run has left in the folder is none of this one."""
+    rows = token_rows("sft")
+    trainer_for("sft", tiny_model(seed=1), rows, tmp_path, **BEST_IS_FIRST | {"eval_steps": 1, "save_steps": 1},
+                eval_rows=rows).train()  # fmt: skip
+
+    class Evaluate(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_evaluate = True  # at steps that are not saved, too
+
+    trainer = trainer_for("sft", tiny_model(), rows, tmp_path, eval_rows=rows, callbacks=[Evaluate()], **BEST_IS_FIRST)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    assert trainer.state.best_global_step == 1
+    assert "checkpoint-1 was not saved or is gone: the weights are of the last step" in caplog.text
+    assert torch.equal(weights_of(tmp_path), weights_of(tmp_path / "checkpoint-4"))
+    assert read(tmp_path).best_step is None
+
+
+def test_a_run_whose_folder_was_moved_ends_with_its_best_weights(tmp_path):
+    rows, first = token_rows("sft"), tmp_path / "first"
+    trainer_for("sft", tiny_model(), rows, first, eval_rows=rows, **BEST_IS_FIRST).train()
+    moved, other = first.rename(tmp_path / "moved"), tmp_path / "other"
+    # another run is where the first was, and one more where this goes on
+    for place in (first, other):
+        trainer_for("sft", tiny_model(seed=1), rows, place, eval_rows=rows, **BEST_IS_FIRST).train()
+    again = trainer_for("sft", tiny_model(), rows, other, eval_rows=rows, **BEST_IS_FIRST)
+    again.train(resume_from_checkpoint=str(moved / "checkpoint-4"))
+    again.save_model()
+    assert torch.equal(weights_of(other), weights_of(moved / "checkpoint-2"))
+
+
+def test_evaluations_between_saves_are_refused_where_the_best_is_loaded(tmp_path):
+    with pytest.raises(InputError, match=r"of save_steps=4, eval_steps=2 what is evaluated between saves could not be"):
+        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **BEST_IS_FIRST | {"save_steps": 4})
