@@ -17,6 +17,7 @@ from ..engines import engine
 from ..errors import InputError
 from ..scoring import cpu, forward
 from ..scoring.head import LogProb
+from .adapters import of_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +99,16 @@ class Reference:
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor, rows: Tensor) -> None:
         """Warn, once, where policy and reference, one model, differ before the first step. All [B] or [B, K], rows
-        their numbers [B]."""
+        their numbers [B]. Raises InputError where the base, on which an adapter's reference is, is trained too."""
         if self.checked or not self.starts_equal or self.trainer.state.global_step or not logps.requires_grad:
             return
         self.checked = True
+        policy = forward.unwrapped(self.trainer.model)
+        if self.second is None and self.inside not in (None, nullcontext):
+            trained = [name for name, weight in policy.named_parameters() if weight.requires_grad]
+            if base := [name for name in trained if not of_adapters(policy, name)]:
+                problem = f"{base[0]} was frozen when the trainer was built"
+                raise InputError(f"{problem}, and its reference would move with it")
         gap = ((logps.detach() - ref).abs() / lengths.clamp(min=1)).view(len(rows), -1).amax(1)
         if len(away := rows[gap > (1e-4 if self.trainer.exact else 5e-2)]):
             logger.warning(

@@ -120,6 +120,9 @@ class AdapterCopy:
         InputError where a later trainer of this policy has made another copy."""
         if policy.peft_config.get(COPY) is not self.config:
             raise InputError("a later trainer of this model has replaced the reference: build this trainer once more")
+        if policy.active_adapter != self.trained:
+            active = policy.active_adapter
+            raise InputError(f"adapter {active!r} is active, and the trainer was built for {self.trained!r}")
         # PEFT makes an adapter trainable when it activates it, so remember what was
         trainable = {key for key, p in policy.named_parameters() if p.requires_grad and f".{COPY}." not in key}
         policy.set_adapter(COPY)

@@ -17,7 +17,7 @@ class Losses:
     """What a method says of one micro-batch."""
 
     values: Tensor  # [units] loss of each token or example, not reduced
-    weights: Tensor  # [units] 1, or 0 for what must not count: `PostTrainer.weights`
+    weights: Tensor  # [units] 1, or 0 for what must not count: of `PostTrainer.weights`, by which a step is divided
     # name -> (values, weights; None: those of the loss): averaged exactly, over ranks and the logging interval
     metrics: Mapping[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     router_logits: Any = None  # router logits of each layer of a mixture of experts whose auxiliary loss is on

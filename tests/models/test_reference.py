@@ -489,3 +489,21 @@ def test_a_second_model_that_shares_trained_weights_is_refused(method, name, tmp
         trainer_for(method, model, token_rows(method), tmp_path, other)
     model.model.layers[0].requires_grad_(False)
     trainer_for(method, model, token_rows(method), tmp_path, other)
+
+
+def test_a_base_that_is_unfrozen_later_would_move_its_reference(tmp_path):
+    trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, peft_config=peft.LoraConfig(**LORA))
+    weight = trainer.model.get_base_model().model.norm.weight.requires_grad_(True)
+    with pytest.raises(InputError, match=r"norm.weight was frozen when the trainer was built, and its reference would"):
+        trainer.train()
+    weight.requires_grad_(False)
+    trainer_for("dpo", trainer.model, token_rows("dpo"), tmp_path).train()
+
+
+def test_another_adapter_than_the_trainers_is_refused(tmp_path):
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(**LORA))
+    model.add_adapter("b", peft.LoraConfig(**LORA))
+    trainer = trainer_for("dpo", model, token_rows("dpo"), tmp_path)
+    model.set_adapter("b")
+    with pytest.raises(InputError, match=r"adapter 'b' is active, and the trainer was built for 'default'"):
+        trainer.train()
