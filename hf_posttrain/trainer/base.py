@@ -93,6 +93,7 @@ class PostTrainer(Trainer):
         set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
         model = policies.prepare_policy(model, peft_config, args)
         self.base_key = same_run.base_weights(model, peft_config, self.method)
+        self.start_key = same_run.start_weights(model, peft_config)
         self.second_key: str | None = None  # the same of the second model
         given = (kwargs.get("optimizers") or [None])[0] or kwargs.get("optimizer_cls_and_kwargs")
         self.own_optimizer = bool(given) or type(self).create_optimizer is not Trainer.create_optimizer

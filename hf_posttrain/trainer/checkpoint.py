@@ -250,7 +250,12 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         mend = "keep per_device_train_batch_size x gradient_accumulation_steps x processes, or set ignore_data_skip"
         problem = f"rows would be skipped or seen twice: {mend} to begin the epoch again"
         yield f"{this} trained {rows_then} rows a step and this run {rows_now}, so {problem}"
-    if found := same_run.differences(then.get("run", {}), trainer.described, trainer.args.resume_despite):
+    if 0 < trainer.args.max_steps < (step := _step(checkpoint)):
+        yield f"{this} is of step {step}, and max_steps is {trainer.args.max_steps}: raise it, or {restart}"
+    now_run = dict(trainer.described)
+    if Path(trainer.scored[0].config.name_or_path) == checkpoint:
+        now_run.pop("start_weights", None)  # the model was loaded from the checkpoint, which has them anyway
+    if found := same_run.differences(then.get("run", {}), now_run, trainer.args.resume_despite):
         lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
         way = f"{restart}, or insist: resume_despite: [{named(sections)}]"
         if fixed := [key for key in found if key in same_run.IN_STATE]:

@@ -4,7 +4,7 @@ Every option of the Config counts but for those named here, which change no weig
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -67,6 +67,7 @@ def describe(trainer: Any) -> dict[str, Any]:
         "model": score_cache.computed_config(causal)
         | {"class": sharded.plain_class(causal).__name__, "dtype": str(causal.dtype)},
         "base_weights": trainer.base_key,
+        "start_weights": trainer.start_key,
         "second_model": trainer.second_key,
         "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in unread},
         "train_dataset": describe_rows(trainer, trainer.train_dataset),
@@ -85,8 +86,17 @@ def base_weights(model: Any, peft_config: Any, method: Any) -> str:
     """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as. Of what
     ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks."""
     all_of_them = method.second == "reference" and peft_config is None
-    kept = {name: weight for name, weight in model.named_parameters() if all_of_them or not weight.requires_grad}
-    return score_cache.weights_key({n: getattr(w, "ds_tensor", w) for n, w in kept.items()}, sample=SAMPLE)
+    return _weights_key(model, lambda weight: all_of_them or not weight.requires_grad)
+
+
+def start_weights(model: Any, peft_config: Any) -> str | None:
+    """A hash of the trained weights that a run begins with; None of a new adapter, which the seed draws."""
+    return None if peft_config is not None else _weights_key(model, lambda weight: weight.requires_grad)
+
+
+def _weights_key(model: Any, counts: Callable[[Any], bool]) -> str:
+    kept = {name: getattr(weight, "ds_tensor", weight) for name, weight in model.named_parameters() if counts(weight)}
+    return score_cache.weights_key(kept, sample=SAMPLE)
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -> dict[str, str]:

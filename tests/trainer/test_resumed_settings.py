@@ -3,6 +3,7 @@
 The hunter `test_every_option_is_refused_or_changes_nothing` changes each option of a Config between run and resume.
 """
 
+import copy
 import dataclasses
 import json
 import shutil
@@ -15,6 +16,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from training_for_tests import LORA, METHODS, logged, second_model, token_rows, trainer_for
+from transformers import AutoModelForCausalLM
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
@@ -225,12 +227,30 @@ def test_what_zero3_has_cut_is_known_by_this_ranks_part(monkeypatch):
     assert len(keys) == 2
 
 
-def test_full_training_resumes_whatever_the_model_held(whole, tmp_path):
-    """All weights come from the checkpoint: such a model is passed by those who load the checkpoint itself."""
-    losses, weights = resume(whole, "sft", tmp_path, model=tiny_model(seed=1, attention_dropout=0.1))
+def test_a_run_that_began_with_other_weights_is_refused_unless_they_are_the_checkpoints(whole, tmp_path):
+    """All weights come from the checkpoint, so that those of a model that was trained anew in its folder would go."""
+    with pytest.raises(InputError, match=r"start_weights: then .*insist: resume_despite: \[start_weights\]"):
+        resume(whole, "sft", tmp_path, model=tiny_model(seed=1, attention_dropout=0.1))
     _, expected, expected_weights = whole("sft")
-    assert losses == expected
-    assert all(map(torch.equal, weights, expected_weights))
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "resumed" / "checkpoint-2", attention_dropout=0.1)
+    for model, despite in ((own, None), (tiny_model(seed=1, attention_dropout=0.1), "start_weights")):
+        losses, weights = resume(whole, "sft", tmp_path, model=model, resume_despite=despite)
+        assert losses == expected
+        assert all(map(torch.equal, weights, expected_weights))
+
+
+def test_an_adapter_that_was_trained_anew_is_another_start(whole, tmp_path):
+    """Of one that is continued, whose checkpoints have all its weights."""
+    model = peft.get_peft_model(tiny_model(attention_dropout=0.1), peft.LoraConfig(r=4, **REST))
+    build("sft", tmp_path, model=copy.deepcopy(model)).train()
+    torch.nn.init.ones_(next(weight for name, weight in model.named_parameters() if "lora_B" in name))
+    with pytest.raises(InputError, match="start_weights: then "):
+        build("sft", tmp_path, model=model).train(resume_from_checkpoint="auto")
+
+
+def test_a_checkpoint_beyond_max_steps_is_refused(whole, tmp_path):
+    with pytest.raises(InputError, match=r"checkpoint-2 is of step 2, and max_steps is 1: raise it, or "):
+        resume(whole, "sft", tmp_path, max_steps=1)
 
 
 def test_who_insists_may_resume_with_other_settings(whole, tmp_path):
