@@ -4,7 +4,7 @@ Every option of the Config counts but for those named here, which change no weig
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import datasets
@@ -12,7 +12,7 @@ import peft
 
 from ..engines import sharded
 from ..errors import shown
-from ..models import score_cache
+from ..models import adapters, score_cache
 from ..scoring import forward
 from ..watch.symptoms import listed
 
@@ -86,17 +86,22 @@ def base_weights(model: Any, peft_config: Any, method: Any) -> str:
     """A hash of the weights that a checkpoint lacks: those that are frozen, or what a reference begins as. Of what
     ZeRO-3 has cut it is that of this rank's part: such a run is resumed by as many ranks."""
     all_of_them = method.second == "reference" and peft_config is None
-    return _weights_key(model, lambda weight: all_of_them or not weight.requires_grad)
+    return _weights_key(weight for weight in model.named_parameters() if all_of_them or not weight[1].requires_grad)
 
 
 def start_weights(model: Any, peft_config: Any) -> str | None:
-    """A hash of the trained weights that a run begins with; None of a new adapter, which the seed draws."""
-    return None if peft_config is not None else _weights_key(model, lambda weight: weight.requires_grad)
+    """A hash of the trained weights that a run begins with, without those of a new adapter, which are drawn at random:
+    a LoRA that is continued has some B that is not 0, and of other kinds it is not known."""
+    if peft_config is not None:
+        return None
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    if isinstance(model, peft.PeftModel) and not any(weight.any() for name, weight in trained if "lora_B" in name):
+        trained = [(name, weight) for name, weight in trained if not adapters.of_adapters(model, name)]
+    return _weights_key(trained)
 
 
-def _weights_key(model: Any, counts: Callable[[Any], bool]) -> str:
-    kept = {name: getattr(weight, "ds_tensor", weight) for name, weight in model.named_parameters() if counts(weight)}
-    return score_cache.weights_key(kept, sample=SAMPLE)
+def _weights_key(weights: Iterable[tuple[str, Any]]) -> str:
+    return score_cache.weights_key({name: getattr(w, "ds_tensor", w) for name, w in weights}, sample=SAMPLE)
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -> dict[str, str]:
