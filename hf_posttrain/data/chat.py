@@ -8,7 +8,7 @@ import datetime
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import lru_cache
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import InputError, named, nearest, shown
+from ..errors import InputError, error_context, named, nearest, shown
 from .messages import Messages, call_names, check_unicode
 from .template import parsed
 
@@ -25,7 +25,7 @@ _PROBE = "sentinel7391"
 _DAY = datetime.date(2024, 7, 26)
 """Today's date to templates that write one, so that rows are the same on every day: it is Llama 3.1's own default."""
 _TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
+_OURS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"} - {"documents"}
 """What each rendering is given by us, and `template_kwargs` may not have."""
 
 
@@ -199,6 +199,12 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
+def refuse_ours(template_kwargs: Iterable[str]) -> None:
+    """Raises InputError for options of a template that each rendering is given by us."""
+    if ours := named(key for key in template_kwargs if key in _OURS):
+        raise InputError(f"{ours} cannot be given: each rendering has its own")
+
+
 def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None = None) -> int:
     """The id that ends an assistant turn in training rows: the first special token that the template writes after its
     content. What generation stops at: `models.prepare.find_terminal_ids`.
@@ -208,14 +214,14 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
     """
     if not tokenizer.chat_template:
         return eos_id(tokenizer)
-    if ours := named(key for key in template_kwargs or () if key in OURS):
-        raise InputError(f"chat_template_kwargs: {ours} cannot be given: each rendering has its own")
+    with error_context("chat_template_kwargs"):
+        refuse_ours(template_kwargs or {})
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = ChatTemplate(tokenizer, None, template_kwargs).render(probe).rpartition(_PROBE)[2]
     known = _variables(tokenizer.get_chat_template())
     # a recipe for Qwen's models may be run with another: its switch is told where it does nothing, see `find_unread`
     for key in {*(template_kwargs or ())} - known - {"enable_thinking"}:
-        if near := nearest(key, known - OURS, listed=False):
+        if near := nearest(key, known - _OURS, listed=False):
             raise InputError(f"chat_template_kwargs: the chat template does not know {shown(key)}{near}")
     special = special_ids(tokenizer)
     ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]

@@ -234,8 +234,7 @@ def read_template_kwargs(value: Any) -> dict:
         value = json.loads(value) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise InputError(f"expected a mapping of options for the chat template, found {shown(value)}")
-    if ours := named(key for key in value if key in chat.OURS):
-        raise InputError(f"{ours} cannot be given: each rendering has its own")
+    chat.refuse_ours(value)
     if problem := switch_problem(value):
         raise InputError(problem)
     return {name: option for name, option in value.items() if option is not None}

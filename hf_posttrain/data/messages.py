@@ -17,8 +17,6 @@ _MISTAKEN = _ROLES | _OTHER_NAMES | {"bot": "assistant"}
 """What a role may have been meant to be, in small letters: the role that templates know."""
 _SHAREGPT = _ROLES | _OTHER_NAMES | {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
 """What `from` may be: the role."""
-
-
 _WRITTEN = re.compile(r"""\s*[\[{].*["'](role|from)["']""", re.DOTALL)
 
 

@@ -153,8 +153,9 @@ def _last_values(state: dict[str, Any], history: History, best_step: int | None)
     found: dict[str, float] = {}
     again = Counter[str]()
     for entry in state.get("log_history", []):
-        found |= _curves(entry)
-        again.update(_curves(entry).keys() if entry.get("step") == state.get("global_step") else ())
+        logged = _curves(entry)
+        found |= logged
+        again.update(logged.keys() if entry.get("step") == state.get("global_step") else ())
     for key, (steps, values) in history.items():
         if key.startswith("eval_") and best_step in steps and again[key] < 2:
             found[key] = values[steps.index(best_step)]
