@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from . import __version__
 from .errors import InputError, RunStopped, printable
 from .recipe import build as parts
-from .recipe.cli import parse
+from .recipe.cli import parse, tell
 from .recipe.fields import train_fields
 from .recipe.read import load_recipe
 from .recipe.sections import Recipe
@@ -279,7 +279,7 @@ def preflight(arguments: Any) -> int:
         raise
     if found is None:  # another rank prints it
         return 0
-    print(found.to_json() if arguments.json else found.text(sys.stdout.isatty()))
+    tell(found.to_json() if arguments.json else found.text(sys.stdout.isatty()))
     return found.status
 
 

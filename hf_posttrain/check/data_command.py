@@ -6,7 +6,6 @@ The file is read as a stream. What reads rows is imported once it is needed, so 
 import argparse
 import itertools
 import json
-import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from ..data import suggest
 from ..errors import InputError, error_context, named
 from ..methods import METHODS
 from ..models.section import ModelSection
+from ..recipe.cli import tell
 from ..recipe.sections import Source
 
 ROWS = 100  # that are looked at
@@ -63,10 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         tokenizer = load_tokenizer(ModelSection(given.model))
     lines, code = described(rows, given.file, [given.method] if given.method else list(METHODS), columns, tokenizer)
-    try:
-        print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # `| head` has read enough, and what is left is not to be told
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    tell("\n".join(lines))
     return code
 
 

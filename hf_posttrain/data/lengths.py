@@ -19,11 +19,12 @@ logger = logging.getLogger(__package__)
 
 
 class _ByLength(LengthGroupedSampler):
-    """HF's sampler draws from the global generator, which gives another order on each rank and after a resume."""
+    """HF's sampler draws from the global generator, which gives another order on each rank and after a resume; and
+    groups the rows that one process takes in a step, which gives another order where there are more processes."""
 
-    def __init__(self, sampler: LengthGroupedSampler, seed: int):
+    def __init__(self, sampler: LengthGroupedSampler, rows_per_step: int, seed: int):
         self.__dict__ |= vars(sampler)
-        self.seed, self.epoch = seed, 0
+        self.batch_size, self.seed, self.epoch = rows_per_step, seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Called by the data loader."""
@@ -34,11 +35,12 @@ class _ByLength(LengthGroupedSampler):
         return super().__iter__()
 
 
-def seeded_sampler(sampler: Any, args: Any) -> Any:
-    """A sampler by length whose order depends on (data_seed or seed, epoch); any other as it is."""
+def seeded_sampler(sampler: Any, args: Any, rows_per_step: int) -> Any:
+    """A sampler by length whose order depends on (data_seed or seed, epoch) and the rows of an optimizer step on all
+    ranks; any other as it is."""
     if not isinstance(sampler, LengthGroupedSampler):
         return sampler
-    return _ByLength(sampler, args.seed if args.data_seed is None else args.data_seed)
+    return _ByLength(sampler, rows_per_step, args.seed if args.data_seed is None else args.data_seed)
 
 
 def with_lengths(rows: Any, args: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import datasets
 import evaluate
 import torch
+import xxhash
 
 from ..errors import InputError
 from .final_answer import final_answer
@@ -48,18 +49,34 @@ def first_turn(row: dict) -> list[int]:
     return answer[: mask.index(0)] if 0 in mask else answer
 
 
+def asked(trainer: Any, rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]], int]:
+    """(prompts, their right answers, how many rows were left out) of prepared rows: of answers of several turns the
+    first, and none that max_length has cut, whose final answer is not known. Raises what `answerable` does."""
+    prompts, gold = answerable(rows)
+    gold = [until_terminal(answer, trainer.terminal_ids) for answer in gold]
+    whole = [n for n, answer in enumerate(gold) if answer[-1] in trainer.terminal_ids] or [*range(len(gold))]
+    return [prompts[n] for n in whole], [gold[n] for n in whole], len(gold) - len(whole)
+
+
+def answers_key(trainer: Any, rows: Any) -> Any:
+    """A hash of the final answers that exact match looks for, one under every tokenizer; None without them."""
+    if isinstance(rows, dict):
+        return {name: answers_key(trainer, part) for name, part in rows.items()}
+    if not trainer.args.eval_exact_match or "prompt_ids" not in (getattr(rows, "column_names", None) or ()):
+        return None
+    answers = trainer.tokenizer.batch_decode(asked(trainer, rows)[1], skip_special_tokens=True)
+    return xxhash.xxh3_64_hexdigest(repr([*map(final_answer, answers)]).encode())[:12]
+
+
 def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     """The share of prompts whose greedy answer has the final answer of the data (of its chosen or desirable answer).
 
     Raises InputError for rows without a prompt or an answer.
     """
-    prompts, gold = answerable(rows)
-    # answers of several turns end with the first, and of those that max_length has cut the final answer is not known
-    gold = [until_terminal(answer, trainer.terminal_ids) for answer in gold]
-    whole = [n for n, answer in enumerate(gold) if answer[-1] in trainer.terminal_ids] or [*range(len(gold))]
-    if cut := len(gold) - len(whole):
-        logger.warning("eval_exact_match: %d of %d answers of the data do not end: they are left out", cut, len(gold))
-    prompts, gold = [prompts[n] for n in whole], [gold[n] for n in whole]
+    prompts, gold, cut = asked(trainer, rows)
+    if cut:
+        said = "eval_exact_match: %d of %d answers of the data do not end: they are left out"
+        logger.warning(said, cut, cut + len(gold))
     args, accelerator = trainer.args, trainer.accelerator
     # each rank answers its share of the rows; hits and answers are added up over the ranks
     mine = slice(accelerator.process_index, None, accelerator.num_processes)

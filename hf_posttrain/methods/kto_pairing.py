@@ -1,13 +1,14 @@
 """What KTO needs besides its loss: a partner of each row, and BCO's running mean of rewards."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.trainer_callback import ExportableState, TrainerCallback
+from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 
 from ..errors import InputError
 from ..trainer.loss_units import sum_and_count
@@ -63,6 +64,12 @@ class RunningMean(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
         return {"args": {}, "attributes": {"total": self.total.tolist()}}
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go back to the mean of the best weights, where they were loaded."""
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            best = TrainerState.load_from_json(str(Path(state.best_model_checkpoint, "trainer_state.json")))
+            self.on_train_begin(args, best, control)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin anew, or with the mean of the checkpoint that training resumes from."""

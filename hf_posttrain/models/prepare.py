@@ -187,13 +187,12 @@ def switch_off_noise(model: nn.Module) -> list[str]:
     inner.own_rates = getattr(inner, "own_rates", [])  # of an earlier trainer of the same model
     owner: Any
     for owner in (inner.config, inner.config.get_text_config(), *model.modules()):
-        floats = {name: value for name, value in vars(owner).items() if isinstance(value, float)}
-        rates = {name: value for name, value in floats.items() if "drop" in name and value > 0}
-        if isinstance(owner, nn.Dropout) and owner.p:
+        rates = {name: value for name, value in vars(owner).items() if "drop" in name and _is_on(value)}
+        if "Dropout" in type(owner).__name__ and _is_on(getattr(owner, "p", None)):  # torch's, PEFT's for BOFT
             rates["p"] = owner.p
         if rates:
             inner.own_rates.append((owner, rates))
-            vars(owner).update(dict.fromkeys(rates, 0.0))
+            vars(owner).update(_switched_off(rates))
             found.update("dropout" if name == "p" else name for name in rates)
     module: Any
     for module in model.modules():
@@ -203,6 +202,15 @@ def switch_off_noise(model: nn.Module) -> list[str]:
             module.eval()
             found.update(name for name, rate in vars(module).items() if "jitter" in name and rate)
     return sorted(found)
+
+
+def _is_on(rate: Any) -> bool:
+    """Of dropout: a number above 0, or one of those that PEFT keeps for each adapter."""
+    return any(map(_is_on, rate.values())) if isinstance(rate, dict) else isinstance(rate, float) and rate > 0
+
+
+def _switched_off(rates: dict[str, Any]) -> dict[str, Any]:
+    return {name: _switched_off(rate) if isinstance(rate, dict) else 0.0 for name, rate in rates.items()}
 
 
 def switch_on_noise(model: nn.Module) -> None:
@@ -230,4 +238,4 @@ def own_rates(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for owner, values in rates:
-            vars(owner).update(dict.fromkeys(values, 0.0))
+            vars(owner).update(_switched_off(values))

@@ -50,6 +50,14 @@ class Parser(argparse.ArgumentParser):
         raise InputError(f"command line: {message}")
 
 
+def tell(text: str) -> None:
+    """Print what a command found; whoever reads it may stop before its end, as `| head` does."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left is not to be told when Python ends either
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """`argv` (None: of the process) -> recipe (a path), overrides (texts `section.key=value`) and the options. Raises
     InputError for an unknown option (with the nearest), options that do not go together, and no recipe."""

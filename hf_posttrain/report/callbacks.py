@@ -28,7 +28,7 @@ from .. import __version__
 from ..engines import engine, launch
 from ..errors import InputError
 from ..generation import rollout
-from ..generation.exact_match import first_turn
+from ..generation.exact_match import answers_key, first_turn
 from ..models.reference import COPY
 from ..scoring import forward as scoring
 from ..trainer.same_run import describe_rows
@@ -157,6 +157,7 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
         "train_rows": trainer.described.get("train_dataset"),
         "eval_rows": describe_rows(trainer, trainer.eval_dataset),
+        "eval_answers": answers_key(trainer, trainer.eval_dataset),
         # under ZeRO-3 the key is of this rank's part
         "second_model": None if engine.zero_stage(trainer.accelerator) == 3 else trainer.second_key,
         "rows_per_step": trainer.get_total_train_batch_size(args),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, printable
+from ..recipe.cli import tell
 from . import page
 from .charts import format_number, make_charts
 from .run_folder import Run, read
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
         raise InputError(f"--output {file} cannot be written ({error.strerror})") from error
-    print("\n".join([*table, "", str(file)]))
+    tell("\n".join([*table, "", str(file)]))
     return 0
 
 
@@ -141,7 +142,8 @@ def _explain_other_tokens(runs: list[Run]) -> list[str]:
 def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
     """(metric and split, for each run its value and: is it the best?), the latter among evaluations that measure the
     same. reason: of `explain_incomparable`; with one, losses get no mark."""
-    marked: tuple[str, ...] = OF_ANSWERS if len(_evaluated(runs)) == 1 else ()
+    answers = {run.record.get("eval_answers") for run in runs} - {None}
+    marked: tuple[str, ...] = OF_ANSWERS if len(_evaluated(runs)) == 1 and len(answers) < 2 else ()
     if not _explain_other_scores(runs) and not _explain_other_tokens(runs):
         marked += OF_SCORES
     if not reason:

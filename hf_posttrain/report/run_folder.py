@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -106,7 +106,7 @@ def read(folder: str | Path) -> Run:
                    for kind in ([folder / STATE], checkpoints))  # fmt: skip
     if not states:
         raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
-    state_file = max([*own, *others[-1:]] or states, key=lambda path: path.stat().st_mtime)
+    state_file = _latest([*own, *others[-1:]] or states)
     state = _read_json(state_file) if own or others else {}
     # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
     results, recipe = folder / "all_results.json", folder / "recipe.yaml"
@@ -160,6 +160,16 @@ def _last_values(state: dict[str, Any], history: History, best_step: int | None)
         if key.startswith("eval_") and best_step in steps and again[key] < 2:
             found[key] = values[steps.index(best_step)]
     return found
+
+
+def _latest(states: Sequence[Path]) -> Path:
+    """The latest trainer_state.json: of one run that with the longest log, since a copy's files have other times; of
+    two runs the file that was written last."""
+    logs = [_read_json(path).get("log_history", []) for path in states]
+    shortest, longest = min(logs, key=len), max(logs, key=len)
+    if json.dumps(shortest) == json.dumps(longest[: len(shortest)]):  # as text, for NaN
+        return states[logs.index(longest)]
+    return max(states, key=lambda path: path.stat().st_mtime)
 
 
 def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:

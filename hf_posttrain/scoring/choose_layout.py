@@ -186,7 +186,11 @@ def own_logits(model: nn.Module, ids: Sequence[int], last: int) -> Tensor:
     """The logits of the last tokens by the model's own forward, [last, V]."""
     inner = forward.causal_lm(model)
     few = {"logits_to_keep": last} if "logits_to_keep" in inspect.signature(type(inner).forward).parameters else {}
-    return model(input_ids=torch.tensor([ids], device=inner.device), use_cache=False, **few).logits[0, -last:].float()
+    output = model(input_ids=torch.tensor([ids], device=inner.device), use_cache=False, **few)
+    if not isinstance(logits := getattr(output, "logits", None), Tensor) or logits.ndim != 3:
+        problem = "does not give each token the logits of the next: it is no causal LM"
+        raise InputError(f"{type(inner).__name__} {problem}, which AutoModelForCausalLM loads")
+    return logits[0, -last:].float()
 
 
 def spans(model: PreTrainedModel) -> list[int]:

@@ -327,8 +327,9 @@ class PostTrainer(Trainer):
         return model, sequence.split(self, dataloader)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        """HF's; grouped by length too, the order depends on seed and epoch alone."""
-        return seeded_sampler(super()._get_train_sampler(train_dataset), self.args)
+        """HF's; grouped by length too, the order depends on seed, epoch and the rows of a step alone."""
+        rows_per_step = self.get_total_train_batch_size(self.args)
+        return seeded_sampler(super()._get_train_sampler(train_dataset), self.args, rows_per_step)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Any:
         """Rows are evaluated in order, however training rows are sampled."""

@@ -250,8 +250,6 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         mend = "keep per_device_train_batch_size x gradient_accumulation_steps x processes, or set ignore_data_skip"
         problem = f"rows would be skipped or seen twice: {mend} to begin the epoch again"
         yield f"{this} trained {rows_then} rows a step and this run {rows_now}, so {problem}"
-    if 0 < trainer.args.max_steps < (step := _step(checkpoint)):
-        yield f"{this} is of step {step}, and max_steps is {trainer.args.max_steps}: raise it, or {restart}"
     now_run = dict(trainer.described)
     if Path(trainer.scored[0].config.name_or_path) == checkpoint:
         now_run.pop("start_weights", None)  # the model was loaded from the checkpoint, which has them anyway
@@ -264,13 +262,14 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
         yield f"{this} was written with other settings: {'; '.join(lines[:6])}{more}. To resume, set them back, {way}"
 
 
-def _find_best(state: Any, resumed: Path) -> str | None:
-    """The best checkpoint of a run that is resumed: next to the one that is, since the folder may have been moved, or
-    where it was. By its logs it is told from one that another run has left there."""
+def _find_best(state: Any, output_dir: str, resumed: Path) -> str | None:
+    """The best checkpoint of a run that is resumed: in output_dir, next to the one that is, since the folder may have
+    been moved, or where it was. By its logs it is told from one that another run has left there."""
     if not state.best_global_step:
         return None
     name = f"checkpoint-{state.best_global_step}"
-    for place in (resumed.parent / name, Path(state.best_model_checkpoint or name)):
+    # output_dir first: where old ones are deleted, the best is known by its path as that spells it
+    for place in (Path(output_dir, name), resumed.parent / name, Path(state.best_model_checkpoint or name)):
         with suppress(OSError, ValueError):
             logged = json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
             if json.dumps(logged) == json.dumps(state.log_history[: len(logged)]):  # as text, for NaN
@@ -281,10 +280,18 @@ def _find_best(state: Any, resumed: Path) -> str | None:
 
 def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
     """HF's: passes done, and micro-batches of the next to skip. It takes all steps of a stream for its first pass; but
-    `epoch` counts those done, and each step since as 1 / max_steps."""
+    `epoch` counts those done, and each step since as 1 / max_steps.
+
+    Raises InputError where the checkpoint has taken more steps than this run shall take.
+    """
     found, checkpoint = Trainer._init_training_state(self, *args, **kwargs), args[3]
+    if self.state.global_step > (planned := self.state.max_steps):
+        raise InputError(
+            f"the checkpoint {checkpoint} is of step {self.state.global_step}, and this run takes {planned}: raise "
+            "max_steps or num_train_epochs, or train into another output_dir"
+        )
     if checkpoint is not None:
-        self.state.best_model_checkpoint = _find_best(self.state, Path(checkpoint))
+        self.state.best_model_checkpoint = _find_best(self.state, self.args.output_dir, Path(checkpoint))
     if checkpoint is None or has_length(self.train_dataset):
         return found
     whole = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]

@@ -158,8 +158,11 @@ def check_arguments(
     """`kwargs` of a trainer class without those of TRL that change nothing. Raises InputError for what cannot be
     honoured."""
     if not isinstance(args, trainer.config_class):
-        wrong = f"args must be a {trainer.config_class.__name__}, not a {type(args).__name__}"
-        raise InputError(f"{wrong}: after the model name all arguments (args=..., train_dataset=...)")
+        own = trainer.config_class.__name__
+        mend = "after the model name all arguments (args=..., train_dataset=...)"
+        if isinstance(args, TrainingArguments):
+            mend = f"it takes the same options and the method's own: build a {own}"
+        raise InputError(f"args must be a {own}, not a {type(args).__name__}: {mend}")
     kept = rules.keywords(trainer.__name__, kwargs, inspect.signature(Trainer.__init__).parameters)
     if data_collator is not None or kept.get("compute_loss_func") is not None:
         problem = "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"

@@ -136,7 +136,9 @@ def _loads_pretrained(trainer: Any) -> bool:
 
 
 def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
-    """HF's draft, unless the folder has the report's card, which says more."""
+    """HF's draft, unless the folder has the report's card, which says more. dataset_name: TRL's name of `dataset`."""
+    if "dataset_name" in kwargs:
+        kwargs["dataset"] = kwargs.pop("dataset_name")
     card = Path(self.args.output_dir, "README.md")
     if not (card.exists() and CARD_MARKER in card.read_text(encoding="utf-8", errors="replace")):
         Trainer.create_model_card(self, *args, **kwargs)
@@ -214,6 +216,8 @@ def check_mergeable(model: Any) -> None:
     quantised = has_adapter and getattr(model.get_base_model(), "is_quantized", False)
     if problem := rules.merge_problem(has_adapter, quantised):
         raise InputError(problem)
+    if any(getattr(adapter, "layer_replication", None) for adapter in model.peft_config.values()):
+        raise InputError("merge_lora: the copies of layer_replication share weights: save it without merge_lora")
     # of each kind the smallest is copied: a head has gigabytes
     found: list[Any] = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
     found.sort(key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
@@ -221,7 +225,7 @@ def check_mergeable(model: Any) -> None:
         for layer in {type(layer): layer for layer in found}.values():
             if not any(hasattr(weight, "ds_id") or weight.is_meta for weight in layer.parameters()):  # whole and here
                 copy.deepcopy(layer).merge()
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, RuntimeError) as error:  # NotImplementedError too
         raise InputError(f"merge_lora: PEFT cannot merge this adapter ({error}): save it without merge_lora") from error
 
 

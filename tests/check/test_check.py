@@ -234,6 +234,14 @@ def test_samples_show_what_is_trained(folder):
     assert "\033[1;32m 4<|im_end|>\033[0m" in sample.lines(colour=True)[1]
 
 
+def test_answers_that_opd_trains_in_part_are_shown_as_trained(folder):
+    given = ["method=opd", "teacher={name_or_path: other}", "data.eval=null", "train.max_completion_length=8"]
+    for lmbda, trained in ((1.0, False), (0.5, True)):
+        found = checked(*given, f"train.lmbda={lmbda}").tokens
+        assert any(piece.trained for sample in found.samples for piece in sample.pieces) == trained
+        assert bool(found.answers) == trained
+
+
 def test_what_the_template_does_not_write_is_said_once(folder):
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "weight": 1}]
     write_rows(folder / "rows.jsonl", [{"messages": messages}])

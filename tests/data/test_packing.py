@@ -1,13 +1,16 @@
 """SFT packing: every example once, full rows, and the numbers of the unpacked examples."""
 
 import logging
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
 import pytest
 from models_for_tests import tiny_model
 from training_for_tests import assert_same_step, one_step, token_rows, trainer_for
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from hf_posttrain.data.lengths import seeded_sampler
 from hf_posttrain.data.packing import best_fit, pack
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods.sft import supervised_examples
@@ -23,6 +26,15 @@ def test_best_fit_by_hand():
     assert best_fit([1, 2, 3, 4, 5, 6], 10) == [[0], [1, 2, 4], [3, 5]]
     assert best_fit([7, 7, 3, 3], 10) == [[0, 3], [1, 2]]
     assert best_fit([10, 10], 10) == [[0], [1]]
+
+
+def test_rows_by_length_have_one_order_on_any_number_of_processes():
+    """A run that is resumed on two processes skipped rows, and saw others twice."""
+    lengths = np.random.default_rng(0).integers(1, 500, 1024).tolist()
+    args = SimpleNamespace(seed=3, data_seed=None)
+    one, two = (list(seeded_sampler(LengthGroupedSampler(rows, lengths=lengths), args, 8)) for rows in (8, 4))
+    assert one == two
+    assert sorted(one) == list(range(1024))
 
 
 def test_realistic_lengths_fill_the_rows():

@@ -202,6 +202,18 @@ def test_gradient_ratio_is_the_configured_weight(label, tmp_path):
     assert_same_step((twice[0] / 2.5, {n: g / 2.5 for n, g in twice[1].items()}), once)
 
 
+def test_best_weights_are_evaluated_with_their_own_bco_shift(tmp_path):
+    rows = token_rows("kto")
+    trainer = trainer_for(
+        "kto", tiny_model(), rows, tmp_path, loss_type="bco", beta=2.0, second=tiny_model(seed=9), eval_rows=rows,
+        max_steps=4, learning_rate=1e-2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+        load_best_model_at_end=True, greater_is_better=True,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step < 4
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(trainer.state.best_metric, abs=1e-6)
+
+
 def test_bco_shift_is_the_mean_reward_of_the_windows_before(tmp_path):
     trainer = run(token_rows("kto"), tmp_path, loss_type="bco", max_steps=3, second=tiny_model(seed=9))
     logs = [log for log in trainer.state.log_history if "loss" in log]

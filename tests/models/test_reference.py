@@ -3,6 +3,7 @@
 import copy
 import json
 import logging
+from functools import partial
 
 import datasets
 import peft
@@ -147,6 +148,24 @@ def test_disable_dropout_reaches_rates_by_any_name(name, tmp_path, caplog):
     assert all(config[rate] == 0.5 for rate in NOISY[name])
     with torch.no_grad():
         assert torch.equal(policy.train()(ids, use_cache=False).logits, expected)
+
+
+@pytest.mark.parametrize("made", [
+    partial(peft.LoHaConfig, rank_dropout=0.5, module_dropout=0.5),
+    partial(peft.LoKrConfig, rank_dropout=0.5, module_dropout=0.5),
+    partial(peft.BOFTConfig, boft_block_size=4, boft_dropout=0.5),
+], ids=["loha", "lokr", "boft"])  # fmt: skip
+def test_disable_dropout_reaches_adapters_that_keep_their_own_rates(made, tmp_path):
+    """In a dictionary, or in a dropout that is none of torch's."""
+    config = made(target_modules=["q_proj", "v_proj"], init_weights=False)
+    rows, ids = token_rows("dpo"), torch.arange(20)[None]
+    policy = trainer_for("dpo", tiny_model("llama"), rows, tmp_path, peft_config=config).model
+    with torch.no_grad():
+        assert torch.equal(policy.train()(ids, use_cache=False).logits, policy.eval()(ids, use_cache=False).logits)
+    policy = trainer_for("sft", policy, token_rows("sft"), tmp_path, disable_dropout=False).model
+    with torch.no_grad():
+        noisy = {policy.train()(ids, use_cache=False).logits.sum().item() for _ in range(9)}
+    assert len(noisy) > 1
 
 
 @pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))

@@ -97,6 +97,8 @@ def test_losses_are_ranked_only_where_they_measure_the_same(tmp_path, recipe, re
         ({"eval_rows": "8 rows (a)"}, {"eval_rows": "8 rows (a)"}, "", True, True),
         # another tokenizer, template, mask or length
         ({"eval_rows": "8 rows (a)"}, {"eval_rows": "8 rows (b)"}, "the tokens of their evaluation data", False, True),
+        # a file was written anew between the runs
+        ({"eval_answers": "a"}, {"eval_answers": "b"}, "", True, False),
         ({"second_model": "x"}, {"second_model": "y"}, "their second models", False, True),
         ({"second_model": "x"}, {"second_model": None}, "", True, True),  # without LoRA and with it
         ({"base_model": "x"}, {"base_model": "y"}, "their reference models", False, True),

@@ -298,12 +298,23 @@ def test_a_checkpoint_that_is_newer_than_the_end_of_an_earlier_run(tmp_path):
     folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
     for file in folder.iterdir():
         os.utime(file, (1000, 1000))
-    leave_run(folder / "checkpoint-5", log_of(5), taken=5, recipe=None)
+    leave_run(folder / "checkpoint-5", log_of(5, loss=lambda step: 9.0 / step), taken=5, recipe=None)
     run = read(folder)
     assert run.steps == (5, 20)
     assert (run.recipe, run.results) == ({}, {})
     os.utime(folder / "checkpoint-5" / "trainer_state.json", (500, 500))
     assert read(folder).results == {"train_runtime": 75.2}
+
+
+def test_a_copied_folder_is_read_as_the_run_itself(tmp_path):
+    """Copies have other times: a checkpoint's state may be the file that was written last."""
+    folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
+    leave_run(folder / "checkpoint-5", log_of(5), taken=5)
+    for file in folder.iterdir():
+        os.utime(file, (1000, 1000))
+    run = read(folder)
+    assert (run.steps, run.results) == ((20, 20), {"train_runtime": 75.2})
+    assert run.recipe
 
 
 def test_checkpoints_of_an_earlier_run_are_not_those_of_a_fresh_one(tmp_path):

@@ -7,6 +7,7 @@ import torch
 from architectures import WINDOW, tiny
 from models_for_tests import CONFIGS, tiny_model
 from training_for_tests import quick
+from transformers import Qwen3ForSequenceClassification, Qwen3Model
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.scoring import choose_layout, forward
@@ -65,6 +66,13 @@ def test_a_model_that_looks_ahead_is_refused():
     with pytest.raises(InputError, match=r"BertLMHeadModel lets a token see those behind it.*is_decoder"):
         trusted_layout([encoder], "padded", explicit=False)
     assert trusted_layout([scoring(tiny("bert", is_decoder=True))], "padded", explicit=False) == "padded"
+
+
+@pytest.mark.parametrize("kind", [Qwen3Model, Qwen3ForSequenceClassification])
+def test_a_model_without_logits_of_tokens_is_refused(kind):
+    other = kind(tiny_model().config)
+    with pytest.raises(InputError, match=rf"{kind.__name__} does not give each token .* AutoModelForCausalLM loads"):
+        trusted_layout([scoring(other)], "padded", explicit=False)
 
 
 def test_products_of_several_tensors_in_one_argument_are_in_float32():

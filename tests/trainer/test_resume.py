@@ -7,7 +7,7 @@ import pytest
 import torch
 from datasets import IterableDataset
 from models_for_tests import CONFIGS, tiny_model
-from training_for_tests import METHODS, logged, second_model, token_rows, trainer_for
+from training_for_tests import METHODS, logged, quick, second_model, token_rows, trainer_for
 
 VARIANTS = [(method, {}) for method in METHODS] + [
     ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}),
@@ -63,7 +63,7 @@ def test_resume_of_every_architecture(method, architecture, tmp_path):
     assert_resume_is_exact(method, {}, False, tmp_path, architecture)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick("dpo", "opd", among=METHODS))
 def test_same_seed_same_run_and_another_seed_another(method, tmp_path):
     seeds = (1, 1, 2)
     runs = [trainer(method, tmp_path / str(n), False, {"max_steps": 3, "seed": s}) for n, s in enumerate(seeds)]
@@ -74,7 +74,7 @@ def test_same_seed_same_run_and_another_seed_another(method, tmp_path):
 
 
 @pytest.mark.parametrize(("count", "accumulated", "saved", "steps"), [
-    (9, 1, "steps", [4]),  # in the first pass
+    pytest.param(9, 1, "steps", [4], marks=pytest.mark.slow),  # in the first pass
     (3, 1, "epoch", [3]),  # between two
     (5, 2, "steps", [3, 4]),  # in the second, and at its end, where a row is left out
 ])  # fmt: skip

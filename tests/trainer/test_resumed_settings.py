@@ -248,9 +248,12 @@ def test_an_adapter_that_was_trained_anew_is_another_start(whole, tmp_path):
         build("sft", tmp_path, model=model).train(resume_from_checkpoint="auto")
 
 
-def test_a_checkpoint_beyond_max_steps_is_refused(whole, tmp_path):
-    with pytest.raises(InputError, match=r"checkpoint-2 is of step 2, and max_steps is 1: raise it, or "):
-        resume(whole, "sft", tmp_path, max_steps=1)
+@pytest.mark.parametrize("fewer", [{"max_steps": 1}, {"max_steps": -1, "num_train_epochs": 0.25}])
+def test_a_checkpoint_beyond_the_last_step_is_refused(fewer, tmp_path):
+    """Its weights were saved as those of the shorter run. At a constant rate no other setting tells."""
+    build("sft", tmp_path, lr_scheduler_type="constant").train()
+    with pytest.raises(InputError, match=r"checkpoint-3 is of step 3, and this run takes 1: raise max_steps or num_"):
+        build("sft", tmp_path, lr_scheduler_type="constant", **fewer).train(resume_from_checkpoint="auto")
 
 
 def test_who_insists_may_resume_with_other_settings(whole, tmp_path):

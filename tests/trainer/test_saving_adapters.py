@@ -110,10 +110,24 @@ def test_buffers_and_odd_prefixes_of_a_model_are_no_obstacle(name, tmp_path):
     torch.testing.assert_close(logits(loaded), logits(trainer.model))
 
 
-def test_an_adapter_that_peft_cannot_merge_is_told_at_construction(tmp_path):
-    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules="all-linear", alora_invocation_tokens=[4, 5])
-    with pytest.raises(InputError, match=r"PEFT cannot merge this adapter \(aLoRA does not"):
-        trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, peft_config=config, merge_lora=True)
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"alora_invocation_tokens": [4, 5]}, r"PEFT cannot merge this adapter \(aLoRA does not"),
+        ({"lora_bias": True}, r"PEFT cannot merge this adapter \(Impossible to merge LoRA with `lora_bias=True`"),
+        ({"layer_replication": [(0, 2), (1, 2)]}, "the copies of layer_replication share weights"),
+    ],
+)
+def test_an_adapter_that_peft_cannot_merge_is_told_at_construction(options, problem, tmp_path):
+    config = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"], **options)
+    with pytest.raises(InputError, match=problem):
+        trainer_for("sft", tiny_model("llama"), token_rows("sft"), tmp_path, peft_config=config, merge_lora=True)
+
+
+def test_a_model_card_is_asked_for_as_in_trl(tmp_path):
+    trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path)
+    trainer.create_model_card(model_name="mine", dataset_name="the/rows")
+    assert "the/rows" in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize("merged", [False, True])

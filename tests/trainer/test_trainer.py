@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import pickle
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -38,6 +39,7 @@ from transformers import (
     GPT2LMHeadModel,
     HfArgumentParser,
     TrainerCallback,
+    TrainingArguments,
 )  # fmt: skip
 
 import hf_posttrain
@@ -603,6 +605,11 @@ def test_hugging_faces_argument_parser_reads_every_config(method, tmp_path):
     assert "--chat_template_kwargs" in parser.format_help()
 
 
+def test_other_arguments_than_the_config_are_refused(tmp_path):
+    with pytest.raises(InputError, match=r"must be a SFTConfig, not a TrainingArguments: .* build a SFTConfig"):
+        SFTTrainer(tiny_model(), TrainingArguments(str(tmp_path), use_cpu=True))
+
+
 def test_replacing_collator_or_loss_is_refused(tmp_path):
     for name in ("data_collator", "compute_loss_func"):
         with pytest.raises(InputError, match="cannot be replaced"):
@@ -1115,6 +1122,17 @@ def test_a_run_whose_folder_was_moved_ends_with_its_best_weights(tmp_path):
     again.train(resume_from_checkpoint=str(moved / "checkpoint-4"))
     again.save_model()
     assert torch.equal(weights_of(other), weights_of(moved / "checkpoint-2"))
+
+
+def test_the_best_checkpoint_is_kept_however_the_resumed_one_is_spelled(tmp_path, monkeypatch):
+    """It was deleted as one of the oldest, and the run ended without a model."""
+    monkeypatch.chdir(tmp_path)
+    rows, config = token_rows("sft"), BEST_IS_FIRST | {"eval_steps": 1, "save_steps": 1}
+    trainer_for("sft", tiny_model(), rows, "run", eval_rows=rows, **config).train()
+    again = trainer_for("sft", tiny_model(), rows, "run", eval_rows=rows, save_total_limit=2, **config)
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert again.state.best_global_step == 1
+    assert sorted(path.name for path in Path("run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-4"]
 
 
 def test_evaluations_between_saves_are_refused_where_the_best_is_loaded(tmp_path):
