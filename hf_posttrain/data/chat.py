@@ -199,6 +199,16 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
+def is_rendered(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], template_kwargs: dict | None) -> bool | None:
+    """Have these ids of a prepared row come through the chat template? None where its text has no tokens of its own."""
+    if not tokenizer.chat_template:
+        return False
+    everyday = {tokenizer.bos_token_id, tokenizer.eos_token_id}
+    chat = ChatTemplate(tokenizer, None, template_kwargs).render([{"role": "user", "content": "hello"}])
+    own = {*plain_ids(tokenizer, [chat])[0]} & special_ids(tokenizer) - everyday
+    return not own.isdisjoint(ids) if own else None
+
+
 def refuse_ours(template_kwargs: Iterable[str]) -> None:
     """Raises InputError for options of a template that each rendering is given by us."""
     if ours := named(key for key in template_kwargs if key in _OURS):

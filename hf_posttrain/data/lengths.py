@@ -67,8 +67,13 @@ def largest_id(rows: Any) -> int:
         return max(map(largest_id, rows.values()), default=-1)
     if not isinstance(rows, datasets.Dataset):
         return -1
-    ids = [rows.with_format("arrow")[name][:] for name in rows.column_names if name.endswith("_ids")]
-    return max(pc.max(pc.list_flatten(column, recursive=True)).as_py() or 0 for column in ids)
+    return max(pc.max(ids).as_py() or 0 for ids in flat_ids(rows))
+
+
+def flat_ids(rows: datasets.Dataset) -> list[Any]:
+    """All token ids of prepared rows, packed ones too: a flat Arrow array for each column."""
+    columns = [rows.with_format("arrow")[name][:] for name in rows.column_names if name.endswith("_ids")]
+    return [pc.list_flatten(column, recursive=True) for column in columns]
 
 
 def planned_passes(rows: Any, args: Any, rows_per_step: int) -> float:

@@ -16,6 +16,7 @@ from ..scoring import forward
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
+_WITH_A_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -42,10 +43,12 @@ def lora_config(section: ModelSection, where: str = "model") -> peft.LoraConfig 
 
 def check_adapter_kind(config: peft.PeftConfig) -> None:
     """Raises InputError for an adapter that is not inside the layers (prompt tuning), and for one that needs more than
-    a forward: inputs of its own, or as AdaLoRA a loss, and calls in each step."""
+    a forward: inputs of its own, or as AdaLoRA a loss, and calls in each step; or that draws its weights in each."""
     kind = getattr(config.peft_type, "value", config.peft_type)
-    if config.is_prompt_learning or kind in ("ADALORA", "POLY", "SHADOW", "XLORA"):
-        raise InputError(f"{kind}: only adapters that act inside the layers, by themselves, are supported (LoRA, ...)")
+    variant = next((name for name in _WITH_A_LOSS if getattr(config, name, None)), None)
+    if config.is_prompt_learning or variant or kind in ("ADALORA", "POLY", "PVERA", "SHADOW", "XLORA"):
+        what = variant or kind
+        raise InputError(f"{what}: only adapters that act inside the layers, by themselves, are supported (LoRA, ...)")
     if str(init := getattr(config, "init_lora_weights", None)).startswith("pissa_niter"):
         problem = "begins at a random part of the weights, which who loads the adapter does not draw again: use pissa"
         raise InputError(f"init_lora_weights: {init} {problem}")

@@ -107,7 +107,10 @@ class AdapterCopy:
         self.trained = policy.active_adapter
         if COPY in policy.peft_config:  # of an earlier trainer of this policy, as in rounds of DPO
             policy.delete_adapter(COPY)
-        policy.add_adapter(COPY, adapters.adapter_shape(policy.peft_config[self.trained]))
+        config = adapters.adapter_shape(policy.peft_config[self.trained])
+        if hasattr(config, "bias"):
+            config.bias = "none"  # the base has none, or all of it would be copied; PEFT takes one adapter with biases
+        policy.add_adapter(COPY, config)
         self.config = policy.peft_config[COPY]
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)
         peft.set_peft_model_state_dict(policy, {key: value.clone() for key, value in state.items()}, COPY)

@@ -25,6 +25,8 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from .. import __version__
+from ..data.chat import is_rendered
+from ..data.lengths import flat_ids
 from ..engines import engine, launch
 from ..errors import InputError
 from ..generation import rollout
@@ -157,6 +159,7 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},
         "train_rows": trainer.described.get("train_dataset"),
         "eval_rows": describe_rows(trainer, trainer.eval_dataset),
+        "chat": is_chat(trainer),
         "eval_answers": answers_key(trainer, trainer.eval_dataset),
         # under ZeRO-3 the key is of this rank's part
         "second_model": None if engine.zero_stage(trainer.accelerator) == 3 else trainer.second_key,
@@ -167,6 +170,18 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "versions": {"hf_posttrain": __version__, "python": platform.python_version()}
         | {package: version(package) for package in PACKAGES},
     }  # fmt: skip
+
+
+def is_chat(trainer: Any) -> bool | None:
+    """Did the training rows come through the chat template? None where that is not known."""
+    rows = trainer.train_dataset
+    if not isinstance(rows, datasets.Dataset):
+        return None
+    first = [i for ids in flat_ids(rows.select([0])) for i in ids.to_pylist()]
+    try:
+        return is_rendered(trainer.tokenizer, first, trainer.args.chat_template_kwargs)
+    except InputError:  # the template takes no such conversation
+        return None
 
 
 def _count_values(weight: Any) -> int:

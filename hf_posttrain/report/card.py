@@ -44,7 +44,7 @@ def write(run: Run) -> None:
         "card.md", run=run, front_matter=front_matter, marker=CARD_MARKER,
         # In a cell of a Markdown table, and as inline code: on one line, bars and brackets as they are
         cell=lambda text: re.sub(r"([\\|<>`*_\[\]])", r"\\\1", " ".join(str(text).split())),
-        code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
+        python=repr, code=lambda text: f"`{' '.join(str(text).split()).replace('`', chr(39))}`",
         papers=list_papers(run.row, run.arguments, adapter == "lora"),
     )  # fmt: skip
     file.write_text(text, encoding="utf-8")

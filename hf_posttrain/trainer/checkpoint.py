@@ -17,6 +17,7 @@ import xxhash
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from transformers import Trainer
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import has_length, sort_checkpoints
 
 from ..engines import engine
@@ -291,6 +292,7 @@ def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]
             "max_steps or num_train_epochs, or train into another output_dir"
         )
     if checkpoint is not None:
+        _restore_callbacks(self)
         self.state.best_model_checkpoint = _find_best(self.state, self.args.output_dir, Path(checkpoint))
     if checkpoint is None or has_length(self.train_dataset):
         return found
@@ -298,6 +300,21 @@ def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]
     if (steps := round((self.state.epoch or 0) * whole)) == self.state.global_step:
         return found  # in the first pass
     return steps // whole, 0 if self.args.ignore_data_skip else steps % whole * self.args.gradient_accumulation_steps
+
+
+def _restore_callbacks(trainer: Any) -> None:
+    """Give the callbacks what they had counted when the checkpoint was written, such as the patience of early stopping.
+    What they were given when they were made stays as it is now."""
+    of_class: dict[str, list[Any]] = {}
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, ExportableState):
+            of_class.setdefault(type(callback).__name__, []).append(callback)
+    for name, callbacks in of_class.items():
+        # HF's next save looks for each name; of several of a class it adds their states to a list at each save
+        kept = trainer.state.stateful_callbacks.setdefault(name, [callback.state() for callback in callbacks])
+        latest = kept[-len(callbacks) :] if isinstance(kept, list) else [kept]
+        for callback, found in zip(callbacks, latest, strict=False):  # there may be more of them now
+            vars(callback).update(found["attributes"])
 
 
 @contextmanager

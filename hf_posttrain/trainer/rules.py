@@ -45,7 +45,7 @@ _REFUSED = {  # field: (off, why it stays off)
     "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
     "bf16_full_eval": (False, _ROUNDS),
     "fp16_full_eval": (False, _ROUNDS),
-    "restore_callback_states_from_checkpoint": (False, "our callbacks restore themselves"),
+    "restore_callback_states_from_checkpoint": (False, "a resumed run restores them anyway"),
     "batch_eval_metrics": (False, "metrics are exact sums over the whole set; leave it off"),
 }
 

@@ -91,6 +91,16 @@ def test_an_adapter_is_what_was_trained(kind, tmp_path, caplog):
     counts["equal"].append(kind)
 
 
+@pytest.mark.parametrize("config", [
+    peft.PveraConfig(target_modules=TARGETS),
+    peft.LoraConfig(target_modules=TARGETS, kasa_config=peft.KasaConfig()),
+    peft.LoraConfig(target_modules=TARGETS, monteclora_config=peft.MontecloraConfig()),
+], ids=["pvera", "kasa", "monteclora"])  # fmt: skip
+def test_adapters_with_a_loss_or_noise_of_their_own_are_refused(config, tmp_path):
+    with pytest.raises(InputError, match="only adapters that act inside the layers"):
+        trainer_for("sft", tiny_model("llama"), token_rows("sft"), tmp_path, peft_config=config)
+
+
 @pytest.mark.slow
 def test_the_counts_of_adapters():
     """After the others: how many kinds were tried."""

@@ -19,6 +19,7 @@ import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models import score_cache
+from hf_posttrain.models.frozen import branch_logps
 from hf_posttrain.models.reference import COPY
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe.read import train_config
@@ -179,6 +180,16 @@ def test_the_reference_of_an_adapter_with_biases_stays(method, tmp_path):
     before = trainer.reference.logps(trainer.model, batch)
     trainer.train()
     assert torch.equal(trainer.reference.logps(trainer.model, batch), before)
+
+
+def test_an_adapter_that_trains_biases_is_continued_where_the_base_has_none(tmp_path):
+    policy = peft.get_peft_model(tiny_model("llama"), lora(bias="all", init_lora_weights=False))
+    trainer = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=2, learning_rate=0.1)
+    batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+    with torch.no_grad():
+        before = branch_logps(policy, batch).view(4, -1)
+    trainer.train()
+    torch.testing.assert_close(trainer.reference.logps(trainer.model, batch), before)
 
 
 def test_the_next_trainer_of_a_model_has_its_dropout_again(tmp_path):

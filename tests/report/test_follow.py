@@ -17,6 +17,7 @@ from models_for_tests import tiny_model
 from peft import LoraConfig
 from processes_for_tests import engine_arguments, on_two
 from runs_for_tests import Page
+from tokenizers_for_tests import QWEN3, byte_tokenizer
 from training_for_tests import (
     LORA,
     METHODS,
@@ -379,6 +380,27 @@ def test_the_code_on_the_model_card_runs(lora, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(code, {})
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("chats", "packing"), [(True, False), (False, False), (True, True)])
+def test_the_card_prompts_a_model_as_it_was_trained(chats, packing, tmp_path):
+    """Rows of plain text, though the tokenizer has a template; a template's own options."""
+    sides = {"prompt": "2+2?", "completion": "4"}
+    if chats:
+        sides = {side: [{"role": role, "content": sides[side]}]
+                 for side, role in (("prompt", "user"), ("completion", "assistant"))}  # fmt: skip
+    trainer = trainer_for(
+        "sft", tiny_model(), datasets.Dataset.from_list([sides] * 2), tmp_path, packing=packing,
+        chat_template_kwargs={"enable_thinking": False}, tokenizer=byte_tokenizer(QWEN3),
+    )  # fmt: skip
+    report.follow(trainer)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    report.write(tmp_path)
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert ("add_generation_prompt=True, enable_thinking=False, return_dict=True" in text) is chats
+    assert ("tokenizer(\"A prompt in the form of the training data" in text) is not chats
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import torch
 from datasets import IterableDataset
 from models_for_tests import CONFIGS, tiny_model
 from training_for_tests import METHODS, logged, quick, second_model, token_rows, trainer_for
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 VARIANTS = [(method, {}) for method in METHODS] + [
     ("dpo", {"precompute_ref_log_probs": True}), ("kto", {"loss_type": "bco"}),
@@ -61,6 +63,29 @@ def test_resume_reproduces_the_uninterrupted_run(method, config, lora, tmp_path)
 @pytest.mark.parametrize("method", METHODS)
 def test_resume_of_every_architecture(method, architecture, tmp_path):
     assert_resume_is_exact(method, {}, False, tmp_path, architecture)
+
+
+class Counting(TrainerCallback, ExportableState):
+    def state(self):
+        return {"args": {}, "attributes": {}}
+
+
+def test_a_resumed_run_has_the_patience_that_it_had(tmp_path):
+    """Two callbacks of one class, of which HF's state keeps every save, and one that comes only when it is resumed."""
+
+    def trainer(*more):
+        return trainer_for(
+            "sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows=token_rows("sft"), max_steps=9,
+            learning_rate=1e-2, eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+            load_best_model_at_end=True, greater_is_better=True,
+            callbacks=[EarlyStoppingCallback(3), EarlyStoppingCallback(7), *more],
+        )  # fmt: skip
+
+    whole, again = trainer(), trainer(Counting())
+    whole.train()
+    assert whole.state.global_step == 4
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert again.state.global_step == 4
 
 
 @pytest.mark.parametrize("method", quick("dpo", "opd", among=METHODS))
