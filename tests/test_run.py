@@ -573,6 +573,15 @@ RESUMED = [  # key of a recipe, changed between run and resume -> what is said o
 ]  # fmt: skip
 
 
+def test_a_stream_is_resumed_with_its_limits_and_weights(folder, capsys):
+    usual = ["sft.yaml", "data.train.streaming=true", "data.train.limit=8"]
+    assert run.main(usual) == 0
+    shutil.rmtree("out/checkpoint-2")
+    again = [*usual, "data.train.limit=7", "train.resume_from_checkpoint=auto"]
+    assert "data: then [" in error_line(capsys, *again)
+    assert run.main([*again, "train.resume_despite=[data, train_dataset]"]) == 0
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [pytest.param(*row, marks=[] if n in (0, 5, 7, 8) else pytest.mark.slow) for n, row in enumerate(RESUMED)],

@@ -59,13 +59,15 @@ def asked(trainer: Any, rows: Iterable[dict]) -> tuple[list[list[int]], list[lis
 
 
 def answers_key(trainer: Any, rows: Any) -> Any:
-    """A hash of the final answers that exact match looks for, one under every tokenizer; None without them."""
+    """A hash of the final answers that exact match looks for, and of the tokens in which they must be found, one under
+    every tokenizer; None without them."""
     if isinstance(rows, dict):
         return {name: answers_key(trainer, part) for name, part in rows.items()}
     if not trainer.args.eval_exact_match or "prompt_ids" not in (getattr(rows, "column_names", None) or ()):
         return None
     answers = trainer.tokenizer.batch_decode(asked(trainer, rows)[1], skip_special_tokens=True)
-    return xxhash.xxh3_64_hexdigest(repr([*map(final_answer, answers)]).encode())[:12]
+    looked_for = [trainer.args.eval_max_completion_length, *map(final_answer, answers)]
+    return xxhash.xxh3_64_hexdigest(repr(looked_for).encode())[:12]
 
 
 def exact_match(trainer: Any, rows: datasets.Dataset) -> float:

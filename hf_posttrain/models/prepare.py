@@ -122,6 +122,9 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         warn_if_base_changed(model)
     if peft_config is not None:
         model = add_adapter(model, peft_config)
+    elif isinstance(model, peft.PeftModel) and (base := forward.causal_lm(model).config.name_or_path):
+        for adapter in model.peft_config.values():  # what is saved names the base that it is trained on from now on
+            adapter.base_model_name_or_path = base
     active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
     if len(active) > 1:
         named = ", ".join(active)

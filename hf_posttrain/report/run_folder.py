@@ -99,10 +99,11 @@ def read(folder: str | Path) -> Run:
     # The state is the run's own, written when it ends, unless a checkpoint is newer: the run is resumed, or not over.
     # Both may be left of an earlier run, where a fresh one has begun in its folder.
     record = _hide_tokens(_read_json(folder / "run.json", {}))
+    started = _started(folder / "run.json", record)
     numbered = [(path.parent.name.removeprefix("checkpoint-"), path) for path in folder.glob(f"checkpoint-*/{STATE}")]
     checkpoints = [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdecimal())]
     states = [path for path in (folder / STATE, *checkpoints) if path.exists()]
-    own, others = ([path for path in kind if path in states and not _is_earlier(path, record)]
+    own, others = ([path for path in kind if path in states and not _is_earlier(path, started)]
                    for kind in ([folder / STATE], checkpoints))  # fmt: skip
     if not states:
         raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
@@ -111,7 +112,7 @@ def read(folder: str | Path) -> Run:
     # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
     results, recipe = folder / "all_results.json", folder / "recipe.yaml"
     tree, text = {}, ""
-    if not _is_outdated(recipe, state_file, record):
+    if not _is_outdated(recipe, state_file, started):
         given, _ = read_tree(recipe)
         if not isinstance(given, dict):
             raise InputError(f"{recipe} holds no recipe: write it again, or move it away")
@@ -132,7 +133,7 @@ def read(folder: str | Path) -> Run:
         state=state, steps=(int(state.get("global_step", 0)), int(state.get("max_steps", 0))),
         history=history, last=_last_values(state, history, best), best_step=best,
         recipe=tree, recipe_text=text, record=record,
-        results={} if _is_outdated(results, state_file, record) else _read_json(results),
+        results={} if _is_outdated(results, state_file, started) else _read_json(results),
         audit=_read_json(folder / "audit.json", {}), samples=_read_json(folder / "samples.json", []),
         method=method, row=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
@@ -172,21 +173,27 @@ def _latest(states: Sequence[Path]) -> Path:
     return max(states, key=lambda path: path.stat().st_mtime)
 
 
-def _is_outdated(file: Path, source: Path, record: dict[str, Any]) -> bool:
-    """Is it missing, or of an earlier run? source: the trainer_state.json that is read; record: run.json."""
+def _started(file: Path, record: dict[str, Any]) -> float | None:
+    """When the run of run.json began, in seconds since 1970; None where that is not known, or where its files have the
+    times of another clock, as from an archive."""
+    began = datetime.fromisoformat(record["started"]).timestamp() if "started" in record else None
+    return None if began is None or file.stat().st_mtime < began else began
+
+
+def _is_outdated(file: Path, source: Path, started: float | None) -> bool:
+    """Is it missing, or of an earlier run? source: the trainer_state.json that is read; started: of the run."""
     if not file.exists():
         return True
     written, over = file.stat().st_mtime, file.parent / STATE
-    if _is_earlier(file, record):
+    if _is_earlier(file, started):
         return True
     # Not younger than the end of a run, after which `source`, a checkpoint's state, was written
     return source != over and over.exists() and written <= over.stat().st_mtime
 
 
-def _is_earlier(file: Path, record: dict[str, Any]) -> bool:
-    """Is the file older than the start in run.json?"""
-    started = record.get("started")
-    return started is not None and file.stat().st_mtime < datetime.fromisoformat(started).timestamp()
+def _is_earlier(file: Path, started: float | None) -> bool:
+    """Is the file older than the start of the run?"""
+    return started is not None and file.stat().st_mtime < started
 
 
 def command_line() -> str:

@@ -292,6 +292,7 @@ def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]
             "max_steps or num_train_epochs, or train into another output_dir"
         )
     if checkpoint is not None:
+        self.state.compute_steps(self.args, planned)  # how often it logs, evaluates and saves may change
         _restore_callbacks(self)
         self.state.best_model_checkpoint = _find_best(self.state, self.args.output_dir, Path(checkpoint))
     if checkpoint is None or has_length(self.train_dataset):

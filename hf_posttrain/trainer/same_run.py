@@ -73,6 +73,9 @@ def describe(trainer: Any) -> dict[str, Any]:
         "train_dataset": describe_rows(trainer, trainer.train_dataset),
     }
     if not isinstance(trainer.train_dataset, datasets.Dataset):
+        sources = ((trainer.recipe or {}).get("data") or {}).get("train") or []  # of a stream not all rows are known
+        found["data"] = [{name: value for name, value in source.items() if name != "path"}
+                         for source in (sources if isinstance(sources, list) else [sources])]  # fmt: skip
         found["dataloader_num_workers"] = args.dataloader_num_workers  # share a stream's files: another order
     if follows:
         found["eval_dataset"] = describe_rows(trainer, trainer.eval_dataset)

@@ -201,6 +201,17 @@ def test_a_continued_adapter_brings_its_template_and_its_base_is_compared(folder
         assert ("was trained on other/base, not on" in caplog.text) == warned
 
 
+def test_a_continued_adapter_names_the_base_that_it_is_trained_on(folder, adapter, tmp_path):
+    adapter = Path(shutil.copytree(adapter, tmp_path / "lora"))
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "other/base"}))
+    policy = models.load_model(ModelSection(folder, adapter=str(adapter)))
+    trainer = trainer_for("sft", policy, token_rows("sft"), tmp_path)
+    trainer.save_model(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
+    assert saved["base_model_name_or_path"] == str(folder)
+
+
 def test_lora_config_friendly_names():
     assert adapters.lora_config(ModelSection("x")) is None
     made = adapters.lora_config(ModelSection("x", lora={"r": 4, "alpha": 32, "dropout": 0.05, "use_rslora": True}))

@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from datetime import datetime
+from datetime import UTC, datetime
 from xml.etree import ElementTree
 
 import pytest
@@ -310,6 +310,17 @@ def test_a_copied_folder_is_read_as_the_run_itself(tmp_path):
     """Copies have other times: a checkpoint's state may be the file that was written last."""
     folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
     leave_run(folder / "checkpoint-5", log_of(5), taken=5)
+    for file in folder.iterdir():
+        os.utime(file, (1000, 1000))
+    run = read(folder)
+    assert (run.steps, run.results) == ((20, 20), {"train_runtime": 75.2})
+    assert run.recipe
+
+
+def test_a_folder_with_the_times_of_another_clock_is_read(tmp_path):
+    """From an archive of another time zone: all files are older than the start that run.json has."""
+    started = {"started": datetime.now(UTC).isoformat(timespec="seconds")}
+    folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2}, run=started)
     for file in folder.iterdir():
         os.utime(file, (1000, 1000))
     run = read(folder)

@@ -328,3 +328,15 @@ def test_a_stream_is_known_by_its_first_rows(tmp_path):
     build("sft", tmp_path, rows=rows(0)).train(resume_from_checkpoint="auto")
     with pytest.raises(InputError, match=r"train_dataset: then 'a stream \("):
         build("sft", tmp_path, rows=rows(1)).train(resume_from_checkpoint="auto")
+
+
+def test_steps_of_logs_evaluations_and_saves_may_change(tmp_path):
+    build("sft", tmp_path, max_steps=6).train()
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    trainer = build("sft", tmp_path, max_steps=6, logging_steps=3, save_steps=3, eval_steps=3)
+    trainer.train(resume_from_checkpoint="auto")
+    logs = trainer.state.log_history
+    assert [entry["step"] for entry in logs if "eval_loss" in entry] == [2, 3, 6]
+    assert [entry["step"] for entry in logs if "loss" in entry] == [1, 2, 3, 6]
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-2", "checkpoint-3", "checkpoint-6"}
