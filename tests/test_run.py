@@ -217,12 +217,14 @@ def test_true_resumes_as_in_transformers_where_there_is_a_checkpoint(folder, cap
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 3
 
 
-def test_a_finished_run_that_is_resumed_keeps_its_metrics(folder):
+def test_a_finished_run_that_is_resumed_keeps_its_metrics(folder, capsys):
     run.main(["sft.yaml"])
     metrics = (folder / "out/all_results.json").read_text()
     assert json.loads(metrics)["train_loss"] > 0
+    capsys.readouterr()
     run.main(["sft.yaml", "train.resume_from_checkpoint=auto"])
     assert (folder / "out/all_results.json").read_text() == metrics
+    assert "was done before: nothing was left to train" in "".join(capsys.readouterr())
 
 
 def test_ctrl_c_is_130(folder, monkeypatch):

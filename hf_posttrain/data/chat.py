@@ -203,10 +203,15 @@ def is_rendered(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], template
     """Have these ids of a prepared row come through the chat template? None where its text has no tokens of its own."""
     if not tokenizer.chat_template:
         return False
-    everyday = {tokenizer.bos_token_id, tokenizer.eos_token_id}
-    chat = ChatTemplate(tokenizer, None, template_kwargs).render([{"role": "user", "content": "hello"}])
-    own = {*plain_ids(tokenizer, [chat])[0]} & special_ids(tokenizer) - everyday
+    own = own_ids(tokenizer, template_kwargs)
     return not own.isdisjoint(ids) if own else None
+
+
+def own_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> set[int]:
+    """Ids of the special tokens that the chat template writes around a user's turn, and texts do not hold."""
+    everyday = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    turn = ChatTemplate(tokenizer, None, template_kwargs).render([{"role": "user", "content": "hello"}])
+    return {*plain_ids(tokenizer, [turn])[0]} & special_ids(tokenizer) - everyday
 
 
 def refuse_ours(template_kwargs: Iterable[str]) -> None:

@@ -79,7 +79,8 @@ def read_format(row: dict, form: str) -> Sample:
     """The raw sample of a row that has the columns of `form`. Raises InputError for a value of the wrong kind."""
     columns, label = form.split(" + "), None
     if "label" in columns:
-        label = {"true": True, "1": True, "false": False, "0": False}.get(str(row["label"]).lower())
+        known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+        label = known.get(str(row["label"]).lower())
         if label is None:
             raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(row['label'])}")
     if "_ids" in form:

@@ -215,7 +215,8 @@ def notes(dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None 
     if facts is None:
         return found
     if getattr(config, "chat_template_kwargs", None) and not (facts.state & CHAT).any():
-        found["chat_template_kwargs: no row is messages, which alone go through the chat template"] = logging.INFO
+        plain = "no row goes through the chat template (plain text does with apply_chat_template: true)"
+        found[f"chat_template_kwargs: {plain}"] = logging.INFO
     counted = facts.unread.value_counts().rename("n").rename_axis("what").reset_index()
     counted = counted.assign(what=counted.what.str.split(", ")).explode("what").groupby("what").n.sum()
     if told := ", ".join(f"{what} (in {examples} examples)" for what, examples in counted.items() if what):

@@ -26,13 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(section: ModelSection) -> PretrainedConfig:
-    """The model's config. Raises InputError where model, adapter or the quantisation package is missing."""
+    """The model's config. Raises InputError where model, adapter or the quantisation package is missing, and for an
+    adapter in the model's place."""
     if section.quantization != "none" and importlib.util.find_spec("bitsandbytes") is None:
         raise InputError(f"quantization: {section.quantization} needs bitsandbytes: pip install bitsandbytes")
     if section.adapter:
         with names_the_source("adapter", section.adapter):
             check_adapter_kind(peft.PeftConfig.from_pretrained(section.adapter))
     name = section.name_or_path
+    if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
+        load_it = f"PeftModel.from_pretrained(base, {name!r}, is_trainable=True)"
+        raise InputError(f"{name} is an adapter: load its base model and pass {load_it} in its place")
     with names_the_source("model", name):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
 

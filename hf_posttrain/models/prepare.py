@@ -4,7 +4,6 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -31,9 +30,6 @@ def resolve_model(
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found."""
     if isinstance(model, str):
-        if (Path(model) / "adapter_config.json").is_file() and not (Path(model) / "config.json").is_file():
-            load_it = f"PeftModel.from_pretrained(base, {model!r}, is_trainable=True)"
-            raise InputError(f"{model} is an adapter: load its base model and pass {load_it} as model")
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
         model, tokenizer = load.load_model(section), tokenizer or load.load_tokenizer(section)
     if tokenizer is None:

@@ -110,7 +110,7 @@ def make_output_dir(recipe: Recipe, config: Any) -> None:
     """Make config.output_dir. Raises InputError where the system refuses it."""
     folder = Path(config.output_dir)
     if not config.resume_from_checkpoint and (folder / "trainer_state.json").exists():
-        logger.info("%s holds an earlier run: its files will be overwritten", folder)
+        logger.warning("%s holds an earlier run: its files will be overwritten", folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

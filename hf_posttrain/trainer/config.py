@@ -12,7 +12,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from ..engines import sequence
 from ..engines.launch import check_engine
-from ..errors import InputError
+from ..errors import InputError, shown
 from . import rules
 from .method import Method
 
@@ -113,6 +113,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         if self.fp16 and self.device.type == "cpu":
             raise InputError("fp16: true needs a GPU (on CPU its gradients would not be scaled): leave it out here")
         checkpointed: Any = self.activation_checkpointing_kwargs
+        if not isinstance(checkpointed, dict | None):
+            raise InputError(f"activation_checkpointing_kwargs: expected a mapping, found {shown(checkpointed)}")
         if (checkpointed or {}).get("offload") and self.device.type == "cpu":
             raise InputError("activation_checkpointing_kwargs: offload moves activations off a GPU: leave it out here")
         # Accelerate would cut a laid-out batch by rows, as it does by default with streams

@@ -1118,4 +1118,4 @@ def test_template_switches_of_rows_without_messages_are_told(caplog):
     with caplog.at_level(logging.INFO, "hf_posttrain.data"):
         prepare([{"prompt": "p", "completion": "c"}], "sft", chat_template_kwargs={"enable_thinking": False})
         prepare([{"input_ids": [1, 2]}], "sft", chat_template_kwargs={"enable_thinking": False})
-    assert caplog.text.count("chat_template_kwargs: no row is messages") == 2
+    assert caplog.text.count("chat_template_kwargs: no row goes through the chat template") == 2

@@ -460,7 +460,7 @@ def expected(plain, kind, form, row, options):
     need(all(row.get(column) is not None for column in form.split(" + ")))
     label = None
     if form.endswith(" + label"):
-        need(type(row["label"]) in (bool, int) and row["label"] in (0, 1))
+        need(type(row["label"]) in (bool, int, float) and row["label"] in (0, 1))
         label = bool(row["label"])
     tokenised = "_ids" in form
     size = max(plain.special.values()) + 1

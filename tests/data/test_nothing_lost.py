@@ -121,6 +121,15 @@ def test_columns_may_change_places(streaming, tmp_path):
     assert list(swapped) == [{"prompt": "q", "completion": "a"}]
 
 
+def test_prompts_that_are_rendered_already_do_not_go_through_the_template():
+    rows = [{"prompt": ASKED, "completion": "4"}] * 3
+    for method in ("sft", "opd"):
+        with pytest.raises(InputError, match=r"the prompts hold '<\|im_start\|>', .* set apply_chat_template: false"):
+            prepare(rows, method, apply_chat_template=True)
+    # one prompt may speak of it
+    assert len(prepare([*rows, {"prompt": "2+2=", "completion": "4"}], "sft", apply_chat_template=True)) == 4
+
+
 # ---- messages
 
 

@@ -419,8 +419,11 @@ def test_checkpointing_that_an_architecture_lacks_is_off(tmp_path, caplog):
 
 
 def test_the_folder_of_an_adapter_is_no_model(adapter, tmp_path):
-    with pytest.raises(InputError, match=r"is an adapter: load its base model and pass PeftModel.from_pretrained\("):
+    told = r"is an adapter: load its base model and pass PeftModel.from_pretrained\("
+    with pytest.raises(InputError, match=told):
         hf_posttrain.SFTTrainer(adapter, hf_posttrain.SFTConfig(str(tmp_path), use_cpu=True))
+    with pytest.raises(InputError, match=told):
+        trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=str(adapter))
 
 
 def test_one_layer_may_be_named_without_a_list():

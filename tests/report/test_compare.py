@@ -169,7 +169,7 @@ def test_hostile_names_are_text(tmp_path):
     [
         (["a"], "compare needs at least two different runs"),
         (["a", "./a"], "compare needs at least two different runs"),
-        (["a", "nowhere"], "there is no folder nowhere"),
+        (["a", "nowhere"], "there is no folder nowhere"), (["a", "a/recipe.yaml"], "a/recipe.yaml: it is a file: give"),
         (["a", "empyt"], "there is no folder empyt; did you mean 'empty'?"),
         (["a", "empty"], "empty: no run is in it"),
     ],

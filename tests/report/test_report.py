@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -531,6 +532,14 @@ def test_the_card_names_no_folder_of_this_machine_to_the_hub(tmp_path, monkeypat
     (tmp_path / "outputs" / "sft").rmdir()  # moved since, but the run remembers
     report.write(leave_run(tmp_path / "run", recipe=recipe, run={"base_model_is_local": True}))
     assert ModelCard.load(tmp_path / "run" / "README.md").data.base_model is None
+
+
+def test_the_card_of_a_run_from_python_loads_from_the_folder_that_was_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report.write(leave_run(Path("outputs/run"), recipe=None))
+    assert 'name = "outputs/run"' in (tmp_path / "outputs" / "run" / "README.md").read_text()
+    report.write(leave_run(tmp_path / "outputs" / "other", recipe=None))  # no folder of this machine
+    assert 'name = "other"' in (tmp_path / "outputs" / "other" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -503,6 +503,7 @@ def test_sampling_by_length_works(method, tmp_path):
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "'no' is a text, which templates take for true"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True cannot be honoured"), ({"layout": "rows"}, "is not one of"),
         ({"activation_checkpointing_kwargs": {"offload": True}}, "moves activations off a GPU"),
+        ({"activation_checkpointing_kwargs": "true"}, "expected a mapping, found 'true'"),
         ({"max_length": 1}, "need 2 tokens"), ({"router_aux_loss_coef": 0.1}, "this model has no load-balancing loss"),
         ({"bf16_full_eval": True}, "rounds the weights themselves"), ({"fp16_full_eval": True}, "cannot be honoured"),
         ({"include_num_input_tokens_seen": "non_padding"}, "use all"), ({"max_grad_norm": None}, "0 is what leaves"),
