@@ -68,8 +68,9 @@ def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = 
 
 
 def nearest_path(path: Path) -> str:
-    """The end of a message about a missing path: "; did you mean 'x'?" where its folder has something like it."""
+    """The end of a message about a missing path: "; did you mean 'x'?" where its folder has something like it; of one
+    that is there, that it is a folder, or a file."""
     if path.exists():
-        return ": it is a file"
+        return f": it is a {'folder' if path.is_dir() else 'file'}"
     hint = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], listed=False)
     return hint.replace("'", f"'{path.parent}/", 1) if hint and path.parent != Path(".") else hint

@@ -575,12 +575,17 @@ RESUMED = [  # key of a recipe, changed between run and resume -> what is said o
 ]  # fmt: skip
 
 
+def test_a_folder_in_the_place_of_a_file_is_told(folder, capsys):
+    (folder / "zero").mkdir()
+    assert "there is no file zero: it is a folder" in error_line(capsys, "sft.yaml", "--check", "--config_file", "zero")
+
+
 def test_a_stream_is_resumed_with_its_limits_and_weights(folder, capsys):
     usual = ["sft.yaml", "data.train.streaming=true", "data.train.limit=8"]
     assert run.main(usual) == 0
     shutil.rmtree("out/checkpoint-2")
     again = [*usual, "data.train.limit=7", "train.resume_from_checkpoint=auto"]
-    assert "data: then [" in error_line(capsys, *again)
+    assert "data.0.limit: then 8, now 7" in error_line(capsys, *again)
     assert run.main([*again, "train.resume_despite=[data, train_dataset]"]) == 0
 
 

@@ -116,14 +116,12 @@ class TokenAudit:
         yield f"padding: {self.pad}{also}"
 
 
-def parts(row: dict[str, Any], kind: RowKind, sampled: bool | None = None) -> Iterator[Part]:
-    """The prompt of a prepared row, then its answers, which train nothing where all are yet to be sampled (None: as
-    the kind of row says)."""
-    trained = int(not (kind.sampled if sampled is None else sampled))
+def parts(row: dict[str, Any], kind: RowKind) -> Iterator[Part]:
+    """The prompt of a prepared row, then its answers. Answers that are yet to be sampled train nothing."""
     yield "prompt", row["prompt_ids"], [0] * len(row["prompt_ids"])
     for column in kind.answers:
         ids = row.get(column) or []
-        yield column.removesuffix("_ids"), ids, row.get("completion_mask") or [trained] * len(ids)
+        yield column.removesuffix("_ids"), ids, row.get("completion_mask") or [int(not kind.sampled)] * len(ids)
 
 
 def pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
@@ -154,7 +152,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
 
     # special tokens: what ends an answer, what begins a text, what pads
     method, kind = METHODS[recipe.method], METHODS[recipe.method].rows
-    sampled = kind.sampled and config.lmbda == 1  # below 1 some rows train their own answers
+    kind = replace(kind, sampled=kind.sampled and config.lmbda == 1)  # OPD's: below 1 some train their own answers
     ends = [find_terminal_ids(model, tokenizer, config.chat_template_kwargs) for model in models]
     stops = [dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)) for ids in ends]
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -179,9 +177,9 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
             rows = _first_examples(raws[key], method, tokenizer, config, key, LOOKED_AT)
         rows = [row for row in rows if not row["state"] & NO_TARGET]
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
-            shown = pieces(parts(rows[n], kind, sampled), tokenizer.decode)
+            shown = pieces(parts(rows[n], kind), tokenizer.decode)
             found.samples.append(Sample(f"{key} ({source.path})", n, rows[n].get("label"), shown))
-        examples += [list(parts(row, kind, sampled)) for row in rows]
+        examples += [list(parts(row, kind)) for row in rows]
 
     # what is at their edges; a prompt is read once with each answer
     found.examples = len(examples)

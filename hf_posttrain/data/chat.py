@@ -199,15 +199,17 @@ def eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return tokenizer.eos_token_id
 
 
-def is_rendered(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], template_kwargs: dict | None) -> bool | None:
-    """Have these ids of a prepared row come through the chat template? None where its text has no tokens of its own."""
+def has_template_tokens(
+    tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], template_kwargs: dict | None
+) -> bool | None:
+    """Have these ids of a prepared row come through the chat template? None where it writes no token that tells."""
     if not tokenizer.chat_template:
         return False
-    own = own_ids(tokenizer, template_kwargs)
+    own = template_token_ids(tokenizer, template_kwargs)
     return not own.isdisjoint(ids) if own else None
 
 
-def own_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> set[int]:
+def template_token_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> set[int]:
     """Ids of the special tokens that the chat template writes around a user's turn, and texts do not hold."""
     everyday = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
     turn = ChatTemplate(tokenizer, None, template_kwargs).render([{"role": "user", "content": "hello"}])

@@ -134,12 +134,23 @@ def refuse_misread(columns: Mapping[str, Sequence], samples: list[Sample], plan:
         raise InputError(f"{plan.name}: columns {plan.form}: answers begin with the whole prompt: cut it off{other}")
 
 
+def refuse_rendered(columns: Mapping[str, Sequence], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+    """Raises InputError where all of the first 20 prompts, plain text that shall go through the chat template, hold
+    what it writes. columns: the raw values."""
+    prompts = columns[next(name for name in plan.form.split(" + ") if name in ("prompt", "instruction"))][:20]
+    tokens: Sequence[str] = ()
+    with suppress(InputError):  # of a template that takes no such turn alone
+        tokens = tokenizer.convert_ids_to_tokens(sorted(chat.template_token_ids(tokenizer, plan.template_kwargs)))
+    found = [next((token for token in tokens if token in text_of(prompt)), None) for prompt in prompts]
+    if len(found) > 1 and all(found) and all(isinstance(prompt, str) for prompt in prompts):
+        why = f"the prompts hold {shown(found[0])}, which the chat template writes"
+        raise InputError(f"{plan.name}: {why}: they have gone through it already: set apply_chat_template: false")
+
+
 def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> list[Sample]:
     """Raw samples, all plain text or all messages -> ids. rows: the number of each sample's raw row, for errors."""
     is_chat, texts = samples[0].is_chat, []
     with error_context(plan.name):
-        if plan.as_chat:
-            _refuse_rendered(samples, tokenizer, plan)
         end_id = chat.turn_end_id(tokenizer, plan.template_kwargs) if is_chat else chat.eos_id(tokenizer)
     for sample, row in zip(samples, rows, strict=True):
         with error_context(f"{plan.name}, row {row}"):
@@ -159,19 +170,6 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
         # an answer that is its end alone is empty, which leaves nothing to train
         encoded.append(text._replace(prompt=mine[0][0], branches=[[] if b == [end_id] else b for b in branches]))
     return encoded
-
-
-def _refuse_rendered(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
-    """Raises InputError where all of the first 20 prompts hold what the chat template writes, which they shall go
-    through."""
-    tokens: Sequence[str] = ()
-    with suppress(InputError):  # of a template that takes no such turn alone
-        tokens = tokenizer.convert_ids_to_tokens(sorted(chat.own_ids(tokenizer, plan.template_kwargs)))
-    prompts = [text_of(sample.prompt) for sample in samples[:20]]
-    found = [next((token for token in tokens if token in prompt), None) for prompt in prompts]
-    if all(found) and len(found) > 1:  # one may speak of it
-        why = f"the prompts hold {shown(found[0])}, which the chat template writes"
-        raise InputError(f"{why}: they have gone through it already: set apply_chat_template: false")
 
 
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:

@@ -17,6 +17,8 @@ from .template import switch_problem
 
 _OTHER_NAMES = {"kto_tag": "label", "conversations": "messages", "assistant_masks": "completion_mask"}
 """What columns are called in formats of others: what we call them."""
+_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+"""What `label` may be, as text."""
 
 
 class Sample(NamedTuple):
@@ -79,8 +81,7 @@ def read_format(row: dict, form: str) -> Sample:
     """The raw sample of a row that has the columns of `form`. Raises InputError for a value of the wrong kind."""
     columns, label = form.split(" + "), None
     if "label" in columns:
-        known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-        label = known.get(str(row["label"]).lower())
+        label = _LABELS.get(str(row["label"]).lower())
         if label is None:
             raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(row['label'])}")
     if "_ids" in form:

@@ -49,7 +49,7 @@ def first_turn(row: dict) -> list[int]:
     return answer[: mask.index(0)] if 0 in mask else answer
 
 
-def asked(trainer: Any, rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]], int]:
+def select_answerable(trainer: Any, rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]], int]:
     """(prompts, their right answers, how many rows were left out) of prepared rows: of answers of several turns the
     first, and none that max_length has cut, whose final answer is not known. Raises what `answerable` does."""
     prompts, gold = answerable(rows)
@@ -59,13 +59,13 @@ def asked(trainer: Any, rows: Iterable[dict]) -> tuple[list[list[int]], list[lis
 
 
 def answers_key(trainer: Any, rows: Any) -> Any:
-    """A hash of the final answers that exact match looks for, and of the tokens in which they must be found, one under
-    every tokenizer; None without them."""
+    """A hash of the final answers that exact match looks for and of eval_max_completion_length, the same under every
+    tokenizer; None without them."""
     if isinstance(rows, dict):
         return {name: answers_key(trainer, part) for name, part in rows.items()}
     if not trainer.args.eval_exact_match or "prompt_ids" not in (getattr(rows, "column_names", None) or ()):
         return None
-    answers = trainer.tokenizer.batch_decode(asked(trainer, rows)[1], skip_special_tokens=True)
+    answers = trainer.tokenizer.batch_decode(select_answerable(trainer, rows)[1], skip_special_tokens=True)
     looked_for = [trainer.args.eval_max_completion_length, *map(final_answer, answers)]
     return xxhash.xxh3_64_hexdigest(repr(looked_for).encode())[:12]
 
@@ -75,7 +75,7 @@ def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
 
     Raises InputError for rows without a prompt or an answer.
     """
-    prompts, gold, cut = asked(trainer, rows)
+    prompts, gold, cut = select_answerable(trainer, rows)
     if cut:
         said = "eval_exact_match: %d of %d answers of the data do not end: they are left out"
         logger.warning(said, cut, cut + len(gold))

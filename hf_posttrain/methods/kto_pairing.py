@@ -68,12 +68,14 @@ class RunningMean(TrainerCallback, ExportableState):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Go back to the mean of the best weights, where they were loaded."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
-            best = TrainerState.load_from_json(str(Path(state.best_model_checkpoint, "trainer_state.json")))
-            self.on_train_begin(args, best, control)
+            self._take(TrainerState.load_from_json(str(Path(state.best_model_checkpoint, "trainer_state.json"))))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin anew, or with the mean of the checkpoint that training resumes from."""
+        self._take(state)
+
+    def _take(self, state: Any) -> None:
         kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        kept = kept[0] if isinstance(kept, list) else kept
+        kept = kept[-1] if isinstance(kept, list) else kept
         total = kept["attributes"]["total"] if kept else [0.0, 0.0]
         self.total, self.pending = torch.tensor(total, dtype=torch.float64), []

@@ -35,7 +35,7 @@ def check_model(section: ModelSection) -> PretrainedConfig:
             check_adapter_kind(peft.PeftConfig.from_pretrained(section.adapter))
     name = section.name_or_path
     if (Path(name) / "adapter_config.json").is_file() and not (Path(name) / "config.json").is_file():
-        load_it = f"PeftModel.from_pretrained(base, {name!r}, is_trainable=True)"
+        load_it = f"PeftModel.from_pretrained(base, {name!r}) (to train it further, with is_trainable=True)"
         raise InputError(f"{name} is an adapter: load its base model and pass {load_it} in its place")
     with names_the_source("model", name):
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)

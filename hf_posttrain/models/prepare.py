@@ -120,7 +120,8 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         model = add_adapter(model, peft_config)
     elif isinstance(model, peft.PeftModel) and (base := forward.causal_lm(model).config.name_or_path):
         for adapter in model.peft_config.values():  # what is saved names the base that it is trained on from now on
-            adapter.base_model_name_or_path = base
+            if adapter.base_model_name_or_path != base:
+                adapter.base_model_name_or_path, adapter.revision = base, None
     active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
     if len(active) > 1:
         named = ", ".join(active)
@@ -214,7 +215,8 @@ def _switched_off(rates: dict[str, Any]) -> dict[str, Any]:
 
 def switch_on_noise(model: nn.Module) -> None:
     """Put the rates back that a trainer has switched off before."""
-    for owner, rates in (found := vars(forward.causal_lm(model)).pop("own_rates", [])):
+    found = vars(forward.causal_lm(model)).pop("own_rates", [])
+    for owner, rates in reversed(found):  # the first of several trainers has seen the model as it came
         vars(owner).update(rates)
     for module in model.modules():
         if getattr(vars(module).get("train"), "__func__", None) is _stay_in_eval_mode:
@@ -230,11 +232,12 @@ def _stay_in_eval_mode(module: nn.Module, mode: bool = True) -> nn.Module:
 @contextmanager
 def own_rates(model: nn.Module) -> Iterator[None]:
     """Inside, the config has the rates of dropout that the model came with: for saving it."""
-    rates = getattr(forward.causal_lm(model), "own_rates", [])
-    for owner, values in rates:
-        vars(owner).update(values)
+    known = getattr(forward.causal_lm(model), "own_rates", [])
+    now = [(owner, {name: vars(owner)[name] for name in rates}) for owner, rates in known]
+    for owner, rates in reversed(known):
+        vars(owner).update(rates)
     try:
         yield
     finally:
-        for owner, values in rates:
-            vars(owner).update(_switched_off(values))
+        for owner, rates in now:
+            vars(owner).update(rates)

@@ -109,7 +109,7 @@ class AdapterCopy:
             policy.delete_adapter(COPY)
         config = adapters.adapter_shape(policy.peft_config[self.trained])
         if hasattr(config, "bias"):
-            config.bias = "none"  # the base has none, or all of it would be copied; PEFT takes one adapter with biases
+            config.bias = "none"  # here the base has no biases, and PEFT refuses a second adapter that asks for them
         policy.add_adapter(COPY, config)
         self.config = policy.peft_config[COPY]
         state = peft.get_peft_model_state_dict(policy, adapter_name=self.trained)

@@ -25,7 +25,7 @@ import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from .. import __version__
-from ..data.chat import is_rendered
+from ..data.chat import has_template_tokens
 from ..data.lengths import flat_ids
 from ..engines import engine, launch
 from ..errors import InputError
@@ -177,9 +177,10 @@ def is_chat(trainer: Any) -> bool | None:
     rows = trainer.train_dataset
     if not isinstance(rows, datasets.Dataset):
         return None
-    first = [i for ids in flat_ids(rows.select([0])) for i in ids.to_pylist()]
+    texts = {"prompt_ids", *trainer.method.rows.answers} & {*rows.column_names}  # and no candidates of a teacher
+    first = [i for ids in flat_ids(rows.select([0]).select_columns([*texts])) for i in ids.to_pylist()]
     try:
-        return is_rendered(trainer.tokenizer, first, trainer.args.chat_template_kwargs)
+        return has_template_tokens(trainer.tokenizer, first, trainer.args.chat_template_kwargs)
     except InputError:  # the template takes no such conversation
         return None
 

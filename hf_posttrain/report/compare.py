@@ -142,7 +142,7 @@ def _explain_other_tokens(runs: list[Run]) -> list[str]:
 def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple[str, bool]]]]:
     """(metric and split, for each run its value and: is it the best?), the latter among evaluations that measure the
     same. reason: of `explain_incomparable`; with one, losses get no mark."""
-    answers = {run.record.get("eval_answers") for run in runs} - {None}
+    answers = {str(run.record["eval_answers"]) for run in runs if run.record.get("eval_answers")}
     marked: tuple[str, ...] = OF_ANSWERS if len(_evaluated(runs)) == 1 and len(answers) < 2 else ()
     if not _explain_other_scores(runs) and not _explain_other_tokens(runs):
         marked += OF_SCORES

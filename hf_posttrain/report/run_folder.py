@@ -166,11 +166,10 @@ def _last_values(state: dict[str, Any], history: History, best_step: int | None)
 def _latest(states: Sequence[Path]) -> Path:
     """The latest trainer_state.json: of one run that with the longest log, since a copy's files have other times; of
     two runs the file that was written last."""
-    logs = [_read_json(path).get("log_history", []) for path in states]
-    shortest, longest = min(logs, key=len), max(logs, key=len)
-    if json.dumps(shortest) == json.dumps(longest[: len(shortest)]):  # as text, for NaN
-        return states[logs.index(longest)]
-    return max(states, key=lambda path: path.stat().st_mtime)
+    newest = max(states, key=lambda path: path.stat().st_mtime)
+    logs = {path: json.dumps(_read_json(path).get("log_history", []))[:-1] for path in states}  # as text, for NaN
+    longest = max(states, key=lambda path: len(logs[path]))
+    return longest if logs[longest].startswith(logs[newest]) and logs[newest] != "[" else newest
 
 
 def _started(file: Path, record: dict[str, Any]) -> float | None:

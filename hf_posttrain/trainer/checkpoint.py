@@ -17,7 +17,7 @@ import xxhash
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
 from transformers import Trainer
-from transformers.trainer_callback import ExportableState
+from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length, sort_checkpoints
 
 from ..engines import engine
@@ -280,8 +280,9 @@ def _find_best(state: Any, output_dir: str, resumed: Path) -> str | None:
 
 
 def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
-    """HF's: passes done, and micro-batches of the next to skip. It takes all steps of a stream for its first pass; but
-    `epoch` counts those done, and each step since as 1 / max_steps.
+    """HF's: passes done, and micro-batches of the next to skip. A resumed run logs, evaluates and saves as often as it
+    is told now, its callbacks go on where they were, and its best checkpoint is found. HF takes all steps of a stream
+    for its first pass; but `epoch` counts those done, and each step since as 1 / max_steps.
 
     Raises InputError where the checkpoint has taken more steps than this run shall take.
     """
@@ -311,11 +312,13 @@ def _restore_callbacks(trainer: Any) -> None:
         if isinstance(callback, ExportableState):
             of_class.setdefault(type(callback).__name__, []).append(callback)
     for name, callbacks in of_class.items():
-        # HF's next save looks for each name; of several of a class it adds their states to a list at each save
-        kept = trainer.state.stateful_callbacks.setdefault(name, [callback.state() for callback in callbacks])
+        # HF's next save looks for each name, and of several of a class adds their states to a list at each save
+        new: Any = TrainerState(stateful_callbacks=callbacks).stateful_callbacks
+        kept = trainer.state.stateful_callbacks.setdefault(name, new[name])
         latest = kept[-len(callbacks) :] if isinstance(kept, list) else [kept]
-        for callback, found in zip(callbacks, latest, strict=False):  # there may be more of them now
-            vars(callback).update(found["attributes"])
+        for callback, found in zip(callbacks, latest, strict=False):
+            for attribute, value in found["attributes"].items():
+                setattr(callback, attribute, value)
 
 
 @contextmanager

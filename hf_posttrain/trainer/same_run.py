@@ -73,9 +73,10 @@ def describe(trainer: Any) -> dict[str, Any]:
         "train_dataset": describe_rows(trainer, trainer.train_dataset),
     }
     if not isinstance(trainer.train_dataset, datasets.Dataset):
-        sources = ((trainer.recipe or {}).get("data") or {}).get("train") or []  # of a stream not all rows are known
-        found["data"] = [{name: value for name, value in source.items() if name != "path"}
-                         for source in (sources if isinstance(sources, list) else [sources])]  # fmt: skip
+        if trainer.recipe:  # not all rows of a stream are known
+            sources = trainer.recipe["data"]["train"]
+            sources = sources if isinstance(sources, list) else [sources]
+            found["data"] = {str(n): source | {"path": None} for n, source in enumerate(sources)}
         found["dataloader_num_workers"] = args.dataloader_num_workers  # share a stream's files: another order
     if follows:
         found["eval_dataset"] = describe_rows(trainer, trainer.eval_dataset)
@@ -138,7 +139,7 @@ def describe_rows(trainer: Any, rows: Any) -> Any:
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, value then, value now) where two trees differ. Another version of a library may have more options,
     and a model's or adapter's config more fields: what only one of the trees has there is no difference."""
-    grows = above in ("", "model.", "adapter.")
+    grows = above in ("", "model.", "adapter.") or above.startswith("data.")
     for name in sorted(then.keys() & now.keys() if grows else then.keys() | now.keys()):
         before, after = then.get(name), now.get(name)
         if isinstance(before, dict) and isinstance(after, dict):

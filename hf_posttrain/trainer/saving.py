@@ -225,6 +225,8 @@ def check_mergeable(model: Any) -> None:
         for layer in {type(layer): layer for layer in found}.values():
             if not any(hasattr(weight, "ds_id") or weight.is_meta for weight in layer.parameters()):  # whole and here
                 copy.deepcopy(layer).merge()
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, RuntimeError) as error:  # NotImplementedError too
         raise InputError(f"merge_lora: PEFT cannot merge this adapter ({error}): save it without merge_lora") from error
 

@@ -85,7 +85,7 @@ class Lines(PrinterCallback):
             text, initial = figures(logs, self.key_metrics), self.begun[1]
             return tqdm.format_meter(step, state.max_steps, elapsed, prefix=text, bar_format=_LINE, initial=initial)
         if "train_runtime" in logs:
-            if step == self.begun[1]:
+            if step == self.begun[1] and step >= state.max_steps:
                 return f"step {step}/{state.max_steps}  was done before: nothing was left to train"
             took = tqdm.format_interval(logs["train_runtime"])
             return f"step {step}/{state.max_steps}  done in {took}, mean loss {_number(logs['train_loss'])}"

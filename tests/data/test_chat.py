@@ -207,10 +207,10 @@ def test_no_assistant_turn_or_unfit_template_raises():
 def test_which_rows_came_through_the_template_is_told_by_its_own_tokens():
     tokenizer = tok.byte_tokenizer(tok.CHATML)
     rendered, plain = (chat.plain_ids(tokenizer, [text])[0] for text in ("<|im_start|>user", "user<|im_end|>"))
-    assert chat.is_rendered(tokenizer, rendered, None) is True
-    assert chat.is_rendered(tokenizer, plain, None) is False  # an end alone, which plain rows have too
+    assert chat.has_template_tokens(tokenizer, rendered, None) is True
+    assert chat.has_template_tokens(tokenizer, plain, None) is False  # an end alone, which plain rows have too
     tokenizer.pad_token = "<|im_start|>"  # where every unknown letter is that, it tells nothing
-    assert chat.is_rendered(tokenizer, plain, None) is None
+    assert chat.has_template_tokens(tokenizer, plain, None) is None
 
 
 def test_assistant_mask_of_thinking_templates():

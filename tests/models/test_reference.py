@@ -160,9 +160,14 @@ def test_disable_dropout_reaches_adapters_that_keep_their_own_rates(made, tmp_pa
     """In a dictionary, or in a dropout that is none of torch's."""
     config = made(target_modules=["q_proj", "v_proj"], init_weights=False)
     rows, ids = token_rows("dpo"), torch.arange(20)[None]
-    policy = trainer_for("dpo", tiny_model("llama"), rows, tmp_path, peft_config=config).model
+    trainer = trainer_for("dpo", tiny_model("llama"), rows, tmp_path, peft_config=config)
+    batch, policy = trainer.data_collator([trainer.train_dataset[n] for n in range(4)]), trainer.model
+    before = trainer.reference.logps(policy, batch)
+    trainer.save_model(tmp_path / "saved")
+    assert torch.equal(trainer.reference.logps(policy, batch), before)
     with torch.no_grad():
         assert torch.equal(policy.train()(ids, use_cache=False).logits, policy.eval()(ids, use_cache=False).logits)
+    trainer_for("dpo", policy, rows, tmp_path)
     policy = trainer_for("sft", policy, token_rows("sft"), tmp_path, disable_dropout=False).model
     with torch.no_grad():
         noisy = {policy.train()(ids, use_cache=False).logits.sum().item() for _ in range(9)}

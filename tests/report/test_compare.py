@@ -97,6 +97,7 @@ def test_losses_are_ranked_only_where_they_measure_the_same(tmp_path, recipe, re
         ({"eval_rows": "8 rows (a)"}, {"eval_rows": "8 rows (a)"}, "", True, True),
         # another tokenizer, template, mask or length
         ({"eval_rows": "8 rows (a)"}, {"eval_rows": "8 rows (b)"}, "the tokens of their evaluation data", False, True),
+        ({"eval_answers": {"a": None}}, {"eval_answers": {"a": None}}, "", True, True),  # a dict of evaluation sets
         # a file was written anew between the runs
         ({"eval_answers": "a"}, {"eval_answers": "b"}, "", True, False),
         ({"second_model": "x"}, {"second_model": "y"}, "their second models", False, True),

@@ -318,6 +318,13 @@ def test_a_copied_folder_is_read_as_the_run_itself(tmp_path):
     assert run.recipe
 
 
+def test_a_resumed_run_is_read_from_its_checkpoint_though_its_log_is_no_longer(tmp_path):
+    folder = leave_run(tmp_path / "run", [{"loss": 1.0, "step": 10}, {"train_runtime": 5.0, "step": 10}], 10, 10)
+    os.utime(folder / "trainer_state.json", (1000, 1000))
+    leave_run(folder / "checkpoint-20", [{"loss": 1.0, "step": 10}, {"loss": 0.5, "step": 20}], 20, 20)
+    assert read(folder).steps == (20, 20)
+
+
 def test_a_folder_with_the_times_of_another_clock_is_read(tmp_path):
     """From an archive of another time zone: all files are older than the start that run.json has."""
     started = {"started": datetime.now(UTC).isoformat(timespec="seconds")}
