@@ -63,6 +63,10 @@ def with_adapter(model, folder):
 # ---- the server
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128  # of its five a busy machine resets some, where many prompts are asked at once
+
+
 class Serving:
     """A server of `model` on a port of its own; `without` are endpoints that it lacks, as without their environment."""
 
@@ -73,7 +77,7 @@ class Serving:
 
     def __enter__(self):
         handler = type("Handler", (_Handler,), {"serving": self})
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.http = _Server(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
         return self
