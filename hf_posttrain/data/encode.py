@@ -115,9 +115,12 @@ def kind_of(sample: Sample, plan: Plan) -> int:
     return CHAT * sample.is_chat + OTHERS * bool(roles - {"assistant"})
 
 
-def refuse_misread(columns: Mapping[str, Sequence], samples: list[Sample], plan: Plan) -> None:
+def refuse_misread(
+    columns: Mapping[str, Sequence], samples: list[Sample], plan: Plan, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     """Raises InputError where all of the first 20 rows say that they hold something else than what is read: texts that
-    are messages, as a data frame's to_csv leaves them, or answers with their prompts. columns: the raw values."""
+    are messages, as a data frame's to_csv leaves them, answers with their prompts, or, with the tokenizer, prompts that
+    have gone through the chat template already. columns: the raw values."""
     for column in plan.form.split(" + "):
         texts = columns[column][:20]
         if len(texts) > 1 and all(map(are_written_messages, texts)):
@@ -132,9 +135,11 @@ def refuse_misread(columns: Mapping[str, Sequence], samples: list[Sample], plan:
     if whole and pairs and sum(len(asked) for asked, _ in pairs) >= 20 * len(pairs):
         other = ", or leave it out (columns: {unused: prompt})" if "chosen" in plan.form else ""
         raise InputError(f"{plan.name}: columns {plan.form}: answers begin with the whole prompt: cut it off{other}")
+    if plan.as_chat and tokenizer is not None:
+        _refuse_rendered(columns, tokenizer, plan)
 
 
-def refuse_rendered(columns: Mapping[str, Sequence], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
+def _refuse_rendered(columns: Mapping[str, Sequence], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
     """Raises InputError where all of the first 20 prompts, plain text that shall go through the chat template, hold
     what it writes. columns: the raw values."""
     prompts = columns[next(name for name in plan.form.split(" + ") if name in ("prompt", "instruction"))][:20]

@@ -12,10 +12,9 @@ import xxhash
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, nearest
-from . import encode as encoding
 from . import suggest
 from .as_written import AsWritten
-from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, kind_of, read
+from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, kind_of, read, refuse_misread
 from .formats import detect, our_name, renamed, unread
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
@@ -298,9 +297,7 @@ def tokenise(
     kinds = [kind_of(sample, plan) for sample in samples]
     if "_ids" not in plan.form:
         if rows[0] == 0:
-            encoding.refuse_misread(batch, samples, plan)
-            if plan.as_chat:
-                encoding.refuse_rendered(batch, tokenizer, plan)
+            refuse_misread(batch, samples, plan, tokenizer)
         samples = encode(samples, origin, tokenizer, plan)
     examples, unknown = [], tokenizer.unk_token_id
     if unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id):  # as GPT-2's, which is no sign of unknown text

@@ -107,8 +107,8 @@ def read(folder: str | Path) -> Run:
                    for kind in ([folder / STATE], checkpoints))  # fmt: skip
     if not states:
         raise InputError(f"{folder}: no run is in it: neither {STATE} nor a checkpoint-* with one")
-    state_file = _latest([*own, *others[-1:]] or states)
-    state = _read_json(state_file) if own or others else {}
+    state_file, state = _latest([*own, *others[-1:]] or states)
+    state = state if own or others else {}
     # Recipe and results of an earlier run may still be there, in a folder that was trained into again.
     results, recipe = folder / "all_results.json", folder / "recipe.yaml"
     tree, text = {}, ""
@@ -163,13 +163,14 @@ def _last_values(state: dict[str, Any], history: History, best_step: int | None)
     return found
 
 
-def _latest(states: Sequence[Path]) -> Path:
-    """The latest trainer_state.json: of one run that with the longest log, since a copy's files have other times; of
-    two runs the file that was written last."""
-    newest = max(states, key=lambda path: path.stat().st_mtime)
-    logs = {path: json.dumps(_read_json(path).get("log_history", []))[:-1] for path in states}  # as text, for NaN
-    longest = max(states, key=lambda path: len(logs[path]))
-    return longest if logs[longest].startswith(logs[newest]) and logs[newest] != "[" else newest
+def _latest(files: Sequence[Path]) -> tuple[Path, dict[str, Any]]:
+    """The latest trainer_state.json and what it holds: of one run that with the longest log, since a copy's files have
+    other times; of two runs the file that was written last."""
+    states = {file: _read_json(file) for file in files}
+    logs = {file: json.dumps(state.get("log_history", []))[:-1] for file, state in states.items()}  # as text, for NaN
+    newest, longest = max(files, key=lambda file: file.stat().st_mtime), max(files, key=lambda file: len(logs[file]))
+    found = longest if logs[longest].startswith(logs[newest]) and logs[newest] != "[" else newest
+    return found, states[found]
 
 
 def _started(file: Path, record: dict[str, Any]) -> float | None:

@@ -29,6 +29,12 @@ from hf_posttrain.report.page import format_duration, list_facts
 from hf_posttrain.report.run_folder import Series, read, read_history
 
 
+def age(folder):
+    """Let all that is in the folder be of long ago."""
+    for file in folder.iterdir():
+        os.utime(file, (1000, 1000))
+
+
 def page_of(folder):
     report.write(folder)
     return Page((folder / "report.html").read_text(encoding="utf-8"))
@@ -297,8 +303,7 @@ def test_a_partial_run_is_read_from_its_newest_checkpoint(tmp_path):
 def test_a_checkpoint_that_is_newer_than_the_end_of_an_earlier_run(tmp_path):
     """A fresh run into the same folder: results and recipe of the one before are not shown as its own."""
     folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
-    for file in folder.iterdir():
-        os.utime(file, (1000, 1000))
+    age(folder)
     leave_run(folder / "checkpoint-5", log_of(5, loss=lambda step: 9.0 / step), taken=5, recipe=None)
     run = read(folder)
     assert run.steps == (5, 20)
@@ -311,8 +316,7 @@ def test_a_copied_folder_is_read_as_the_run_itself(tmp_path):
     """Copies have other times: a checkpoint's state may be the file that was written last."""
     folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2})
     leave_run(folder / "checkpoint-5", log_of(5), taken=5)
-    for file in folder.iterdir():
-        os.utime(file, (1000, 1000))
+    age(folder)
     run = read(folder)
     assert (run.steps, run.results) == ((20, 20), {"train_runtime": 75.2})
     assert run.recipe
@@ -329,8 +333,7 @@ def test_a_folder_with_the_times_of_another_clock_is_read(tmp_path):
     """From an archive of another time zone: all files are older than the start that run.json has."""
     started = {"started": datetime.now(UTC).isoformat(timespec="seconds")}
     folder = leave_run(tmp_path / "run", all_results={"train_runtime": 75.2}, run=started)
-    for file in folder.iterdir():
-        os.utime(file, (1000, 1000))
+    age(folder)
     run = read(folder)
     assert (run.steps, run.results) == ((20, 20), {"train_runtime": 75.2})
     assert run.recipe
