@@ -79,7 +79,8 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     """Seconds of a forward and backward (median), and the memory that it added in GB."""
     import torch
 
-    from hf_posttrain.scoring import cpu, forward
+    from hf_posttrain.scoring import forward
+    from hf_posttrain.scoring.attention import choose_attention, row_multiple
     from hf_posttrain.scoring.choose_layout import choose_layout
     from hf_posttrain.scoring.head import LogProb
 
@@ -89,10 +90,10 @@ def measure(given: dict[str, Any], size: dict[str, int]) -> dict[str, float]:
     torch.set_num_threads(given["threads"])
     model = random_model(configured(given["shape"], size["vocabulary"]), given)
     forward.enable_scoring(model)
-    if given["device"] == "cpu":
-        cpu.attend_by_document(model)
+    choose_attention(model, torch.device(given["device"]))
     lengths = [[size["length"] // 2] * (1 + size["branches"])] * size["rows"]
-    batch = random_batch(lengths, size["vocabulary"], choose_layout([model], "auto"), given["device"])
+    layout, multiple = choose_layout([model], "auto"), row_multiple([model])
+    batch = random_batch(lengths, size["vocabulary"], layout, given["device"], multiple)
     weights = torch.ones(len(batch["scored"]), device=given["device"])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -145,16 +145,20 @@ def random_model(config: Any, spec: Row, seed: int = 0) -> Any:
         )
 
 
-def random_batch(lengths: list[list[int]], vocabulary: int, layout: str, device: str) -> dict[str, Any]:
+def random_batch(
+    lengths: list[list[int]], vocabulary: int, layout: str, device: str, row_multiple: int | None = None
+) -> dict[str, Any]:
     """A batch on the device of examples with random tokens. lengths: of each prompt and of its answers."""
     import torch
+    from accelerate.utils import send_to_device
 
     from hf_posttrain.scoring.layouts import Branch, Example, collate
 
     draw = torch.Generator().manual_seed(0)
     ids = [[torch.randint(vocabulary, (n,), generator=draw).tolist() for n in row] for row in lengths]
     examples = [Example(prompt, [Branch(answer) for answer in answers]) for prompt, *answers in ids]
-    return {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
+    batch: dict[str, Any] = send_to_device(collate(examples, layout, row_multiple=row_multiple), device)
+    return batch
 
 
 def ends(vocabulary: int) -> list[int]:

@@ -116,23 +116,23 @@ NEEDS = {need.symbol: need for need in [
          "its state is in __dict__, its order that of .generator"),
     Need("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", "models/load.py",
          "a loading model is cut by ZeRO-3 while this is set, and not after unset_hf_deepspeed_config()"),
-    Need("transformers.AttentionInterface", "scoring/cpu.py check/placement.py",
-         "what is registered is called by models of that name, with 4D masks as we made them, one a kind of layer"),
-    Need("transformers.AttentionMaskInterface", "scoring/cpu.py", "makes the masks of generation and of padded rows"),
-    Need("transformers.PreTrainedModel._can_set_attn_implementation", "scoring/cpu.py",
+    Need("transformers.AttentionInterface", "scoring/attention.py check/placement.py",
+         "what is registered is called by models of that name, with 4D masks as we made them, one a kind of layer, and "
+         "with keyword arguments that the model was called with"),
+    Need("transformers.AttentionMaskInterface", "scoring/attention.py",
+         "makes the masks of generation and of padded rows"),
+    Need("transformers.PreTrainedModel._can_set_attn_implementation", "scoring/attention.py",
          "True where set_attn_implementation has an effect"),
-    Need("transformers.integrations.sdpa_attention.sdpa_attention_forward", "scoring/cpu.py",
+    Need("transformers.integrations.sdpa_attention.sdpa_attention_forward", "scoring/attention.py",
          "[R, heads, L, D] -> ([R, L, heads, D], None), with is_causal where there is no mask"),
-    Need("transformers.masking_utils.find_packed_sequence_indices", "scoring/forward.py",
-         "in a lone row positions that restart begin another document, without a mask and a cache", "use_cache=False"),
     Need("transformers.PreTrainedConfig._attn_implementation",
-         "scoring/forward.py scoring/choose_layout.py scoring/cpu.py engines/sequence.py",
+         "scoring/attention.py scoring/choose_layout.py engines/sequence.py check/placement.py",
          "the name of the attention that the model runs"),
     Need("transformers.PreTrainedConfig._name_or_path", "models/score_cache.py models/prepare.py models/teacher.py",
          "where it was loaded from, in to_dict() too"),
     Need("transformers.PreTrainedModel._supports_sdpa", "scoring/choose_layout.py",
          "True where attention takes a custom mask"),
-    Need("transformers.PreTrainedModel._supports_flex_attn", "scoring/choose_layout.py", "the same"),
+    Need("transformers.PreTrainedModel._supports_flex_attn", "scoring/choose_layout.py scoring/attention.py", "the same"),
     Need("transformers.PreTrainedModel._no_split_modules", "engines/sharded.py",
          "the classes of the layers that FSDP wraps"),
     Need("transformers.PreTrainedModel.base_model", "scoring/forward.py",
@@ -722,13 +722,14 @@ def _():
     "transformers.PreTrainedModel._can_set_attn_implementation", "transformers.PreTrainedConfig._attn_implementation",
 )  # fmt: skip
 def _():
-    seen = []
+    seen, given_along = [], {"sizes": [(4, 4)]}
 
     def ours(module, query, key, value, attention_mask, **kwargs):
         seen.append((module.layer_idx, attention_mask))
+        assert kwargs.get("segments") == (given_along if attention_mask is own else None)
         return query.transpose(1, 2), None
 
-    whole, sliding = (torch.ones(1, 1, 4, 4, dtype=torch.bool) for _ in range(2))
+    whole, sliding, own = (torch.ones(1, 1, 4, 4, dtype=torch.bool) for _ in range(3))
     ids = torch.tensor([[5, 6, 7, 8]])
     kernels, masks = transformers.AttentionInterface, transformers.AttentionMaskInterface
     with patch.dict(kernels._global_mapping), patch.dict(masks._global_mapping):  # others read these
@@ -743,10 +744,12 @@ def _():
             assert not any("canary" in str(value) for value in model.config.to_dict().values())  # nor in config.json
         models[0](ids, attention_mask={"full_attention": whole, "sliding_attention": sliding})
         models[1](ids, attention_mask=whole)
+        models[1](ids, attention_mask=own, segments=given_along)
         models[1](ids, attention_mask=torch.tensor([[0, 1, 1, 1]]))
-    assert [number for number, _ in seen] == [0, 1, 0, 1, 0, 1]
-    assert all(mask is given for (_, mask), given in zip(seen[:4], [whole, sliding, whole, whole], strict=True))
-    assert seen[4][1].shape == (1, 1, 4, 4)
+    assert [number for number, _ in seen] == [0, 1, 0, 1, 0, 1, 0, 1]
+    known = [whole, sliding, whole, whole, own, own]
+    assert all(mask is given for (_, mask), given in zip(seen[:6], known, strict=True))
+    assert seen[6][1].shape == (1, 1, 4, 4)
 
 
 @canary("transformers.integrations.sdpa_attention.sdpa_attention_forward")
@@ -761,18 +764,6 @@ def _():
     assert weights is None
     torch.testing.assert_close(masked, (scores @ states).transpose(1, 2))
     torch.testing.assert_close(causal, masked)
-
-
-@canary("transformers.masking_utils.find_packed_sequence_indices")
-def _():
-    first, second = [5, 9, 6, 7], [8, 5, 7]
-    model, places = tiny_model(), torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
-    packed = model(torch.tensor([first + second]), position_ids=places, use_cache=False).logits[0]
-    alone = [model(torch.tensor([ids]), use_cache=False).logits[0] for ids in (first, second)]
-    torch.testing.assert_close(packed, torch.cat(alone))
-    flash = importlib.import_module("transformers.modeling_flash_attention_utils")
-    assert flash._is_packed_sequence(places, 1)
-    assert not flash._is_packed_sequence(torch.arange(7)[None], 1)
 
 
 @canary("transformers.PreTrainedConfig._name_or_path")

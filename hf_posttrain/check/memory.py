@@ -18,6 +18,7 @@ from ..data.lengths import longest, planned_passes
 from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE
 from ..recipe.sections import Recipe
+from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
 from ..scoring.head import KEEP_ELEMENTS, tile_rows
 from ..scoring.layouts import collate
@@ -95,7 +96,8 @@ class Run:
     def batch(self, name: str, size: int) -> dict[str, Any]:
         """The micro-batch of the `size` longest rows."""
         rows = longest(self.rows[name], size, ("prompt_ids",) if self.trainer_class.method.rows.sampled else ())
-        return collate(planned_examples(rows, self.trainer_class, self.config), self.layout) | {"rows": len(rows)}
+        examples = planned_examples(rows, self.trainer_class, self.config)
+        return collate(examples, self.layout, row_multiple=self.multiple) | {"rows": len(rows)}
 
     def second_stays(self) -> bool:
         """Is a second model on the device while the policy trains?"""
@@ -121,7 +123,9 @@ class Run:
         self.policy = Shapes(self.recipe.model, True, device)
         self.scorer = self.policy if teacher is None else Shapes(teacher, False, device)
         models = list(dict.fromkeys([self.policy, self.scorer]))
-        fitting, _ = able([shapes.inner for shapes in models], config.max_length)
+        inner = [shapes.inner for shapes in models]
+        fitting, _ = able(inner, config.max_length)
+        self.multiple = row_multiple(inner, device)
         self.layout = fitting[0] if config.layout == "auto" else config.layout
         self.train = self.batch("train", config.per_device_train_batch_size)
         try:
@@ -179,7 +183,7 @@ class Run:
     def at_head(self, shapes: Shapes, batch: dict[str, Any]) -> tuple[int, int]:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
         (rows, length), scored, vocabulary = batch["input_ids"].shape, len(batch["scored"]), len(self.policy.head)
-        states = 8 * scored * shapes.head.shape[1] + ("document" in batch) * rows * length**2
+        states = 8 * scored * shapes.head.shape[1] + ("document" in batch and not self.multiple) * rows * length**2
         return states, 4 * min(scored, tile_rows(vocabulary)) * vocabulary * (5 if self.recipe.teacher else 3)
 
     def generation(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..scoring import layouts
+from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
 from ..scoring.layouts import Branch, Example
 
@@ -50,6 +51,7 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     """rows: of data.train, prepared. models: the policy, and the teacher if any; they need no weights."""
     fitting, why = able(models, config.max_length)
     layout = fitting[0] if config.layout == "auto" else config.layout
+    multiple = row_multiple(models, config.device)
     # with sequence parallelism several processes share each row
     parallel = getattr(config, "parallelism_config", None)
     sharing = 1 if parallel is None else parallel.sp_size
@@ -72,7 +74,7 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     for start in range(0, len(order), size):
         examples = planned_examples([rows[n] for n in order[start : start + size]], trainer_class, config)
         # the packed layout has no padding, and a copy of the prompt for each answer
-        batch, packed = (layouts.collate(examples, name) for name in (layout, "packed"))
+        batch, packed = (layouts.collate(examples, name, row_multiple=multiple) for name in (layout, "packed"))
         weights = batch["router_weights"]  # 0 on padding alone
         counts += [int((weights > 0).sum()), len(batch["scored"]), weights.numel(), packed["input_ids"].numel()]
     tokens, trained, positions, separate = counts.tolist()

@@ -25,7 +25,7 @@ from ..models.frozen import branch_logps
 from ..models.reference import make_reference
 from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
-from ..scoring.layouts import Branch, Collator, Example, Later, collate
+from ..scoring.layouts import Branch, Collator, Example, Later
 from ..trainer.base import PostTrainer
 from ..trainer.config import SWITCH, PostTrainConfig
 from ..trainer.loss_units import Losses
@@ -153,7 +153,7 @@ class KTOTrainer(PostTrainer):
     def _lay_out(self, pairs: Later, first: int) -> dict[str, Any]:
         """The prompts with their completions from number `first` on."""
         examples = [Example(one.prompt, one.branches[first:]) for one in pairs.items]
-        return self._prepare_inputs(collate(examples, self.data_collator.layout))
+        return self._prepare_inputs(self.data_collator.lay_out(examples))
 
     # ---- losses
 

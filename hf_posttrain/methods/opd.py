@@ -27,7 +27,7 @@ from ..models.teacher import add_teacher
 from ..scoring import teacher_tiles
 from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
-from ..scoring.layouts import IGNORE, Branch, Collator, Example, Later, collate, share_out
+from ..scoring.layouts import IGNORE, Branch, Collator, Example, Later, share_out
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses, row_weights
@@ -174,7 +174,7 @@ class OPDTrainer(PostTrainer):
         rows = {name: torch.cat([batch[name] for batch in batches]) for name in columns}
         made = []
         for group in map(sorted, groups):
-            batch = collate([examples[row] for row in group], self.data_collator.layout)
+            batch = self.data_collator.lay_out([examples[row] for row in group])
             made.append(self._prepare_inputs(batch | {name: values[group] for name, values in rows.items()}))
         return made
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..engines import engine
 from ..errors import InputError
-from ..scoring import cpu, forward
+from ..scoring import forward
+from ..scoring.attention import choose_attention
 from ..scoring.head import LogProb
 from .adapters import of_adapters
 
@@ -31,8 +32,7 @@ class Frozen:
     def __init__(self, model: nn.Module, accelerator: Accelerator, offload: bool = False):
         model.requires_grad_(False)
         forward.enable_scoring(model)
-        if accelerator.device.type == "cpu":
-            cpu.attend_by_document(forward.causal_lm(model))
+        choose_attention(forward.causal_lm(model), accelerator.device)
         self.model, self.accelerator, self.offload = model.eval(), accelerator, offload
         self.sharded, self.on_device = engine.shards(accelerator), False
 

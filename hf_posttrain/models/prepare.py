@@ -15,7 +15,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..data import chat
 from ..errors import InputError
-from ..scoring import cpu, forward
+from ..scoring import forward
+from ..scoring.attention import choose_attention
 from ..scoring.rotary import rope_switch
 from . import load
 from .adapters import add_adapter, check_adapter_kind
@@ -160,8 +161,8 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             f"max_length={args.max_length}: above {switch} tokens the model has other rotary frequencies (LongRoPE or "
             f"dynamic NTK), so a longer rollout is not scored as it was sampled: set max_length={switch}"
         )
-    if args.device.type == "cpu" and args.layout != "padded":  # there a row is one document
-        cpu.attend_by_document(forward.causal_lm(model))
+    if args.layout != "padded":  # there a row is one document
+        choose_attention(forward.causal_lm(model), args.device)
     return model
 
 

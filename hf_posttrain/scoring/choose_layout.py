@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ..errors import InputError
 from . import forward
-from .cpu import BY_DOCUMENT
+from .attention import BY_BLOCK, BY_SEGMENT, row_multiple
 from .head import LogProb, score_tokens
 from .layouts import Branch, Example, collate
 from .rotary import rope_switch
@@ -71,8 +71,8 @@ def _able(model: PreTrainedModel, max_length: int | None) -> tuple[list[str], st
         return ["padded"], "the architecture declares no attention that takes a custom mask"
     if "flash" in implementation:
         return ["packed", "padded"], "FlashAttention keeps packed documents apart and takes no custom mask"
-    if implementation in ("sdpa", BY_DOCUMENT, "eager", "flex_attention"):
-        name = "sdpa" if implementation == BY_DOCUMENT else implementation
+    if implementation in ("sdpa", BY_SEGMENT, "eager", "flex_attention", BY_BLOCK):
+        name = {BY_SEGMENT: "sdpa", BY_BLOCK: "flex_attention"}.get(implementation, implementation)
         return ["shared", "packed", "padded"], f"{name} takes a custom mask, so a prompt is computed once"
     return ["padded"], f"attention implementation {implementation!r} is not known to take a custom mask"
 
@@ -124,7 +124,8 @@ def check(
     """
     examples, found = _check_rows(forward.causal_lm(model), max_length), []
     alone = [(example.prompt, branch.ids) for example in examples for branch in example.branches]
-    batch = {name: tensor.to(device) for name, tensor in collate(examples, layout).items()}
+    inner = forward.causal_lm(model)
+    batch: dict[str, Any] = send_to_device(collate(examples, layout, row_multiple=row_multiple([inner])), device)
     with torch.no_grad(), forward.eval_mode(model):
         values = token_logps(model, batch, in_float32)
         for k, (before, ids) in enumerate(alone):
@@ -240,6 +241,11 @@ def trusted_layout(
         right = partial(_is_right, model, device=device, max_length=max_length)
         if right(layout):
             continue
+        if layout != "padded" and row_multiple([inner]):
+            inner.set_attn_implementation("sdpa")
+            if right(layout):
+                logger.info("%s attends with a mask: its layers do not take a row in pieces", name)
+                continue
         if layout != "padded" and right("padded"):
             if explicit:
                 raise InputError(

@@ -10,15 +10,13 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import cpu, rotary
+from . import attention, rotary
 from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
 
@@ -177,9 +175,9 @@ def run(model: nn.Module, batch: dict[str, Any], scorer: Scorer, **kwargs: Any) 
     return model(
         input_ids=batch["input_ids"],
         position_ids=batch["position_ids"],
-        attention_mask=attention_mask(causal_lm(model), batch),
-        use_cache=False,  # with a cache transformers does not separate packed documents
+        use_cache=False,
         scorer=scorer,
+        **attention.arguments(causal_lm(model), batch),
         **kwargs,
     )
 
@@ -197,59 +195,3 @@ def targets(batch: dict[str, Any]) -> Tensor:
 def per_branch(values: Tensor, batch: dict[str, Any]) -> Tensor:
     """Sum the values [N] of the scored tokens over each branch: -> [B * K], the branches of an example in order."""
     return values.new_zeros(len(batch["row"])).index_add(0, batch["owner"], values)
-
-
-# ---- who may look at whom
-
-
-def attention_mask(model: PreTrainedModel, batch: dict[str, Any]) -> Any:
-    """What to pass as `attention_mask`: None, the padding mask [R, L], or prepared masks by kind of layer."""
-    if "document" not in batch:
-        return batch.get("attention_mask")
-    config = model.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    make = partial(_prepared_mask, batch, config._attn_implementation, model.dtype)
-    if "sliding_attention" in kinds:
-        return {"full_attention": make(None), "sliding_attention": make(window)}
-    return make(None if kinds else window)  # Mistral has a window and no layer types
-
-
-def _prepared_mask(batch: dict[str, Any], implementation: str, dtype: torch.dtype, window: int | None) -> Any:
-    """A mask in the form of the attention kernel; transformers takes a prepared 4D mask as it is."""
-    if implementation == "flex_attention":
-        return _flex_mask(batch, window)
-    mask = allowed(batch, window)[:, None]
-    if implementation == cpu.BY_DOCUMENT:
-        return cpu.document_mask(mask, batch["document"])
-    if implementation == "sdpa":
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
-
-
-def allowed(batch: dict[str, Any], window: int | None = None) -> Tensor:
-    """[R, L, L] bool, may query i see key j: j <= i, same document, and j in the prompt or in i's own branch.
-
-    window: how many positions back a sliding layer sees, itself included. Every query sees at least itself.
-    """
-    row, place = (torch.arange(size, device=batch["document"].device) for size in batch["document"].shape)
-    return _sees(batch, window, row[:, None, None], place[:, None], place)
-
-
-def _sees(batch: dict[str, Any], window: int | None, r: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """The rule of `allowed` for query i and key j of row r, indices of any shapes that broadcast."""
-    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
-    own_branch = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
-    mask = (j <= i) & (document[r, i] == document[r, j]) & own_branch
-    return mask if window is None else mask & (position[r, i] - position[r, j] < window)
-
-
-def _flex_mask(batch: dict[str, Any], window: int | None) -> Any:
-    """The same rule as `allowed` as a BlockMask, which never exists as L x L (GPU)."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def rule(r: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return _sees(batch, window, r, i, j)
-
-    rows, length = batch["document"].shape
-    return create_block_mask(rule, rows, None, length, length, device=str(batch["document"].device))

@@ -8,8 +8,9 @@ shared   [p0 .. p(n-2)] [p(n-1) a1 a2 ..] [p(n-1) b1 b2 ..]: the prompt once; a 
 packed   every branch a document with its own copy of the prompt, all in one row, for FlashAttention
 padded   every branch a row, for architectures that take no custom mask
 
-Rows of `shared` hold several examples: as many rows as cost least, padding and attention together. A branch's last
-token predicts nothing and is not an input. Positions restart at 0 in each document and at n-1 in each branch.
+Rows of `shared` hold several examples: one row for attention that takes it in pieces, otherwise as many rows as cost
+least, padding and attention together. A branch's last token predicts nothing and is not an input. Positions restart at
+0 in each document and at n-1 in each branch.
 
 Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 """
@@ -23,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from . import attention
 
 IGNORE = -100
 ATTENTION_LENGTH = 4096
@@ -60,13 +63,18 @@ class Collator:
 
     examples: Callable[[dict], list[Example]]  # the examples of a row: one, or those of a packed row
     layout: str  # shared, packed or padded
+    row_multiple: int | None = None  # see `collate`
+
+    def lay_out(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """`collate`, in this layout."""
+        return collate(examples, self.layout, row_multiple=self.row_multiple)
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         """What `collate` gives, with `row` [branches] the place of each branch's row in this list, and `index` [rows],
         the number of each row in its data set (-1 where it has none). Scores that rows got beforehand come along."""
         made = [self.examples(row) for row in rows]
         batch = {"index": torch.tensor([row.get("index", -1) for row in rows])}
-        batch |= collate([example for examples in made for example in examples], self.layout)
+        batch |= self.lay_out([example for examples in made for example in examples])
         numbers = [n for n, examples in enumerate(made) for example in examples for _ in example.branches]
         batch["row"] = torch.tensor(numbers)
         if "ref_logps" in rows[0]:
@@ -90,11 +98,15 @@ class Document:
     owners: np.ndarray  # for each scored position, in order: the number of its branch, counted over all examples
 
 
-def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[str, Tensor]:
+def collate(
+    examples: Sequence[Example], layout: str, pad_id: int = 0, row_multiple: int | None = None
+) -> dict[str, Any]:
     """B examples -> the tensors of a micro-batch. The examples may differ in their number of branches.
 
+    row_multiple: where the shared and packed layouts are to be one row, what its length is made a multiple of.
     Returns input_ids, position_ids, shift_labels, router_weights [R, L]; document, branch [R, L] where a mask is
-    needed (document is -1 on padding); attention_mask [R, L] in the padded layout;
+    needed (document is -1 on padding), and `attention.find_segments` of one row; attention_mask [R, L] in the padded
+    layout;
     scored [N], indices into R * L of the positions with a target, in order, and owner [N], the number of their branch,
     counted over all examples (example * K + branch where all have K); row [branches], the number of their example;
     the examples' own columns, [B] each.
@@ -102,19 +114,23 @@ def collate(examples: Sequence[Example], layout: str, pad_id: int = 0) -> dict[s
     # in the other layouts each branch is a document with its own copy of the prompt
     alone = [Example(example.prompt, [branch]) for example in examples for branch in example.branches]
     documents = _documents(examples if layout == "shared" else alone)
-    if layout == "packed":
-        rows = [documents]
-    elif layout == "padded":
+    if layout == "padded":
         rows = [[document] for document in documents]
+    elif layout == "packed" or row_multiple:
+        rows = [documents]
     else:
         rows = _cheapest_rows(documents)
-    batch = _to_tensors(rows, pad_id)
+    batch: dict[str, Any] = _to_tensors(rows, pad_id, 1 if layout == "padded" else row_multiple or 1)
     batch["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
     for name in examples[0].columns:
         batch[name] = torch.tensor([example.columns[name] for example in examples])
     # plain causal attention is enough where each row is a single document without branches
-    if layout != "shared" or not any(len(row) > 1 or row[0].branch.any() for row in rows):
+    plain = not any(len(row) > 1 or row[0].branch.any() for row in rows)
+    if layout == "padded" or (plain and not row_multiple):
         del batch["document"], batch["branch"]
+    elif layout == "packed" or row_multiple:
+        pieces = [document.branch for document in documents]
+        batch["segments"] = attention.find_segments(pieces, batch["input_ids"].shape[1])
     if layout == "padded":
         lengths = torch.tensor([len(row[0].ids) for row in rows])
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
@@ -187,10 +203,11 @@ def share_out(costs: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _to_tensors(rows: list[list[Document]], pad_id: int) -> dict[str, Tensor]:
-    """The tensors that all layouts have. Positions of padding go on counting, but not beyond the largest real one,
-    which may be the model's last."""
-    shape = len(rows), max(sum(len(d.ids) for d in row) for row in rows)
+def _to_tensors(rows: list[list[Document]], pad_id: int, multiple: int) -> dict[str, Tensor]:
+    """The tensors that all layouts have, of rows whose length is a multiple of `multiple`. Positions of padding go on
+    counting, but not beyond the largest real one, which may be the model's last."""
+    longest = max(sum(len(d.ids) for d in row) for row in rows)
+    shape = len(rows), -(-longest // multiple) * multiple
     fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0, "branch": 0}
     columns = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}
     document_ids = np.full(shape, -1)

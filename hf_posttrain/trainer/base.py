@@ -30,6 +30,7 @@ from ..models import load
 from ..models import prepare as policies
 from ..models.frozen import Frozen
 from ..scoring import forward
+from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import choose_layout, trusted_layout
 from ..scoring.layouts import Collator, Example
 from ..watch import progress, reporters
@@ -105,7 +106,8 @@ class PostTrainer(Trainer):
         self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)
-        collator = self.collator_class(self.examples, choose_layout(self.scored, args.layout, args.max_length))
+        layout = choose_layout(self.scored, args.layout, args.max_length)
+        collator = self.collator_class(self.examples, layout, row_multiple(self.scored))
         with launch.main_process_first(args):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)
@@ -238,7 +240,11 @@ class PostTrainer(Trainer):
             self.second_key = same_run.base_weights(second.model, None, self.method)
         self.scored = self.scored[:1] + ([forward.causal_lm(second.model)] if second else [])
         self.check_ids(self.train_dataset, self.eval_dataset)
-        self.data_collator.layout = choose_layout(self.scored, self.args.layout, self.args.max_length)
+        self.use_layout(choose_layout(self.scored, self.args.layout, self.args.max_length))
+
+    def use_layout(self, layout: str) -> None:
+        """Lay out batches so from now on, in one row where all models attend to that."""
+        self.data_collator.layout, self.data_collator.row_multiple = layout, row_multiple(self.scored)
 
     @property
     def exact(self) -> bool:
@@ -260,7 +266,7 @@ class PostTrainer(Trainer):
             models = ([model] if self.scoring_checked else []) + ([second] if second is not None else [])
             # collective operations depend on the layout: it is the first rank's answer on all
             layout = trusted_layout(models, layout, explicit, self.args.device, self.args.max_length)
-        self.data_collator.layout = layout
+        self.use_layout(layout)
 
     # ---- training
 

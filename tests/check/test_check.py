@@ -298,7 +298,7 @@ def test_the_teachers_own_prompts_are_compared(folder):
 def planned(trainer_class, rows, **changes):
     config = {
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "num_train_epochs": 1.0, "max_steps": -1,
-        "layout": "auto", "dataloader_drop_last": False, "max_length": 1024,
+        "layout": "auto", "dataloader_drop_last": False, "max_length": 1024, "device": torch.device("cpu"),
     } | changes  # fmt: skip
     return plan(rows, trainer_class, SimpleNamespace(**config), [tiny_model()], changes.get("processes", 1))
 

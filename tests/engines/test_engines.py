@@ -39,6 +39,7 @@ from hf_posttrain.generation import rollout
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.models import load as models
 from hf_posttrain.models.section import ModelSection
+from hf_posttrain.scoring import attention
 from hf_posttrain.scoring import forward as scoring
 
 pytestmark = pytest.mark.engines
@@ -273,7 +274,7 @@ def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method)
 def checked(rank, engine, wrong):
     """What the check before the first batch leaves of a deep model in bf16: its layout, and whether its own logits."""
     if wrong:  # packed documents then see each other
-        scoring.attention_mask = lambda model, batch: batch.get("attention_mask")
+        attention.arguments = lambda model, batch: {"attention_mask": batch.get("attention_mask")}
     model = tiny_model(num_hidden_layers=26, layer_types=["full_attention"] * 26)
     trainer = trainer_for(
         "sft", model, token_rows("sft", 8), tempfile.mkdtemp(), bf16=True, learning_rate=1e-3,

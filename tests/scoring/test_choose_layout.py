@@ -10,7 +10,7 @@ from training_for_tests import quick
 from transformers import Qwen3ForSequenceClassification, Qwen3Model
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.scoring import choose_layout, forward
+from hf_posttrain.scoring import attention, choose_layout, forward
 from hf_posttrain.scoring.choose_layout import check, tolerance, trusted_layout
 
 LOW = {"bf16 weights": (torch.bfloat16, False), "autocast": (torch.float32, True), "both": (torch.bfloat16, True)}
@@ -40,8 +40,9 @@ def test_an_unknown_softcap_is_found_in_low_precision(dtype, autocast, caplog):
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
-def test_a_leaking_layout_is_found_in_low_precision(dtype, autocast):
-    """OPT takes its positions from the attention mask, so that packed documents leak."""
+def test_a_leaking_layout_is_found_in_low_precision(dtype, autocast, monkeypatch):
+    """Packed documents of a model that does not get their bounds."""
+    monkeypatch.setattr(attention, "arguments", lambda _, batch: {"attention_mask": batch.get("attention_mask")})
     model = scoring(tiny("opt", scale=3.0), dtype)
     low = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
     with low, pytest.raises(InputError, match="layout=padded"):

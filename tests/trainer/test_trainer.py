@@ -51,7 +51,7 @@ from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report.run_folder import read
-from hf_posttrain.scoring import choose_layout, cpu
+from hf_posttrain.scoring import attention, choose_layout
 from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.forward import targets
 from hf_posttrain.scoring.head import LogProb
@@ -113,7 +113,7 @@ def test_unknown_steps_after_the_head_fall_back_to_the_models_own_logits(method,
 
 
 def test_a_model_that_ignores_the_mask_falls_back_to_padded_and_says_so(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(scoring, "attention_mask", lambda model, batch: batch.get("attention_mask"))
+    monkeypatch.setattr(attention, "arguments", lambda model, batch: {"attention_mask": batch.get("attention_mask")})
     trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path)
     with caplog.at_level(logging.WARNING):
         trainer.train()
@@ -134,42 +134,6 @@ def test_layouts_are_chosen_by_what_the_model_can_take():
     assert choose_layout.choose_layout([sdpa, hybrid], "auto") == "padded"
     with pytest.raises(InputError, match=r"linear_attention.*use layout='padded'"):
         choose_layout.choose_layout([hybrid], "shared")
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_flex_mask_is_the_dense_mask(window):
-    """On CPU: the same rule, evaluated for every pair. The kernel itself needs a GPU."""
-    examples = [Example([1, 2, 3], [Branch([4, 5, 6]), Branch([7, 8])]), Example([1], [Branch([2, 3]), Branch([4])])]
-    batch = collate(examples, "shared")
-    block = scoring._flex_mask(batch, window)
-    rows, length = batch["document"].shape
-    r, i, j = torch.meshgrid(torch.arange(rows), torch.arange(length), torch.arange(length), indexing="ij")
-    assert torch.equal(block.mask_mod(r, 0, i, j), scoring.allowed(batch, window))
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_document_by_document_is_that_of_the_whole_mask(window):
-    """Values and gradients on CPU, where a row costs its documents and not all pairs of its tokens."""
-    draw = torch.Generator().manual_seed(0)
-    examples = [Example([1, 2, 3], [Branch([4, 5, 6]), Branch([7, 8])]), Example([1, 2], [Branch([2, 3])])]
-    batch = collate(examples * 2, "shared")
-    rows, length = batch["document"].shape
-    mask = scoring.allowed(batch, window)[:, None]
-    known = cpu.document_mask(mask, batch["document"])
-    documents = known.documents
-    assert sum(size for size, _ in documents) == rows * length
-    assert len(documents) >= 4
-    assert any(own is None for _, own in documents)
-    assert max(size for size, _ in documents) < length
-    states = [torch.randn(rows, heads, length, 8, generator=draw).requires_grad_() for heads in (4, 2, 2)]
-    layer = torch.nn.Module()
-    layer.num_key_value_groups, layer.is_causal = 2, True
-    found = []
-    for given in (mask, known):
-        output, _ = cpu.sdpa_by_document(layer, *states, given, scaling=0.3)
-        found.append((output, *torch.autograd.grad((output**2).sum(), states)))
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other)
 
 
 def test_rows_are_filled_as_cheaply_as_can_be():

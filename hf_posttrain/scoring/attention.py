@@ -1,0 +1,217 @@
+"""Who may look at whom in a laid-out batch, in the form that a model's attention takes.
+
+The rule is `allowed`. It reaches a kernel in one of three forms:
+
+segments  one row in pieces (a prompt, a branch), each with its queries and its keys: a branch's keys are its prompt's,
+          gathered once more, and its own. No mask, no padding. On a GPU in half precision one call of a varlen kernel
+          does all pieces; elsewhere each is one of sdpa
+blocks    one row for flex_attention, where the model caps its attention scores (Gemma 2)
+a mask    [R, 1, L, L] for anything else; FlashAttention, which takes none, gets the bounds of packed documents
+
+The form is the model's own attention implementation, set by `choose_attention`; nothing changes for other models.
+
+Legend: R rows, L row length, D size of a head.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .flex import BLOCK, attend_by_block, block_mask
+
+logger = logging.getLogger(__name__)
+BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
+"""Our implementations, in place of transformers' sdpa and of its flex_attention."""
+VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What kernels of documents in one row read, by transformers' names: where each begins, and the longest."""
+LOW = (torch.bfloat16, torch.float16)
+
+
+def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
+    """Give a causal LM that will run on `device` the form that is quickest there; on a GPU the log says which, and why.
+
+    There cuDNN is switched off as a backend of sdpa: on Hopper it plans anew for each shape, 0.4 to 1 s each time. The
+    environment variable TORCH_CUDNN_SDPA_ENABLED=1 keeps it.
+    """
+    chosen, why = quickest(model, device)
+    if chosen in FORMS and model.config.get_text_config()._attn_implementation != chosen:
+        AttentionInterface.register(chosen, FORMS[chosen])
+        AttentionMaskInterface.register(chosen, sdpa_mask)  # of rows that were not laid out here, as in generation
+        model.set_attn_implementation(chosen)
+    if device.type != "cpu":
+        torch.backends.cuda.enable_cudnn_sdp(os.environ.get("TORCH_CUDNN_SDPA_ENABLED") == "1")
+        logger.info("attention of %s: %s (%s)", type(model).__name__, chosen, why)
+
+
+def quickest(model: PreTrainedModel, device: torch.device) -> tuple[str, str]:
+    """The attention implementation that `choose_attention` gives a model, and why."""
+    config: Any = model.config.get_text_config()
+    asked = config._attn_implementation or "eager"
+    if asked in FORMS or not model._can_set_attn_implementation():
+        return asked, "it is set already, or cannot be set"
+    if asked == "sdpa":
+        return BY_SEGMENT, "each piece of a row alone, in one varlen call in half precision"
+    if asked == "flex_attention":
+        return BY_BLOCK, "flex_attention was asked for"
+    caps = getattr(config, "attn_logit_softcapping", None)
+    if asked == "eager" and caps and device.type != "cpu" and model._supports_flex_attn:
+        return BY_BLOCK, "the model caps its attention scores, which sdpa does not"
+    return asked, "the model was loaded with it"
+
+
+def row_multiple(models: Sequence[PreTrainedModel], device: torch.device | None = None) -> int | None:
+    """Is a micro-batch of all these models best one row? Then what its length must be a multiple of, else None.
+
+    device: for models that are yet to be given the form that is quickest there.
+    """
+    multiples = {BY_SEGMENT: 1, BY_BLOCK: 2 * BLOCK}  # a row of one block would be compiled for itself
+    found = []
+    for model in models:
+        now = model.config.get_text_config()._attn_implementation
+        found.append(multiples.get(quickest(model, device)[0] if device else now))
+    return None if None in found else max(found)  # type: ignore[type-var]
+
+
+# ---- segments
+
+
+def find_segments(documents: Sequence[np.ndarray], length: int) -> dict[str, Any]:
+    """The pieces of one row of `length` tokens. documents: the branch (0 for the prompt) of each token of each.
+
+    Returns the arguments named in VARLEN; `sizes`, (queries, keys) of each piece; and `gathered`, the places of all
+    keys, one piece after the other, or None where they are the row as it stands. Padding is a piece of its own.
+    """
+    sizes, places, start = [], [], 0
+    for branch in (*documents, np.zeros(length - sum(map(len, documents)), dtype=np.int64)):
+        prompt = np.empty(0, dtype=np.int64)
+        bounds = [0, *(np.flatnonzero(np.diff(branch)) + 1).tolist(), len(branch)]
+        for begin, end in pairwise(bounds):
+            own = np.arange(start + begin, start + end)
+            if end > begin and branch[begin] == 0:
+                prompt = keys = own
+            else:
+                keys = np.concatenate([prompt, own])
+            if end > begin:
+                sizes.append((len(own), len(keys)))
+                places.append(keys)
+        start += len(branch)
+    queries, seen = ([size[side] for size in sizes] for side in (0, 1))
+    starts = (torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32)) for counts in (queries, seen))
+    found = dict(zip(VARLEN, (*starts, max(queries), max(seen)), strict=True))
+    gathered = torch.from_numpy(np.concatenate(places)) if queries != seen else None
+    return found | {"sizes": sizes, "gathered": gathered}
+
+
+def attend_by_segment(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    segments: dict[str, Any] | None = None, scaling: float | None = None, dropout: float = 0.0,
+    sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of one row in pieces; without `segments`, transformers' sdpa. [R, heads, L, D] -> [R, L, heads, D].
+
+    In each piece a query sees all keys but those behind it: the last query sees all, the one before all but one, and
+    with a window only the nearest. The fused kernel on CPU computes all pairs of a masked row, whatever it forbids:
+    1.17x in DPO. Raises RuntimeError where the model does not pass the pieces on, or wants what they cannot give.
+    """
+    if segments is None:
+        if _is_stand_in(attention_mask) and query.shape[2] > 1:
+            raise RuntimeError(f"{type(module).__name__} does not get what its model was called with")
+        given: dict[str, Any] = kwargs | {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
+    if unknown := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise RuntimeError(f"{type(module).__name__} attends with {unknown[0]}")
+    q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [L, heads, D]
+    if segments["gathered"] is not None:
+        k, v = (states.index_select(0, segments["gathered"]) for states in (k, v))
+    if not dropout and _has_varlen_kernel(q, v):
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast some norms leave float32
+        window = (sliding_window - 1 if sliding_window else -1, 0)
+        bounds = [segments[name] for name in VARLEN]
+        found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
+        return found.unsqueeze(0), None
+    pieces: list[Tensor] = []
+    queries, keys = map(list, zip(*segments["sizes"], strict=True))
+    for parts in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
+        a, b, c = (states.transpose(0, 1)[None] for states in parts)  # [1, heads, length, D]
+        mask = _behind(a.shape[2], b.shape[2], sliding_window, q.device)
+        options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "is_causal": mask is None}
+        pieces.append(sdpa_attention_forward(module, a, b, c, mask, **options)[0])
+    return torch.cat(pieces, dim=1), None
+
+
+def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+    """Can `varlen_attn` compute with states [L, heads, D] like these?"""
+    size = query.shape[-1]
+    return value.dtype in LOW and value.device.type != "cpu" and value.shape[-1] == size <= 256 and size % 8 == 0
+
+
+def _behind(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[1, 1, queries, keys] bool, which keys are not behind a query, the last of which sees all; None: plain causal."""
+    if queries == keys and (window is None or keys <= window):
+        return None
+    seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    return seen if window is None else seen.triu(keys - queries - window + 1)
+
+
+def _is_stand_in(mask: Any) -> bool:
+    """Is it the mask of `arguments`, for which transformers makes none?"""
+    return mask is not None and mask.numel() == 1
+
+
+FORMS: dict[str, Callable] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}
+
+
+# ---- masks
+
+
+def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
+    """What to call the model with besides ids and positions, so that tokens see what the batch's layout lets them."""
+    if "document" not in batch:
+        return {"attention_mask": batch.get("attention_mask")}  # of padding [R, L], or None
+    config: Any = model.config.get_text_config()
+    implementation, segments = config._attn_implementation or "", batch.get("segments")
+    if "flash" in implementation and segments:
+        return {"attention_mask": None} | {name: segments[name] for name in VARLEN}
+    if implementation == BY_SEGMENT and segments:
+        # transformers takes a 4D mask as it is: with this one it makes none
+        return {"attention_mask": batch["input_ids"].new_ones(1, 1, 1, 1, dtype=torch.bool), "segments": segments}
+    kinds, window = {*(getattr(config, "layer_types", None) or ())}, getattr(config, "sliding_window", None)
+
+    def made(seen_back: int | None) -> Any:
+        if implementation == BY_BLOCK and segments:
+            return block_mask(batch, seen_back, lambda window, i, j: _sees(batch, window, 0, i, j))
+        mask = allowed(batch, seen_back)[:, None]
+        if implementation != "eager":
+            return mask
+        return torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
+
+    if "sliding_attention" in kinds:
+        return {"attention_mask": {"full_attention": made(None), "sliding_attention": made(window)}}
+    return {"attention_mask": made(None if kinds else window)}  # Mistral has a window and no layer types
+
+
+def allowed(batch: dict[str, Tensor], window: int | None = None) -> Tensor:
+    """[R, L, L] bool, may query i see key j: j <= i, same document, and j in the prompt or in i's own branch.
+
+    window: how many positions back a sliding layer sees, itself included. Every query sees at least itself.
+    """
+    row, place = (torch.arange(size, device=batch["document"].device) for size in batch["document"].shape)
+    return _sees(batch, window, row[:, None, None], place[:, None], place)
+
+
+def _sees(batch: dict[str, Tensor], window: int | Tensor | None, r: Any, i: Tensor, j: Tensor) -> Tensor:
+    """The rule of `allowed` for query i and key j of row r, indices of any shapes that broadcast."""
+    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
+    own_branch = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
+    mask = (j <= i) & (document[r, i] == document[r, j]) & own_branch
+    return mask if window is None else mask & (position[r, i] - position[r, j] < window)

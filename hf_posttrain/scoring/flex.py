@@ -1,0 +1,77 @@
+"""flex_attention of one row, for models that cap their attention scores (Gemma 2), or where it is asked for.
+
+The rule of who sees whom goes into the kernel as a function, and blocks of BLOCK x BLOCK tokens of which no pair is
+seen are left out: a mask of L x L never exists.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as flex
+from transformers.integrations.sdpa_attention import repeat_kv
+
+Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(window, queries i, keys j) -> bool, whether each pair is seen."""
+BLOCK = 128  # tokens
+
+
+@cache
+def _compiled() -> Callable:
+    """flex_attention, compiled once for all models, layers and shapes: one for each shape would run into dynamo's limit
+    of 8 recompilations, and then without compilation in memory of heads x L x L."""
+    return torch.compile(flex.flex_attention, dynamic=True)
+
+
+@cache
+def _softcapped(cap: float) -> Callable:
+    """cap * tanh(score / cap), the same function for the same cap: dynamo compiles for each anew."""
+    return lambda score, *_: cap * torch.tanh(score / cap)
+
+
+def attend_by_block(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
+    softcap: float | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """flex_attention of one row; with a mask that is none of its own (in generation), attention written out.
+    [R, heads, L, D] -> [R, L, heads, D]."""
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if isinstance(attention_mask, flex.BlockMask):
+        change = _softcapped(softcap) if softcap else None
+        found = _compiled()(query, key, value, change, attention_mask, scaling, enable_gqa=True)
+        return found.transpose(1, 2).contiguous(), None
+    key, value = (repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    if attention_mask is None:  # plain causal
+        attention_mask = torch.ones_like(scores, dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+    weights = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min).softmax(-1, dtype=torch.float32)
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
+
+
+def block_mask(batch: dict[str, Tensor], window: int | None, rule: Rule) -> flex.BlockMask:
+    """`rule` for one row of whole blocks, without those whose pairs are all forbidden.
+
+    What a block may see is known from the least and largest document, branch and position of its tokens: nothing of
+    size L x L is made, and nothing read on the host.
+    """
+    document, branch, position = (batch[name].view(-1, BLOCK) for name in ("document", "branch", "position_ids"))
+    (first, last), (low, high), (near, far) = (part.aminmax(dim=1) for part in (document, branch, position))
+    later = torch.arange(len(first), device=first.device)
+    seen = (later[:, None] >= later) & (first[:, None] <= last) & (last[:, None] >= first)
+    # two branches of one document do not see each other
+    seen &= ~((low > 0) & (low == high) & (low[:, None] == high[:, None]) & (low[:, None] > 0) & (low[:, None] != low))
+    if window is not None:
+        seen &= near[:, None] - far < window
+    order = seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+    # a tensor, and one without a window too: the kernel is compiled once for all layers
+    within = torch.full((), position.numel() if window is None else window, device=position.device)
+
+    def sees(_row: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return rule(within, i, j)
+
+    counts = seen.sum(-1, dtype=torch.int32)
+    return flex.BlockMask.from_kv_blocks(counts[None, None], order[None, None], BLOCK_SIZE=BLOCK, mask_mod=sees)
