@@ -132,7 +132,8 @@ NEEDS = {need.symbol: need for need in [
          "where it was loaded from, in to_dict() too"),
     Need("transformers.PreTrainedModel._supports_sdpa", "scoring/choose_layout.py",
          "True where attention takes a custom mask"),
-    Need("transformers.PreTrainedModel._supports_flex_attn", "scoring/choose_layout.py scoring/attention.py", "the same"),
+    Need("transformers.PreTrainedModel._supports_flex_attn", "scoring/choose_layout.py scoring/attention.py",
+         "the same"),
     Need("transformers.PreTrainedModel._no_split_modules", "engines/sharded.py",
          "the classes of the layers that FSDP wraps"),
     Need("transformers.PreTrainedModel.base_model", "scoring/forward.py",
@@ -192,7 +193,6 @@ NEEDS = {need.symbol: need for need in [
     Need("deepspeed.ZeROOptimizer.sequence_parallel_size", "engines/sequence.py",
          "what it multiplies summed gradients by"),
     # ---- torch
-    Need("torch._assert_async", "scoring/head.py", "raises on CPU, and on a GPU later, without a wait"),
     Need("torch.distributed.distributed_c10d._get_default_store", "engines/launch.py",
          "the store of the process group, with add()"),
     Need("torch.distributed.fsdp.FSDPModule", "engines/engine.py engines/sharded.py",
@@ -1088,13 +1088,6 @@ def _(deepspeed):
 
 
 # ---- torch
-
-
-@canary("torch._assert_async")
-def _():
-    torch._assert_async(torch.tensor(True), "said")
-    with pytest.raises(RuntimeError, match="said"):
-        torch._assert_async(torch.tensor(False), "said")
 
 
 @pytest.fixture

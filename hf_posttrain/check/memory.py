@@ -20,7 +20,7 @@ from ..methods.rules import REFERENCE_FREE
 from ..recipe.sections import Recipe
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
-from ..scoring.head import KEEP_ELEMENTS, tile_rows
+from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
 from ..scoring.layouts import collate
 from ..watch.symptoms import listed
 from .placement import Engine, Shapes, engine_asked, policy_on
@@ -99,6 +99,11 @@ class Run:
         examples = planned_examples(rows, self.trainer_class, self.config)
         return collate(examples, self.layout, row_multiple=self.multiple) | {"rows": len(rows)}
 
+    @property
+    def gpu_memory(self) -> int | None:
+        """Bytes of the GPU, by which the head chooses its tiles; None on CPU."""
+        return (self.available or META_MEMORY) if self.engine.gpu else None
+
     def second_stays(self) -> bool:
         """Is a second model on the device while the policy trains?"""
         config, model, teacher = self.config, self.recipe.model, self.recipe.teacher
@@ -167,8 +172,10 @@ class Run:
         kept, layer = self.policy.training(every if config.activation_checkpointing else 0)
         states, tiles = self.at_head(self.policy, batch)
         kept += gradient + states
-        if self.trainer_class.method.unit == "examples" and head.requires_grad and logits <= KEEP_ELEMENTS:
-            kept += 4 * logits  # an average over examples is not known in the forward: gradients wait for it
+        size = 2 if self.mixed and self.engine.gpu else 4
+        few = logits <= kept_logits(self.gpu_memory, size)
+        if self.trainer_class.method.unit == "examples" and head.requires_grad and few:
+            kept += size * logits  # an average over examples is not known in the forward: gradients wait for it
         if self.mixed and self.engine.name in ("single", "ddp"):
             kept += 2 * weights.trained_numbers  # autocast's copies
         peak = max(kept + max(layer, tiles), self.inference(self.scorer, batch) * self.second_stays())
@@ -184,7 +191,8 @@ class Run:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
         (rows, length), scored, vocabulary = batch["input_ids"].shape, len(batch["scored"]), len(self.policy.head)
         states = 8 * scored * shapes.head.shape[1] + ("document" in batch and not self.multiple) * rows * length**2
-        return states, 4 * min(scored, tile_rows(vocabulary)) * vocabulary * (5 if self.recipe.teacher else 3)
+        each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if self.recipe.teacher else 3)
+        return states, each * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
 
     def generation(self) -> int:
         """The rollouts of an optimizer step at once: the cache, and what comes on top."""

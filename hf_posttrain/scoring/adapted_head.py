@@ -19,7 +19,7 @@ def score_tokens_through(
         return _TileValue.apply(logits_of(part), tile, rows, stats)
 
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    for rows in tiles(hidden.shape[0], vocabulary):
+    for rows in tiles(hidden, vocabulary):
         stats: dict[str, Tensor] = {}
         found.append((checkpoint(value, hidden[rows], rows, stats, use_reentrant=False), stats))
     values = torch.cat([value for value, _ in found])

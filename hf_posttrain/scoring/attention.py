@@ -13,6 +13,7 @@ The form is the model's own attention implementation, set by `choose_attention`;
 Legend: R rows, L row length, D size of a head.
 """
 
+import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -22,12 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .flex import BLOCK, attend_by_block, block_mask
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # torch before 2.10
+    varlen_attn = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
@@ -151,6 +156,8 @@ def attend_by_segment(
 
 def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
     """Can `varlen_attn` compute with states [L, heads, D] like these?"""
+    if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
+        return False
     size = query.shape[-1]
     return value.dtype in LOW and value.device.type != "cpu" and value.shape[-1] == size <= 256 and size % 8 == 0
 

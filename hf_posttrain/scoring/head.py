@@ -13,6 +13,8 @@ Legend: N scored tokens, n tokens of one tile, V vocabulary, H hidden size.
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,8 +23,71 @@ from torch.autograd.function import once_differentiable
 
 from .cpu import expectation
 
-TILE_ELEMENTS = 2**23  # logits in one tile, n x V (32 MB in float32)
-KEEP_ELEMENTS = 2**26  # the logits' gradient waits for the backward where N x V is below this: it saves a GEMM
+TILE_ELEMENTS = 2**23  # on CPU: logits in one tile, n x V (32 MB in float32)
+KEEP_ELEMENTS = 2**26  # on CPU: the logits' gradient waits for the backward where N x V is below this: it saves a GEMM
+TILE_SHARE, KEPT_SHARE = 1 / 32, 1 / 16  # the same on a GPU, as shares of its memory
+BYTES_PER_LOGIT = 16  # of a tile on a GPU: logits, gradient, the teacher's, and as much again where no kernel does them
+META_MEMORY = 80 * 2**30  # bytes of the meta device, which stands for a GPU in tests and estimates
+
+
+# ---- what a device allows
+
+
+def memory(device: torch.device) -> int | None:
+    """Bytes of a GPU; None on CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return META_MEMORY if device.type == "meta" else None
+
+
+def tile_rows(vocabulary: int, memory: int | None) -> int:
+    """Tokens of a tile, from a GPU's memory in bytes. Each tile reads the head's weights again: there few are better,
+    up to 4096 tokens, in whole blocks of a matrix product. On CPU a tile should stay in the cache."""
+    if memory is None:
+        return max(1, TILE_ELEMENTS // vocabulary)
+    return min(max(int(memory * TILE_SHARE) // (BYTES_PER_LOGIT * vocabulary) // 128 * 128, 128), 4096)
+
+
+def kept_logits(memory: int | None, itemsize: int) -> int:
+    """N x V up to which the logits' gradient waits for the backward. memory: a GPU's, in bytes."""
+    return KEEP_ELEMENTS if memory is None else int(memory * KEPT_SHARE) // itemsize
+
+
+def is_exact(states: Tensor) -> bool:
+    """Is `product` of such states float32, though they are not? On a GPU it costs nothing. A bf16 logit of 20 is known
+    to 0.06, which sums of log-probabilities and differences of two models feel."""
+    has_it = hasattr(torch.ops.aten.mm, "dtype")  # torch 2.8 and later
+    low = states.dtype in (torch.bfloat16, torch.float16)
+    return has_it and low and states.device.type in ("cuda", "meta")
+
+
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a @ b, [n, k] and [k, m]."""
+    return torch.mm(a, b, out_dtype=torch.float32, out=out) if is_exact(a) else torch.mm(a, b, out=out)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b."""
+    if is_exact(a):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    elif total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+def kernels(device: torch.device) -> ModuleType | None:
+    """The Triton kernels of the tile functions, on a GPU that has Triton."""
+    return _kernels() if device.type == "cuda" else None
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    try:
+        from . import kernels
+    except ImportError:  # no Triton
+        return None
+    return kernels
 
 
 # ---- tile functions
@@ -64,6 +129,10 @@ class LogProb:
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]."""
+        if fused := kernels(logits.device):
+            size, out = self.vocabulary or logits.shape[-1], buffer if need_grad else None
+            found = fused.log_prob(logits, self.targets[rows], self.temperature, size, out, self.stats)
+            return Tile(found[0], out, dict(zip(("entropy", "correct"), found[1:], strict=True)) if self.stats else {})
         targets, logits = self.targets[rows, None], logits[:, : self.vocabulary]
         logits = logits if self.temperature == 1.0 else logits / self.temperature
         probs, peak, log_top = softmax(logits, buffer)
@@ -118,9 +187,9 @@ class LinearHead:
     bias: Tensor | None  # [V]
     transform: LogitTransform = LogitTransform()  # scale and softcap
 
-    def logits(self, hidden: Tensor, buffer: Tensor) -> Tensor:
-        """[n, H] -> [n, V], float32 or float64. buffer [n, V] of the head's dtype takes the product (no autograd)."""
-        raw = torch.mm(hidden, self.weight.T, out=buffer)
+    def logits(self, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
+        """[n, H] -> [n, V], float32 or float64. buffer [n, V] takes the product (no autograd); see `_tile_buffers`."""
+        raw = product(hidden, self.weight.T, buffer)
         return self.transform(raw if self.bias is None else raw.add_(self.bias))
 
     def cast(self, hidden: Tensor, dtype: torch.dtype) -> tuple["LinearHead", Tensor]:
@@ -128,15 +197,15 @@ class LinearHead:
         bias = None if self.bias is None else self.bias.to(dtype)
         return LinearHead(self.weight.to(dtype), bias, self.transform), hidden.to(dtype)
 
+    def dtype(self, device: torch.device) -> torch.dtype:
+        """In which `nn.Linear` would multiply here, autocast included."""
+        kind = device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.weight.dtype
 
-def tile_rows(vocabulary: int) -> int:
-    """Tokens of a tile: at most TILE_ELEMENTS logits, one token at least."""
-    return max(1, TILE_ELEMENTS // vocabulary)
 
-
-def tiles(tokens: int, vocabulary: int) -> Iterator[slice]:
-    """Slices of the N tokens, a tile each; one where N is 0."""
-    rows = tile_rows(vocabulary)
+def tiles(hidden: Tensor, vocabulary: int) -> Iterator[slice]:
+    """Slices of the N tokens of hidden states [N, H], a tile each; one where N is 0."""
+    tokens, rows = len(hidden), tile_rows(vocabulary, memory(hidden.device))
     return (slice(start, min(start + rows, tokens)) for start in range(0, max(tokens, 1), rows))
 
 
@@ -171,8 +240,7 @@ class _ScoreTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, run):
-        device = hidden.device.type  # the dtype in which `nn.Linear` would multiply here, autocast included
-        run.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        run.dtype = run.head.dtype(hidden.device)
         head, cast = run.head.cast(hidden, run.dtype)
         needs_hidden, needs_weight, needs_bias, _ = ctx.needs_input_grad
         needs_head = needs_weight or needs_bias
@@ -181,11 +249,12 @@ class _ScoreTokens(torch.autograd.Function):
         # sum here, multiply later. (2) Few logits: keep every tile's gradient. (3) Otherwise the backward computes each
         # tile again.
         head_grad = _HeadGradient(weight, bias) if needs_head and run.weights is not None else None
-        keep = needs_head and run.weights is None and cast.shape[0] * weight.shape[0] <= KEEP_ELEMENTS
+        few = len(cast) * len(weight) <= kept_logits(memory(cast.device), cast.itemsize)
+        keep = needs_head and run.weights is None and few
         grad_hidden = torch.zeros_like(cast) if needs_hidden else None
         buffers, done = _tile_buffers(cast, weight.shape[0]), []
-        with torch.autocast(device, enabled=False):  # everything is cast already
-            for rows in tiles(cast.shape[0], weight.shape[0]):
+        with torch.autocast(hidden.device.type, enabled=False):  # everything is cast already
+            for rows in tiles(cast, len(weight)):
                 result, raw_grad = _run_tile(head, run.tile, cast, rows, needs_hidden or needs_head, buffers)
                 done.append(Tile(result.value, None, result.stats))
                 if grad_hidden is not None:
@@ -195,7 +264,7 @@ class _ScoreTokens(torch.autograd.Function):
                     head_grad.add(raw_grad, run.weights[rows], cast[rows])
                 elif keep:
                     run.kept.append(raw_grad)
-                    buffers = buffers[0], torch.empty_like(buffers[1])  # in float32 raw_grad is a view of the old one
+                    buffers = buffers[0], torch.empty_like(buffers[1])  # raw_grad may be a view of the old one
         run.stats.update({name: torch.cat([tile.stats[name] for tile in done]) for name in done[0].stats})
         ctx.save_for_backward(hidden, weight, bias, grad_hidden)
         ctx.run, ctx.head_grad = run, head_grad
@@ -216,7 +285,7 @@ class _ScoreTokens(torch.autograd.Function):
         run, gradient = ctx.run, _HeadGradient(weight, bias)
         head, hidden = LinearHead(weight, bias, run.head.transform).cast(hidden, run.dtype)
         buffers = _tile_buffers(hidden, weight.shape[0])
-        for i, rows in enumerate(tiles(hidden.shape[0], weight.shape[0])):
+        for i, rows in enumerate(tiles(hidden, len(weight))):
             raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True, buffers)[1]
             gradient.add(raw_grad, grad[rows], hidden[rows])
         return grad_hidden, *gradient.result(), None
@@ -234,11 +303,9 @@ class _HeadGradient:
         """raw_grad [n, V], token_grad [n], hidden [n, H]."""
         scaled = hidden * token_grad[:, None].to(hidden.dtype)
         if self.weight is None:  # begins with the first tile: no [V, H] of zeros
-            self.weight = (raw_grad.T @ scaled).to(self.exact)
-        elif self.exact == raw_grad.dtype:
-            self.weight.addmm_(raw_grad.T, scaled)
+            self.weight = product(raw_grad.T, scaled).to(self.exact)
         else:
-            self.weight += raw_grad.T @ scaled
+            add_product(self.weight, raw_grad.T, scaled)
         if self.bias is not None:
             self.bias += raw_grad.T.to(self.bias.dtype) @ token_grad.to(self.bias.dtype)
 
@@ -254,8 +321,11 @@ class _HeadGradient:
 
 def _tile_buffers(hidden: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """Memory for a tile's product with the head and for its gradient, used by one tile after the other."""
-    shape = min(len(hidden), tile_rows(vocabulary)), vocabulary
-    return hidden.new_empty(shape), hidden.new_empty(shape, dtype=torch.promote_types(hidden.dtype, torch.float32))
+    shape = min(len(hidden), tile_rows(vocabulary, memory(hidden.device))), vocabulary
+    exact = torch.promote_types(hidden.dtype, torch.float32)
+    gradient = hidden.dtype if kernels(hidden.device) else exact  # a kernel rounds it as it writes
+    product = hidden.new_empty(shape, dtype=exact if is_exact(hidden) else hidden.dtype)
+    return product, hidden.new_empty(shape, dtype=gradient)
 
 
 def _run_tile(
@@ -271,12 +341,26 @@ def _run_tile(
     return result, head.transform.backward(logits, result.grad).to(hidden.dtype)
 
 
+_broken_promises: list[Tensor] = []
+"""On a GPU, where nobody waits for the answer: was a promise of `weights` broken? One bool, if any was asked."""
+
+
 def _promised_scale(grad: Tensor, weights: Tensor) -> Tensor:
-    """The multiple s in grad = s * weights, checked without waiting for the device."""
+    """The multiple s in grad = s * weights, checked: on CPU at once, on a GPU by the next `check_promises`."""
     if not len(grad):
         return grad.sum()
     weights = weights.to(grad.dtype)
     scale = (grad * weights).sum() / (weights * weights).sum().clamp(min=1e-30)
     broken = (grad - scale * weights).abs().max() > 1e-3 * scale.abs() * weights.abs().max() + 1e-30
-    torch._assert_async(~broken, "the loss is not a multiple of (weights * values).sum(), as score_tokens was promised")
+    _broken_promises[:] = [broken | _broken_promises[0] if _broken_promises else broken]
+    if broken.device.type == "cpu":
+        check_promises()
     return scale
+
+
+def check_promises() -> None:
+    """Raises RuntimeError where a loss since the last call was not what `score_tokens` had been promised. Waits for the
+    device: call it where that waits anyway, as a log does."""
+    found, _broken_promises[:] = list(_broken_promises), []
+    if any(flag.item() for flag in found if flag.device.type != "meta"):
+        raise RuntimeError("the loss is not a multiple of (weights * values).sum(), as score_tokens was promised")

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..losses.divergence import DIVERGENCES, discounted, forward_kl, reverse_kl
 from .cpu import expectation
 from .forward import LMHead, run, scored_states
-from .head import LogProb, Tile, TileFunction, softmax
+from .head import LogProb, Tile, TileFunction, kernels, softmax
 
 
 def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -72,8 +72,10 @@ def _copied(head: LMHead) -> LMHead:
             "the teacher's head is no plain linear layer (an adapter on it, or quantised): merge it, or do not "
             "shard or offload the teacher"
         )
-    weight, bias = linear.weight.detach().clone(), None if linear.bias is None else linear.bias.detach().clone()
-    return LMHead(head.module, lambda hidden: nn.functional.linear(hidden, weight, bias), head.transform)
+    own = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], linear.bias is not None, device="meta")
+    for name in dict(own.named_parameters()):
+        setattr(own, name, nn.Parameter(getattr(linear, name).detach().clone(), requires_grad=False))
+    return LMHead(own, own.forward, head.transform)
 
 
 def differentiated(function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]) -> TileFunction:
@@ -139,6 +141,12 @@ class KL:
         size, target = min(logits.shape[-1], theirs.shape[-1]), self.targets[rows, None]
         if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
             return self.plain(logits, rows, need_grad, buffer)
+        w = self.ce_coef
+        if fused := kernels(logits.device):
+            out = buffer if need_grad else None
+            kl, student, teacher = fused.kl(logits, theirs, target[:, 0], self.temperature, self.reverse, w, out)
+            stats = {"divergence": kl, "student": student, "teacher": teacher}
+            return Tile((1 - w) * kl - w * student, out, stats | ({"ce": -student} if w else {}))
         z, t = (at_temperature(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
         (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, buffer), softmax(t, torch.empty_like(t))
         student = z.gather(-1, target) - z_peak + q_top
@@ -146,7 +154,7 @@ class KL:
         c, d = p_top - q_top, t.sub_(z).sub_(t_peak - z_peak)
         kl = -expectation(q, d) - c if self.reverse else expectation(p, d) + c
         stats = {"divergence": kl[:, 0], "student": student[:, 0], "teacher": teacher[:, 0]}
-        value, w = kl, self.ce_coef
+        value = kl
         if w:
             value, stats = (1 - w) * kl - w * student, stats | {"ce": -student[:, 0]}
         if not need_grad:

@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from ..scoring.head import check_promises
 from . import symptoms
 
 logger = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class Guard(TrainerCallback):
 
     def _read_losses(self) -> None:
         """Forget the pending micro-batches, but for the first whose loss is not finite."""
+        check_promises()
         if self.pending:
             finite = torch.stack([noted.loss for noted in self.pending]).isfinite().tolist()
             self.broken = next((noted for noted, good in zip(self.pending, finite, strict=True) if not good), None)

@@ -1,0 +1,87 @@
+"""Whole steps of every method and layout on the meta device, as a GPU would take them: in bf16, with its attention, its
+tiles and its products. What mixes devices, or reads a value on the host, raises there."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers.masking_utils
+from meta_for_tests import allow_meta
+from models_for_tests import tiny_model
+from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, trainer_for
+
+from hf_posttrain.scoring import attention, forward
+
+META = torch.device("meta")
+LAYOUTS = {method: ["shared", "packed", "padded"] for method in METHODS}
+OPTIONS = [("opd", {"loss_type": "policy_gradient"}), ("opd", {"loss_type": "jsd"}), ("kto", {"loss_type": "bco"}),
+           ("sft", {"neftune_noise_alpha": 5.0}), ("dpo", {"activation_checkpointing": False})]  # fmt: skip
+
+
+def on_meta(trainer, dtype):
+    """Everything that a step uses, moved there: models, their attention, what the trainer prepares and unwraps with."""
+    models = [trainer.model] + ([trainer.second_model.model] if trainer.second_model else [])
+    for model in models:
+        model.to(META, dtype)
+        causal = forward.causal_lm(model)
+        if trainer.data_collator.layout != "padded":
+            causal.set_attn_implementation("sdpa")
+            attention.choose_attention(causal, torch.device("cuda"))
+    trainer.model_wrapped, trainer.scoring_checked = trainer.model, True
+    trainer.args.__dict__["_setup_devices"] = META
+    trainer.accelerator.state.device = META
+    trainer.accelerator.state.distributed_type = trainer.accelerator.distributed_type
+    if trainer.second_model:
+        trainer.second_model.on_device = True
+    trainer.current_gradient_accumulation_steps = 2
+    if reference := getattr(trainer, "reference", None):
+        reference.checked = True  # before the first step alone it looks whether policy and reference are equal
+    trainer.use_layout(trainer.data_collator.layout)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often a step calls the varlen kernel."""
+    found, kernel = SimpleNamespace(varlen=0), attention.varlen_attn
+
+    @functools.wraps(kernel)
+    def counted(*args, **kwargs):
+        found.varlen += 1
+        return kernel(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "varlen_attn", counted)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [(method, {"layout": layout}) for method in METHODS for layout in LAYOUTS[method]] + OPTIONS,
+    ids=str,
+)
+def test_a_step_reads_no_value_and_mixes_no_devices(method, options, dtype, calls, tmp_path, monkeypatch):
+    allow_meta(monkeypatch)
+    fix_rollouts(monkeypatch)
+    # transformers asks, once a forward and before the layers, whether a mask of padding has any
+    monkeypatch.setattr(transformers.masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: False)
+    trainer = trainer_for(
+        method, tiny_model(), token_rows(method, 8), tmp_path, second_model(method, seed=9),
+        per_device_train_batch_size=4, **options,
+    )  # fmt: skip
+    device = trainer.accelerator.state.device
+    try:
+        on_meta(trainer, dtype)
+        rows = [trainer.train_dataset[n] for n in range(4)]
+        batches = trainer.prepare_window([trainer._prepare_inputs(trainer.data_collator(rows)) for _ in range(2)])
+        trainer.model.train()
+        for batch in batches:
+            loss = trainer.compute_loss(trainer.model, batch, num_items_in_batch=torch.ones((), device=META))
+            loss.backward()
+            assert loss.device == META
+    finally:
+        trainer.accelerator.state.device = device
+    gradients = [weight.grad for weight in trainer.model.parameters() if weight.requires_grad]
+    assert all(gradient is not None and gradient.device == META for gradient in gradients)
+    padded = trainer.data_collator.layout == "padded"
+    assert bool(calls.varlen) == (dtype == torch.bfloat16 and not padded)
