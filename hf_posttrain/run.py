@@ -164,6 +164,10 @@ def run(recipe: Recipe) -> dict[str, float]:
     found_wrong = [warning for audit in audits.values() for warning in audit.warnings()]
     for warning in found_wrong:
         logger.warning("%s", warning)
+    if config.device.type != "cpu":
+        from .check.spare_checkpointing import spare_checkpointing
+
+        spare_checkpointing(recipe, config, trainer_class, rows)
     # from here on files are written and weights loaded
     parts.make_output_dir(recipe, config)
     with output_dir.locked(config):

@@ -99,11 +99,6 @@ class Run:
         examples = planned_examples(rows, self.trainer_class, self.config)
         return collate(examples, self.layout, row_multiple=self.multiple) | {"rows": len(rows)}
 
-    @property
-    def gpu_memory(self) -> int | None:
-        """Bytes of the GPU, by which the head chooses its tiles; None on CPU."""
-        return (self.available or META_MEMORY) if self.engine.gpu else None
-
     def second_stays(self) -> bool:
         """Is a second model on the device while the policy trains?"""
         config, model, teacher = self.config, self.recipe.model, self.recipe.teacher
@@ -125,6 +120,7 @@ class Run:
         config, engine, notes = self.config, self.engine, [HEAP] * glibc
         device, teacher = torch.device("cuda" if engine.gpu else "cpu"), self.recipe.teacher
         self.mixed = bool(config.bf16 or config.fp16)
+        self.gpu_memory = (self.available or META_MEMORY) if engine.gpu else None  # by which the head chooses its tiles
         self.policy = Shapes(self.recipe.model, True, device)
         self.scorer = self.policy if teacher is None else Shapes(teacher, False, device)
         models = list(dict.fromkeys([self.policy, self.scorer]))
@@ -143,6 +139,8 @@ class Run:
         held = policy_on(engine, self.policy.weights, config.optim, self.mixed)
         # a frozen model is cut and cast as the policy is, but never kept in host memory
         second = policy_on(replace(engine, offload_params=False), self.scorer.weights, "sgd", self.mixed)["parameters"]
+        if teacher is None and self.mixed and engine.name in ("single", "ddp"):
+            second -= self.scorer.rounding
         training = held | {"second_model": second * self.second_stays(), "other": self.other}
         resting = training | {"gradients": 0}  # between optimizer steps
         phases: dict[str, Any] = {"training step": training | {"activations": self.training_step()}}

@@ -127,6 +127,9 @@ class Shapes:
         model.to(load.weights_dtype(section, model.config, whole, device))
         self.inner, self.head = model, model.get_output_embeddings().weight
         linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear) and m.weight is not self.head}
+        embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+        products = [w for w in {*linear, self.head} - embedded if w.dtype == torch.float32]
+        self.rounding = 2 * sum(w.numel() for w in products)  # bytes that `frozen.round_products` saves
         adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else adapters.lora_config(section)
         if adapter is not None:
             adapter.inference_mode = False

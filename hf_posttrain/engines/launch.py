@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import is_compiled_module
+from accelerate.utils import DynamoBackend, is_compiled_module
 
 from ..errors import InputError, LaunchError
 from . import engine as engines
@@ -86,6 +86,13 @@ def check_accelerator(accelerator: Any, args: Any) -> None:
             f"{'fsdp' if fsdp_lost else 'deepspeed'} is asked for, but Accelerate would train without it on"
             f" {accelerator.device.type}, each rank with all weights: leave it out there, or run on GPUs"
         )
+    compiled = accelerator.state.dynamo_plugin
+    if compiled.backend != DynamoBackend.NO and not args.torch_compile:
+        raise InputError(
+            "the accelerate config's dynamo_backend compiles the model as a whole, for each shape of a batch anew:"
+            " leave it out, and set train.torch_compile: true, which compiles its layers for all shapes"
+        )
+    compiled.backend = DynamoBackend.NO  # `models.layers` compiles
 
 
 @contextmanager

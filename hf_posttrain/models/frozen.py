@@ -53,6 +53,23 @@ class Frozen:
             self.on_device = False
 
 
+def round_products(model: nn.Module, accelerator: Accelerator) -> nn.Module:
+    """`model` with the weights of its linear layers in the dtype to which autocast rounds them at each use: half the
+    memory, and the same numbers to the last bit.
+
+    Those of an embedding stay, and all where an engine cuts them, since it wants one dtype.
+    """
+    if accelerator.native_amp and not engine.shards(accelerator):
+        embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+        with accelerator.autocast():
+            low = torch.get_autocast_dtype(accelerator.device.type)
+        for module in model.modules():
+            plain = type(module) is nn.Linear and module.weight.dtype == torch.float32
+            if plain and id(module.weight) not in embedded:
+                module.weight.data = module.weight.data.to(low)
+    return model
+
+
 def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
     """Is a model that shall be frozen the policy, or does it hold weights that this trains? They would move there, or
     be frozen here."""

@@ -21,6 +21,7 @@ from ..scoring.rotary import rope_switch
 from . import load
 from .adapters import add_adapter, check_adapter_kind
 from .changed_base import warn_if_base_changed
+from .layers import speed_up
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -161,6 +162,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             f"max_length={args.max_length}: above {switch} tokens the model has other rotary frequencies (LongRoPE or "
             f"dynamic NTK), so a longer rollout is not scored as it was sampled: set max_length={switch}"
         )
+    speed_up(model, args)
     if args.layout != "padded":  # there a row is one document
         choose_attention(forward.causal_lm(model), args.device)
     return model

@@ -15,7 +15,7 @@ from ..data.lengths import planned_passes
 from ..engines import engine, launch, sharded
 from ..errors import InputError
 from . import adapters, load, score_cache
-from .frozen import Frozen, Reference, shares_trained_weights
+from .frozen import Frozen, Reference, round_products, shares_trained_weights
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         second = Frozen(ref_model, accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
         # a policy that its engine has yet to cut or cast cannot score for itself
-        second = Frozen(sharded.copied(policy, accelerator), accelerator)
+        second = Frozen(round_products(sharded.copied(policy, accelerator), accelerator), accelerator)
     if second is not None:
         trainer.set_second_model(second)
     reference = Reference(trainer, inside, second, lay_out, starts_equal=ref_model is None)

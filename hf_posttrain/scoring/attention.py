@@ -144,14 +144,23 @@ def attend_by_segment(
         bounds = [segments[name] for name in VARLEN]
         found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
         return found.unsqueeze(0), None
-    pieces: list[Tensor] = []
-    queries, keys = map(list, zip(*segments["sizes"], strict=True))
-    for parts in zip(q.split(queries), k.split(keys), v.split(keys), strict=True):
-        a, b, c = (states.transpose(0, 1)[None] for states in parts)  # [1, heads, length, D]
-        mask = _behind(a.shape[2], b.shape[2], sliding_window, q.device)
+    return _attend_one_by_one(module, (q, k, v), segments["sizes"], sliding_window, scaling, dropout), None
+
+
+@torch.compiler.disable  # it would be compiled anew for each list of sizes
+def _attend_one_by_one(
+    module: nn.Module, states: tuple[Tensor, ...], sizes: list[tuple[int, int]], window: int | None,
+    scaling: float | None, dropout: float,
+) -> Tensor:  # fmt: skip
+    """sdpa of each piece: queries, gathered keys and values [L, heads, D] -> [1, L, heads, D]."""
+    found: list[Tensor] = []
+    queries, keys = map(list, zip(*sizes, strict=True))
+    for parts in zip(states[0].split(queries), states[1].split(keys), states[2].split(keys), strict=True):
+        q, k, v = (part.transpose(0, 1)[None] for part in parts)  # [1, heads, length, D]
+        mask = _behind(q.shape[2], k.shape[2], window, q.device)
         options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "is_causal": mask is None}
-        pieces.append(sdpa_attention_forward(module, a, b, c, mask, **options)[0])
-    return torch.cat(pieces, dim=1), None
+        found.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
+    return torch.cat(found, dim=1)
 
 
 def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:

@@ -26,7 +26,7 @@ from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
 from ..generation.by_transformers import warn_if_altered
-from ..models import load
+from ..models import layers, load
 from ..models import prepare as policies
 from ..models.frozen import Frozen
 from ..scoring import forward
@@ -237,6 +237,7 @@ class PostTrainer(Trainer):
         """A second model scores the same batches, or no longer does: their layout must suit it too."""
         self.second_model = second
         if second is not None:
+            layers.speed_up(second.model, self.args)
             self.second_key = same_run.base_weights(second.model, None, self.method)
         self.scored = self.scored[:1] + ([forward.causal_lm(second.model)] if second else [])
         self.check_ids(self.train_dataset, self.eval_dataset)
@@ -262,7 +263,7 @@ class PostTrainer(Trainer):
             return
         self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)
         layout, explicit = self.data_collator.layout, self.args.layout == self.data_collator.layout
-        with self.accelerator.autocast(), self.second_model or nullcontext() as second:
+        with self.accelerator.autocast(), step.as_written(self.args), self.second_model or nullcontext() as second:
             models = ([model] if self.scoring_checked else []) + ([second] if second is not None else [])
             # collective operations depend on the layout: it is the first rank's answer on all
             layout = trusted_layout(models, layout, explicit, self.args.device, self.args.max_length)

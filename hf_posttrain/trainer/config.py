@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -43,7 +44,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
     activation_checkpointing: bool | None = field(default=None, metadata=SWITCH)
-    """Recompute activations in the backward: less memory, a third more compute. None: yes, as in TRL."""
+    """Recompute activations in the backward: less memory, a third more compute. None: yes, as in TRL, but for a recipe
+    on a GPU that by `--check`'s estimate has room without."""
     activation_checkpointing_kwargs: dict[str, Any] | str | None = None
     """Options of that, such as {offload: true}."""
     gradient_checkpointing: bool | None = field(default=None, metadata=SWITCH)
@@ -62,6 +64,10 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """Hide non-finite losses from the logged mean (HF's default); off, they are shown and their step is named."""
     max_length: int | None = 1024
     """Longest prompt + completion in tokens: the prompt is cut first, from its left, to half; None: no limit."""
+    torch_compile: bool = field(default=False, metadata=SWITCH)
+    """Compile the decoder layers, once for all shapes of batches: quicker on a GPU after some minutes."""
+    use_liger_kernel: bool = field(default=False, metadata=SWITCH)
+    """Liger's kernels in the layers (GPU; needs liger-kernel). The head stays ours, which is fused already."""
     merge_lora: bool = False
     """Save the model at the end with its adapter merged into the base, as one plain model."""
     layout: str = "auto"
@@ -112,6 +118,10 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             self.lr_scheduler_kwargs = direction | (self.lr_scheduler_kwargs or {})
         if self.fp16 and self.device.type == "cpu":
             raise InputError("fp16: true needs a GPU (on CPU its gradients would not be scaled): leave it out here")
+        if self.use_liger_kernel:
+            if self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+                raise InputError("use_liger_kernel: true needs a GPU: leave it out here")
+            self.liger_kernel_config = (self.liger_kernel_config or {}) | dict.fromkeys(rules.LIGER_HEADS, False)
         checkpointed: Any = self.activation_checkpointing_kwargs
         if not isinstance(checkpointed, dict | None):
             raise InputError(f"activation_checkpointing_kwargs: expected a mapping, found {shown(checkpointed)}")

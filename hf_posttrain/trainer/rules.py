@@ -5,6 +5,7 @@ A recipe is checked by `problems` before torch is imported; every Config raises 
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,11 @@ REPORTERS: dict[str, tuple[str, ...]] = {
     "trackio": ("trackio",), "wandb": ("wandb",),
 }  # fmt: skip
 """What transformers reports to, and the packages of which it needs one."""
+LIGER_HEADS = ("fused_linear_cross_entropy", "cross_entropy")  # what Liger would do of the head
 WEIGHTS_ALONE = "resume_from_checkpoint: with save_only_model: true there is no optimizer state to resume: drop either"
 _ROUNDS = "it rounds the weights themselves, which then train on so; under bf16 evaluation is in bf16 anyway"
 _REFUSED = {  # field: (off, why it stays off)
     "label_smoothing_factor": (0.0, "it smooths full logits, which never exist; label_smoothing is for preferences"),
-    "use_liger_kernel": (False, "the head is fused already"),
-    "torch_compile": (False, "batches change shape at every step; leave it off"),
     "auto_find_batch_size": (False, "out of memory, HF goes on with trained weights from step 0: see --check"),
     "remove_unused_columns": (False, "the collators read columns that no model's forward has"),
     "bf16_full_eval": (False, _ROUNDS),
@@ -73,6 +73,18 @@ def allowed_values(values: Any) -> Iterator[Problem]:
     for name, (off, reason) in _REFUSED.items():
         if (value := getattr(values, name, None)) not in (off, None):
             yield (name,), f"{name}={value!r} cannot be honoured: {reason}"
+
+
+def liger(values: Any) -> Iterator[Problem]:
+    """Liger's kernels of layers work with our head; those of the head would take its place."""
+    if not values.use_liger_kernel:
+        return
+    if find_spec("liger_kernel") is None:
+        yield ("use_liger_kernel",), "use_liger_kernel needs a package that is not installed: pip install liger-kernel"
+    for name in LIGER_HEADS:
+        if (values.liger_kernel_config or {}).get(name):
+            problem = f"liger_kernel_config: {name} would take the place of our head, which is fused: leave it out"
+            yield ("liger_kernel_config",), problem
 
 
 def steps(values: Any) -> Iterator[Problem]:
@@ -144,7 +156,7 @@ def together(values: Any) -> Iterator[Problem]:
 def problems(values: Any, method: Method) -> Iterator[Problem]:
     """What is wrong with `values`, an object with the fields of the method's Config, as they were given."""
     # the rules of every method first, then the method's own; numbers before what they exclude
-    ours = (allowed_values, steps, best_model, together)
+    ours = (allowed_values, liger, steps, best_model, together)
     for limits, rules in ((LIMITS, ours), (method.limits, method.rules)):
         yield from beyond(limits, values)
         for rule in rules:

@@ -4,7 +4,7 @@ Each function is a method of PostTrainer; those with a name of HF's Trainer take
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from math import ceil
 from typing import Any
@@ -53,9 +53,16 @@ def prepare_inputs(self: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return send_to_device(inputs, self.args.device)
 
 
+def as_written(args: Any) -> AbstractContextManager:
+    """Inside, compiled layers run as they are written: in generation every token is another shape, and a check in
+    float32 another dtype."""
+    return torch.compiler.set_stance("force_eager") if args.torch_compile else nullcontext()
+
+
 def generate(self: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> list[list[int]]:
     """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
-    with self.accelerator.autocast(), engine.whole_weights(self.model_wrapped, self.accelerator) as model:
+    plain, whole = as_written(self.args), engine.whole_weights(self.model_wrapped, self.accelerator)
+    with self.accelerator.autocast(), plain, whole as model:
         ends, pad_id = self.terminal_ids, self.tokenizer.pad_token_id
         return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, **options)
 

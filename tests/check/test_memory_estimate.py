@@ -5,7 +5,10 @@ MALLOC_MMAP_THRESHOLD_ set: otherwise glibc keeps freed tensors in a heap full o
 between them and not on the recipe, and a process holds up to twice as much.
 """
 
+import copy
+import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -31,6 +34,7 @@ from hf_posttrain.check.placement import (
     policy_on,
     state_bytes,
 )  # fmt: skip
+from hf_posttrain.check.spare_checkpointing import spare_checkpointing
 from hf_posttrain.data.lengths import longest
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
@@ -373,3 +377,22 @@ def test_a_laptop_knows_what_eight_gpus_would_hold(tmp_path):
     assert found.optimizer == 12 * weights // 8
     assert found.other == memory.CUDA_CONTEXT or torch.cuda.is_available()
     assert "zero2, 8 processes" in found.lines()[0]
+
+
+def test_a_gpu_with_room_spares_activation_checkpointing(tmp_path, caplog):
+    """Where the recipe leaves it open; the log says it, and why. On CPU nothing changes."""
+    recipe, config, trainer_class, rows = prepared(write_recipe(tmp_path, "dpo"))
+    gpu, names = Engine("single", 1, gpu=True), ("activation_checkpointing", "gradient_checkpointing")
+    need = memory.estimate(recipe, config, trainer_class, rows, gpu, 80).total / 2**30
+    cases = (0.5 * need, {}, False), (80, {}, True), (80, {"activation_checkpointing": True}, False)
+    for gib, asked, spared in cases:
+        given = copy.copy(config)
+        vars(given).update(dict.fromkeys(names, True))
+        made = dataclasses.replace(recipe, train=recipe.train | asked)
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            spare_checkpointing(made, given, trainer_class, rows, gpu, gib)
+        assert [getattr(given, name) for name in names] == [not spared] * 2
+        assert [line for line in caplog.messages if "activation_checkpointing: off" in line] == caplog.messages * spared
+    spare_checkpointing(recipe, config, trainer_class, rows)
+    assert config.activation_checkpointing

@@ -24,6 +24,8 @@ from hf_posttrain.models.reference import COPY
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe.read import train_config
 from hf_posttrain.recipe.sections import DataSection, Recipe, Source
+from hf_posttrain.scoring import forward as scoring
+from hf_posttrain.scoring.head import LogProb
 
 LN2 = 0.6931472
 
@@ -542,3 +544,23 @@ def test_another_adapter_than_the_trainers_is_refused(tmp_path):
     model.set_adapter("b")
     with pytest.raises(InputError, match=r"adapter 'b' is active, and the trainer was built for 'default'"):
         trainer.train()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("method", names_where(lambda method: method.second == "reference"))
+def test_a_copy_under_bf16_keeps_its_products_in_bf16_with_the_same_scores(method, tied, tmp_path):
+    """Autocast rounds them at each use anyway. Norms and embeddings stay as they are, and a head that is one."""
+    name = "qwen3" if tied else "llama"
+    trainer = trainer_for(
+        method, tiny_model(name), token_rows(method), tmp_path, precompute_ref_log_probs=False, bf16=True
+    )
+    policy, copied = trainer.scored
+    dtypes = {name: weight.dtype for name, weight in copied.named_parameters()}
+    low = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
+    assert low == {name for name in dtypes if "_proj" in name} | (set() if tied else {"lm_head.weight"})
+    batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[n] for n in range(4)]))
+    with torch.no_grad(), trainer.accelerator.autocast():
+        one, other = (
+            scoring.score(model.eval(), batch, LogProb(scoring.targets(batch)))["value"] for model in (policy, copied)
+        )
+    assert torch.equal(one, other)

@@ -109,7 +109,8 @@ def another(method, field, now):
 
 
 ASKED_FOR = {  # options that cannot be changed alone on this machine, and what a change of them asks for
-    "tf32": "a GPU", "torch_compile_backend": "torch_compile, which is refused", "push_to_hub": "the hub",
+    "tf32": "a GPU", "push_to_hub": "the hub",
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "a C++ compiler"),
     "parallelism_config": "several processes", "ddp_backend": "several processes", "deepspeed": "a launcher",
     "dataloader_multiprocessing_context": "workers", "ignore_data_skip": "another order of rows, by its meaning",
     "resume_from_checkpoint": "what `resume` does", "rollout": "vLLM", "vllm_mode": "vLLM",

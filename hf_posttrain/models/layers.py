@@ -1,0 +1,37 @@
+"""Quicker layers, where asked for: Liger's kernels in them, and torch.compile of each.
+
+Both leave the head alone, which is fused here already, and both apply to a second model too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.liger import apply_liger_kernel
+
+from ..errors import InputError
+from ..scoring import forward
+
+
+def speed_up(model: nn.Module, args: Any) -> None:
+    """Give a model's layers Liger's kernels, and compile them, where the Config says so."""
+    inner = forward.causal_lm(model)
+    if args.use_liger_kernel:
+        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
+
+        if inner.config.model_type not in KNOWN:
+            raise InputError(f"use_liger_kernel: Liger has no kernels for {type(inner).__name__}: leave it out")
+        apply_liger_kernel(inner, args.liger_kernel_config)
+    if args.torch_compile:
+        for layer in decoder_layers(inner):
+            layer.compile(dynamic=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
+
+
+def decoder_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """The repeated layers of a causal LM, as FSDP cuts it. Raises InputError where it names none."""
+    names = getattr(model, "_no_split_modules", None) or ()
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if not found:
+        raise InputError(f"torch_compile: {type(model).__name__} names no layers that could be compiled: leave it out")
+    yield from found

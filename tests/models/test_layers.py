@@ -1,0 +1,187 @@
+"""Compiled layers and Liger's kernels give the numbers of the layers as they are written; few graphs for all shapes."""
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import peft
+import pytest
+import torch
+from accelerate.utils import send_to_device
+from meta_for_tests import allow_meta
+from models_for_tests import tiny_model
+from training_for_tests import (
+    METHODS,
+    assert_same_step,
+    fix_rollouts,
+    one_step,
+    quick,
+    second_model,
+    token_rows,
+)
+from transformers import Qwen3Config
+
+from hf_posttrain.errors import InputError
+from hf_posttrain.models import layers
+from hf_posttrain.scoring import attention, forward
+from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.layouts import Branch, Example, collate
+from hf_posttrain.trainer import step
+
+LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@pytest.fixture
+def graphs():
+    """A backend that runs dynamo's graphs as they are, and how many it got."""
+    found = Counter()
+
+    def backend(graph, _inputs):
+        found["graphs"] += 1
+        return graph.forward
+
+    yield SimpleNamespace(backend=backend, found=found)
+    torch._dynamo.reset()
+
+
+def asked(backend):
+    return SimpleNamespace(
+        torch_compile=True, torch_compile_backend=backend, torch_compile_mode=None, use_liger_kernel=False
+    )
+
+
+def batches(count, device="cpu"):
+    """Micro-batches of `count` shapes."""
+    draw = random.Random(0)
+    ids = lambda low, high: [draw.randrange(250) for _ in range(draw.randint(low, high))]  # noqa: E731
+    for _ in range(count):
+        rows = [Example(ids(2, 20), [Branch(ids(3, 30)), Branch(ids(3, 30))]) for _ in range(draw.choice([1, 2, 6]))]
+        batch = collate(rows, "shared", row_multiple=1)
+        yield send_to_device(batch, device)
+
+
+def model_of(lora, checkpointed):
+    model = tiny_model()
+    model = peft.get_peft_model(model, LORA) if lora else model
+    forward.enable_scoring(model)
+    attention.choose_attention(forward.causal_lm(model), torch.device("cpu"))
+    if checkpointed:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def passed(model, batch):
+    model.zero_grad()
+    value = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    value.sum().backward()
+    return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
+    compiled, plain = model_of(lora, checkpointed), model_of(lora, checkpointed)
+    layers.speed_up(compiled, asked(graphs.backend))
+    for batch in batches(4):
+        for found, expected in zip(passed(compiled, batch), passed(plain, batch), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert graphs.found["graphs"] or checkpointed  # on CPU attention is not compiled, and so what is around it neither
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_fifty_shapes_of_batches_take_at_most_four_graphs(lora, checkpointed, graphs, monkeypatch):
+    """As on a GPU in bf16, on the meta device: one varlen call a layer, which does not break the graph."""
+    allow_meta(monkeypatch)
+    model = model_of(lora, checkpointed).to("meta", torch.bfloat16)
+    layers.speed_up(model, asked(graphs.backend))
+    shapes = set()
+    for batch in batches(50, "meta"):
+        shapes.add(batch["input_ids"].shape)
+        passed(model, batch)
+    assert len(shapes) > 30
+    assert 1 <= graphs.found["graphs"] <= 4
+
+
+@pytest.mark.parametrize("method", quick("opd", among=METHODS))
+def test_a_step_with_compiled_layers_is_the_same(method, tmp_path, monkeypatch):
+    """All that Trainer does around it, second models and rollouts too."""
+    fix_rollouts(monkeypatch)
+    found = []
+    for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
+        second = second_model(method, seed=9)
+        found.append(one_step(method, tiny_model(), token_rows(method), tmp_path, second=second, **options))
+    assert_same_step(found[1], found[0], relative=1e-5)
+    torch._dynamo.reset()
+
+
+def test_rollouts_and_checks_run_the_layers_as_written(graphs):
+    model = model_of(False, False)
+    layers.speed_up(model, asked(graphs.backend))
+    with step.as_written(asked(None)):
+        passed(model, next(batches(1)))
+    assert not graphs.found["graphs"]
+    passed(model, next(batches(1)))
+    assert graphs.found["graphs"]
+
+
+def test_a_model_without_layers_of_a_name_is_refused():
+    model = tiny_model()
+    model._no_split_modules = []
+    with pytest.raises(InputError, match="names no layers that could be compiled"):
+        layers.speed_up(model, asked("eager"))
+
+
+LIGER = """
+import numpy, sys, torch, triton.language as tl
+from triton.runtime import interpreter
+import liger_kernel.ops.rms_norm as norms
+
+# what the interpreter lacks: numbers that have a dtype, and libdevice
+plain = interpreter._implicit_cvt
+number = lambda x: tl.tensor(interpreter.TensorHandle(numpy.array([x], dtype=numpy.float32), tl.float32), tl.float32)
+interpreter._implicit_cvt = lambda x: number(x) if isinstance(x, float) else plain(x)
+norms.rsqrt = lambda x: tl.rsqrt(x)
+
+sys.path.insert(0, sys.argv[1])
+from training_for_tests import one_step, token_rows, second_model
+from accelerate.utils import send_to_device
+from models_for_tests import tiny_model
+method, name, folder = sys.argv[2:]
+steps = []
+for liger in (False, True):  # Liger patches transformers for the process, so it comes last
+    second = second_model(method, architecture=name, seed=9)
+    given = {"second": second, "use_liger_kernel": liger, "bf16": False}
+    steps.append(one_step(method, tiny_model(name), token_rows(method, 4), folder, **given))
+from training_for_tests import assert_same_step
+assert_same_step(steps[1], steps[0], relative=1e-4)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize(("method", "name"), [("dpo", "qwen3"), ("kd", "llama"), ("sft", "mistral")])
+def test_ligers_kernels_and_our_head_give_the_same_step(method, name, tmp_path):
+    """Its real kernels, in Triton's interpreter: norms, rotary embedding and MLP, in student and teacher."""
+    pytest.importorskip("liger_kernel")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("there is a GPU: python -m benchmarks.gpu trains with Liger on it")
+    support = str(Path(__file__).parents[1] / "support")
+    command = [sys.executable, "-c", LIGER, support, method, name, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "equal" in run.stdout
+
+
+def test_a_model_that_liger_does_not_know_is_refused(monkeypatch):
+    pytest.importorskip("liger_kernel")
+    model = tiny_model()
+    model.config = Qwen3Config()
+    model.config.model_type = "unheard_of"
+    args = SimpleNamespace(use_liger_kernel=True, liger_kernel_config={}, torch_compile=False)
+    with pytest.raises(InputError, match="Liger has no kernels for Qwen3ForCausalLM"):
+        layers.speed_up(model, args)
