@@ -66,6 +66,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-length", type=int, default=1024, help="tokens of a row")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights")
+    parser.add_argument("--precision", choices=["float32", "bf16", "both"], default="float32", help="bf16: autocast")
     parser.add_argument("--attention", default="sdpa", help="transformers' attn_implementation, of both sides")
     parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16 on all linear layers")
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of each run")
@@ -95,19 +96,26 @@ def run_case(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, l
     spec |= {name: getattr(given, name) for name in names}
     if variant == "packed":  # as many tokens in a step: a packed row is as long as max_length
         spec["batch"] = PACKED_BATCH
-    sides = ["ours"] if given.against == "none" else ["ours", given.against]
-    runs: Runs = {side: [] for side in sides}
+    runs: Runs = {side: [] for side in sides_of(given)}
     for repeat in range(given.repeats):
-        for side in sides if repeat % 2 == 0 else reversed(sides):
-            result = run_worker(spec | {"side": side}, given.threads, scratch)
+        for side in runs if repeat % 2 == 0 else reversed(runs):
+            name, _, precision = side.partition(" ")
+            result = run_worker(spec | {"side": name, "bf16": precision == "bf16"}, given.threads, scratch)
             runs[side].append(result)
             rates = f"{result['rows_per_second']:7.2f} rows/s, {result['tokens_per_second']:6.0f} tokens/s"
             told = f"peak {result['peak_gb']:.2f} GB, loss {result['loss']:.4f}, {result['tokens']:.0f} tokens"
-            print(f"{case:11s} {side:5s} {rates}, {told}", flush=True)
+            print(f"{case:11s} {side:9s} {rates}, {told}", flush=True)
     tokens = {side: results[0]["tokens"] for side, results in runs.items()}
     if method != "opd" and len(set(tokens.values())) > 1:  # rollouts differ
         print(f"{case}: the sides train different tokens: {tokens}", file=sys.stderr)
     return runs
+
+
+def sides_of(given: argparse.Namespace) -> list[str]:
+    """ours, trl, and each of them with bf16 behind it."""
+    names = ["ours"] if given.against == "none" else ["ours", given.against]
+    behind = {"float32": [""], "bf16": [" bf16"], "both": ["", " bf16"]}[given.precision]
+    return [name + precision for precision in behind for name in names]
 
 
 def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, float]:
@@ -135,7 +143,7 @@ def summary(runs: Runs) -> dict[str, dict[str, float]]:
     for side, results in runs.items():
         medians = {key: statistics.median(run[key] for run in results) for key in results[0]}
         rates = [run["rows_per_second"] for run in results]
-        useful = runs["ours"][0]["token_flops"] * medians["tokens_per_second"]
+        useful = next(iter(runs.values()))[0]["token_flops"] * medians["tokens_per_second"]
         found[side] = medians | {"low": min(rates), "high": max(rates), "busy": useful / medians["machine_flops"]}
     return found
 
@@ -149,7 +157,8 @@ def table(summaries: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[s
             rate = f"{s['rows_per_second']:.2f} ({s['low']:.2f}-{s['high']:.2f})"
             own = (rate, f"{s['tokens_per_second']:.0f}", f"{100 * s['busy']:.0f} %", f"{s['peak_gb']:.2f}")
             keys = ("tokens_per_second", "peak_gb", "added_gb")
-            ratios = ("",) * 3 if side == "ours" else (f"{sides['ours'][key] / s[key]:.2f}x" for key in keys)
+            ours = sides[side.replace(side.split()[0], "ours")]  # in the same precision
+            ratios = ("",) * 3 if ours is s else (f"{ours[key] / s[key]:.2f}x" for key in keys)
             yield (case, side, *own, *ratios)
 
 

@@ -87,7 +87,7 @@ def measure(spec: dict[str, Any]) -> dict[str, float]:
         "tokens": clock.tokens,
         "steps": clock.steps,
         "token_flops": useful / clock.tokens,
-        "machine_flops": flops.machine_rate(device, getattr(torch, spec["dtype"])),
+        "machine_flops": flops.machine_rate(device, torch.bfloat16 if spec["bf16"] else getattr(torch, spec["dtype"])),
     }
 
 

@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..scoring.cpu import FewRows, draw
-from ..scoring.forward import causal_lm, eval_mode, unwrapped
+from ..scoring.cpu import draw, few_rows
+from ..scoring.forward import causal_lm, eval_mode, rounded_products, unwrapped
 from . import by_transformers, choose_way
 
 
@@ -83,7 +83,7 @@ def generate(
     completions: list[list[int]] = [[] for _ in prompts]
     longest = max(map(len, prompts), default=0) + max_new_tokens
     way, proven = getattr(inner, "answers_by", ("", 0))
-    with torch.no_grad(), eval_mode(model):
+    with torch.no_grad(), eval_mode(model), rounded_products(model):
         if prompts and longest > proven:
             try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, Sampler(None, own))  # noqa: E731
             way, proven = inner.answers_by = choose_way.choose(model, longest, try_out)
@@ -103,7 +103,8 @@ def answer(
 ) -> list[list[int]]:  # fmt: skip
     """`generate` for one batch, in a way of `choose_way`."""
     if way == choose_way.DECODE:
-        return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler)
+        with few_rows(model):
+            return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler)
     padded = left_padded(prompts, pad_id, causal_lm(model).device)
     rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler)
     return [until_terminal(row, terminal_ids) for row in rows]
@@ -182,8 +183,7 @@ def decode(
         if len(alive) == 0 or step == max_new_tokens - 1:
             break
         mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), position + 1
-        with FewRows():
-            logits = model(input_ids=token[:, None], attention_mask=mask, position_ids=position, **given).logits[:, -1]
+        logits = model(input_ids=token[:, None], attention_mask=mask, position_ids=position, **given).logits[:, -1]
 
     found = [[token for token in row if token >= 0] for row in completions.tolist()]
     if any(token >= sampler.vocabulary for row in found for token in row):

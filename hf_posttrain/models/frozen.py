@@ -59,14 +59,12 @@ def round_products(model: nn.Module, accelerator: Accelerator) -> nn.Module:
 
     Those of an embedding stay, and all where an engine cuts them, since it wants one dtype.
     """
-    if accelerator.native_amp and not engine.shards(accelerator):
+    if not engine.shards(accelerator):
         embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         with accelerator.autocast():
-            low = torch.get_autocast_dtype(accelerator.device.type)
-        for module in model.modules():
-            plain = type(module) is nn.Linear and module.weight.dtype == torch.float32
-            if plain and id(module.weight) not in embedded:
-                module.weight.data = module.weight.data.to(low)
+            for layer, low in forward.products(model, accelerator.device):
+                if id(layer.weight) not in embedded:
+                    layer.weight.data = layer.weight.data.to(low)
     return model
 
 

@@ -7,7 +7,8 @@ from models_for_tests import CONFIGS, tiny_model
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import choose_way, rollout
-from hf_posttrain.generation.rollout import FewRows, Sampler
+from hf_posttrain.generation.rollout import Sampler
+from hf_posttrain.scoring import cpu, forward
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
 ENDS = list(range(0, 300, 7))
@@ -98,9 +99,10 @@ def test_products_of_a_few_rows_are_those_of_linear(shape, bias, monkeypatch):
     expected = layer(rows)
     taken, mm = [], torch.mm
     monkeypatch.setattr(torch, "mm", lambda *args: taken.append(1) or mm(*args))
-    with FewRows():
+    with cpu.few_rows(layer):
         found = layer(rows)
-    assert bool(taken) == (1 < rows[..., 0].numel() <= FewRows.MOST)
+    assert bool(taken) == (1 < rows[..., 0].numel() <= cpu.MOST_ROWS)
+    assert "forward" not in vars(layer)
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected)
 
@@ -179,3 +181,25 @@ def test_a_model_that_gives_nan_raises():
     for temperature in (None, 1.0):
         with pytest.raises(RuntimeError, match="NaN or infinite"):
             rollout.generate(model, [[5, 6]], 4, [299], 0, temperature)
+
+
+# ---- bf16: weights rounded once
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama"], ids=["tied", "untied"])
+def test_weights_rounded_once_are_those_that_autocast_rounds(name):
+    """So rollouts are of the distribution that is scored, to the last bit; afterwards the weights are as they were."""
+    model, ids = tiny_model(name).eval(), torch.tensor([PROMPTS[2]])
+    before = {key: (id(weight), weight.clone()) for key, weight in model.named_parameters()}
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids).logits
+        with forward.rounded_products(model):
+            assert model.lm_head.weight.dtype == model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+            assert model.get_input_embeddings().weight.dtype == torch.float32
+            assert torch.equal(model(ids).logits, expected)
+    with forward.rounded_products(model):  # without autocast nothing is rounded
+        assert model.lm_head.weight.dtype == torch.float32
+    after = {key: (id(weight), weight) for key, weight in model.named_parameters()}
+    for key, (number, weight) in before.items():
+        assert after[key][0] == number
+        assert torch.equal(after[key][1], weight)

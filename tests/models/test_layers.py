@@ -82,8 +82,11 @@ def passed(model, batch):
     return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
     compiled, plain = model_of(lora, checkpointed), model_of(lora, checkpointed)
     layers.speed_up(compiled, asked(graphs.backend))
@@ -93,7 +96,7 @@ def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
     assert graphs.found["graphs"] or checkpointed  # on CPU attention is not compiled, and so what is around it neither
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=SLOW), True], ids=["", "checkpointed"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_fifty_shapes_of_batches_take_at_most_four_graphs(lora, checkpointed, graphs, monkeypatch):
     """As on a GPU in bf16, on the meta device: one varlen call a layer, which does not break the graph."""
@@ -164,7 +167,8 @@ print("equal")
 """
 
 
-@pytest.mark.parametrize(("method", "name"), [("dpo", "qwen3"), ("kd", "llama"), ("sft", "mistral")])
+@pytest.mark.parametrize("method", quick("dpo", among=METHODS))
+@pytest.mark.parametrize("name", quick("qwen3", among=["qwen3", "llama", "mistral"]))
 def test_ligers_kernels_and_our_head_give_the_same_step(method, name, tmp_path):
     """Its real kernels, in Triton's interpreter: norms, rotary embedding and MLP, in student and teacher."""
     pytest.importorskip("liger_kernel")
