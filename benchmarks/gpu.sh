@@ -16,6 +16,7 @@ if [[ -n ${DRY:-} ]]; then
   full=("${small[@]}") lora=("${small[@]}" --lora) long=("${small[@]}")
   words=20 more_words=40
   scaling=(--shape tiny --points 2 --repeats 1)
+  parts=(--shape tiny --device cpu --vocabulary 512 --tokens 64 --repeats 2)
 else
   gpu=(--device cuda --dtype bfloat16 --vocabulary 151936)
   full=("${gpu[@]}" --shape qwen3-0.6b --rows 32 --batch 8 --max-length 1024)
@@ -23,6 +24,7 @@ else
   long=("${gpu[@]}" --shape qwen3-0.6b --rows 8 --batch 2 --max-length 8192)
   words=400 more_words=3200            # two tokens each or so, and as many in the answer
   scaling=(--shape qwen3-0.6b --device cuda --dtype bfloat16 --points 3)
+  parts=(--shape qwen3-0.6b)
 fi
 
 mkdir -p "$out"
@@ -38,6 +40,8 @@ for name, count in zip(("rows", "long"), map(int, sys.argv[2:])):
 ROWS
 echo "== shared = packed = padded, on every attention that is here"
 "$python" -m benchmarks.layouts ${DRY:+--shape tiny --device cpu}
+echo "== the head's tiles and kernels, forms of attention, shapes that vary"
+"$python" -m benchmarks.gpu "${parts[@]}" --out "$out/parts.json"
 echo "== full training, about 1k tokens a row"
 "$python" -m benchmarks.run --method all --data "$out/rows.jsonl" "${common[@]}" "${full[@]}" --out "$out/full.json"
 echo "== LoRA, about 1k tokens a row"

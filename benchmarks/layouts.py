@@ -2,7 +2,8 @@
 
     python -m benchmarks.layouts [--shape qwen3-0.6b --device cuda]
 
-In float32, against padded rows with eager attention, for each attention that the machine has. Exits 1 where two differ.
+In float32, against padded rows with eager attention, for each attention that the machine has: `pieces` is what training
+takes by itself, on a GPU in bf16 too. Exits 1 where two differ.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
 from hf_posttrain.scoring import forward
+from hf_posttrain.scoring.attention import choose_attention, row_multiple
 from hf_posttrain.scoring.forward import per_branch, targets
 from hf_posttrain.scoring.head import LogProb
 
@@ -47,7 +49,9 @@ def main() -> int:
 def cases(device: str) -> list[tuple[str, str, torch.dtype]]:
     """(layout, attention, dtype) that this machine can run."""
     found = [(layout, "sdpa", torch.float32) for layout in ("shared", "packed", "padded")]
+    found += [(layout, "pieces", torch.float32) for layout in ("shared", "packed")]
     if device == "cuda":
+        found += [(layout, "pieces", torch.bfloat16) for layout in ("shared", "packed")]
         found.append(("shared", "flex_attention", torch.float32))
         if is_flash_attn_2_available():
             found += [(layout, "flash_attention_2", torch.bfloat16) for layout in ("packed", "padded")]
@@ -56,10 +60,12 @@ def cases(device: str) -> list[tuple[str, str, torch.dtype]]:
 
 def scored(given: Any, layout: str, attention: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(summed log-probabilities of each answer, gradient of the first layer's query projection), float32 on CPU."""
-    spec = {"device": given.device, "dtype": "float32", "attention": attention}
+    spec = {"device": given.device, "dtype": "float32", "attention": attention.replace("pieces", "sdpa")}
     model = random_model(configured(given.shape, BPE_VOCABULARY), spec).to(dtype)
     forward.enable_scoring(model)
-    batch = random_batch(LENGTHS, BPE_VOCABULARY, layout, given.device)
+    if attention != "sdpa":
+        choose_attention(model, torch.device(given.device))
+    batch = random_batch(LENGTHS, BPE_VOCABULARY, layout, given.device, row_multiple([model]))
     values = forward.score(model, batch, LogProb(targets(batch)))["value"]
     sums = per_branch(values, batch)
     sums.sum().backward()

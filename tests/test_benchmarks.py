@@ -72,7 +72,7 @@ def test_slopes():
 def test_layouts_are_equal(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["layouts", "--shape", "tiny", "--device", "cpu"])
     assert layouts.main() == 0
-    assert capsys.readouterr().out.count("equal") == 3
+    assert capsys.readouterr().out.count("equal") == 5
     monkeypatch.setitem(layouts.TOLERANCE, torch.float32, -1.0)
     assert layouts.main() == 1
 
@@ -86,4 +86,7 @@ def test_the_gpu_script_runs_on_cpu(tmp_path):
     results = json.loads((tmp_path / "full.json").read_text())["summary"]
     assert {*results} == {case for cases in run.CASES.values() for case in cases}
     assert all(sides["ours"]["tokens"] > 0 and 0 < sides["ours"]["busy"] < 1 for sides in results.values())
+    parts = json.loads((tmp_path / "parts.json").read_text())
+    assert all(found.get("right", True) for name in ("head", "tiles", "attention", "shapes") for found in parts[name])
+    assert [found["form"] for found in parts["attention"]] == ["mask", "pieces"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
