@@ -6,7 +6,7 @@ on. It is for plain decoder caches; other models are left to transformers, see `
 Legend: n rows that go on, L length of the padded prompts, V vocabulary, D size of a head.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,11 @@ from transformers.cache_utils import DynamicLayer
 from ..scoring.cpu import draw, few_rows
 from ..scoring.forward import causal_lm, eval_mode, rounded_products, unwrapped
 from . import by_transformers, choose_way
+
+READ_EVERY = {"cuda": 8}
+"""Tokens between two looks for rows that have ended: on a GPU a look waits for it, and a row in vain costs little."""
+CACHE_SHARE = 0.5
+"""Of a GPU's free memory, what keys and values of one batch may take where no batch size is given."""
 
 
 class OwnModel:
@@ -74,7 +79,7 @@ def generate(
 
     temperature, vocabulary: see `Sampler`, whatever the model's generation config says (a teacher may lack ids that pad
     the student's vocabulary). Draws from the global generator: see `seeded`.
-    Prompts are sorted by length and generated batch_size at a time (None: all at once).
+    Prompts are sorted by length and generated batch_size at a time (None: all at once, on a GPU as many as fit).
     """
     inner = causal_lm(model)
     own = inner.config.get_text_config().vocab_size
@@ -87,7 +92,7 @@ def generate(
         if prompts and longest > proven:
             try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, Sampler(None, own))  # noqa: E731
             way, proven = inner.answers_by = choose_way.choose(model, longest, try_out)
-        size = 1 if way == choose_way.ALONE else batch_size or max(len(prompts), 1)
+        size = 1 if way == choose_way.ALONE else batch_size or rows_that_fit(inner, len(prompts), longest)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
@@ -95,6 +100,31 @@ def generate(
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
     return completions
+
+
+def rows_that_fit(model: PreTrainedModel, count: int, length: int) -> int:
+    """Of `count` rows of `length` tokens, how many to generate at once: all, or on a GPU even parts of them whose keys
+    and values take at most CACHE_SHARE of what is free."""
+    if model.device.type != "cuda":
+        return max(count, 1)
+    free = torch.cuda.mem_get_info(model.device)[0]
+    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    return even_parts(count, int(CACHE_SHARE * free) // (length * cache_bytes(model)))
+
+
+def even_parts(count: int, most: int) -> int:
+    """The size of parts of `count`, as few as can be with at most `most` each, and one at least."""
+    parts = -(-max(count, 1) // max(most, 1))
+    return -(-max(count, 1) // parts)
+
+
+def cache_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a token's keys and values in all layers, at most: some layers may keep a window alone."""
+    config: Any = model.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    low = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize == 2
+    return 2 * config.num_hidden_layers * heads * size * (2 if low else 4)
 
 
 def answer(
@@ -168,27 +198,39 @@ def decode(
 
     terminal = torch.tensor(list(terminal_ids), device=ids.device)
     alive = torch.arange(len(prompts), device=ids.device)  # [n]: the completion that each row of the batch belongs to
+    going = torch.ones_like(alive, dtype=torch.bool)  # [n]: rows that have not ended
     completions = torch.full((len(prompts), max_new_tokens), -1, device=ids.device)
+    every, seen = READ_EVERY.get(ids.device.type, 1), _decoding_mask(model, cache)
     for step in range(max_new_tokens):
         token = sampler(logits)
-        completions[alive, step] = token
+        completions[alive, step] = token.where(going, -1)
         # With broken logits the id is out of range: clamped, so that the loop can go on; the check behind it raises.
         token = token.clamp(max=sampler.vocabulary - 1)
-        # Rows that have ended leave the batch, and the cache.
-        going = torch.isin(token, terminal, invert=True)
-        if not going.all():
+        going &= torch.isin(token, terminal, invert=True)
+        # Rows that have ended leave the batch, and the cache. Asking whether there are any waits for the device.
+        if step % every == every - 1 and not going.all():
             kept = going.nonzero().squeeze(-1)
-            alive, token, mask, position = alive[kept], token[kept], mask[kept], position[kept]
+            alive, token, mask, position, going = (each[kept] for each in (alive, token, mask, position, going))
             cache.batch_select_indices(kept)
         if len(alive) == 0 or step == max_new_tokens - 1:
             break
         mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), position + 1
-        logits = model(input_ids=token[:, None], attention_mask=mask, position_ids=position, **given).logits[:, -1]
+        row = {"attention_mask": seen(mask), "position_ids": position}
+        logits = model(input_ids=token[:, None], **row, **given).logits[:, -1]
 
     found = [[token for token in row if token >= 0] for row in completions.tolist()]
     if any(token >= sampler.vocabulary for row in found for token in row):
         raise RuntimeError(by_transformers.BROKEN)
     return found
+
+
+def _decoding_mask(model: PreTrainedModel, cache: DynamicCache) -> Callable[[Tensor], Tensor]:
+    """From a mask of padding [n, L] to what the model takes with one token: for sdpa the prepared mask [n, 1, 1, L],
+    where transformers would make it at each token, and wait for the device to ask whether there is padding at all."""
+    plain = all(type(layer) is GrowingLayer for layer in cache.layers)
+    if plain and "sdpa" in (model.config.get_text_config()._attn_implementation or ""):
+        return lambda mask: mask[:, None, None].bool()
+    return lambda mask: mask
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ class OPDConfig(PostTrainConfig):
     discount: float = 0.0
     """policy_gradient: how much a token is credited with the advantage of those after it."""
     generation_batch_size: int | None = None
-    """Most rollouts in one generation call; None: the whole window at once."""
+    """Most rollouts in one generation call; None: the whole window at once, on a GPU as many as its memory takes."""
     rollout: str = "transformers"
     """What samples: transformers, with the model that trains, or vllm, which gets the weights once a step."""
     vllm_mode: str | None = None

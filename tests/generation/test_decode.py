@@ -3,12 +3,14 @@
 import pytest
 import torch
 from architectures import WINDOW, tiny
+from meta_for_tests import HostReads
 from models_for_tests import CONFIGS, tiny_model
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import choose_way, rollout
 from hf_posttrain.generation.rollout import Sampler
 from hf_posttrain.scoring import cpu, forward
+from hf_posttrain.scoring.attention import choose_attention
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
 ENDS = list(range(0, 300, 7))
@@ -181,6 +183,42 @@ def test_a_model_that_gives_nan_raises():
     for temperature in (None, 1.0):
         with pytest.raises(RuntimeError, match="NaN or infinite"):
             rollout.generate(model, [[5, 6]], 4, [299], 0, temperature)
+
+
+# ---- as on a GPU
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gpt2"])
+def test_looking_seldom_for_rows_that_have_ended_changes_no_answer(name, monkeypatch):
+    model = tiny_model(name)
+    expected = rollout.generate(model, PROMPTS, 12, ENDS, 256)
+    monkeypatch.setitem(rollout.READ_EVERY, "cpu", 5)
+    assert rollout.generate(model, PROMPTS, 12, ENDS, 256) == expected
+    assert len({len(answer) for answer in expected}) > 1
+
+
+def test_sampling_reads_nothing_at_each_token(monkeypatch):
+    """Neither here nor in transformers, which would ask whether a mask of padding has any."""
+    monkeypatch.setitem(rollout.READ_EVERY, "cpu", 8)
+    model = tiny_model()
+    choose_attention(model, torch.device("cpu"))
+    with torch.no_grad(), HostReads() as reads:
+        found = rollout.decode(model, PROMPTS, 24, [], Sampler(1.0, 300))
+    assert [len(answer) for answer in found] == [24] * len(PROMPTS)
+    assert sum(reads.found.values()) <= 24 // 8 + 2  # and what reading the prompts asks once
+
+
+@pytest.mark.parametrize(("count", "most", "size"), [(10, 100, 10), (10, 4, 4), (10, 9, 5), (10, 0, 1), (0, 3, 1)])
+def test_rows_go_in_even_parts(count, most, size):
+    assert rollout.even_parts(count, most) == size
+
+
+def test_what_a_token_keeps_is_known_from_the_config():
+    model = tiny_model()
+    cache = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert rollout.cache_bytes(model) == kept // 4
+    assert rollout.rows_that_fit(model, 7, 100) == 7  # on CPU all
 
 
 # ---- bf16: weights rounded once

@@ -2,16 +2,14 @@
 
 import logging
 import random
-import traceback
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from meta_for_tests import HostReads
 from models_for_tests import tiny_model
 from torch.nn.attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_for_tests import quick, token_rows, trainer_for
 
 from hf_posttrain.scoring import attention, choose_layout, forward
@@ -314,20 +312,6 @@ def test_flex_attention_is_compiled_for_all_shapes_at_once(name, flex):
 
 
 # ---- FlashAttention
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what would wait for a GPU, by file."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "is_nonzero"):
-            above = [frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename]
-            self.found[Path(above[-1].filename).name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

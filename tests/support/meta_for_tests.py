@@ -1,8 +1,12 @@
-"""The meta device in the place of a GPU: tensors without values. What reads one, or mixes devices, raises."""
+"""In the place of a GPU: the meta device, on which what reads a value or mixes devices raises; and a count of reads."""
 
 import contextlib
+import traceback
+from collections import Counter
+from pathlib import Path
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def allow_meta(monkeypatch):
@@ -17,3 +21,17 @@ def allow_meta(monkeypatch):
 
     monkeypatch.setattr(torch, "is_autocast_enabled", is_enabled)
     monkeypatch.setattr(torch, "autocast", context)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would wait for a GPU, by file."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "is_nonzero"):
+            above = [frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename]
+            self.found[Path(above[-1].filename).name] += 1
+        return func(*args, **(kwargs or {}))
