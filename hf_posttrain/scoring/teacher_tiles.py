@@ -9,6 +9,7 @@ by tile, alongside the student's, so neither model's logits exist in full.
 Legend: N scored tokens, n of one tile, V vocabulary, H hidden size.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..losses.divergence import DIVERGENCES, discounted, forward_kl, reverse_kl
+from ..losses.divergence import DIVERGENCES, discounted, forward_kl, jsd, reverse_kl
 from .cpu import expectation
 from .forward import LMHead, run, scored_states
 from .head import LogProb, Tile, TileFunction, kernels, softmax
@@ -101,7 +102,7 @@ def dense(
     """value = (1 - w) CE + w D(student, teacher), w = 1 - ce_coef; temperature divides both logits in D alone.
 
     stats: `divergence`, `student` and `teacher` (log-probabilities of the target at the temperature), and `ce`.
-    The two KL divergences are differentiated by hand (`KL`), the others by autograd.
+    The two KL divergences and JSD are differentiated by hand (`KL`), the others by autograd.
     """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,19 +114,23 @@ def dense(
         own = q if temperature == 1 and size == logits.shape[-1] else None
         return with_cross_entropy(total, logits, own, target, ce_coef, stats)
 
-    tile = differentiated(value)
-    if function not in (forward_kl, reverse_kl):
+    tile, beta = differentiated(value), None
+    if getattr(function, "func", None) is jsd and 0 < function.keywords["beta"] < 1:  # type: ignore[attr-defined]
+        beta = function.keywords["beta"]  # type: ignore[attr-defined]
+    elif function not in (forward_kl, reverse_kl):
         return tile
-    return KL(function is reverse_kl, teacher, targets, temperature, ce_coef, tile)
+    return KL(function is reverse_kl, teacher, targets, temperature, ce_coef, tile, beta)
 
 
 @dataclass(frozen=True)
 class KL:
-    """`dense` for KL(p, q) or KL(q, p), in closed form: a fifth of the memory traffic of autograd.
+    """`dense` for KL(p, q), KL(q, p) or JSD, in closed form: a fifth of the memory traffic of autograd.
 
     With logits z and t of student and teacher, each less its largest, d = t - z and c = ln sum e^z - ln sum e^t:
     KL(p, q) = sum p d + c, of gradient q - p;  KL(q, p) = -sum q d - c, of gradient -q (d + c + KL).
     d is taken before it is summed: of two close models the two sums would leave rounding alone.
+    JSD with m = beta p + (1 - beta) q, and s = ln m - ln q = ln(beta e^(d + c) + 1 - beta): beta sum p (d + c - s) -
+    (1 - beta) sum q s, of gradient (1 - beta) q (-s + sum q s): what depends on m's own change cancels out.
     """
 
     reverse: bool  # KL(q, p), else KL(p, q)
@@ -134,6 +139,7 @@ class KL:
     temperature: float
     ce_coef: float
     plain: TileFunction  # the same by autograd, for a cross-entropy that needs another softmax
+    beta: float | None = None  # of JSD; None: a KL divergence
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats as `dense`."""
@@ -142,24 +148,33 @@ class KL:
         if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
             return self.plain(logits, rows, need_grad, buffer)
         w = self.ce_coef
-        if fused := kernels(logits.device):
+        if self.beta is None and (fused := kernels(logits.device)):
             out = buffer if need_grad else None
             kl, student, teacher = fused.kl(logits, theirs, target[:, 0], self.temperature, self.reverse, w, out)
             stats = {"divergence": kl, "student": student, "teacher": teacher}
             return Tile((1 - w) * kl - w * student, out, stats | ({"ce": -student} if w else {}))
+        buffer = buffer if buffer.dtype == logits.dtype else torch.empty_like(logits)  # a kernel's is smaller
         z, t = (at_temperature(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
         (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, buffer), softmax(t, torch.empty_like(t))
         student = z.gather(-1, target) - z_peak + q_top
         teacher = t.gather(-1, target) - t_peak + p_top
         c, d = p_top - q_top, t.sub_(z).sub_(t_peak - z_peak)
-        kl = -expectation(q, d) - c if self.reverse else expectation(p, d) + c
+        if self.beta is not None:
+            ratio, b = d.add_(c), self.beta
+            s = torch.logaddexp(ratio + math.log(b), ratio.new_tensor(math.log1p(-b)))
+            of_mixture = expectation(q, s)
+            kl = b * expectation(p, ratio.sub_(s)) - (1 - b) * of_mixture
+        else:
+            kl = -expectation(q, d) - c if self.reverse else expectation(p, d) + c
         stats = {"divergence": kl[:, 0], "student": student[:, 0], "teacher": teacher[:, 0]}
         value = kl
         if w:
             value, stats = (1 - w) * kl - w * student, stats | {"ce": -student[:, 0]}
         if not need_grad:
             return Tile(value[:, 0], None, stats)
-        if self.reverse:
+        if self.beta is not None:
+            q.mul_((of_mixture - s).mul_((1 - w) * (1 - self.beta)).add_(w))
+        elif self.reverse:
             q.mul_(d.add_(c + kl).mul_(w - 1).add_(w))
         else:
             q.sub_(p, alpha=1 - w)

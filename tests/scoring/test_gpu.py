@@ -150,6 +150,17 @@ def test_a_kernel_rounds_the_gradient_as_it_writes_it(fused):
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+def test_a_divergence_without_a_kernel_makes_its_own_buffer(fused):
+    """What a GPU keeps for gradients in bf16 is not enough for its sums."""
+    hidden, weight, _, targets = states(torch.bfloat16)
+    theirs = forward.LMHead(nn.Identity(), lambda rows: rows.clone(), head.LogitTransform())
+    teacher = distill.TeacherStates(theirs, logits(N, 300, seed=3))
+    tile = distill.dense(distill.divergence("jsd", None, 0.1), teacher, targets, 1.0, 0.0)
+    values, _, [found] = passes(head.LinearHead(weight, None), hidden, tile, torch.ones(N), (hidden,))
+    assert values.isfinite().all()
+    assert found.isfinite().all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100])
 def test_kernels_compile_for_the_gpus_that_people_have(capability):
@@ -238,7 +249,7 @@ def test_the_head_of_a_large_vocabulary_is_few_launches_bound_by_its_products(ki
     with Cost() as cost:
         values, _ = head.score_tokens(head.LinearHead(weight, None), hidden, tile, weights)
         values.sum().backward()
-    assert cost.launches <= (1200 if kind == "jsd" else 700)  # that one is differentiated by autograd
+    assert cost.launches <= (760 if kind == "jsd" else 700)  # the latter has no kernel, and more sums
     assert cost.moved / BANDWIDTH <= cost.flops / RATE
     logits_of = {result for a, result, columns in cost.results if columns == VOCABULARY}
     assert logits_of == {torch.float32}
