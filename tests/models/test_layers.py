@@ -86,7 +86,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("lora", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)], ids=["full", "lora"])
 def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
     compiled, plain = model_of(lora, checkpointed), model_of(lora, checkpointed)
     layers.speed_up(compiled, asked(graphs.backend))
@@ -97,7 +97,7 @@ def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
 
 
 @pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=SLOW), True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 def test_fifty_shapes_of_batches_take_at_most_four_graphs(lora, checkpointed, graphs, monkeypatch):
     """As on a GPU in bf16, on the meta device: one varlen call a layer, which does not break the graph."""
     allow_meta(monkeypatch)

@@ -75,7 +75,7 @@ def test_the_kernel_of_log_probabilities_is_that_of_float64(interpreted, tempera
     assert torch.equal(again, value)
 
 
-@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("offset", [0.0, pytest.param(30.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [V, V - 101, V + 50], ids=lambda size: f"teacher of {size}")
 @pytest.mark.parametrize(("temperature", "ce_coef"), [(1.0, 0.0), (0.7, 0.0), (1.0, 0.3)])
 @pytest.mark.parametrize("reverse", [True, False])
