@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from ..data import chat
 from ..errors import InputError
 from ..scoring import forward
-from ..scoring.attention import choose_attention
+from ..scoring.attention import avoid_cudnn, choose_attention
 from ..scoring.rotary import rope_switch
 from . import load
 from .adapters import add_adapter, check_adapter_kind
@@ -163,7 +163,9 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             f"dynamic NTK), so a longer rollout is not scored as it was sampled: set max_length={switch}"
         )
     speed_up(model, args)
-    if args.layout != "padded":  # there a row is one document
+    if args.layout == "padded":  # there a row is one document
+        avoid_cudnn(args.device)
+    else:
         choose_attention(forward.causal_lm(model), args.device)
     return model
 

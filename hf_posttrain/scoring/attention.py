@@ -28,6 +28,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .flex import BLOCK, attend_by_block, block_mask
+from .head import LOW
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -39,23 +40,25 @@ BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
 """Our implementations, in place of transformers' sdpa and of its flex_attention."""
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What kernels of documents in one row read, by transformers' names: where each begins, and the longest."""
-LOW = (torch.bfloat16, torch.float16)
 
 
 def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
-    """Give a causal LM that will run on `device` the form that is quickest there; on a GPU the log says which, and why.
-
-    There cuDNN is switched off as a backend of sdpa: on Hopper it plans anew for each shape, 0.4 to 1 s each time. The
-    environment variable TORCH_CUDNN_SDPA_ENABLED=1 keeps it.
-    """
+    """Give a causal LM that will run on `device` the form that is quickest there; on a GPU it is logged, and why."""
     chosen, why = quickest(model, device)
     if chosen in FORMS and model.config.get_text_config()._attn_implementation != chosen:
         AttentionInterface.register(chosen, FORMS[chosen])
         AttentionMaskInterface.register(chosen, sdpa_mask)  # of rows that were not laid out here, as in generation
         model.set_attn_implementation(chosen)
     if device.type != "cpu":
-        torch.backends.cuda.enable_cudnn_sdp(os.environ.get("TORCH_CUDNN_SDPA_ENABLED") == "1")
+        avoid_cudnn(device)
         logger.info("attention of %s: %s (%s)", type(model).__name__, chosen, why)
+
+
+def avoid_cudnn(device: torch.device) -> None:
+    """On a GPU, no cuDNN as a backend of sdpa: on Hopper it plans anew for each shape, 0.4 to 1 s each time. The
+    environment variable TORCH_CUDNN_SDPA_ENABLED=1 keeps it."""
+    if device.type != "cpu":
+        torch.backends.cuda.enable_cudnn_sdp(os.environ.get("TORCH_CUDNN_SDPA_ENABLED") == "1")
 
 
 def quickest(model: PreTrainedModel, device: torch.device) -> tuple[str, str]:
@@ -129,7 +132,8 @@ def attend_by_segment(
     1.17x in DPO. Raises RuntimeError where the model does not pass the pieces on, or wants what they cannot give.
     """
     if segments is None:
-        if _is_stand_in(attention_mask) and query.shape[2] > 1:
+        # is it the mask of `arguments`, for which transformers makes none?
+        if attention_mask is not None and attention_mask.numel() == 1 < query.shape[2]:
             raise RuntimeError(f"{type(module).__name__} does not get what its model was called with")
         given: dict[str, Any] = kwargs | {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **given)
@@ -177,11 +181,6 @@ def _behind(queries: int, keys: int, window: int | None, device: torch.device) -
         return None
     seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     return seen if window is None else seen.triu(keys - queries - window + 1)
-
-
-def _is_stand_in(mask: Any) -> bool:
-    """Is it the mask of `arguments`, for which transformers makes none?"""
-    return mask is not None and mask.numel() == 1
 
 
 FORMS: dict[str, Callable] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}

@@ -20,14 +20,13 @@ from transformers import PreTrainedModel
 from ..errors import InputError
 from . import forward
 from .attention import BY_BLOCK, BY_SEGMENT, row_multiple
-from .head import LogProb, score_tokens
+from .head import LOW, LogProb, score_tokens
 from .layouts import Branch, Example, collate
 from .rotary import rope_switch
 
 logger = logging.getLogger(__name__)
 # in the names of config fields that say how far a layer sees
 SPANS = re.compile("^(?!.*(layers|experts|heads)).*(window|chunk|local)")
-LOW = (torch.bfloat16, torch.float16)
 ROUGH, ROUGHEST = 0.1, 0.3  # what int8 products and FlashAttention's 16 bits may differ; 16 bits all the way
 
 
@@ -122,9 +121,9 @@ def check(
     Where the model has a window or chunks shorter than `max_length`, one row is longer than they are.
     Returns the mean difference of a token's log-probability. in_float32: is it inside `InFloat32`?
     """
-    examples, found = _check_rows(forward.causal_lm(model), max_length), []
-    alone = [(example.prompt, branch.ids) for example in examples for branch in example.branches]
     inner = forward.causal_lm(model)
+    examples, found = _check_rows(inner, max_length), []
+    alone = [(example.prompt, branch.ids) for example in examples for branch in example.branches]
     batch: dict[str, Any] = send_to_device(collate(examples, layout, row_multiple=row_multiple([inner])), device)
     with torch.no_grad(), forward.eval_mode(model):
         values = token_logps(model, batch, in_float32)

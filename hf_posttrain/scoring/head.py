@@ -27,6 +27,7 @@ TILE_ELEMENTS = 2**23  # on CPU: logits in one tile, n x V (32 MB in float32)
 KEEP_ELEMENTS = 2**26  # on CPU: the logits' gradient waits for the backward where N x V is below this: it saves a GEMM
 TILE_SHARE, KEPT_SHARE = 1 / 32, 1 / 16  # the same on a GPU, as shares of its memory
 BYTES_PER_LOGIT = 16  # of a tile on a GPU: logits, gradient, the teacher's, and as much again where no kernel does them
+LOW = (torch.bfloat16, torch.float16)
 META_MEMORY = 80 * 2**30  # bytes of the meta device, which stands for a GPU in tests and estimates
 
 
@@ -57,8 +58,7 @@ def is_exact(states: Tensor) -> bool:
     """Is `product` of such states float32, though they are not? On a GPU it costs nothing. A bf16 logit of 20 is known
     to 0.06, which sums of log-probabilities and differences of two models feel."""
     has_it = hasattr(torch.ops.aten.mm, "dtype")  # torch 2.8 and later
-    low = states.dtype in (torch.bfloat16, torch.float16)
-    return has_it and low and states.device.type in ("cuda", "meta")
+    return has_it and states.dtype in LOW and states.device.type in ("cuda", "meta")
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

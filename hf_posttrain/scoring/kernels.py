@@ -22,19 +22,25 @@ BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and by how many w
 
 
 @triton.jit
+def _load(logits, place, size, scale):
+    # Those behind `size` are -inf. What is -inf itself becomes a very small number, since 0 x -inf and -inf - -inf
+    # would be NaN; NaN stays, so that a broken model is seen.
+    x = tl.load(logits + place, mask=place < size, other=0.0).to(tl.float32)
+    return tl.where(place < size, tl.maximum(x, -1e30, propagate_nan=tl.PropagateNan.ALL) * scale, -float("inf"))
+
+
+@triton.jit
 def _log_prob(
     logits, targets, values, entropies, correct, gradient, stride, vocabulary, padded, scale, told_apart,
     GRADIENT: tl.constexpr, STATS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source, target = logits + row * stride, tl.load(targets + row)
-    own = tl.maximum(tl.load(source + target).to(tl.float32), -1e30) * scale
+    own = _load(source, target, vocabulary, scale)
     peak, total, weighted = -float("inf"), 0.0, 0.0  # the largest x, sum of e^(x - peak), sum of x e^(x - peak)
     for start in range(0, vocabulary, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        # an id that is masked by -inf is a very small logit: 0 x -inf and -inf - -inf would be NaN
-        x = tl.maximum(tl.load(source + place, mask=place < vocabulary, other=0.0).to(tl.float32), -1e30) * scale
-        x = tl.where(place < vocabulary, x, -float("inf"))
+        x = _load(source, place, vocabulary, scale)
         higher = tl.maximum(peak, tl.max(x, 0))
         shrunk, e = tl.exp(peak - higher), tl.exp(x - higher)
         total = total * shrunk + tl.sum(e, 0)
@@ -51,7 +57,7 @@ def _log_prob(
         written = gradient + row * padded
         for start in range(0, padded, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            x = tl.load(source + place, mask=place < vocabulary, other=-float("inf")).to(tl.float32) * scale
+            x = _load(source, place, vocabulary, scale)
             g = (tl.where(place == target, 1.0, 0.0) - tl.exp(x - peak - log_total)) * scale
             tl.store(written + place, g.to(gradient.dtype.element_ty), mask=place < padded)
 
@@ -67,13 +73,10 @@ def _kl(
     z_peak, t_peak, z_total, t_total, moved = -float("inf"), -float("inf"), 0.0, 0.0, 0.0
     for start in range(0, vocabulary, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        there = place < vocabulary
-        zs = tl.maximum(tl.load(own + place, mask=there, other=0.0).to(tl.float32), -1e30) * scale
-        ts = tl.maximum(tl.load(other + place, mask=there, other=0.0).to(tl.float32), -1e30) * scale
-        z_higher = tl.maximum(z_peak, tl.max(tl.where(there, zs, -float("inf")), 0))
-        t_higher = tl.maximum(t_peak, tl.max(tl.where(there, ts, -float("inf")), 0))
+        zs, ts = _load(own, place, vocabulary, scale), _load(other, place, vocabulary, scale)
+        z_higher, t_higher = tl.maximum(z_peak, tl.max(zs, 0)), tl.maximum(t_peak, tl.max(ts, 0))
         z_shrunk, t_shrunk = tl.exp(z_peak - z_higher), tl.exp(t_peak - t_higher)
-        q, p = tl.where(there, tl.exp(zs - z_higher), 0.0), tl.where(there, tl.exp(ts - t_higher), 0.0)
+        q, p = tl.exp(zs - z_higher), tl.exp(ts - t_higher)
         z_total, t_total = z_total * z_shrunk + tl.sum(q, 0), t_total * t_shrunk + tl.sum(p, 0)
         if REVERSE:
             moved = moved * z_shrunk + tl.sum(tl.where(q > 0, q * (ts - zs), 0.0), 0)
@@ -84,23 +87,18 @@ def _kl(
     z_log, t_log = tl.log(z_total), tl.log(t_total)
     away = t_peak - z_peak + (t_log - z_log)
     kl = away - moved / z_total if REVERSE else moved / t_total - away
-    z = tl.maximum(tl.load(own + target).to(tl.float32), -1e30) * scale
-    t = tl.maximum(tl.load(other + target).to(tl.float32), -1e30) * scale
-    student = z - z_peak - z_log
-    tl.store(students + row, student)
-    tl.store(teachers + row, t - t_peak - t_log)
+    tl.store(students + row, _load(own, target, vocabulary, scale) - z_peak - z_log)
+    tl.store(teachers + row, _load(other, target, vocabulary, scale) - t_peak - t_log)
     tl.store(values + row, kl)
     if GRADIENT:  # of (1 - ce) KL - ce ln q(target)
         written = gradient + row * padded
         for start in range(0, padded, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            there = place < vocabulary
-            zs = tl.maximum(tl.load(own + place, mask=there, other=0.0).to(tl.float32), -1e30) * scale
-            ts = tl.maximum(tl.load(other + place, mask=there, other=0.0).to(tl.float32), -1e30) * scale
+            zs, ts = _load(own, place, vocabulary, scale), _load(other, place, vocabulary, scale)
             q = tl.exp(zs - z_peak - z_log)
             g = q * (ce - (1 - ce) * (ts - zs - away + kl)) if REVERSE else q - (1 - ce) * tl.exp(ts - t_peak - t_log)
-            g = (g - tl.where(place == target, ce, 0.0)) * scale
-            tl.store(written + place, tl.where(there, g, 0.0).to(gradient.dtype.element_ty), mask=place < padded)
+            g = tl.where(place < vocabulary, (g - tl.where(place == target, ce, 0.0)) * scale, 0.0)
+            tl.store(written + place, g.to(gradient.dtype.element_ty), mask=place < padded)
 
 
 def log_prob(

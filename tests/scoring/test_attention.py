@@ -224,12 +224,14 @@ def test_cudnn_is_off_on_a_gpu_unless_asked_for(asked, keep_cudnn, monkeypatch, 
     assert other.config._attn_implementation == "sdpa"
 
 
-def test_a_trainer_switches_cudnn_off_on_a_gpu(keep_cudnn, monkeypatch, tmp_path):
+@pytest.mark.parametrize("layout", ["auto", "padded"])
+def test_a_trainer_switches_cudnn_off_on_a_gpu(layout, keep_cudnn, monkeypatch, tmp_path):
     given = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", given.append)
-    real = attention.choose_attention
-    monkeypatch.setattr("hf_posttrain.models.prepare.choose_attention", lambda model, _: real(model, GPU))
-    trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path)
+    choose, avoid = attention.choose_attention, attention.avoid_cudnn
+    monkeypatch.setattr("hf_posttrain.models.prepare.choose_attention", lambda model, _: choose(model, GPU))
+    monkeypatch.setattr("hf_posttrain.models.prepare.avoid_cudnn", lambda _: avoid(GPU))
+    trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, layout=layout)
     assert given == [False]
 
 

@@ -75,6 +75,17 @@ def test_the_kernel_of_log_probabilities_is_that_of_float64(interpreted, tempera
     assert torch.equal(again, value)
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_kernel_hides_no_broken_logits(interpreted, broken):
+    """A model that gives them has a loss that is not finite, as in torch; the rows beside it are as they were."""
+    x, t, targets = logits(rows=2), logits(rows=2, seed=1), torch.tensor([5, 6])
+    x[0, 9] = broken
+    found = [interpreted.log_prob(x, targets, 1.0, V, None, True)[0]]
+    found += [interpreted.kl(x, t, targets, 1.0, reverse, 0.0, None)[0] for reverse in (True, False)]
+    for value in found:
+        assert value.isfinite().tolist() == [False, True]
+
+
 @pytest.mark.parametrize("offset", [0.0, pytest.param(30.0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [V, V - 101, V + 50], ids=lambda size: f"teacher of {size}")
 @pytest.mark.parametrize(("temperature", "ce_coef"), [(1.0, 0.0), (0.7, 0.0), (1.0, 0.3)])
