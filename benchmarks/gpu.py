@@ -1,6 +1,6 @@
 """What only a GPU can tell of the parts that were built without one: are they right there, and which is quickest?
 
-    python -m benchmarks.gpu [--shape qwen3-0.6b --device cuda --tokens 8192 --out outputs/gpu/parts.json]
+    python -m benchmarks.gpu [--shape qwen3-0.6b --device cuda --tokens 8192 --out outputs/gpu/kernels.json]
 
     head       the tiled head in bf16 against float64, with kernels and without: values, gradients
     tiles      its time by the number of tokens in a tile
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--tokens", type=int, default=8192, help="of a pass through the head")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("outputs/gpu/parts.json"))
+    parser.add_argument("--out", type=Path, default=Path("outputs/gpu/kernels.json"))
     given = parser.parse_args()
     results, wrong = {}, []
     for part in (check_head, sweep_tiles, compare_attention, vary_shapes):
@@ -83,7 +83,7 @@ def gap(found: Tensor, expected: Tensor) -> float:
 def ways(device: str) -> Iterator[dict[str, Any]]:
     """How the tile functions can be computed here: in torch, and by kernels where there are any."""
     known = head.kernels
-    found = {"torch": lambda _: None} | ({"kernels": known} if known(torch.device(device)) else {})
+    found = {"torch": lambda _: None} | ({"kernels": known} if known(torch.empty(0, device=device)) else {})
     try:
         yield found
     finally:

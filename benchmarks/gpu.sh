@@ -1,33 +1,43 @@
 #!/bin/bash
-# Speed, memory and equality at real size on one GPU, in about 9 minutes and without network:
-#   bash benchmarks/gpu.sh                 results in outputs/gpu/, a table on the screen
+# Speed, memory and equality at real size on one GPU with 80 GB or more, in about 20 minutes and without network:
+#   bash benchmarks/gpu.sh [PART ...]      results in outputs/gpu/ (JSON, and tables in markdown), tables on the screen
 #   DRY=1 bash benchmarks/gpu.sh           the same commands with tiny models on CPU: do they still run?
-# Where trl is installed (extra `bench`) each case is compared with it.
+# Parts, all by default: layouts kernels small large compiled lora long scaling. A part does not begin after LIMIT (1500)
+# seconds; those left out are named. Where trl is installed (extra `bench`) each method is compared with it, both sides
+# with Liger's kernels where liger-kernel is installed, TRL with FlashAttention where flash-attn is.
+# What the machine's image lacks comes from a folder of wheels (benchmarks/wheels.sh makes it): WHEELS=.whl
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 python=${PYTHON:-python3}
 out=${OUT:-outputs/gpu}
-against=none
-[[ -z ${DRY:-} ]] && "$python" -c 'import trl' 2> /dev/null && against=trl
-common=(--against "$against" --repeats 1 --threads 4)
+all=(layouts kernels small large compiled lora long scaling)
+mkdir -p "$out"
+if [[ -n ${WHEELS:-} ]]; then
+  "$python" -m venv --system-site-packages "$out/.venv"
+  python=$out/.venv/bin/python
+  "$python" -m pip install --quiet --no-index --no-deps "$WHEELS"/*.whl
+fi
+has() { "$python" -c "import $1" 2> /dev/null; }
 if [[ -n ${DRY:-} ]]; then
-  small=(--shape tiny --vocabulary 512 --rows 12 --batch 2 --max-length 96)
-  full=("${small[@]}") lora=("${small[@]}" --lora) long=("${small[@]}")
+  tiny=(--against none --repeats 1 --shape tiny --vocabulary 512 --rows 12 --batch 2 --max-length 96)
+  small=("${tiny[@]}") large=("${tiny[@]}") lora=("${tiny[@]}" --lora) long=("${tiny[@]}")
   words=20 more_words=40
   scaling=(--shape tiny --points 2 --repeats 1)
-  parts=(--shape tiny --device cpu --vocabulary 512 --tokens 64 --repeats 2)
+  kernels=(--shape tiny --device cpu --vocabulary 512 --tokens 64 --repeats 2)
 else
-  gpu=(--device cuda --dtype bfloat16 --vocabulary 151936)
-  full=("${gpu[@]}" --shape qwen3-0.6b --rows 32 --batch 8 --max-length 1024)
+  gpu=(--device cuda --dtype bfloat16 --vocabulary 151936 --repeats 1 --threads 4 --against none)
+  if has trl; then gpu+=(--against trl); fi
+  if has liger_kernel; then gpu+=(--liger); fi
+  small=("${gpu[@]}" --shape qwen3-0.6b --rows 48 --batch 8 --max-length 1024)
+  large=("${gpu[@]}" --shape qwen3-4b --rows 24 --batch 4 --max-length 1024)
   lora=("${gpu[@]}" --shape qwen3-1.7b --rows 32 --batch 8 --max-length 1024 --lora)
   long=("${gpu[@]}" --shape qwen3-0.6b --rows 8 --batch 2 --max-length 8192)
   words=400 more_words=3200            # two tokens each or so, and as many in the answer
   scaling=(--shape qwen3-0.6b --device cuda --dtype bfloat16 --points 3)
-  parts=(--shape qwen3-0.6b)
+  kernels=(--shape qwen3-0.6b)
 fi
 
-mkdir -p "$out"
 "$python" - "$out" "$words" "$more_words" << 'ROWS'
 import json, pathlib, random, sys
 draw = random.Random(0)
@@ -38,15 +48,46 @@ for name, count in zip(("rows", "long"), map(int, sys.argv[2:])):
     rows = ({"question": text(count), "answer": text(count // 2)} for _ in range(64))
     pathlib.Path(sys.argv[1], f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 ROWS
-echo "== shared = packed = padded, on every attention that is here"
-"$python" -m benchmarks.layouts ${DRY:+--shape tiny --device cpu}
-echo "== the head's tiles and kernels, forms of attention, shapes that vary"
-"$python" -m benchmarks.gpu "${parts[@]}" --out "$out/parts.json"
-echo "== full training, about 1k tokens a row"
-"$python" -m benchmarks.run --method all --data "$out/rows.jsonl" "${common[@]}" "${full[@]}" --out "$out/full.json"
-echo "== LoRA, about 1k tokens a row"
-"$python" -m benchmarks.run --method dpo --data "$out/rows.jsonl" "${common[@]}" "${lora[@]}" --out "$out/lora.json"
-echo "== full training, about 8k tokens a row"
-"$python" -m benchmarks.run --method sft --data "$out/long.jsonl" "${common[@]}" "${long[@]}" --out "$out/long.json"
-echo "== how costs grow"
-"$python" -m benchmarks.scaling --axis length "${scaling[@]}" --out "$out/scaling.json"
+
+compare() { # NAME ROWS METHOD [OPTION ...]
+  "$python" -m benchmarks.run --method "$3" --data "$out/$2.jsonl" "${@:4}" --out "$out/$1.json"
+}
+measure() {
+  case $1 in
+    layouts)
+      echo "shared = packed = padded, on every attention that is here"
+      "$python" -m benchmarks.layouts ${DRY:+--shape tiny --device cpu} ;;
+    kernels)
+      echo "the head's tiles and kernels, forms of attention, shapes that vary"
+      "$python" -m benchmarks.gpu "${kernels[@]}" --out "$out/kernels.json" ;;
+    small)
+      echo "full training of the small model, about 1k tokens a row"
+      compare small rows all "${small[@]}" ;;
+    large)
+      echo "full training of the large model, about 1k tokens a row"
+      compare large rows each "${large[@]}" ;;
+    compiled)
+      echo "the small model with compiled layers"
+      compare compiled rows sft "${small[@]}" --against none --compile ;;
+    lora)
+      echo "LoRA, about 1k tokens a row"
+      compare lora rows dpo "${lora[@]}" ;;
+    long)
+      echo "full training, about 8k tokens a row"
+      compare long long sft "${long[@]}" ;;
+    scaling)
+      echo "how costs grow"
+      "$python" -m benchmarks.scaling --axis length "${scaling[@]}" --out "$out/scaling.json" ;;
+    *)
+      echo "no such part; there are ${all[*]}" >&2
+      return 2 ;;
+  esac
+}
+
+left=()
+for part in "${@:-${all[@]}}"; do
+  if ((SECONDS > ${LIMIT:-1500})); then left+=("$part"); continue; fi
+  echo "== $part, at $SECONDS s"
+  measure "$part"
+done
+echo "== done after $SECONDS s${left:+; left out for want of time: ${left[*]}}"

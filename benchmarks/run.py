@@ -1,11 +1,12 @@
 """Speed and memory against TRL on the same rows: random Qwen3 models on GSM8K, by default 44M in float32 on CPU.
 
     python -m benchmarks.run --method all --against trl [--rows 64 --batch 8 --repeats 3 --data FILE_OR_FOLDER]
-        [--shots 3 | --answers 4] [--vocabulary 151936] [--shape qwen3-0.6b --device cuda --dtype bfloat16 --lora]
+        [--shots 3 | --answers 4] [--vocabulary 151936] [--precision both]
+        [--shape qwen3-0.6b --device cuda --dtype bfloat16 --lora --liger --compile]
 
 Each run is a process of its own (`worker.py`); the sides take turns, so that a busy machine hurts both. Rates are
 measured after the first step; caching the reference is not part of them. `busy` is the share of the machine's matrix
-rate, measured in each process, that went into useful arithmetic (`flops.py`). Prints a table, writes JSON.
+rate, measured in each process, that went into useful arithmetic (`flops.py`). Prints a table, writes it and JSON.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,16 @@ Runs = dict[str, list[dict[str, float]]]
 def main() -> int:
     """Run what the command line asks for; returns the exit code."""
     given = arguments()
-    cases = [case for method in (CASES if given.method == "all" else [given.method]) for case in CASES[method]]
+    methods = CASES if given.method in ("all", "each") else [given.method]
+    cases = [case for method in methods for case in CASES[method][: 1 if given.method == "each" else None]]
     with tempfile.TemporaryDirectory() as scratch:
         write_model(Path(scratch), given.data, given.shape, given.vocabulary)
         results = {case: run_case(case, given, Path(scratch)) for case in cases}
     summaries = {case: summary(runs) for case, runs in results.items()}
-    print_table(summaries)
+    page = "\n".join(markdown(summaries))
+    print(f"\n{page}")
     given.out.parent.mkdir(parents=True, exist_ok=True)
+    given.out.with_suffix(".md").write_text(page + "\n", encoding="utf-8")
     given.out.write_text(json.dumps(report(given, results, summaries), indent=1) + "\n", encoding="utf-8")
     print(f"\nwritten to {given.out}")
     return 0
@@ -54,7 +59,7 @@ def main() -> int:
 def arguments() -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Speed and memory against TRL.")
-    parser.add_argument("--method", choices=[*CASES, "all"], default="all")
+    parser.add_argument("--method", choices=[*CASES, "each", "all"], default="all", help="all: with variants")
     parser.add_argument("--against", choices=["trl", "none"], default="trl", help="the other side")
     parser.add_argument("--rows", type=int, default=64, help="rows of one run")
     parser.add_argument("--batch", type=int, default=8, help="rows of one step")
@@ -67,7 +72,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights")
     parser.add_argument("--precision", choices=["float32", "bf16", "both"], default="float32", help="bf16: autocast")
-    parser.add_argument("--attention", default="sdpa", help="transformers' attn_implementation, of both sides")
+    parser.add_argument("--attention", help="transformers' attn_implementation; by default each side's quickest")
+    parser.add_argument("--liger", action="store_true", help="use_liger_kernel, on both sides")
+    parser.add_argument("--compile", action="store_true", help="torch_compile in ours, of the layers")
     parser.add_argument("--lora", action="store_true", help="train an adapter of rank 16 on all linear layers")
     parser.add_argument("--threads", type=int, default=2, help="OMP_NUM_THREADS of each run")
     parser.add_argument("--data", type=Path, default=GSM8K, help="GSM8K's folder, or a file of question, answer rows")
@@ -91,7 +98,7 @@ def run_case(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, l
     rows = scratch / f"{case}.jsonl"
     plain = read_rows(given.data, method, given.rows, given.shots, given.answers)
     rows.write_text("\n".join(map(json.dumps, plain)), encoding="utf-8")
-    names = ("shape", "device", "dtype", "attention", "lora", "max_length")
+    names = ("shape", "device", "dtype", "lora", "liger", "compile", "max_length")
     spec = {"method": method, "variant": variant, "rows": str(rows), "folder": str(scratch), "batch": given.batch}
     spec |= {name: getattr(given, name) for name in names}
     if variant == "packed":  # as many tokens in a step: a packed row is as long as max_length
@@ -100,7 +107,8 @@ def run_case(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, l
     for repeat in range(given.repeats):
         for side in runs if repeat % 2 == 0 else reversed(runs):
             name, _, precision = side.partition(" ")
-            result = run_worker(spec | {"side": name, "bf16": precision == "bf16"}, given.threads, scratch)
+            own = {"side": name, "bf16": precision == "bf16", "attention": given.attention or quickest(name, given)}
+            result = run_worker(spec | own, given.threads, scratch)
             runs[side].append(result)
             rates = f"{result['rows_per_second']:7.2f} rows/s, {result['tokens_per_second']:6.0f} tokens/s"
             told = f"peak {result['peak_gb']:.2f} GB, loss {result['loss']:.4f}, {result['tokens']:.0f} tokens"
@@ -116,6 +124,12 @@ def sides_of(given: argparse.Namespace) -> list[str]:
     names = ["ours"] if given.against == "none" else ["ours", given.against]
     behind = {"float32": [""], "bf16": [" bf16"], "both": ["", " bf16"]}[given.precision]
     return [name + precision for precision in behind for name in names]
+
+
+def quickest(side: str, given: argparse.Namespace) -> str:
+    """Ours takes sdpa in pieces; for the others FlashAttention where it is installed."""
+    flash = side != "ours" and given.device == "cuda" and given.dtype == "bfloat16" and find_spec("flash_attn")
+    return "flash_attention_2" if flash else "sdpa"
 
 
 def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, float]:
@@ -162,13 +176,12 @@ def table(summaries: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[s
             yield (case, side, *own, *ratios)
 
 
-def print_table(summaries: dict[str, dict[str, dict[str, float]]]) -> None:
-    """Markdown with aligned columns."""
+def markdown(summaries: dict[str, dict[str, dict[str, float]]]) -> Iterator[str]:
+    """The lines of the table, with aligned columns."""
     rows = list(table(summaries))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    print()
     for row in rows:
-        print("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
 
 
 def report(given: argparse.Namespace, results: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:

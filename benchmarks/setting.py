@@ -33,6 +33,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 2048, "num_hidden_layers": 28, "intermediate_size": 6144, "num_attention_heads": 16,
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
     },
+    "qwen3-4b": {
+        "hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    },
 }  # fmt: skip
 SPECIALS = ["<|endoftext|>", "<|pad|>"]
 PLAIN = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"

@@ -12,6 +12,8 @@ from .setting import build_model, ends
 
 NEW_TOKENS = 128
 """Longest rollout of OPD."""
+BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}
+"""Of torch.compile; on CPU it is to run, not to be quick."""
 
 
 def common(spec: dict[str, Any]) -> dict[str, Any]:
@@ -21,6 +23,7 @@ def common(spec: dict[str, Any]) -> dict[str, Any]:
         "num_train_epochs": 1, "learning_rate": 1e-6, "lr_scheduler_type": "constant",
         "train_sampling_strategy": "sequential", "logging_steps": 10**6, "save_strategy": "no", "eval_strategy": "no",
         "report_to": "none", "use_cpu": spec["device"] == "cpu", "bf16": spec["bf16"], "disable_tqdm": True, "seed": 0,
+        "use_liger_kernel": spec["liger"],
     }  # fmt: skip
 
 
@@ -40,10 +43,12 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     options: dict[str, Any] = {"max_length": spec["max_length"]}
     options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
     options |= {"packing": True} if spec["variant"] == "packed" else {}
+    if spec["compile"]:
+        options |= {"torch_compile": True, "torch_compile_backend": BACKENDS[spec["device"]]}
     if method == "kd":  # what GKD at lmbda 0 minimises
         options |= {"kd_coef": 1.0, "divergence": "forward_kl"}
     if method == "opd":  # TRL's has no limit of the prompt
-        options = {"max_completion_length": NEW_TOKENS, "max_length": spec["max_length"] + NEW_TOKENS}
+        options |= {"max_completion_length": NEW_TOKENS, "max_length": spec["max_length"] + NEW_TOKENS}
     if method in ("kd", "opd"):
         given["teacher_model"] = build_model(spec, seed=1)
     config, trainer = (getattr(hf_posttrain, method.upper() + kind) for kind in ("Config", "Trainer"))

@@ -148,13 +148,15 @@ class Shapes:
         self.weights = Weights(frozen, own, numbers(model), count, gathered, quantised)
         self.tokens, self.kept, self.hidden, self.cache = 1, [0] * (1 + len(self.layers)), 0, 0
 
-    def count(self, batch: dict[str, Tensor], dtype: torch.dtype | None) -> None:
+    def count(self, batch: dict[str, Any], dtype: torch.dtype | None) -> None:
         """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, of a
         layer's `hidden` input, and of a `cache` of all layers. Raises what a forward that needs values does."""
         forward.enable_scoring(self.model.train().to(dtype))
         weights = [each.untyped_storage() for each in (*self.model.parameters(), *self.model.buffers())]
         known = {id(storage): storage for storage in weights}  # they stay, so that none takes the place of another
         kept, starts, self.cache = 0, [0], 0  # bytes so far, what they were when each layer began, keys and values
+        gathered = (batch.get("segments") or {}).get("gathered")
+        gathered = None if gathered is None else gathered.to("meta")
 
         def keep(tensor: Tensor) -> Tensor:
             nonlocal kept
@@ -166,9 +168,11 @@ class Shapes:
         def attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
             # [R, heads, L, D] -> [R, L, heads, D]: a fused kernel keeps its inputs and its result
             found = query.new_empty(*query.shape[:-1], value.shape[-1], requires_grad=True)
+            self.cache += key.nbytes + value.nbytes
+            if gathered is not None:  # a prompt's keys once more for each of its answers
+                key, value = (states.index_select(2, gathered) for states in (key, value))
             for tensor in (query, key, value, found):
                 keep(tensor)
-            self.cache += key.nbytes + value.nbytes
             return found.transpose(1, 2).contiguous(), None
 
         AttentionInterface.register("shapes", attention)

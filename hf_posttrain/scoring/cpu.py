@@ -5,7 +5,9 @@ Each buys what its docstring says, in rows a second on 2 cores: docs/benchmarks.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,13 @@ def draw(probs: Tensor) -> Tensor:
     upto = probs.cumsum(-1, dtype=torch.float64)
     drawn = torch.rand(len(probs), 1, dtype=torch.float64) * upto[:, -1:]
     return torch.searchsorted(upto, drawn, right=True).squeeze(-1)
+
+
+@cache
+def multiplies_bf16() -> str | None:
+    """What of this processor multiplies bf16 quickly: amx_bf16 (tiles), avx512_bf16, or nothing."""
+    known: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.12 and later
+    return next((name for name in ("amx_bf16", "avx512_bf16") if known.get(name)), None)
 
 
 MOST_ROWS = 8

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from . import attention, rotary
 from .adapted_head import score_tokens_through
-from .head import LinearHead, LogitTransform, TileFunction, is_exact, score_tokens
+from .head import LinearHead, LogitTransform, TileFunction, score_tokens
 
 OWN_LOGITS = "scores_by_own_logits"
 """Set on a model whose head does something that `LogitTransform` does not know: its own logits are used, [R, L, V]."""
@@ -42,11 +42,10 @@ class LMHead:
         return cls(module, module.forward, LogitTransform.of(model.config.get_text_config()))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, H] -> [n, V], as the model itself computes them; on a GPU, without gradient, more exactly."""
+        """[..., H] -> [..., V], as the model itself computes them; without gradient more exactly, or more quickly."""
         if not torch.is_grad_enabled() and (head := self.plain) is not None:
             cast, states = head.cast(hidden, head.dtype(hidden.device))
-            if is_exact(states):
-                return cast.logits(states)
+            return cast.logits(states.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
         return self.transform(self.original_forward(hidden))
 
     @property

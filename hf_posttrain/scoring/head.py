@@ -25,6 +25,7 @@ from .cpu import expectation
 
 TILE_ELEMENTS = 2**23  # on CPU: logits in one tile, n x V (32 MB in float32)
 KEEP_ELEMENTS = 2**26  # on CPU: the logits' gradient waits for the backward where N x V is below this: it saves a GEMM
+WIDE = 2048  # on CPU: columns of a float32 product, which over a whole vocabulary takes 1.25 times as long
 TILE_SHARE, KEPT_SHARE = 1 / 32, 1 / 16  # the same on a GPU, as shares of its memory
 BYTES_PER_LOGIT = 16  # of a tile on a GPU: logits, gradient, the teacher's, and as much again where no kernel does them
 LOW = (torch.bfloat16, torch.float16)
@@ -62,8 +63,15 @@ def is_exact(states: Tensor) -> bool:
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """a @ b, [n, k] and [k, m]."""
-    return torch.mm(a, b, out_dtype=torch.float32, out=out) if is_exact(a) else torch.mm(a, b, out=out)
+    """a @ b, [n, k] and [k, m], without autograd."""
+    if is_exact(a):
+        return torch.mm(a, b, out_dtype=torch.float32, out=out)
+    if a.device.type != "cpu" or a.dtype != torch.float32 or b.shape[1] <= WIDE:
+        return torch.mm(a, b, out=out)
+    out = a.new_empty(len(a), b.shape[1]) if out is None else out
+    for start in range(0, b.shape[1], WIDE):
+        torch.mm(a, b[:, start : start + WIDE], out=out[:, start : start + WIDE])
+    return out
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -76,9 +84,9 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-def kernels(device: torch.device) -> ModuleType | None:
-    """The Triton kernels of the tile functions, on a GPU that has Triton."""
-    return _kernels() if device.type == "cuda" else None
+def kernels(states: Tensor) -> ModuleType | None:
+    """The Triton kernels of the tile functions, on a GPU that has Triton; not for float64, which they would round."""
+    return _kernels() if states.is_cuda and states.dtype != torch.float64 else None
 
 
 @cache
@@ -129,7 +137,7 @@ class LogProb:
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]."""
-        if fused := kernels(logits.device):
+        if fused := kernels(logits):
             size, out = self.vocabulary or logits.shape[-1], buffer if need_grad else None
             found = fused.log_prob(logits, self.targets[rows], self.temperature, size, out, self.stats)
             return Tile(found[0], out, dict(zip(("entropy", "correct"), found[1:], strict=True)) if self.stats else {})
@@ -187,10 +195,11 @@ class LinearHead:
     bias: Tensor | None  # [V]
     transform: LogitTransform = LogitTransform()  # scale and softcap
 
-    def logits(self, hidden: Tensor, buffer: Tensor | None = None) -> Tensor:
-        """[n, H] -> [n, V], float32 or float64. buffer [n, V] takes the product (no autograd); see `_tile_buffers`."""
+    def logits(self, hidden: Tensor, buffer: Tensor | None = None, exact: Tensor | None = None) -> Tensor:
+        """[n, H] -> [n, V], float32 or float64, without autograd. buffer, exact [n, V]: see `_tile_buffers`."""
         raw = product(hidden, self.weight.T, buffer)
-        return self.transform(raw if self.bias is None else raw.add_(self.bias))
+        raw = raw if self.bias is None else raw.add_(self.bias)
+        return self.transform(raw if exact is None or raw.dtype == exact.dtype else exact.copy_(raw))
 
     def cast(self, hidden: Tensor, dtype: torch.dtype) -> tuple["LinearHead", Tensor]:
         """Head and hidden states as `nn.Linear` would multiply them."""
@@ -263,8 +272,7 @@ class _ScoreTokens(torch.autograd.Function):
                 if head_grad is not None:
                     head_grad.add(raw_grad, run.weights[rows], cast[rows])
                 elif keep:
-                    run.kept.append(raw_grad)
-                    buffers = buffers[0], torch.empty_like(buffers[1])  # raw_grad may be a view of the old one
+                    run.kept.append(raw_grad.clone())
         run.stats.update({name: torch.cat([tile.stats[name] for tile in done]) for name in done[0].stats})
         ctx.save_for_backward(hidden, weight, bias, grad_hidden)
         ctx.run, ctx.head_grad = run, head_grad
@@ -283,8 +291,9 @@ class _ScoreTokens(torch.autograd.Function):
             return grad_hidden, *head_grad.result(_promised_scale(grad, ctx.run.weights)), None
         # no `weights`, or a second backward: the kept tiles, or each computed again
         run, gradient = ctx.run, _HeadGradient(weight, bias)
-        head, hidden = LinearHead(weight, bias, run.head.transform).cast(hidden, run.dtype)
-        buffers = _tile_buffers(hidden, weight.shape[0])
+        head, hidden = LinearHead(weight, bias, run.head.transform), hidden.to(run.dtype)
+        if not run.kept:
+            head, buffers = head.cast(hidden, run.dtype)[0], _tile_buffers(hidden, len(weight))
         for i, rows in enumerate(tiles(hidden, len(weight))):
             raw_grad = run.kept[i] if run.kept else _run_tile(head, run.tile, hidden, rows, True, buffers)[1]
             gradient.add(raw_grad, grad[rows], hidden[rows])
@@ -319,26 +328,32 @@ class _HeadGradient:
         return found[0].to(self.dtype), None if self.bias is None else self.bias.to(self.dtype)
 
 
-def _tile_buffers(hidden: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Memory for a tile's product with the head and for its gradient, used by one tile after the other."""
+def _tile_buffers(hidden: Tensor, vocabulary: int) -> tuple[Tensor, ...]:
+    """Memory [n, V] for a tile's product with the head, for the logits where they are more exact, and for their
+    gradient. One tile uses it after the other: on CPU fresh memory costs more than what fills it."""
     shape = min(len(hidden), tile_rows(vocabulary, memory(hidden.device))), vocabulary
     exact = torch.promote_types(hidden.dtype, torch.float32)
-    gradient = hidden.dtype if kernels(hidden.device) else exact  # a kernel rounds it as it writes
+    gradient = hidden.dtype if kernels(hidden) else exact  # a kernel rounds it as it writes
     product = hidden.new_empty(shape, dtype=exact if is_exact(hidden) else hidden.dtype)
-    return product, hidden.new_empty(shape, dtype=gradient)
+    logits = product if product.dtype == exact else hidden.new_empty(shape, dtype=exact)
+    return product, logits, hidden.new_empty(shape, dtype=gradient)
 
 
 def _run_tile(
-    head: LinearHead, tile: TileFunction, hidden: Tensor, rows: slice, need_grad: bool, buffers: tuple[Tensor, Tensor]
+    head: LinearHead, tile: TileFunction, hidden: Tensor, rows: slice, need_grad: bool, buffers: tuple[Tensor, ...]
 ) -> tuple[Tile, Tensor]:
-    """The tile's values, and d value / d (hidden W^T + b) as [n, V] in the head's dtype (empty if not needed)."""
+    """The tile's values, and d value / d (hidden W^T + b) as [n, V] in the head's dtype (empty if not needed): the next
+    tile overwrites it."""
     part = hidden[rows]
-    product, gradient = (each[: len(part)] for each in buffers)
-    logits = head.logits(part, product)
+    product, exact, gradient = (each[: len(part)] for each in buffers)
+    logits = head.logits(part, product, exact)
     result = tile(logits, rows, need_grad, gradient)
     if result.grad is None:
         return result, logits.new_empty(0)
-    return result, head.transform.backward(logits, result.grad).to(hidden.dtype)
+    raw_grad = head.transform.backward(logits, result.grad)
+    if product.dtype == hidden.dtype != raw_grad.dtype:
+        return result, product.copy_(raw_grad)
+    return result, raw_grad.to(hidden.dtype)
 
 
 _broken_promises: list[Tensor] = []

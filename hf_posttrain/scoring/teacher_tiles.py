@@ -148,7 +148,7 @@ class KL:
         if self.ce_coef and (self.temperature != 1 or size < logits.shape[-1]):
             return self.plain(logits, rows, need_grad, buffer)
         w = self.ce_coef
-        if self.beta is None and (fused := kernels(logits.device)):
+        if self.beta is None and (fused := kernels(logits)):
             out = buffer if need_grad else None
             kl, student, teacher = fused.kl(logits, theirs, target[:, 0], self.temperature, self.reverse, w, out)
             stats = {"divergence": kl, "student": student, "teacher": teacher}

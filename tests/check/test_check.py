@@ -427,3 +427,14 @@ def rows_of(batch, n):
     prompt = flat[first - start : first + 1]
     return {"ids": torch.cat([prompt, targets])[None], "start": start + 1}
 
+
+
+@pytest.mark.parametrize(
+    ("has", "given", "said"),
+    [("amx_bf16", [], True), (None, [], False), ("avx512_bf16", ["train.bf16=false"], False),
+     ("avx512_bf16", ["train.bf16=true"], False)],
+)  # fmt: skip
+def test_a_processor_that_multiplies_bf16_is_named(has, given, said, folder, monkeypatch):
+    monkeypatch.setattr("hf_posttrain.scoring.cpu.multiplies_bf16", lambda: has)
+    notes = [note for note in check(load_recipe("recipe.yaml", given)).notes if "train.bf16=true" in note]
+    assert [f"this processor has {has}" in note for note in notes] == [True] * said

@@ -43,6 +43,7 @@ from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe.datasets import prepare_data
 from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.scoring.layouts import Branch, Example, collate
 
 ROOT = Path(__file__).parents[2]
 FULL = Weights(frozen=0, trained=4000, numbers=1000, trained_numbers=1000, gathered=100)
@@ -186,6 +187,23 @@ def test_what_is_kept_grows_with_tokens_and_is_less_with_lora(tmp_path):
     once = full.training(0)[0]
     full.count(BATCH | {name: BATCH[name].repeat(2, 1) for name in ("input_ids", "position_ids")}, None)
     assert full.training(0)[0] == pytest.approx(2 * once, rel=0.01)
+
+
+def test_a_prompts_keys_are_kept_for_each_of_its_answers(tmp_path):
+    """As `attend_by_segment` gathers them."""
+    shapes = Shapes(section_of(tmp_path, "qwen3"), True, CPU)
+    batch = collate([Example([1] * 40, [Branch([2] * 4)] * 3)], "shared", row_multiple=1)
+    keys, config = len(batch["segments"]["gathered"]), shapes.inner.config
+    tokens = 39 + 3 * 4  # a branch begins with the prompt's last token, and its own last is not scored
+    assert keys == 39 + 3 * (39 + 4)
+    shapes.count(batch | {"segments": None}, None)
+    without, cache = shapes.kept, shapes.cache
+    shapes.count(batch, None)
+    one = 2 * 4 * config.num_key_value_heads * config.head_dim  # bytes of a key and of its value
+    assert [more - less for more, less in zip(shapes.kept[1:], without[1:], strict=True)] == [
+        one * (keys - tokens) + 8 * keys * (layer == 0) for layer in range(len(shapes.layers))
+    ]  # their places are kept once
+    assert shapes.cache == cache == one * tokens * len(shapes.layers)
 
 
 def test_the_longest_rows_come_first():

@@ -173,7 +173,7 @@ def test_ligers_kernels_and_our_head_give_the_same_step(method, name, tmp_path):
     """Its real kernels, in Triton's interpreter: norms, rotary embedding and MLP, in student and teacher."""
     pytest.importorskip("liger_kernel")
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("there is a GPU: python -m benchmarks.gpu trains with Liger on it")
+        pytest.skip("there is a GPU: bash benchmarks/gpu.sh trains with Liger on it")
     support = str(Path(__file__).parents[1] / "support")
     command = [sys.executable, "-c", LIGER, support, method, name, str(tmp_path)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)

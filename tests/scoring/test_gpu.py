@@ -7,6 +7,7 @@ import importlib
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,8 +42,14 @@ def kernels_module():
 def fused(interpreted, monkeypatch):
     """The kernels in the place of the torch functions, also on CPU."""
     for module in (head, distill):
-        monkeypatch.setattr(module, "kernels", lambda device: interpreted)
+        monkeypatch.setattr(module, "kernels", lambda states: interpreted)
     return interpreted
+
+
+def test_float64_is_left_to_torch(interpreted):
+    on_gpu = [SimpleNamespace(is_cuda=True, dtype=dtype) for dtype in (torch.float64, torch.bfloat16)]
+    assert [head.kernels(states) for states in on_gpu] == [None, interpreted]
+    assert head.kernels(torch.zeros(1)) is None
 
 
 def logits(rows=6, size=V, seed=0, offset=0.0):
@@ -143,7 +150,7 @@ def test_the_head_with_kernels_is_the_head_in_torch(interpreted, kind, transform
     weights = torch.ones(N) if promised else None
     expected = passes(own, hidden, tile, weights, (hidden, weight, bias))
     for module in (head, distill):
-        monkeypatch.setattr(module, "kernels", lambda device: interpreted)
+        monkeypatch.setattr(module, "kernels", lambda states: interpreted)
     found = passes(own, hidden, tile, weights, (hidden, weight, bias))
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-5)
 
@@ -151,7 +158,7 @@ def test_the_head_with_kernels_is_the_head_in_torch(interpreted, kind, transform
 def test_a_kernel_rounds_the_gradient_as_it_writes_it(fused):
     """In bf16 it takes half the memory of a tile, and no other pass over it."""
     hidden, weight, _, targets = states(torch.bfloat16)
-    _, gradient = head._tile_buffers(hidden, 300)
+    *_, gradient = head._tile_buffers(hidden, 300)
     assert gradient.dtype == torch.bfloat16
     values, _, [found] = passes(head.LinearHead(weight, None), hidden, LogProb(targets), None, (hidden,))
     exact = hidden.detach().float().requires_grad_()
