@@ -14,9 +14,9 @@ out=${OUT:-outputs/gpu}
 all=(layouts kernels small large compiled lora long scaling)
 mkdir -p "$out"
 if [[ -n ${WHEELS:-} ]]; then
-  "$python" -m venv --system-site-packages "$out/.venv"
-  python=$out/.venv/bin/python
-  "$python" -m pip install --quiet --no-index --no-deps "$WHEELS"/*.whl
+  "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$out/packages" "$WHEELS"/*.whl
+  PYTHONPATH=$(realpath "$out/packages")${PYTHONPATH:+:$PYTHONPATH}
+  export PYTHONPATH
 fi
 has() { "$python" -c "import $1" 2> /dev/null; }
 if [[ -n ${DRY:-} ]]; then

@@ -139,7 +139,8 @@ def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, f
         Path(home, "spec.json").write_text(json.dumps(spec), encoding="utf-8")
         environment = os.environ | {
             "OMP_NUM_THREADS": str(threads), "HF_HOME": home, "HF_DATASETS_CACHE": f"{home}/datasets",
-            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(ROOT),
+            "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "TRL_EXPERIMENTAL_SILENCE": "1",
         }  # fmt: skip
         if spec["device"] == "cpu":

@@ -1,6 +1,6 @@
 #!/bin/bash
 # For a GPU machine without network whose image has torch: what else benchmarks/gpu.sh needs, as wheels in a folder.
-#   bash benchmarks/wheels.sh [FOLDER]     .whl by default; PYTHON_VERSION=3.12 of that machine
+#   bash benchmarks/wheels.sh [FOLDER]     .whl by default, 75 MB; PYTHON_VERSION=3.12 of that machine
 set -euo pipefail
 cd "$(dirname "$0")/.."
 platforms=()

@@ -154,4 +154,4 @@ def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any) -> list[str]:
 
     if engine.gpu or config.bf16 or config.fp16 or {"bf16", "fp16"} & recipe.train.keys() or not multiplies_bf16():
         return []
-    return [f"this processor has {multiplies_bf16()}: with train.bf16=true a step takes about 0.6 times as long"]
+    return [f"this processor has {multiplies_bf16()}: with train.bf16=true a step takes 0.6 to 0.8 times as long"]

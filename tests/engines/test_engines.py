@@ -292,6 +292,31 @@ def test_rounding_of_a_deep_model_under_fsdp2_hides_no_fault_and_is_none(wrong, 
     assert on_two(checked, "fsdp2", "fsdp2", wrong) == [(expected, False)] * 2
 
 
+def compiled(rank, engine, lora):
+    """Losses of four steps of rows of every length, as written and with compiled layers; how many graphs there were."""
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        trainer = trainer_for(
+            "dpo", tiny_model(), token_rows("dpo", 16), tempfile.mkdtemp(), max_steps=4, learning_rate=1e-3,
+            per_device_train_batch_size=2, activation_checkpointing=True, precompute_ref_log_probs=False,
+            **({"torch_compile": True, "torch_compile_backend": "aot_eager"} if compile else {}),
+            **({"peft_config": peft.LoraConfig(**LORA)} if lora else {}), **engine_arguments(engine),
+        )  # fmt: skip
+        trainer.train()
+        found.append(losses_of(trainer))
+    return *found, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_compiled_layers_train_as_they_are_written(engine, lora):
+    for written, compiled_, graphs in on_two(compiled, engine, engine, lora):
+        assert compiled_ == pytest.approx(written, rel=1e-4)
+        assert 0 < graphs <= 20  # on CPU attention breaks each layer's graph
+
+
 def cached_scores(rank, engine):
     """(cached scores of the reference as the rows hold them, as the loss gets them) under bf16."""
     trainer = trainer_for(
