@@ -43,17 +43,20 @@ def main() -> int:
     given = arguments()
     methods = CASES if given.method in ("all", "each") else [given.method]
     cases = [case for method in methods for case in CASES[method][: 1 if given.method == "each" else None]]
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    results, failed, page = {}, 0, ""
     with tempfile.TemporaryDirectory() as scratch:
         write_model(Path(scratch), given.data, given.shape, given.vocabulary)
-        results = {case: run_case(case, given, Path(scratch)) for case in cases}
-    summaries = {case: summary(runs) for case, runs in results.items()}
-    page = "\n".join(markdown(summaries))
-    print(f"\n{page}")
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.with_suffix(".md").write_text(page + "\n", encoding="utf-8")
-    given.out.write_text(json.dumps(report(given, results, summaries), indent=1) + "\n", encoding="utf-8")
-    print(f"\nwritten to {given.out}")
-    return 0
+        for case in cases:
+            results[case], wrong = run_case(case, given, Path(scratch))
+            failed += wrong
+            # written after each case: a later one may not come to its end
+            summaries = {case: summary(runs) for case, runs in results.items()}
+            page = "\n".join(markdown(summaries))
+            given.out.with_suffix(".md").write_text(page + "\n", encoding="utf-8")
+            given.out.write_text(json.dumps(report(given, results, summaries), indent=1) + "\n", encoding="utf-8")
+    print(f"\n{page}\n\nwritten to {given.out}")
+    return int(failed > 0)
 
 
 def arguments() -> argparse.Namespace:
@@ -92,8 +95,8 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def run_case(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, list[dict[str, float]]]:
-    """All runs of both sides, in turns: side -> results."""
+def run_case(case: str, given: argparse.Namespace, scratch: Path) -> tuple[Runs, int]:
+    """All runs of the sides, in turns, and how many sides failed; those are left out."""
     method, _, variant = case.partition("-")
     rows = scratch / f"{case}.jsonl"
     plain = read_rows(given.data, method, given.rows, given.shots, given.answers)
@@ -103,20 +106,28 @@ def run_case(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, l
     spec |= {name: getattr(given, name) for name in names}
     if variant == "packed":  # as many tokens in a step: a packed row is as long as max_length
         spec["batch"] = PACKED_BATCH
-    runs: Runs = {side: [] for side in sides_of(given)}
+    sides = sides_of(given)
+    runs: Runs = {side: [] for side in sides}
     for repeat in range(given.repeats):
-        for side in runs if repeat % 2 == 0 else reversed(runs):
+        for side in [*runs] if repeat % 2 == 0 else [*reversed(runs)]:
             name, _, precision = side.partition(" ")
-            own = {"side": name, "bf16": precision == "bf16", "attention": given.attention or quickest(name, given)}
-            result = run_worker(spec | own, given.threads, scratch)
+            low = precision == "bf16"
+            own = {"side": name, "bf16": low, "attention": given.attention or quickest(name, given, low)}
+            try:
+                result = run_worker(spec | own, given.threads, scratch)
+            except RuntimeError as error:
+                print(f"{case}: {side} failed:\n{error}", file=sys.stderr, flush=True)
+                del runs[side]
+                continue
             runs[side].append(result)
             rates = f"{result['rows_per_second']:7.2f} rows/s, {result['tokens_per_second']:6.0f} tokens/s"
             told = f"peak {result['peak_gb']:.2f} GB, loss {result['loss']:.4f}, {result['tokens']:.0f} tokens"
             print(f"{case:11s} {side:9s} {rates}, {told}", flush=True)
+    runs = {side: results for side, results in runs.items() if results}
     tokens = {side: results[0]["tokens"] for side, results in runs.items()}
     if method != "opd" and len(set(tokens.values())) > 1:  # rollouts differ
         print(f"{case}: the sides train different tokens: {tokens}", file=sys.stderr)
-    return runs
+    return runs, len(sides) - len(runs)
 
 
 def sides_of(given: argparse.Namespace) -> list[str]:
@@ -126,14 +137,15 @@ def sides_of(given: argparse.Namespace) -> list[str]:
     return [name + precision for precision in behind for name in names]
 
 
-def quickest(side: str, given: argparse.Namespace) -> str:
+def quickest(side: str, given: argparse.Namespace, bf16: bool) -> str:
     """Ours takes sdpa in pieces; for the others FlashAttention where it is installed."""
-    flash = side != "ours" and given.device == "cuda" and given.dtype == "bfloat16" and find_spec("flash_attn")
+    low = bf16 or given.dtype == "bfloat16"
+    flash = side != "ours" and given.device == "cuda" and low and find_spec("flash_attn")
     return "flash_attention_2" if flash else "sdpa"
 
 
 def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, float]:
-    """One process with caches of its own. Raises SystemExit with the end of its output where it fails."""
+    """One process with caches of its own. Raises RuntimeError with the end of its output where it fails."""
     with tempfile.TemporaryDirectory(dir=scratch) as home:
         spec = spec | {"result": f"{home}/result.json"}
         Path(home, "spec.json").write_text(json.dumps(spec), encoding="utf-8")
@@ -148,7 +160,7 @@ def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, f
         command = [sys.executable, "-m", "benchmarks.worker", f"{home}/spec.json"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise SystemExit(f"error: {spec['side']} failed in {spec['method']}:\n{done.stderr[-4000:]}")
+            raise RuntimeError(done.stderr[-4000:])
         return json.loads(Path(spec["result"]).read_text(encoding="utf-8"))
 
 
@@ -158,9 +170,16 @@ def summary(runs: Runs) -> dict[str, dict[str, float]]:
     for side, results in runs.items():
         medians = {key: statistics.median(run[key] for run in results) for key in results[0]}
         rates = [run["rows_per_second"] for run in results]
-        useful = next(iter(runs.values()))[0]["token_flops"] * medians["tokens_per_second"]
+        # ours counts them; OPD's rollouts are longer in one precision than in the other
+        counted = runs.get(of_ours(side)) or results
+        useful = counted[0]["token_flops"] * medians["tokens_per_second"]
         found[side] = medians | {"low": min(rates), "high": max(rates), "busy": useful / medians["machine_flops"]}
     return found
+
+
+def of_ours(side: str) -> str:
+    """Our side in the same precision."""
+    return "ours" + side.removeprefix(side.split()[0])
 
 
 def table(summaries: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[str, ...]]:
@@ -172,7 +191,7 @@ def table(summaries: dict[str, dict[str, dict[str, float]]]) -> Iterator[tuple[s
             rate = f"{s['rows_per_second']:.2f} ({s['low']:.2f}-{s['high']:.2f})"
             own = (rate, f"{s['tokens_per_second']:.0f}", f"{100 * s['busy']:.0f} %", f"{s['peak_gb']:.2f}")
             keys = ("tokens_per_second", "peak_gb", "added_gb")
-            ours = sides[side.replace(side.split()[0], "ours")]  # in the same precision
+            ours = sides.get(of_ours(side), s)
             ratios = ("",) * 3 if ours is s else (f"{ours[key] / s[key]:.2f}x" for key in keys)
             yield (case, side, *own, *ratios)
 

@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import flops, layouts, run, scaling, setting
+from benchmarks import flops, gpu, layouts, run, scaling, setting
+from hf_posttrain.scoring import head
 
 REPOSITORY = Path(__file__).parents[1]
 CONFIG = SimpleNamespace(
@@ -63,6 +65,67 @@ def test_the_table_has_medians_and_ratios():
     }  # fmt: skip
 
 
+def test_a_side_is_counted_and_compared_in_its_own_precision():
+    base = {"rows_per_second": 1.0, "peak_gb": 1.0, "added_gb": 0.5, "machine_flops": 2e8}
+    ours = {"tokens_per_second": 100.0, "token_flops": 1e6}
+    runs = {"ours": [base | ours], "ours bf16": [base | {"tokens_per_second": 50.0, "token_flops": 4e6}],
+            "trl bf16": [base | {"tokens_per_second": 25.0, "token_flops": 0.0}]}  # fmt: skip
+    header, _, *rows = run.table({"opd": run.summary(runs)})
+    found = {row[1]: dict(zip(header, row, strict=True)) for row in rows}
+    assert [found[side]["busy"] for side in runs] == ["50 %", "100 %", "50 %"]
+    assert [found[side]["ours: speed"] for side in runs] == ["", "", "2.00x"]
+    del runs["ours bf16"]  # it failed
+    assert [row[1:] for row in run.table({"opd": run.summary(runs)})][-1][-3:] == ("", "", "")
+
+
+def test_a_side_that_fails_takes_nothing_with_it(tmp_path, monkeypatch, capsys):
+    def run_worker(spec, *_):
+        if spec["side"] == "trl":
+            raise RuntimeError("out of memory")
+        return {"rows_per_second": 1.0, "tokens_per_second": 9.0, "peak_gb": 1.0, "added_gb": 0.5, "loss": 2.0,
+                "tokens": 9.0, "token_flops": 1e6, "machine_flops": 2e8}  # fmt: skip
+
+    rows = [{"question": f"q{n} ", "answer": f"a{n}"} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    given = ["--method", "sft", "--rows", "8", "--batch", "4", "--shape", "tiny", "--vocabulary", "300"]
+    places = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "found.json")]
+    monkeypatch.setattr(run, "run_worker", run_worker)
+    monkeypatch.setattr(sys, "argv", ["run", *given, *places])
+    assert run.main() == 1
+    assert capsys.readouterr().err.count("out of memory") == 2  # of the two cases, once each
+    found = json.loads((tmp_path / "found.json").read_text())["summary"]
+    assert [[*sides] for sides in found.values()] == [["ours"]] * 2
+
+
+def test_the_checks_on_a_gpu_see_what_is_wrong(monkeypatch):
+    given = SimpleNamespace(shape="tiny", device="cpu", vocabulary=512, tokens=64, repeats=1)
+    assert all(found["right"] for part in (gpu.check_head, gpu.compare_attention) for found in part(given))
+    made = iter(range(9))
+    whole = gpu.random_batch
+
+    def blind(*args):
+        batch = whole(*args)
+        return batch | ({"branch": torch.zeros_like(batch["branch"])} if next(made) == 0 else {})
+
+    monkeypatch.setattr(gpu, "random_batch", blind)
+    assert not all(found["right"] for found in gpu.compare_attention(given))
+    for name in ("LogProb", "dense"):
+        monkeypatch.setattr(gpu, name, partial(halved, getattr(gpu, name)))
+    assert not any(found["right"] for found in gpu.check_head(given))
+
+
+def halved(function, *args, **options):
+    """The tile function with half of the softmax in its gradient."""
+    tile = function(*args, **options)
+
+    def wrong(*given):
+        found = tile(*given)
+        found.grad[found.grad * (1 if function is head.LogProb else -1) < 0] *= 0.5
+        return found
+
+    return wrong
+
+
 def test_slopes():
     points = [{"value": v, "seconds": 3 * v**2, "added_gb": 7.0} for v in (1, 2, 4)]
     assert scaling.slope(points, "seconds") == pytest.approx(2)
@@ -91,7 +154,7 @@ def test_the_gpu_script_names_what_it_has_no_time_for(tmp_path):
     done = subprocess.run([*command, "small", "lora"], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.stdout.rstrip().endswith("left out for want of time: small lora"), done.stderr[-3000:]
     done = subprocess.run([*command, "smal"], cwd=REPOSITORY, env=environment | {"LIMIT": "9"}, capture_output=True)
-    assert (done.returncode, b"no such part; there are layouts" in done.stderr) == (2, True)
+    assert (done.returncode, b"no part smal; there are layouts" in done.stderr) == (2, True)
 
 
 @pytest.mark.slow
@@ -100,7 +163,7 @@ def test_the_gpu_script_runs_on_cpu(tmp_path):
     command = ["bash", "benchmarks/gpu.sh"]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "left out" not in done.stdout
+    assert not any(said in done.stdout for said in ("left out", "FAILED"))
     found = {name: json.loads((tmp_path / f"{name}.json").read_text())["summary"] for name in COMPARED}
     assert {name: [*cases] for name, cases in found.items()} == COMPARED
     results = found["small"]

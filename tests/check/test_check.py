@@ -159,7 +159,7 @@ def test_exit_code_2_is_for_what_cannot_run_and_is_json_too(folder, capsys):
     assert json.loads(said.out) == {"status": 2, "error": said.err.splitlines()[-1].removeprefix("error: ")}
 
 
-@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 1, 2])
+@pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_exit_codes_reach_the_shell(folder, code):
     write_rows(folder / "rows.jsonl", [{"prompt": "p", "completion": "yes"}] * (10 if code == 1 else 1))
     limit = "train.max_length=1" if code == 2 else "train.max_length=100"

@@ -25,6 +25,7 @@ import pytest
 import tokenizers_for_tests as tok
 from rows_for_tests import methods_of
 from test_data import source
+from training_for_tests import quick
 
 from hf_posttrain.data.encode import COMPLETION_CUT, NO_TARGET, PROMPT_CUT, VERSION
 from hf_posttrain.data.formats import detect, our_name
@@ -570,7 +571,7 @@ def test_good_rows_are_trained(case):
         assert outcome(CHATML, method, row, options, form_of(kind, row)) == "trained"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick("dpo", "kd", among=METHODS))
 def test_mutated_rows(method):
     """MUTATIONS of them in all methods together: those of a kind take turns, so that a new one costs no time."""
     outcomes = {"refused": 0, "dropped": 0, "trained": 0}

@@ -63,6 +63,8 @@ def backend(request, vllm):
 
 BOTH = [(mode, lora) for mode in ("colocate", "server") for lora in (False, True)]
 NAMES = [f"{mode}-{'lora' if lora else 'full'}" for mode, lora in BOTH]
+IN_TURNS = [case if case in (("colocate", False), ("server", True)) else pytest.param(case, marks=pytest.mark.slow)
+            for case in BOTH]  # fmt: skip
 
 
 def opd(backend, folder, model=None, second=None, **config):
@@ -157,7 +159,7 @@ def test_a_hundred_transfers_of_an_adapter_leave_the_base_bit_for_bit(backend, t
     assert_equal_weights(weights(trainer.model), before)
 
 
-@pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)
+@pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
 def test_a_resumed_run_repeats_its_rollouts(backend, tmp_path):
     config = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     whole, _ = opd(backend, tmp_path / "whole", **config)
@@ -182,7 +184,7 @@ def test_both_modes_train_the_same(lora, tmp_path, vllm):
     assert losses_of(served) == losses_of(colocated)
 
 
-@pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)
+@pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
 def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(backend, tmp_path):
     trainer, _ = opd(backend, tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2)
     sent, synchronise = [], trainer.rollouts.synchronise
@@ -197,7 +199,7 @@ def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(backend
     assert sent == [0, 1, 2, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)
+@pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
 def test_what_was_written_is_removed(backend, tmp_path):
     trainer, server = opd(backend, tmp_path)
     trainer.train()

@@ -139,7 +139,8 @@ def test_generation_batch_size_caps_one_call(monkeypatch):
 
 @pytest.mark.parametrize(
     ("method", "config"),
-    [("kd", {"kd_coef": 1.0}), ("opd", {}), ("opd", {"lmbda": 0.0, "loss_type": "forward_kl"}),
+    [("kd", {"kd_coef": 1.0}), ("opd", {}),
+     pytest.param("opd", {"lmbda": 0.0, "loss_type": "forward_kl"}, marks=pytest.mark.slow),
      pytest.param("opd", {"loss_type": "policy_gradient", "num_generations": 8}, marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_the_student_comes_closer_to_the_teacher_on_held_out_prompts(method, config, tmp_path):

@@ -155,13 +155,19 @@ sys.path.insert(0, sys.argv[1])
 from training_for_tests import one_step, token_rows, second_model
 from accelerate.utils import send_to_device
 from models_for_tests import tiny_model
+from training_for_tests import Gradients, assert_same_step, trainer_for
 method, name, folder = sys.argv[2:]
 steps = []
 for liger in (False, True):  # Liger patches transformers for the process, so it comes last
-    second = second_model(method, architecture=name, seed=9)
-    given = {"second": second, "use_liger_kernel": liger, "bf16": False}
-    steps.append(one_step(method, tiny_model(name), token_rows(method, 4), folder, **given))
-from training_for_tests import assert_same_step
+    second, keep = second_model(method, architecture=name, seed=9), Gradients()
+    given = {"second": second, "use_liger_kernel": liger, "bf16": False, "callbacks": [keep]}
+    trainer = trainer_for(method, tiny_model(name), token_rows(method, 4), folder, **given)
+    models = [trainer.model, *([trainer.second_model.model] if trainer.second_model else [])]
+    for layer in [model.model.layers[0] for model in models]:  # before train(), where HF patches the policy itself
+        forwards = [module.forward for module in (layer.mlp, layer.input_layernorm)]
+        assert all("liger" in forward.__func__.__module__ for forward in forwards) == liger, forwards
+    trainer.train()
+    steps.append((trainer.state.log_history[0]["loss"], keep.steps[0]))
 assert_same_step(steps[1], steps[0], relative=1e-4)
 print("equal")
 """

@@ -321,7 +321,7 @@ def test_second_run_takes_the_cache(tmp_path, monkeypatch):
     assert first.train_dataset["ref_logps"][:] == second.train_dataset["ref_logps"][:]
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("planned", "cached"),
     [({"max_steps": 2}, False), ({"max_steps": 3}, True), ({"max_steps": -1, "num_train_epochs": 1}, False),

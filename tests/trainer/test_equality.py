@@ -5,6 +5,7 @@ matters, so that no loss sits at its starting value.
 """
 
 import copy
+from itertools import repeat
 
 import peft
 import pytest
@@ -144,9 +145,13 @@ def lora():
 
 
 @pytest.mark.parametrize(
-    ("architecture", "adapted"), [(name, False) for name in ARCHITECTURES] + [("qwen3", True), ("gemma3", True)]
-)
-@pytest.mark.parametrize("method", METHODS)
+    ("method", "architecture", "adapted"),
+    [
+        pytest.param(method, name, adapted, marks=[] if name == "qwen3" or method == "dpo" else pytest.mark.slow)
+        for method in METHODS
+        for name, adapted in [*zip(ARCHITECTURES, repeat(False)), ("qwen3", True), ("gemma3", True)]
+    ],
+)  # fmt: skip
 def test_accumulation_does_not_matter(method, architecture, adapted, tmp_path):
     runs = []
     for size, accumulation in ((4, 1), (2, 2), (1, 4)):
@@ -204,14 +209,14 @@ def test_cached_reference_equals_online(method, architecture, reference, tmp_pat
     assert "ref_logps" in cached.train_dataset.column_names
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick("dpo", "opd", among=METHODS))
 def test_flags_of_memory_and_speed_change_nothing(method, tmp_path):
     expected = step(method, "qwen3", tmp_path)
     assert_same_step(step(method, "qwen3", tmp_path, activation_checkpointing=True), expected)
     assert_same_step(step(method, "qwen3", tmp_path, dataloader_num_workers=1), expected)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick("kto", "kd", among=METHODS))
 def test_recomputed_and_kept_tiles_agree(method, tmp_path, monkeypatch):
     expected = step(method, "gemma2", tmp_path)
     monkeypatch.setattr(head, "TILE_ELEMENTS", 900)  # 3 tokens of 300 logits

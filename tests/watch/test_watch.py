@@ -17,7 +17,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from processes_for_tests import on_two
-from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, trainer_for
+from training_for_tests import METHODS, fix_rollouts, quick, second_model, token_rows, trainer_for
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
@@ -437,7 +437,7 @@ def warned(caplog):
     return [name for name, symptom in watch.SYMPTOMS.items() for line in caplog.messages if symptom.says in line]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick("dpo", "opd", among=METHODS))
 def test_healthy_trainings_are_left_alone(method, tmp_path, monkeypatch, caplog):
     fix_rollouts(monkeypatch)
     trainer = trainer_for(
