@@ -101,7 +101,7 @@ def assert_equal_weights(found, expected):
 # ---- training
 
 
-@pytest.mark.parametrize("backend", BOTH, ids=NAMES, indirect=True)
+@pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
 def test_each_step_samples_with_the_policys_own_weights(backend, tmp_path):
     """After every synchronisation the weights are equal on both sides, and rollouts are what the policy would say."""
     trainer, server = opd(backend, tmp_path)

@@ -284,7 +284,7 @@ def spoil(trainer, from_step, rank=0):
 
 
 @pytest.mark.parametrize("kept", [1, 3, 32])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick("kto", "opd", among=METHODS))
 def test_the_batch_of_the_first_bad_step_is_saved(method, kept, tmp_path, monkeypatch, caplog):
     """Rows 4 to 7 are those of step 3 (2 micro-batches of 1 row): row 4 is in the first."""
     monkeypatch.setattr(guard, "KEPT", kept)
