@@ -35,7 +35,7 @@ from hf_posttrain.scoring.head import LogProb, TileFunction
 from hf_posttrain.scoring.teacher_tiles import TeacherStates, dense
 
 from . import flops
-from .setting import SHAPES, configured, random_batch, random_model
+from .setting import SHAPES, check_device, configured, random_batch, random_model
 
 TOLERANCE = 0.04
 """Of values and gradients in bf16 against float64, relative to their norm."""
@@ -54,6 +54,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("outputs/gpu/kernels.json"))
     given = parser.parse_args()
+    check_device(parser, given.device)
     results: dict[str, list[Found]] = {}
     wrong = []
     for part in (check_head, sweep_tiles, compare_attention, vary_shapes):

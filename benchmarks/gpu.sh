@@ -1,11 +1,12 @@
 #!/bin/bash
 # Speed, memory and equality at real size on one GPU with 80 GB or more, in about 20 minutes and without network:
-#   bash benchmarks/gpu.sh [PART ...]      results in outputs/gpu/ (JSON, and tables in markdown), tables on the screen
+#   bash benchmarks/gpu.sh [PART ...]      results in outputs/gpu/ (text, JSON, tables in markdown), and on the screen
 #   DRY=1 bash benchmarks/gpu.sh           the same commands with tiny models on CPU: do they still run?
 # Parts, all by default: layouts kernels small large compiled lora long scaling. A part does not begin after LIMIT (1500)
 # seconds; those left out are named, and so are those that failed, which end nothing else. Where trl is installed (extra `bench`) each method is compared with it, both sides
 # with Liger's kernels where liger-kernel is installed, TRL with FlashAttention where flash-attn is.
 # What the machine's image lacks comes from a folder of wheels (benchmarks/wheels.sh makes it): WHEELS=.whl
+# PYTHON=.venv/bin/python and OUT=FOLDER name others than python3 and outputs/gpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -61,7 +62,7 @@ measure() {
   case $1 in
     layouts)
       echo "shared = packed = padded, on every attention that is here"
-      "$python" -m benchmarks.layouts ${DRY:+--shape tiny --device cpu} ;;
+      "$python" -m benchmarks.layouts ${DRY:+--shape tiny --device cpu} | tee "$out/layouts.txt" ;;
     kernels)
       echo "the head's tiles and kernels, forms of attention, shapes that vary"
       "$python" -m benchmarks.gpu "${kernels[@]}" --out "$out/kernels.json" ;;

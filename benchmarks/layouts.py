@@ -19,7 +19,7 @@ from hf_posttrain.scoring.attention import choose_attention, row_multiple
 from hf_posttrain.scoring.forward import per_branch, targets
 from hf_posttrain.scoring.head import LogProb
 
-from .setting import BPE_VOCABULARY, SHAPES, configured, random_batch, random_model
+from .setting import BPE_VOCABULARY, SHAPES, check_device, configured, random_batch, random_model
 
 LENGTHS = [[64, 103, 41], [20, 87, 118], [97, 22, 60], [113, 75, 33]]
 """Of four prompts and the two answers of each, in tokens."""
@@ -33,6 +33,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=[*SHAPES], default="qwen3-0.6b")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     given = parser.parse_args()
+    check_device(parser, given.device)
     expected = scored(given, "padded", "eager", torch.float32)
     wrong = 0
     for layout, attention, dtype in cases(given.device):

@@ -22,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .setting import BPE_VOCABULARY, SHAPES, read_rows, write_model
+from .setting import BPE_VOCABULARY, SHAPES, check_device, read_rows, write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -83,6 +83,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=GSM8K, help="GSM8K's folder, or a file of question, answer rows")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmark.json"), help="where the JSON goes")
     given = parser.parse_args()
+    if given.against != "none" and find_spec(given.against) is None:
+        parser.error(f"{given.against} is not installed: pip install -e '.[bench]', or --against none")
+    check_device(parser, given.device)
     for name in ("batch", "repeats", "answers", "threads"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(given, name)}")
@@ -160,7 +163,7 @@ def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, f
         command = [sys.executable, "-m", "benchmarks.worker", f"{home}/spec.json"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(done.stderr[-4000:])
+            raise RuntimeError("\n".join(done.stderr.splitlines()[-25:]))
         return json.loads(Path(spec["result"]).read_text(encoding="utf-8"))
 
 

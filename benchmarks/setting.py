@@ -165,6 +165,14 @@ def random_batch(
     return batch
 
 
+def check_device(parser: Any, device: str) -> None:
+    """Ends the command with a line where the device is not there."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no GPU here: to try the command, --device cpu --shape tiny")
+
+
 def ends(vocabulary: int) -> list[int]:
     """What ends a rollout."""
     return [0, *range(ENDS, vocabulary, ENDS)]

@@ -315,6 +315,10 @@ def test_fp16_is_refused_without_a_gpu_and_checked_for_one(folder, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert "fp16: true needs a GPU" in error_line(capsys, "sft.yaml", "train.fp16=true")
+    compiled = ["sft.yaml", "train.torch_compile=true"]
+    backend = error_line(capsys, *compiled, "train.torch_compile_backend=aot_eagr", "--check")
+    assert "torch_compile_backend='aot_eagr' is unknown to torch; did you mean 'aot_eager'?" in backend
+    assert "did you mean 'max-autotune'?" in error_line(capsys, *compiled, "train.torch_compile_mode=max-autotun")
     assert run.main(["sft.yaml", "train.fp16=true", "train.use_cpu=false", "--check"]) == 0
 
 

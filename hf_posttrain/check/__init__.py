@@ -22,6 +22,7 @@ _USUAL = (  # options of all methods whose defaults are shown
     "bf16", "activation_checkpointing", "max_length", "layout", "logging_steps", "eval_strategy", "save_strategy",
     "save_steps", "seed", "report_to",
 )  # fmt: skip
+_WIDE = 512  # hidden size from which a CPU that multiplies bf16 was found quicker with it
 _WRAPPER = textwrap.TextWrapper(110, "  ", "    ", replace_whitespace=False, break_on_hyphens=False)
 
 
@@ -144,14 +145,18 @@ def check(
         tokens=trained.audit_tokens(recipe, tokenizer, config, models),
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=estimate, probe=probed,
-        notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine),
+        notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0]),
     )  # fmt: skip
 
 
-def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any) -> list[str]:
-    """The advice to train in bf16, for a run on a CPU that multiplies it, where the recipe leaves it open."""
+def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any, model: Any) -> list[str]:
+    """The advice to train in bf16, for a run on a CPU that multiplies it, where the recipe leaves it open. In a small
+    model casts cost what products save."""
     from ..scoring.cpu import multiplies_bf16
 
-    if engine.gpu or config.bf16 or config.fp16 or {"bf16", "fp16"} & recipe.train.keys() or not multiplies_bf16():
+    left_open = not (config.bf16 or config.fp16 or {"bf16", "fp16"} & recipe.train.keys())
+    width = model.config.get_text_config().hidden_size
+    if engine.gpu or not left_open or width < _WIDE or not (has := multiplies_bf16()):
         return []
-    return [f"this processor has {multiplies_bf16()}: with train.bf16=true a step takes 0.6 to 0.8 times as long"]
+    gain = "a step takes 0.6 to 0.8 times as long (measured on 44M weights), its loss is that of float32 to 0.4 %"
+    return [f"this processor has {has}: with train.bf16=true {gain}"]

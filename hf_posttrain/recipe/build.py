@@ -53,7 +53,10 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
 def of_any_machine(recipe: Recipe) -> Recipe:
     """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
     is as large as fp16 and runs on CPU is bf16."""
-    wanting = "deepspeed", "fsdp", "parallelism_config", "tf32", "rollout", "vllm_", "activation_checkpointing_kwargs"
+    wanting = (
+        "deepspeed", "fsdp", "parallelism_config", "tf32", "rollout", "vllm_", "activation_checkpointing_kwargs",
+        "use_liger_kernel", "liger_kernel_config",
+    )  # fmt: skip
     train = {"bf16" if value is True and name == "fp16" else name: value
              for name, value in recipe.train.items() if not name.startswith(wanting)}  # fmt: skip
     return replace(recipe, train=train | {"use_cpu": True})

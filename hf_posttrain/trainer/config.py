@@ -13,7 +13,7 @@ from transformers import Trainer, TrainingArguments, get_scheduler
 
 from ..engines import sequence
 from ..engines.launch import check_engine
-from ..errors import InputError, shown
+from ..errors import InputError, nearest, shown
 from . import rules
 from .method import Method
 
@@ -122,6 +122,11 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             if self.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
                 raise InputError("use_liger_kernel: true needs a GPU: leave it out here")
             self.liger_kernel_config = (self.liger_kernel_config or {}) | dict.fromkeys(rules.LIGER_HEADS, False)
+        if self.torch_compile:
+            backends = torch.compiler.list_backends(exclude_tags=())
+            if (backend := self.torch_compile_backend or "") not in backends:
+                close = nearest(backend, backends, listed=False)
+                raise InputError(f"torch_compile_backend={backend!r} is unknown to torch{close}")
         checkpointed: Any = self.activation_checkpointing_kwargs
         if not isinstance(checkpointed, dict | None):
             raise InputError(f"activation_checkpointing_kwargs: expected a mapping, found {shown(checkpointed)}")

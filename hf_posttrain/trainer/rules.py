@@ -3,6 +3,7 @@
 A recipe is checked by `problems` before torch is imported; every Config raises the first of them when it is made.
 """
 
+import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
@@ -36,6 +37,7 @@ REPORTERS: dict[str, tuple[str, ...]] = {
     "trackio": ("trackio",), "wandb": ("wandb",),
 }  # fmt: skip
 """What transformers reports to, and the packages of which it needs one."""
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
 LIGER_HEADS = ("fused_linear_cross_entropy", "cross_entropy")  # what Liger would do of the head
 WEIGHTS_ALONE = "resume_from_checkpoint: with save_only_model: true there is no optimizer state to resume: drop either"
 _ROUNDS = "it rounds the weights themselves, which then train on so; under bf16 evaluation is in bf16 anyway"
@@ -133,6 +135,11 @@ def together(values: Any) -> Iterator[Problem]:
     """Fields that exclude or need each other; torch says some of it with the model loaded."""
     if values.fp16 and values.bf16:
         yield ("fp16", "bf16"), "fp16 and bf16 exclude each other: set one of them to false"
+    for name in ("fp16", "use_liger_kernel"):
+        if values.use_cpu and getattr(values, name) and os.environ.get("TRITON_INTERPRET") != "1":
+            yield (name, "use_cpu"), f"{name}: true needs a GPU, and use_cpu: true takes none: drop either"
+    if values.torch_compile_mode is not None:
+        yield from one_of("torch_compile_mode", values.torch_compile_mode, COMPILE_MODES)
     if values.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and values.eval_strategy == "no":
         kind = getattr(values.lr_scheduler_type, "value", values.lr_scheduler_type)
         problem = f"lr_scheduler_type: {kind} needs eval_strategy: steps or epoch, whose results it follows"

@@ -435,6 +435,9 @@ def rows_of(batch, n):
      ("avx512_bf16", ["train.bf16=true"], False)],
 )  # fmt: skip
 def test_a_processor_that_multiplies_bf16_is_named(has, given, said, folder, monkeypatch):
+    notes = [note for note in check(load_recipe("recipe.yaml", given)).notes if "train.bf16=true" in note]
+    assert not notes  # so small a model is not quicker
+    monkeypatch.setattr("hf_posttrain.check._WIDE", 1)
     monkeypatch.setattr("hf_posttrain.scoring.cpu.multiplies_bf16", lambda: has)
     notes = [note for note in check(load_recipe("recipe.yaml", given)).notes if "train.bf16=true" in note]
     assert [f"this processor has {has}" in note for note in notes] == [True] * said
