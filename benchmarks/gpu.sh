@@ -6,11 +6,11 @@
 # seconds; those left out are named, and so are those that failed, which end nothing else. Where trl is installed (extra `bench`) each method is compared with it, both sides
 # with Liger's kernels where liger-kernel is installed, TRL with FlashAttention where flash-attn is.
 # What the machine's image lacks comes from a folder of wheels (benchmarks/wheels.sh makes it): WHEELS=.whl
-# PYTHON=.venv/bin/python and OUT=FOLDER name others than python3 and outputs/gpu.
+# PYTHON and OUT name others than .venv/bin/python (without it python3) and outputs/gpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-python=${PYTHON:-python3}
+python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}
 out=${OUT:-outputs/gpu}
 all=(layouts kernels small large compiled lora long scaling)
 for part in "$@"; do

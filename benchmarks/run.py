@@ -86,6 +86,8 @@ def arguments() -> argparse.Namespace:
     if given.against != "none" and find_spec(given.against) is None:
         parser.error(f"{given.against} is not installed: pip install -e '.[bench]', or --against none")
     check_device(parser, given.device)
+    if given.liger and given.device == "cpu":
+        parser.error("--liger needs --device cuda")
     for name in ("batch", "repeats", "answers", "threads"):
         if getattr(given, name) < 1:
             parser.error(f"--{name} must be at least 1, not {getattr(given, name)}")
@@ -156,7 +158,7 @@ def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, f
             "OMP_NUM_THREADS": str(threads), "HF_HOME": home, "HF_DATASETS_CACHE": f"{home}/datasets",
             "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
-            "TRL_EXPERIMENTAL_SILENCE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         }  # fmt: skip
         if spec["device"] == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""

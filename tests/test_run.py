@@ -315,11 +315,23 @@ def test_fp16_is_refused_without_a_gpu_and_checked_for_one(folder, capsys):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     assert "fp16: true needs a GPU" in error_line(capsys, "sft.yaml", "train.fp16=true")
+    assert run.main(["sft.yaml", "train.fp16=true", "train.use_cpu=false", "--check"]) == 0
+
+
+def test_bf16_trains_on_the_cpu_where_that_is_all_there_is(folder):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert run.main(["sft.yaml", "train.bf16=true", "train.use_cpu=false", "train.max_steps=1"]) == 0
+
+
+def test_what_torch_would_refuse_later_is_refused_at_once(folder, capsys):
+    flexible = error_line(capsys, "sft.yaml", "model.attn_implementation=flex_attention")
+    assert "flex_attention has no backward on CPU" in flexible
+    assert "unknown section modle; did you mean 'model'?" in error_line(capsys, "sft.yaml", "modle=")
     compiled = ["sft.yaml", "train.torch_compile=true"]
     backend = error_line(capsys, *compiled, "train.torch_compile_backend=aot_eagr", "--check")
     assert "torch_compile_backend='aot_eagr' is unknown to torch; did you mean 'aot_eager'?" in backend
     assert "did you mean 'max-autotune'?" in error_line(capsys, *compiled, "train.torch_compile_mode=max-autotun")
-    assert run.main(["sft.yaml", "train.fp16=true", "train.use_cpu=false", "--check"]) == 0
 
 
 def test_our_warnings_are_labelled_and_noise_of_others_is_left_out(monkeypatch):

@@ -3,6 +3,7 @@
 Both leave the head alone, which is fused here already, and both apply to a second model too.
 """
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from ..errors import InputError
 from ..scoring import forward
+
+logger = logging.getLogger(__name__)
 
 
 def speed_up(model: nn.Module, args: Any) -> None:
@@ -24,6 +27,7 @@ def speed_up(model: nn.Module, args: Any) -> None:
             raise InputError(f"use_liger_kernel: Liger has no kernels for {type(inner).__name__}: leave it out")
         apply_liger_kernel(inner, args.liger_kernel_config)
     if args.torch_compile:
+        logger.info("compiling the decoder layers (%s): the first steps take longer", args.torch_compile_backend)
         for layer in decoder_layers(inner):
             layer.compile(dynamic=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 

@@ -151,7 +151,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
                 parameter.data = parameter.data.float()
     elif low := {parameter.dtype for parameter in trained} & {torch.bfloat16, torch.float16}:
         logger.warning(
-            "all weights are trained in %s, whose steps are coarser than most updates: at rate 5e-7 the weights"
+            "all weights are trained in %s, whose steps are coarser than most updates: in a test at rate 5e-7 weights"
             " moved by 1.4 %% of what they should. Use float32 (model.dtype: default) with bf16 autocast, or lora",
             low.pop(),
         )

@@ -92,6 +92,9 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
         if section.attn_implementation not in ("auto", "eager", "sdpa"):
             with error_context(recipe.where(f"{key}.attn_implementation")):
                 models.load_skeleton(section)
+    if config is not None and config.device.type == "cpu" and recipe.model.attn_implementation == "flex_attention":
+        key = "model.attn_implementation"
+        raise InputError(f"{recipe.where(key)}: {key}: flex_attention has no backward on CPU: leave it out here")
     # the adapter, and what it names in the model
     peft_config = adapters.lora_config(recipe.model, recipe.where("model.lora"))
     if not (recipe.model.lora or {}).keys() <= {"r", "alpha", "dropout"}:

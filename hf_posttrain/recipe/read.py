@@ -53,7 +53,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     path = Path(path)
     tree, places = read_tree(path, overrides)
     if isinstance(tree, dict):
-        tree = {name: value for name, value in tree.items() if value is not None}  # an empty section is no section
+        known = fields_of(Recipe)  # of which an empty section is no section
+        tree = {name: value for name, value in tree.items() if value is not None or name not in known}
     method = tree.get("method") if isinstance(tree, dict) else None
     given = build(fields_of(Recipe), tree, "", partial(place_of, places), partial(_advise, method))
     recipe = Recipe(**given, path=path, places=places)

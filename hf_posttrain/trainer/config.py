@@ -109,6 +109,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         if self.bf16 is None:
             gpu = not self.use_cpu and torch.cuda.is_available()
             self.bf16 = gpu and not self.fp16 and torch.cuda.is_bf16_supported(including_emulation=False)
+        if self.bf16 and not torch.accelerator.is_available():
+            self.use_cpu = True  # HF refuses bf16 where a CPU is all there is, and nobody said so
         # HF takes every metric but the loss for one that should rise
         if self.greater_is_better is None and self.metric_for_best_model:
             self.greater_is_better = not _FALLING.search(self.metric_for_best_model)
