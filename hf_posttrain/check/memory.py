@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from ..data.lengths import longest, planned_passes
-from ..generation.rollout import GrowingLayer
+from ..generation.rollout import CACHE_SHARE, GrowingLayer, even_parts
 from ..methods.rules import REFERENCE_FREE
 from ..recipe.sections import Recipe
 from ..scoring.attention import row_multiple
@@ -153,7 +153,8 @@ class Run:
             phases["evaluation"] = resting | {"activations": self.inference(self.policy, batch)}
         if getattr(config, "rollout", None) == "transformers":
             whole = held["parameters"] + self.policy.weights.numbers * (2 if self.mixed else 4) * engine.shards
-            phases["generation"] = resting | {"parameters": whole, "activations": self.generation()}
+            phases["generation"] = resting | {"parameters": whole}
+            phases["generation"]["activations"] = self.generation(sum(phases["generation"].values()))
         totals = {name: sum(parts.values()) - parts["host"] for name, parts in phases.items()}
         most = max(totals, key=lambda name: totals[name])
         return MemoryEstimate(
@@ -192,13 +193,17 @@ class Run:
         each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if self.recipe.teacher else 3)
         return states, each * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
 
-    def generation(self) -> int:
-        """The rollouts of an optimizer step at once: the cache, and what comes on top."""
+    def generation(self, held: int) -> int:
+        """The rollouts of an optimizer step, or as many as fit beside what is held: the cache, and what is on top."""
         config, policy, copies = self.config, self.policy, self.config.num_generations
         count = copies * config.per_device_train_batch_size * config.gradient_accumulation_steps
-        count = min(count, config.generation_batch_size or count)
         length = len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
-        cache = policy.cache * count * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
+        row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
+        if config.generation_batch_size:
+            count = min(count, config.generation_batch_size)
+        elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
+            count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // max(row, 1))
+        cache = row * count
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
         step, reading = cache // len(policy.layers) + 20 * count * len(policy.head), -(-count // copies) * length
         return cache + max(step, policy.layer(reading))

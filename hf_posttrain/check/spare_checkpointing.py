@@ -7,6 +7,7 @@ from typing import Any
 import datasets
 from accelerate.utils import broadcast_object_list
 
+from ..models.load import load_skeleton
 from ..recipe.sections import Recipe
 from .memory import GIB, estimate
 from .placement import Engine, engine_asked
@@ -21,8 +22,11 @@ def spare_checkpointing(
     """Switch activation checkpointing off in a run on a GPU that has room for all activations, where the recipe leaves
     it open: it costs a third more compute, and gives the same numbers. engine, gib: as in `estimate`."""
     names, engine = ("activation_checkpointing", "gradient_checkpointing"), engine or engine_asked(config)
-    if not engine.gpu or {*names} & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
+    options = {*names, *(f"{name}_kwargs" for name in names)}
+    if not engine.gpu or options & recipe.train.keys() or not isinstance(rows["train"], datasets.Dataset):
         return
+    if load_skeleton(recipe.model).config.get_text_config()._attn_implementation == "eager":
+        return  # it keeps scores of tokens by tokens, which the estimate does not count
     without = copy.copy(config)
     without.activation_checkpointing = False
     found = estimate(recipe, without, trainer_class, rows, engine, gib)

@@ -92,7 +92,9 @@ def generate(
         if prompts and longest > proven:
             try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, Sampler(None, own))  # noqa: E731
             way, proven = inner.answers_by = choose_way.choose(model, longest, try_out)
-        size = 1 if way == choose_way.ALONE else batch_size or rows_that_fit(inner, len(prompts), longest)
+        size = 1 if way == choose_way.ALONE else batch_size
+        if size is None:  # the caches of other ways are not measured
+            size = rows_that_fit(inner, len(prompts), longest) if way == choose_way.DECODE else max(len(prompts), 1)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
@@ -105,11 +107,11 @@ def generate(
 def rows_that_fit(model: PreTrainedModel, count: int, length: int) -> int:
     """Of `count` rows of `length` tokens, how many to generate at once: all, or on a GPU even parts of them whose keys
     and values take at most CACHE_SHARE of what is free."""
-    if model.device.type != "cuda":
+    if model.device.type != "cuda" or not count:
         return max(count, 1)
     free = torch.cuda.mem_get_info(model.device)[0]
     free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    return even_parts(count, int(CACHE_SHARE * free) // (length * cache_bytes(model)))
+    return even_parts(count, int(CACHE_SHARE * free) // ((length + GrowingLayer.SPARE) * cache_bytes(model)))
 
 
 def even_parts(count: int, most: int) -> int:
@@ -119,12 +121,19 @@ def even_parts(count: int, most: int) -> int:
 
 
 def cache_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a token's keys and values in all layers, at most: some layers may keep a window alone."""
-    config: Any = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    low = torch.is_autocast_enabled(model.device.type) or model.dtype.itemsize == 2
-    return 2 * config.num_hidden_layers * heads * size * (2 if low else 4)
+    """Bytes of a token's keys and values in all layers, measured on one; a layer may keep a window alone."""
+    cache = growing_cache(model)
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    kept = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
+    return sum(tensor.nbytes for tensor in kept if tensor is not None)  # one that shares another's keys has none
+
+
+def growing_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache for `decode`."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def answer(
@@ -151,7 +160,8 @@ class GrowingLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """[n, heads, new, D] twice -> all keys and all values, [n, heads, length, D], views of the buffers."""
-        new, used = (key_states, value_states), self.get_seq_length()
+        # rotary makes keys float32 under autocast, which attention would round at each token
+        new, used = (key_states.to(value_states.dtype), value_states), self.get_seq_length()
         end = used + key_states.shape[-2]
         if not used:
             self.lazy_initialization(*new)
@@ -185,8 +195,7 @@ def decode(
     number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     ids, mask = left_padded(list(number), 0, model.device)
     position = mask.cumsum(-1).sub(1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache = growing_cache(model)
     given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
     logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **given).logits[:, -1]
 

@@ -68,7 +68,8 @@ class OPDConfig(PostTrainConfig):
     discount: float = 0.0
     """policy_gradient: how much a token is credited with the advantage of those after it."""
     generation_batch_size: int | None = None
-    """Most rollouts in one generation call; None: the whole window at once, on a GPU as many as its memory takes."""
+    """Most rollouts in one generation call; None: the whole window at once, on a GPU as many as its free memory takes.
+    What is drawn depends on it: with a number a GPU that has other work draws the same."""
     rollout: str = "transformers"
     """What samples: transformers, with the model that trains, or vllm, which gets the weights once a step."""
     vllm_mode: str | None = None

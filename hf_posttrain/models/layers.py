@@ -17,9 +17,18 @@ from ..scoring import forward
 logger = logging.getLogger(__name__)
 
 
-def speed_up(model: nn.Module, args: Any) -> None:
-    """Give a model's layers Liger's kernels, and compile them, where the Config says so."""
-    inner = forward.causal_lm(model)
+def speed_up(model: nn.Module, args: Any, second: bool = False) -> None:
+    """Give a model's layers Liger's kernels, and compile them, where the Config says so. Raises InputError where that
+    cannot be; a `second` model is left as it is then, with a line in the log."""
+    try:
+        _speed_up(forward.causal_lm(model), args)
+    except InputError as error:
+        if not second:
+            raise
+        logger.info("the second model is not sped up: %s", error)
+
+
+def _speed_up(inner: PreTrainedModel, args: Any) -> None:
     if args.use_liger_kernel:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 

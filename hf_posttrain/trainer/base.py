@@ -237,7 +237,7 @@ class PostTrainer(Trainer):
         """A second model scores the same batches, or no longer does: their layout must suit it too."""
         self.second_model = second
         if second is not None:
-            layers.speed_up(second.model, self.args)
+            layers.speed_up(second.model, self.args, second=True)
             self.second_key = same_run.base_weights(second.model, None, self.method)
         self.scored = self.scored[:1] + ([forward.causal_lm(second.model)] if second else [])
         self.check_ids(self.train_dataset, self.eval_dataset)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
+from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from ..engines import sequence
 from ..engines.launch import check_engine
@@ -115,6 +116,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         if self.greater_is_better is None and self.metric_for_best_model:
             self.greater_is_better = not _FALLING.search(self.metric_for_best_model)
         super().__post_init__()
+        if self.torch_compile and not self.tf32 and is_torch_tf32_available():
+            enable_tf32(False)  # HF turns it on with torch_compile, for the whole process, and nobody asked
         if getattr(self.lr_scheduler_type, "value", None) == "reduce_lr_on_plateau":
             direction: Any = {"mode": "max" if self.greater_is_better else "min"}
             self.lr_scheduler_kwargs = direction | (self.lr_scheduler_kwargs or {})

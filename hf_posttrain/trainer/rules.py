@@ -84,7 +84,8 @@ def liger(values: Any) -> Iterator[Problem]:
     if find_spec("liger_kernel") is None:
         yield ("use_liger_kernel",), "use_liger_kernel needs a package that is not installed: pip install liger-kernel"
     for name in LIGER_HEADS:
-        if (values.liger_kernel_config or {}).get(name):
+        given = values.liger_kernel_config  # a text from a command line is read by HF
+        if isinstance(given, dict) and given.get(name):
             problem = f"liger_kernel_config: {name} would take the place of our head, which is fused: leave it out"
             yield ("liger_kernel_config",), problem
 

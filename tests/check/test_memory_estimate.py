@@ -402,11 +402,16 @@ def test_a_gpu_with_room_spares_activation_checkpointing(tmp_path, caplog):
     recipe, config, trainer_class, rows = prepared(write_recipe(tmp_path, "dpo"))
     gpu, names = Engine("single", 1, gpu=True), ("activation_checkpointing", "gradient_checkpointing")
     need = memory.estimate(recipe, config, trainer_class, rows, gpu, 80).total / 2**30
-    cases = (0.5 * need, {}, False), (80, {}, True), (80, {"activation_checkpointing": True}, False)
+    cases = [
+        (0.5 * need, {}, False), (80, {}, True), (80, {"activation_checkpointing": True}, False),
+        (80, {"activation_checkpointing_kwargs": {"offload": True}}, False),
+        (80, {"attn_implementation": "eager"}, False),  # of the model: it keeps scores that are not counted
+    ]  # fmt: skip
     for gib, asked, spared in cases:
         given = copy.copy(config)
         vars(given).update(dict.fromkeys(names, True))
-        made = dataclasses.replace(recipe, train=recipe.train | asked)
+        model = dataclasses.replace(recipe.model, attn_implementation=asked.pop("attn_implementation", "sdpa"))
+        made = dataclasses.replace(recipe, train=recipe.train | asked, model=model)
         caplog.clear()
         with caplog.at_level(logging.INFO):
             spare_checkpointing(made, given, trainer_class, rows, gpu, gib)

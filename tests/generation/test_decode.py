@@ -1,5 +1,7 @@
 """Decoding: the completions of `transformers.generate`, for the cost of the rows that go on."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from architectures import WINDOW, tiny
@@ -213,12 +215,37 @@ def test_rows_go_in_even_parts(count, most, size):
     assert rollout.even_parts(count, most) == size
 
 
-def test_what_a_token_keeps_is_known_from_the_config():
-    model = tiny_model()
-    cache = model(torch.tensor([[1, 2, 3, 4]]), use_cache=True).past_key_values
-    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert rollout.cache_bytes(model) == kept // 4
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma2"])
+def test_what_a_token_keeps_is_measured(name, bf16):
+    model = tiny_model(name)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        cache = rollout.growing_cache(model)
+        model(torch.tensor([[1, 2, 3, 4]]), past_key_values=cache, use_cache=True)
+        found = rollout.cache_bytes(model)
+    assert found == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 4
+    growing = [layer for layer in cache.layers if type(layer) is rollout.GrowingLayer]
+    assert all(layer.keys.dtype == layer.values.dtype for layer in growing)  # though rotary makes keys float32
     assert rollout.rows_that_fit(model, 7, 100) == 7  # on CPU all
+
+
+def test_as_many_rows_go_at_once_as_half_of_what_is_free_keeps(monkeypatch):
+    monkeypatch.setattr(rollout, "cache_bytes", lambda model: 10)
+    free = {"mem_get_info": (7000, 0), "memory_reserved": 3000, "memory_allocated": 2000}  # 8,000 bytes in all
+    for name, found in free.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+    model = SimpleNamespace(device=torch.device("cuda"))
+    length = 200 - rollout.GrowingLayer.SPARE
+    assert rollout.rows_that_fit(model, 5, length) == 2  # 2,000 bytes a row
+    assert rollout.rows_that_fit(model, 1, length) == 1
+    assert rollout.rows_that_fit(model, 0, length) == 1
+
+
+@pytest.mark.parametrize("name", ["gemma4", "deepseek_v3", "qwen3_moe"])
+def test_what_a_token_keeps_is_measured_of_every_kind_of_decoder(name):
+    model = tiny(name)
+    with torch.no_grad():
+        assert rollout.cache_bytes(model) > 0
 
 
 # ---- bf16: weights rounded once

@@ -25,6 +25,7 @@ from training_for_tests import (
 )
 from transformers import Qwen3Config
 
+from hf_posttrain import SFTConfig
 from hf_posttrain.errors import InputError
 from hf_posttrain.models import layers
 from hf_posttrain.scoring import attention, forward
@@ -195,3 +196,21 @@ def test_a_model_that_liger_does_not_know_is_refused(monkeypatch):
     args = SimpleNamespace(use_liger_kernel=True, liger_kernel_config={}, torch_compile=False)
     with pytest.raises(InputError, match="Liger has no kernels for Qwen3ForCausalLM"):
         layers.speed_up(model, args)
+
+
+def test_torch_compile_leaves_products_in_float32(tmp_path, monkeypatch):
+    """HF would turn TF32 on for the process."""
+    asked = []
+    for module in ("transformers.training_args", "hf_posttrain.trainer.config"):
+        monkeypatch.setattr(f"{module}.is_torch_tf32_available", lambda: True)
+        monkeypatch.setattr(f"{module}.enable_tf32", asked.append)
+    SFTConfig(output_dir=str(tmp_path), torch_compile=True, use_cpu=True, bf16=False)
+    assert asked[-1:] == [False]
+
+
+def test_a_second_model_that_cannot_be_sped_up_is_left_as_it_is(caplog):
+    model = tiny_model()
+    model._no_split_modules = []
+    with caplog.at_level("INFO"):
+        layers.speed_up(model, asked("eager"), second=True)
+    assert "the second model is not sped up: torch_compile: Qwen3ForCausalLM names no layers" in caplog.text
