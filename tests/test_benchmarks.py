@@ -90,7 +90,9 @@ def test_a_side_that_fails_takes_nothing_with_it(tmp_path, monkeypatch, capsys):
     given = ["--method", "sft", "--rows", "8", "--batch", "4", "--shape", "tiny", "--vocabulary", "300"]
     places = ["--data", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "found.json")]
     monkeypatch.setattr(run, "run_worker", run_worker)
+    monkeypatch.setattr(run, "find_spec", lambda name: name)  # as where TRL is installed
     monkeypatch.setattr(sys, "argv", ["run", *given, *places])
+    monkeypatch.setattr(run, "version", lambda name: "1")
     assert run.main() == 1
     assert capsys.readouterr().err.count("out of memory") == 2  # of the two cases, once each
     found = json.loads((tmp_path / "found.json").read_text())["summary"]

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from ..data.lengths import longest, planned_passes
-from ..generation.rollout import CACHE_SHARE, GrowingLayer, even_parts
+from ..generation.rollout import CACHE_SHARE, LOGIT_BYTES, GrowingLayer, even_parts
 from ..methods.rules import REFERENCE_FREE
 from ..recipe.sections import Recipe
 from ..scoring.attention import row_multiple
@@ -202,10 +202,12 @@ class Run:
         if config.generation_batch_size:
             count = min(count, config.generation_batch_size)
         elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
-            count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // max(row, 1))
+            logits = LOGIT_BYTES * len(policy.head)
+            count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // (row + logits))
         cache = row * count
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
-        step, reading = cache // len(policy.layers) + 20 * count * len(policy.head), -(-count // copies) * length
+        step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
+        reading = -(-count // copies) * length
         return cache + max(step, policy.layer(reading))
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from accelerate.utils import DynamoBackend, is_compiled_module
+from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from ..errors import InputError, LaunchError
 from . import engine as engines
@@ -93,6 +94,8 @@ def check_accelerator(accelerator: Any, args: Any) -> None:
             " leave it out, and set train.torch_compile: true, which compiles its layers for all shapes"
         )
     compiled.backend = DynamoBackend.NO  # `models.layers` compiles
+    if args.torch_compile and not args.tf32 and is_torch_tf32_available():
+        enable_tf32(False)  # Accelerate turns it on with a dynamo backend, as HF does, and nobody asked
 
 
 @contextmanager

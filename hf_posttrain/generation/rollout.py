@@ -24,6 +24,8 @@ from . import by_transformers, choose_way
 
 READ_EVERY = {"cuda": 8}
 """Tokens between two looks for rows that have ended: on a GPU a look waits for it, and a row in vain costs little."""
+LOGIT_BYTES = 20
+"""Of a logit while a token is drawn: itself, in float32, its probability, sums in float64."""
 CACHE_SHARE = 0.5
 """Of a GPU's free memory, what keys and values of one batch may take where no batch size is given."""
 
@@ -111,7 +113,8 @@ def rows_that_fit(model: PreTrainedModel, count: int, length: int) -> int:
         return max(count, 1)
     free = torch.cuda.mem_get_info(model.device)[0]
     free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    return even_parts(count, int(CACHE_SHARE * free) // ((length + GrowingLayer.SPARE) * cache_bytes(model)))
+    logits = LOGIT_BYTES * model.config.get_text_config().vocab_size
+    return even_parts(count, int(CACHE_SHARE * free) // ((length + GrowingLayer.SPARE) * cache_bytes(model) + logits))
 
 
 def even_parts(count: int, most: int) -> int:

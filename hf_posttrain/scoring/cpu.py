@@ -50,7 +50,8 @@ def few_rows(model: nn.Module) -> Iterator[None]:
     chosen = []
     if not torch.is_autocast_enabled("cpu"):
         for layer in model.modules():
-            if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
+            plain = type(layer) is nn.Linear and "forward" not in vars(layer)  # nobody's hook or own forward
+            if plain and layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32:
                 chosen.append(layer)
     for layer in chosen:
         layer.forward = MethodType(_weight_first, layer)  # type: ignore[method-assign]

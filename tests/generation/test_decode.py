@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers as tf
 from architectures import WINDOW, tiny
 from meta_for_tests import HostReads
 from models_for_tests import CONFIGS, tiny_model
@@ -215,6 +216,15 @@ def test_rows_go_in_even_parts(count, most, size):
     assert rollout.even_parts(count, most) == size
 
 
+def test_a_layers_own_forward_is_left_to_it():
+    layer, calls = torch.nn.Linear(4, 4), []
+    layer.forward = lambda rows: calls.append(rows) or rows
+    with cpu.few_rows(layer):
+        layer(torch.ones(2, 4))
+    layer(torch.ones(2, 4))
+    assert len(calls) == 2
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma2"])
 def test_what_a_token_keeps_is_measured(name, bf16):
@@ -234,7 +244,8 @@ def test_as_many_rows_go_at_once_as_half_of_what_is_free_keeps(monkeypatch):
     free = {"mem_get_info": (7000, 0), "memory_reserved": 3000, "memory_allocated": 2000}  # 8,000 bytes in all
     for name, found in free.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
-    model = SimpleNamespace(device=torch.device("cuda"))
+    config = tf.Qwen3Config(vocab_size=0)
+    model = SimpleNamespace(device=torch.device("cuda"), config=config)
     length = 200 - rollout.GrowingLayer.SPARE
     assert rollout.rows_that_fit(model, 5, length) == 2  # 2,000 bytes a row
     assert rollout.rows_that_fit(model, 1, length) == 1

@@ -16,12 +16,13 @@ from meta_for_tests import allow_meta
 from models_for_tests import tiny_model
 from training_for_tests import (
     METHODS,
+    Gradients,
     assert_same_step,
     fix_rollouts,
-    one_step,
     quick,
     second_model,
     token_rows,
+    trainer_for,
 )
 from transformers import Qwen3Config
 
@@ -118,8 +119,15 @@ def test_a_step_with_compiled_layers_is_the_same(method, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
     found = []
     for options in ({}, {"torch_compile": True, "torch_compile_backend": "aot_eager"}):
-        second = second_model(method, seed=9)
-        found.append(one_step(method, tiny_model(), token_rows(method), tmp_path, second=second, **options))
+        keep = Gradients()
+        given = options | {"second": second_model(method, seed=9), "callbacks": [keep]}
+        trainer = trainer_for(method, tiny_model(), token_rows(method), tmp_path, **given)
+        # of the policy and of a second model
+        compiled = [layer._compiled_call_impl for model in trainer.scored for layer in layers.decoder_layers(model)]
+        assert len(compiled) >= 2
+        assert all((call is not None) == bool(options) for call in compiled)
+        trainer.train()
+        found.append((trainer.state.log_history[0]["loss"], keep.steps[0]))
     assert_same_step(found[1], found[0], relative=1e-5)
     torch._dynamo.reset()
 
