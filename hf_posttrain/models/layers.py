@@ -3,6 +3,7 @@
 Both leave the head alone, which is fused here already, and both apply to a second model too.
 """
 
+import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
-from ..errors import InputError
+from ..errors import InputError, nearest
 from ..scoring import forward
 
 logger = logging.getLogger(__name__)
@@ -32,9 +33,17 @@ def _speed_up(inner: PreTrainedModel, args: Any) -> None:
     if args.use_liger_kernel:
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN as KNOWN
 
+        name = type(inner).__name__
         if inner.config.model_type not in KNOWN:
-            raise InputError(f"use_liger_kernel: Liger has no kernels for {type(inner).__name__}: leave it out")
-        apply_liger_kernel(inner, args.liger_kernel_config)
+            raise InputError(f"use_liger_kernel: Liger has no kernels for {name}: leave it out")
+        own = inspect.signature(KNOWN[inner.config.model_type]).parameters.keys() - {"model"}
+        for kernel in args.liger_kernel_config.keys() - own:
+            if "cross_entropy" not in kernel:  # of the head, which the Config switched off
+                raise InputError(f"liger_kernel_config: Liger has no {kernel} for {name}{nearest(kernel, own)}")
+        try:
+            apply_liger_kernel(inner, args.liger_kernel_config)
+        except ValueError as error:  # an activation that it has not, for one
+            raise InputError(f"use_liger_kernel: {name}: {error}") from error
     if args.torch_compile:
         logger.info("compiling the decoder layers (%s): the first steps take longer", args.torch_compile_backend)
         for layer in decoder_layers(inner):

@@ -144,10 +144,14 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def products(model: nn.Module, device: torch.device) -> Iterator[tuple[nn.Linear, torch.dtype]]:
-    """Linear layers whose float32 weights autocast, if it is on, rounds at each use, and to which dtype."""
+    """Linear layers whose float32 weights autocast, if it is on, rounds at each use, and to which dtype. Not those of
+    which an adapter reads the weights themselves, as DoRA takes their norm."""
     if torch.is_autocast_enabled(device.type):
+        plain = lambda part: hasattr(part, "lora_A") and not len(getattr(part, "lora_magnitude_vector", ()))  # noqa: E731
+        adapted = (part for part in model.modules() if hasattr(part, "base_layer") and not plain(part))
+        read = {id(layer) for part in adapted for layer in part.modules()}
         for module in model.modules():
-            if type(module) is nn.Linear and module.weight.dtype == torch.float32:
+            if type(module) is nn.Linear and module.weight.dtype == torch.float32 and id(module) not in read:
                 yield module, torch.get_autocast_dtype(device.type)
 
 

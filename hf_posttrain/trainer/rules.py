@@ -83,8 +83,10 @@ def liger(values: Any) -> Iterator[Problem]:
         return
     if find_spec("liger_kernel") is None:
         yield ("use_liger_kernel",), "use_liger_kernel needs a package that is not installed: pip install liger-kernel"
+    given = values.liger_kernel_config  # a text from a command line is read by HF
+    if not isinstance(given, dict | str | None):
+        yield ("liger_kernel_config",), f"liger_kernel_config: {given!r} is no mapping of kernels to true or false"
     for name in LIGER_HEADS:
-        given = values.liger_kernel_config  # a text from a command line is read by HF
         if isinstance(given, dict) and given.get(name):
             problem = f"liger_kernel_config: {name} would take the place of our head, which is fused: leave it out"
             yield ("liger_kernel_config",), problem

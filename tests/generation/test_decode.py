@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 import transformers as tf
@@ -279,3 +280,15 @@ def test_weights_rounded_once_are_those_that_autocast_rounds(name):
     for key, (number, weight) in before.items():
         assert after[key][0] == number
         assert torch.equal(after[key][1], weight)
+
+
+def test_weights_that_an_adapter_reads_are_not_rounded():
+    """DoRA takes the norm of a weight: of the rounded one it is another."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], use_dora=True, init_lora_weights=False)
+    model, ids = peft.get_peft_model(tiny_model(), config).eval(), torch.tensor([PROMPTS[2]])
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(ids).logits
+        with forward.rounded_products(model):
+            assert torch.equal(model(ids).logits, expected)
+            assert forward.causal_lm(model).lm_head.weight.dtype == torch.bfloat16

@@ -206,6 +206,15 @@ def test_a_model_that_liger_does_not_know_is_refused(monkeypatch):
         layers.speed_up(model, args)
 
 
+def test_kernels_that_liger_does_not_know_are_refused():
+    pytest.importorskip("liger_kernel")
+    args = SimpleNamespace(use_liger_kernel=True, liger_kernel_config={"swigul": False}, torch_compile=False)
+    with pytest.raises(InputError, match="Liger has no swigul for Qwen3ForCausalLM; did you mean 'swiglu'"):
+        layers.speed_up(tiny_model(), args)
+    with pytest.raises(InputError, match="is no mapping of kernels"):
+        SFTConfig(output_dir="o", use_cpu=True, use_liger_kernel=True, liger_kernel_config=["rope"])
+
+
 def test_torch_compile_leaves_products_in_float32(tmp_path, monkeypatch):
     """HF would turn TF32 on for the process."""
     asked = []
