@@ -161,7 +161,7 @@ class KL:
         c, d = p_top - q_top, t.sub_(z).sub_(t_peak - z_peak)
         if self.beta is not None:
             ratio, b = d.add_(c), self.beta
-            s = torch.logaddexp(ratio + math.log(b), ratio.new_tensor(math.log1p(-b)))
+            s = torch.logaddexp(ratio + math.log(b), ratio.new_full((), math.log1p(-b)))
             of_mixture = expectation(q, s)
             kl = b * expectation(p, ratio.sub_(s)) - (1 - b) * of_mixture
         else:

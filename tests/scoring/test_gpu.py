@@ -267,7 +267,7 @@ def test_the_head_of_a_large_vocabulary_is_few_launches_bound_by_its_products(ki
     with Cost() as cost:
         values, _ = head.score_tokens(head.LinearHead(weight, None), hidden, tile, weights)
         values.sum().backward()
-    assert cost.launches <= (760 if kind == "jsd" else 700)  # the latter has no kernel, and more sums
+    assert cost.launches <= (775 if kind == "jsd" else 700)  # the latter has no kernel, and more sums
     assert cost.moved / BANDWIDTH <= cost.flops / RATE
     logits_of = {result for a, result, columns in cost.results if columns == VOCABULARY}
     assert logits_of == {torch.float32}
