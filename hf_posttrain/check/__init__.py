@@ -110,6 +110,7 @@ def check(
     from ..models.prepare import with_supported_checkpointing
     from ..recipe.datasets import audit_data, prepare_data
     from . import memory, placement, plan, probe, trained
+    from .spare_checkpointing import spare_checkpointing
 
     # on all ranks: what a run does first, and the warnings that are logged meanwhile
     tokenizer, peft_config = build.check_models(recipe)
@@ -126,6 +127,7 @@ def check(
         warn_if_too_long(rows["train"], models[0].config, config)
         config = with_supported_checkpointing(models[0], config)
         engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
+        spare_checkpointing(recipe, config, trainer_class, rows, engine, device_memory)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
     finally:

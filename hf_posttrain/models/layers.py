@@ -8,14 +8,18 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.liger import apply_liger_kernel
 
 from ..errors import InputError, nearest
 from ..scoring import forward
+from ..scoring.attention import BY_SEGMENT, has_varlen_kernel
+from ..scoring.head import LOW
 
 logger = logging.getLogger(__name__)
+RECOMPILATIONS = 32  # of one layer's code, beyond which torch would run it as written
 
 
 def speed_up(model: nn.Module, args: Any, second: bool = False) -> None:
@@ -27,6 +31,19 @@ def speed_up(model: nn.Module, args: Any, second: bool = False) -> None:
         if not second:
             raise
         logger.info("the second model is not sped up: %s", error)
+
+
+def warn_if_not_compiled(model: PreTrainedModel, args: Any) -> None:
+    """Say where torch_compile does nothing: in activation checkpointing dynamo compiles a layer whole or not at all,
+    and attention piece by piece is called as written."""
+    half = args.bf16 or args.fp16 or model.dtype in LOW
+    pieces = model.config.get_text_config()._attn_implementation == BY_SEGMENT
+    pieces = pieces and not (half and has_varlen_kernel(args.device))
+    if args.torch_compile and args.activation_checkpointing and pieces:
+        logger.warning(
+            "torch_compile does nothing here: with activation_checkpointing only layers whose attention is one kernel "
+            "can be compiled, on a GPU in bf16 (from Ampere and torch 2.10 on); switch one of the two off"
+        )
 
 
 def _speed_up(inner: PreTrainedModel, args: Any) -> None:
@@ -46,6 +63,10 @@ def _speed_up(inner: PreTrainedModel, args: Any) -> None:
             raise InputError(f"use_liger_kernel: {name}: {error}") from error
     if args.torch_compile:
         logger.info("compiling the decoder layers (%s): the first steps take longer", args.torch_compile_backend)
+        # the same code is compiled for kinds of layers, for two models, with gradient and without: 8 are soon too few
+        limits: Any = getattr(torch.compiler, "config", None)
+        if hasattr(limits, "recompile_limit"):  # not in torch 2.6
+            limits.recompile_limit = max(limits.recompile_limit, RECOMPILATIONS)
         for layer in decoder_layers(inner):
             layer.compile(dynamic=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 

@@ -21,7 +21,7 @@ from ..scoring.rotary import rope_switch
 from . import load
 from .adapters import add_adapter, check_adapter_kind
 from .changed_base import warn_if_base_changed
-from .layers import speed_up
+from .layers import speed_up, warn_if_not_compiled
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -167,6 +167,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         avoid_cudnn(args.device)
     else:
         choose_attention(forward.causal_lm(model), args.device)
+    warn_if_not_compiled(forward.causal_lm(model), args)
     return model
 
 

@@ -17,6 +17,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -37,8 +38,11 @@ except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
+GROUPS = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
 BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
 """Our implementations, in place of transformers' sdpa and of its flex_attention."""
+BEFORE = "_attention_before_ours"
+"""The attribute of a model that keeps what `choose_attention` replaced."""
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 """What kernels of documents in one row read, by transformers' names: where each begins, and the longest."""
 
@@ -49,10 +53,19 @@ def choose_attention(model: PreTrainedModel, device: torch.device) -> None:
     if chosen in FORMS and model.config.get_text_config()._attn_implementation != chosen:
         AttentionInterface.register(chosen, FORMS[chosen])
         AttentionMaskInterface.register(chosen, sdpa_mask)  # of rows that were not laid out here, as in generation
+        setattr(model, BEFORE, model.config.get_text_config()._attn_implementation)
         model.set_attn_implementation(chosen)
     if device.type != "cpu":
         avoid_cudnn(device)
         logger.info("attention of %s: %s (%s)", type(model).__name__, chosen, why)
+
+
+def undo_choice(model: PreTrainedModel) -> bool:
+    """Give a model back what `choose_attention` replaced, which takes a mask. False where that was nothing."""
+    before = vars(model).pop(BEFORE, None)
+    if before:
+        model.set_attn_implementation(before)
+    return before is not None
 
 
 def avoid_cudnn(device: torch.device) -> None:
@@ -69,11 +82,11 @@ def quickest(model: PreTrainedModel, device: torch.device) -> tuple[str, str]:
     if asked in FORMS or not model._can_set_attn_implementation():
         return asked, "it is set already, or cannot be set"
     if asked == "sdpa":
-        return BY_SEGMENT, "each piece of a row alone, in one varlen call in half precision"
+        return BY_SEGMENT, "each piece of a row alone" + ", in one varlen call" * has_varlen_kernel(device)
     if asked == "flex_attention":
         return BY_BLOCK, "flex_attention was asked for"
-    caps = getattr(config, "attn_logit_softcapping", None)
-    if asked == "eager" and caps and device.type != "cpu" and model._supports_flex_attn:
+    caps, dropout = getattr(config, "attn_logit_softcapping", None), getattr(config, "attention_dropout", 0)
+    if asked == "eager" and caps and not dropout and device.type != "cpu" and model._supports_flex_attn:
         return BY_BLOCK, "the model caps its attention scores, which sdpa does not"
     return asked, "the model was loaded with it"
 
@@ -143,7 +156,7 @@ def attend_by_segment(
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [L, heads, D]
     if segments["gathered"] is not None:
         k, v = (states.index_select(0, segments["gathered"]) for states in (k, v))
-    if not dropout and _has_varlen_kernel(q, v):
+    if not dropout and _takes_varlen(q, v):
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast some norms leave float32
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = [segments[name] for name in VARLEN]
@@ -174,12 +187,21 @@ def _attend_one_by_one(
     return torch.cat(found, dim=1).to(kind)
 
 
-def _has_varlen_kernel(query: Tensor, value: Tensor) -> bool:
+@cache
+def has_varlen_kernel(device: torch.device) -> bool:
+    """Does a device compute all pieces of a row in one call of `varlen_attn`, in half precision? NVIDIA's do from
+    Ampere on; the meta device stands for them."""
+    if device.type == "meta" or not GROUPS:
+        return GROUPS
+    cuda = device.type == "cuda" and torch.cuda.is_available()
+    return cuda and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _takes_varlen(query: Tensor, value: Tensor) -> bool:
     """Can `varlen_attn` compute with states [L, heads, D] like these?"""
-    if varlen_attn is None or "enable_gqa" not in inspect.signature(varlen_attn).parameters:
-        return False
     size = query.shape[-1]
-    return value.dtype in LOW and value.device.type != "cpu" and value.shape[-1] == size <= 256 and size % 8 == 0
+    fits = value.dtype in LOW and value.shape[-1] == size <= 256 and size % 8 == 0
+    return fits and has_varlen_kernel(value.device)
 
 
 def _behind(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -210,10 +232,10 @@ def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
     kinds, window = {*(getattr(config, "layer_types", None) or ())}, getattr(config, "sliding_window", None)
 
     def made(seen_back: int | None) -> Any:
-        if implementation == BY_BLOCK and segments:
+        if implementation == BY_BLOCK and segments and batch["document"].shape[1] % BLOCK == 0:
             return block_mask(batch, seen_back, lambda window, i, j: _sees(batch, window, 0, i, j))
         mask = allowed(batch, seen_back)[:, None]
-        if implementation != "eager":
+        if implementation not in ("eager", "flex_attention"):  # these add theirs to the scores
             return mask
         return torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)
 

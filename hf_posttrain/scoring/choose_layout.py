@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from ..errors import InputError
 from . import forward
-from .attention import BY_BLOCK, BY_SEGMENT, row_multiple
+from .attention import BY_BLOCK, BY_SEGMENT, has_varlen_kernel, row_multiple, undo_choice
 from .head import LOW, LogProb, score_tokens
 from .layouts import Branch, Example, collate
 from .rotary import rope_switch
@@ -152,10 +152,12 @@ def token_logps(model: nn.Module, batch: dict[str, Tensor], in_float32: bool) ->
     return value
 
 
-def within(measure: Callable[[bool], float], limits: tuple[float, float], what: str) -> bool:
-    """Does `measure(in_float32)` find at most its limit, in float32 or, where a kernel takes none, in the model's own
-    precision? False where it fails in both: the log has the errors, `what` they are of."""
+def within(measure: Callable[[bool], float], limits: tuple[float | None, float], what: str) -> bool:
+    """Does `measure(in_float32)` find at most its limit, in float32 or, where a kernel takes none or the limit is None,
+    in the model's own precision? False where it fails in both: the log has the errors, `what` they are of."""
     for in_float32, limit in zip((True, False), limits, strict=True):
+        if limit is None:
+            continue
         try:
             with InFloat32() if in_float32 else nullcontext():
                 return measure(in_float32) <= limit
@@ -240,10 +242,9 @@ def trusted_layout(
         right = partial(_is_right, model, device=device, max_length=max_length)
         if right(layout):
             continue
-        if layout != "padded" and row_multiple([inner]):
-            inner.set_attn_implementation("sdpa")
+        if layout != "padded" and undo_choice(inner):
+            logger.info("%s scores otherwise with a row in pieces or blocks: its attention gets a mask", name)
             if right(layout):
-                logger.info("%s attends with a mask: its layers do not take a row in pieces", name)
                 continue
         if layout != "padded" and right("padded"):
             if explicit:
@@ -265,8 +266,10 @@ def trusted_layout(
 
 def _is_right(model: nn.Module, layout: str, device: torch.device | str, max_length: int | None) -> bool:
     """Does a model score in a layout as its own forward does? The first rank's answer, for all."""
-    limits = tolerance(forward.causal_lm(model)), ROUGHEST
-    right = within(partial(check, model, layout, device, max_length), limits, f"layout {layout}")
+    measure, what = partial(check, model, layout, device, max_length), f"layout {layout}"
+    right = within(measure, (tolerance(forward.causal_lm(model)), ROUGHEST), what)
+    if has_varlen_kernel(torch.device(device)):  # which takes no float32, so that the above has not run it
+        right &= within(measure, (None, ROUGHEST), what)
     [right] = broadcast_object_list([right])
     return right
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from ..errors import InputError
+
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(window, queries i, keys j) -> bool, whether each pair is seen."""
 BLOCK = 128  # tokens
@@ -33,10 +35,15 @@ def _softcapped(cap: float) -> Callable:
 
 def attend_by_block(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, scaling: float | None = None,
-    softcap: float | None = None, **kwargs: Any,
+    softcap: float | None = None, dropout: float = 0.0, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """flex_attention of one row; with a mask that is none of its own (in generation), attention written out.
-    [R, heads, L, D] -> [R, L, heads, D]."""
+    [R, heads, L, D] -> [R, L, heads, D]. Raises RuntimeError where the model wants what it does not compute (gpt-oss),
+    InputError for dropout."""
+    if unknown := [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]:
+        raise RuntimeError(f"{type(module).__name__} attends with {unknown[0]}")
+    if dropout:
+        raise InputError(f"flex_attention has no dropout, the model's is {dropout}: choose another attn_implementation")
     query, key = query.to(value.dtype), key.to(value.dtype)
     if isinstance(attention_mask, flex.BlockMask):
         change = _softcapped(softcap) if softcap else None

@@ -21,12 +21,25 @@ from torch import Tensor
 BLOCK, WARPS = 4096, 8  # logits that a program reads at once, and by how many warps
 
 
+LEAST = tl.constexpr(-1e30)  # a logit of -inf becomes this: 0 x -inf and -inf - -inf would be NaN
+
+
 @triton.jit
 def _load(logits, place, size, scale):
-    # Those behind `size` are -inf. What is -inf itself becomes a very small number, since 0 x -inf and -inf - -inf
-    # would be NaN; NaN stays, so that a broken model is seen.
+    # those behind `size` are -inf; NaN stays, so that a broken model is seen
     x = tl.load(logits + place, mask=place < size, other=0.0).to(tl.float32)
-    return tl.where(place < size, tl.maximum(x, -1e30, propagate_nan=tl.PropagateNan.ALL) * scale, -float("inf"))
+    return tl.where(place < size, tl.maximum(x * scale, LEAST, propagate_nan=tl.PropagateNan.ALL), -float("inf"))
+
+
+@triton.jit
+def _log_total(peak, total):
+    # where every logit is -inf there is no distribution: NaN, as in torch
+    return tl.where(peak > LEAST, tl.log(total), float("nan"))
+
+
+@triton.jit
+def _log_prob_of(own, peak, log_total):
+    return tl.where(own == LEAST, -float("inf"), own - peak) - log_total
 
 
 @triton.jit
@@ -47,8 +60,8 @@ def _log_prob(
         if STATS:
             weighted = weighted * shrunk + tl.sum(tl.where(e > 0, x * e, 0.0), 0)
         peak = higher
-    log_total = tl.log(total)
-    tl.store(values + row, own - peak - log_total)
+    log_total = _log_total(peak, total)
+    tl.store(values + row, _log_prob_of(own, peak, log_total))
     if STATS:
         tl.store(entropies + row, peak + log_total - weighted / total)
         best = (own >= peak) & (-log_total > told_apart)  # where all are equal, none is best
@@ -84,11 +97,11 @@ def _kl(
             moved = moved * t_shrunk + tl.sum(tl.where(p > 0, p * (ts - zs), 0.0), 0)
         z_peak, t_peak = z_higher, t_higher
     # ln p - ln q = t - z - away
-    z_log, t_log = tl.log(z_total), tl.log(t_total)
+    z_log, t_log = _log_total(z_peak, z_total), _log_total(t_peak, t_total)
     away = t_peak - z_peak + (t_log - z_log)
     kl = away - moved / z_total if REVERSE else moved / t_total - away
-    tl.store(students + row, _load(own, target, vocabulary, scale) - z_peak - z_log)
-    tl.store(teachers + row, _load(other, target, vocabulary, scale) - t_peak - t_log)
+    tl.store(students + row, _log_prob_of(_load(own, target, vocabulary, scale), z_peak, z_log))
+    tl.store(teachers + row, _log_prob_of(_load(other, target, vocabulary, scale), t_peak, t_log))
     tl.store(values + row, kl)
     if GRADIENT:  # of (1 - ce) KL - ce ln q(target)
         written = gradient + row * padded

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from . import attention
 
 IGNORE = -100
@@ -109,11 +110,13 @@ def collate(
     layout;
     scored [N], indices into R * L of the positions with a target, in order, and owner [N], the number of their branch,
     counted over all examples (example * K + branch where all have K); row [branches], the number of their example;
-    the examples' own columns, [B] each.
+    the examples' own columns, [B] each. Raises InputError where there is no token at all.
     """
     # in the other layouts each branch is a document with its own copy of the prompt
     alone = [Example(example.prompt, [branch]) for example in examples for branch in example.branches]
     documents = _documents(examples if layout == "shared" else alone)
+    if not any(len(document.ids) for document in documents):
+        raise InputError("a micro-batch has no token: no answer has one to train on, no prompt more than one")
     if layout == "padded":
         rows = [[document] for document in documents]
     elif layout == "packed" or row_multiple:

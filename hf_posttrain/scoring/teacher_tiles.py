@@ -152,12 +152,15 @@ class KL:
             out = buffer if need_grad else None
             kl, student, teacher = fused.kl(logits, theirs, target[:, 0], self.temperature, self.reverse, w, out)
             stats = {"divergence": kl, "student": student, "teacher": teacher}
-            return Tile((1 - w) * kl - w * student, out, stats | ({"ce": -student} if w else {}))
+            if not w:  # 0 x -inf would be NaN
+                return Tile(kl, out, stats)
+            return Tile((1 - w) * kl - w * student, out, stats | {"ce": -student})
         buffer = buffer if buffer.dtype == logits.dtype else torch.empty_like(logits)  # a kernel's is smaller
-        z, t = (at_temperature(side[:, :size].clamp_(min=-1e30), self.temperature) for side in (logits, theirs))
+        z, t = (at_temperature(side[:, :size], self.temperature) for side in (logits, theirs))
         (q, z_peak, q_top), (p, t_peak, p_top) = softmax(z, buffer), softmax(t, torch.empty_like(t))
         student = z.gather(-1, target) - z_peak + q_top
         teacher = t.gather(-1, target) - t_peak + p_top
+        z, t = z.clamp_(min=-1e30), t.clamp_(min=-1e30)  # 0 x -inf would be NaN
         c, d = p_top - q_top, t.sub_(z).sub_(t_peak - z_peak)
         if self.beta is not None:
             ratio, b = d.add_(c), self.beta

@@ -396,6 +396,15 @@ def test_what_training_would_refuse_is_refused_unless_it_is_planned_for_elsewher
     assert "8 processes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("asked", "gib", "expected"), [({}, 80, False), ({}, 0.001, True), ({"": True}, 80, True)])
+def test_activation_checkpointing_is_shown_as_a_run_chooses_it(asked, gib, expected, folder):
+    """A GPU that has room for all activations goes without, where the recipe leaves it open."""
+    changes = [f"train.activation_checkpointing={value}" for value in asked.values()]
+    zero2 = Path(run.__file__).parents[1] / "accelerate_configs/zero2.yaml"
+    found = checked(*changes, config_file=zero2, device_memory=gib)
+    assert {**found.defaulted, **found.given}["activation_checkpointing"] is expected
+
+
 def test_kl_by_position_is_that_of_full_logits(tmp_path):
     student, teacher = tiny_model(seed=0), tiny_model(seed=1)
     rows = token_rows("opd", 4)

@@ -299,7 +299,7 @@ def compiled(rank, engine, lora):
         torch.manual_seed(0)
         trainer = trainer_for(
             "dpo", tiny_model(), token_rows("dpo", 16), tempfile.mkdtemp(), max_steps=4, learning_rate=1e-3,
-            per_device_train_batch_size=2, activation_checkpointing=True, precompute_ref_log_probs=False,
+            per_device_train_batch_size=2, activation_checkpointing=False, precompute_ref_log_probs=False,
             **({"torch_compile": True, "torch_compile_backend": "aot_eager"} if compile else {}),
             **({"peft_config": peft.LoraConfig(**LORA)} if lora else {}), **engine_arguments(engine),
         )  # fmt: skip
@@ -314,7 +314,7 @@ def compiled(rank, engine, lora):
 def test_compiled_layers_train_as_they_are_written(engine, lora):
     for written, compiled_, graphs in on_two(compiled, engine, engine, lora):
         assert compiled_ == pytest.approx(written, rel=1e-4)
-        assert 0 < graphs <= 20  # on CPU attention breaks each layer's graph
+        assert 0 < graphs <= 24  # on CPU attention breaks each layer's graph
 
 
 def cached_scores(rank, engine):

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ import torch
 from accelerate.utils import send_to_device
 from meta_for_tests import allow_meta
 from models_for_tests import tiny_model
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from training_for_tests import (
     METHODS,
     Gradients,
@@ -95,7 +97,39 @@ def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
     for batch in batches(4):
         for found, expected in zip(passed(compiled, batch), passed(plain, batch), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
-    assert graphs.found["graphs"] or checkpointed  # on CPU attention is not compiled, and so what is around it neither
+    assert bool(graphs.found["graphs"]) != checkpointed  # on CPU attention is not compiled: see the next test
+
+
+@pytest.mark.parametrize(
+    ("bf16", "kernel", "options", "said"),
+    [(True, False, {}, True), (False, True, {}, True), (True, True, {}, False),
+     (True, False, {"activation_checkpointing": False}, False), (True, False, {"torch_compile": False}, False)],
+)  # fmt: skip
+def test_layers_that_checkpointing_keeps_from_being_compiled_are_told(bf16, kernel, options, said, monkeypatch, caplog):
+    monkeypatch.setattr(layers, "has_varlen_kernel", lambda _: kernel)
+    given = {"torch_compile": True, "activation_checkpointing": True, "bf16": bf16, "fp16": False, "device": None}
+    model = tiny_model()
+    attention.choose_attention(model, torch.device("cpu"))
+    layers.warn_if_not_compiled(model, SimpleNamespace(**given | options))
+    assert ("torch_compile does nothing here" in caplog.text) == said
+
+
+@pytest.mark.parametrize("raised", [True, False])
+def test_kinds_of_layers_two_models_and_evaluation_are_all_compiled(raised, graphs, monkeypatch):
+    """Dynamo's own limit is 8 for a layer's code; Gemma 3 has layers with and without a window."""
+    monkeypatch.setattr(layers, "RECOMPILATIONS", layers.RECOMPILATIONS if raised else 8)
+    models = [tiny_model("gemma3", seed=seed, hidden_size=size) for seed, size in ((0, 32), (1, 64))]
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True, recompile_limit=8):
+        for model in models:
+            forward.enable_scoring(model)
+            attention.choose_attention(model, torch.device("cpu"))
+            layers.speed_up(model, asked(graphs.backend))
+        with nullcontext() if raised else pytest.raises(FailOnRecompileLimitHit):
+            for batch in batches(6):
+                for model in models:
+                    passed(model.train(), batch)
+                    with torch.no_grad():
+                        forward.score(model.eval(), batch, LogProb(forward.targets(batch)))
 
 
 @pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=SLOW), True], ids=["", "checkpointed"])

@@ -4,6 +4,7 @@ import logging
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -12,6 +13,7 @@ from models_for_tests import tiny_model
 from torch.nn.attention import flex_attention
 from training_for_tests import quick, token_rows, trainer_for
 
+from hf_posttrain.errors import InputError
 from hf_posttrain.scoring import attention, choose_layout, forward
 from hf_posttrain.scoring import flex as flex_blocks
 from hf_posttrain.scoring.head import LogProb
@@ -60,7 +62,7 @@ def varlen(monkeypatch):
         return dense(q, k, v, (cu_q.tolist(), cu_k.tolist()), window_size, scale)
 
     monkeypatch.setattr(attention, "varlen_attn", kernel)
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda *_: True)
+    monkeypatch.setattr(attention, "_takes_varlen", lambda *_: True)
     return calls
 
 
@@ -113,7 +115,7 @@ def test_attention_in_pieces_is_that_of_the_dense_mask(name, layout, varlen, mon
     assert batch["input_ids"].shape[0] == 1
     assert_equal(scored(model, batch), expected)
     assert varlen["varlen"] == model.config.num_hidden_layers
-    monkeypatch.setattr(attention, "_has_varlen_kernel", lambda *_: False)
+    monkeypatch.setattr(attention, "_takes_varlen", lambda *_: False)
     assert_equal(scored(model, batch), expected)
     assert varlen["varlen"] == model.config.num_hidden_layers
 
@@ -160,11 +162,149 @@ def test_a_model_that_does_not_pass_the_pieces_on_gets_a_mask(caplog):
         )
     with caplog.at_level(logging.INFO):
         assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
-    assert "attends with a mask" in caplog.text
+    assert "its attention gets a mask" in caplog.text
     assert attention.row_multiple([model]) is None
     fresh = tiny_model()
     forward.enable_scoring(fresh)
     assert_equal(with_mask(model, EXAMPLES, "shared"), with_mask(fresh, EXAMPLES, "shared"))
+
+
+def test_what_is_undone_is_what_the_model_had(flex):
+    """Gemma 2 takes no sdpa, which caps no scores: eager attention on CPU, blocks on a GPU, and eager again."""
+    model = tiny_model("gemma2")
+    forward.enable_scoring(model)
+    expected = with_mask(model, EXAMPLES, "shared")
+    attention.choose_attention(model, GPU)
+    own = type(model.model.layers[0].self_attn).forward
+    for layer in model.model.layers:  # one that never gives the blocks to its attention
+
+        def without(*args, _layer=layer.self_attn, **kwargs):
+            blocks = isinstance(kwargs.get("attention_mask"), flex_attention.BlockMask)
+            return own(_layer, *args, **kwargs | ({"attention_mask": None} if blocks else {}))
+
+        layer.self_attn.forward = without
+    assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
+    assert model.config._attn_implementation == "eager"
+    assert_equal(with_mask(model, EXAMPLES, "shared"), expected)
+    assert not attention.undo_choice(model)
+
+
+def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
+    """The check in float32 cannot run it."""
+    monkeypatch.setattr(attention, "_takes_varlen", lambda _, value: value.dtype == torch.bfloat16)
+    monkeypatch.setattr(choose_layout, "has_varlen_kernel", lambda _: True)
+    for wrong in (False, True):
+        model = tiny_model("qwen3").to(torch.bfloat16)
+        forward.enable_scoring(model)
+        attention.choose_attention(model, CPU)
+        if wrong:
+            monkeypatch.setattr(attention, "varlen_attn", lambda q, *_, **__: 30 * torch.ones_like(q))
+        assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
+        assert model.config._attn_implementation == ("sdpa" if wrong else attention.BY_SEGMENT)
+    assert varlen["varlen"]
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "has"),
+    [("cpu", None, False), ("mps", None, False), ("xpu", None, False), ("cuda", (7, 5), False), ("cuda", (8, 0), True),
+     ("cuda", (12, 0), True), ("meta", None, True)],
+)  # fmt: skip
+def test_the_varlen_kernel_is_that_of_ampere_and_later(device, capability, has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    attention.has_varlen_kernel.cache_clear()
+    found = attention.has_varlen_kernel(torch.device(device))
+    monkeypatch.setattr(attention, "GROUPS", False)  # an older torch
+    attention.has_varlen_kernel.cache_clear()
+    assert (found, attention.has_varlen_kernel(torch.device(device))) == (has, False)
+    attention.has_varlen_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "of_values", "takes"),
+    [(torch.bfloat16, 64, 64, True), (torch.float16, 256, 256, True), (torch.float32, 64, 64, False),
+     (torch.bfloat16, 264, 264, False), (torch.bfloat16, 60, 60, False), (torch.bfloat16, 64, 32, False)],
+)  # fmt: skip
+def test_the_varlen_kernel_takes_half_precision_and_sizes_of_eight(dtype, size, of_values, takes):
+    query, value = (torch.empty(3, 2, width, dtype=dtype, device="meta") for width in (size, of_values))
+    assert attention._takes_varlen(query, value) == takes
+
+
+@pytest.mark.parametrize("kind", ["pieces", "varlen", "blocks"])
+def test_states_that_a_norm_left_in_float32_are_attended_in_the_dtype_of_the_values(kind, varlen, flex, monkeypatch):
+    """Under autocast queries and keys may be float32, which no kernel mixes with bf16."""
+    seen = []
+    monkeypatch.setattr(attention, "_takes_varlen", lambda *_: kind == "varlen")
+    monkeypatch.setattr(attention, "multiplies_bf16", lambda: "amx_bf16")
+    monkeypatch.setattr(attention, "varlen_attn", lambda q, k, v, *_, **__: seen.extend((q, k, v)) or q)
+
+    def sdpa(_, q, k, v, *__, **___):
+        assert not torch.is_autocast_enabled("cpu")
+        seen.extend((q, k, v))
+        return q.transpose(1, 2), None
+
+    monkeypatch.setattr(attention, "sdpa_attention_forward", sdpa)
+    monkeypatch.setattr(flex_blocks, "_compiled", lambda: lambda q, k, v, *_, **__: seen.extend((q, k, v)) or q)
+    batch = collate(EXAMPLES, "shared", row_multiple=128)
+    shape = 1, 2, batch["input_ids"].shape[1], 16
+    states = [torch.ones(shape, dtype=dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16)]
+    with torch.autocast("cpu", torch.bfloat16):
+        if kind == "blocks":
+            mask = flex_blocks.block_mask(batch, None, lambda window, i, j: attention._sees(batch, window, 0, i, j))
+            found, _ = flex_blocks.attend_by_block(None, *states, mask)
+        else:
+            found, _ = attention.attend_by_segment(None, *states, None, batch["segments"])
+    assert {state.dtype for state in (*seen, found)} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("has", "dtype"), [("amx_bf16", torch.bfloat16), ("avx512_bf16", torch.float32)])
+def test_bf16_is_attended_in_float32_on_a_cpu_without_amx(has, dtype, monkeypatch):
+    seen, real = [], attention.sdpa_attention_forward
+    monkeypatch.setattr(attention, "multiplies_bf16", lambda: has)
+    monkeypatch.setattr(attention, "sdpa_attention_forward", lambda *args, **given: seen.append(args[1:4]) or real(
+        *args, **given))  # fmt: skip
+    states = [torch.randn(1, 2, 7, 16, dtype=torch.bfloat16) for _ in range(3)]
+    found, _ = attention.attend_by_segment(None, *states, None, attention.find_segments([np.zeros(7, int)], 7))
+    assert {state.dtype for pieces in seen for state in pieces} == {dtype}
+    assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("more", ["s_aux", "position_bias"])
+def test_what_our_attention_does_not_compute_is_not_left_out(more, flex):
+    """gpt-oss has sinks, T5 a bias."""
+    states, batch = [torch.ones(1, 2, 7, 16)] * 3, {more: torch.ones(2)}
+    with pytest.raises(RuntimeError, match=f"attends with {more}"):
+        flex_blocks.attend_by_block(torch.nn.Identity(), *states, None, **batch)
+    pieces = attention.find_segments([np.zeros(7, int)], 7)
+    with pytest.raises(RuntimeError, match=f"attends with {more}"):
+        attention.attend_by_segment(torch.nn.Identity(), *states, None, pieces, **batch)
+
+
+def test_dropout_is_not_left_out_by_blocks(flex):
+    model = tiny_model("qwen3", attention_dropout=0.1)
+    model.config._attn_implementation = "flex_attention"
+    attention.choose_attention(model, GPU)
+    forward.enable_scoring(model)
+    with pytest.raises(InputError, match=r"flex_attention has no dropout, the model's is 0.1"):
+        scored(model.train(), collate(EXAMPLES, "shared", row_multiple=256))
+    scored(model.eval(), collate(EXAMPLES, "shared", row_multiple=256))
+
+
+def test_rows_of_no_whole_blocks_get_a_mask(flex):
+    """As the packed layout has them where another model takes no blocks."""
+    model = tiny_model("qwen3")
+    forward.enable_scoring(model)
+    expected = with_mask(model, EXAMPLES, "packed")
+    model.config._attn_implementation = "flex_attention"
+    attention.choose_attention(model, GPU)
+    assert_equal(with_mask(model, EXAMPLES, "packed"), expected)
+
+
+def test_a_micro_batch_without_a_token_is_refused():
+    nothing = [Example([3], [Branch([4, 5], [0, 0])])]
+    for layout in ("shared", "packed", "padded"):
+        with pytest.raises(InputError, match="no token"):
+            collate(nothing, layout)
 
 
 def test_a_window_that_a_layer_does_not_tell_its_attention_is_found():
@@ -200,6 +340,7 @@ def keep_cudnn():
      ("qwen3", "flex_attention", {}, attention.BY_BLOCK, attention.BY_BLOCK),
      ("qwen3", "flash_attention_2", {}, "flash_attention_2", "flash_attention_2"),
      ("gemma2", "eager", {}, "eager", attention.BY_BLOCK),
+     ("gemma2", "eager", {"attention_dropout": 0.1}, "eager", "eager"),
      ("gemma2", "eager", {"attn_logit_softcapping": None}, "eager", "eager")],
 )  # fmt: skip
 def test_the_quickest_attention_is_chosen_by_device_and_model(name, asked, changes, on_cpu, on_gpu):
@@ -216,11 +357,12 @@ def test_cudnn_is_off_on_a_gpu_unless_asked_for(asked, keep_cudnn, monkeypatch, 
         monkeypatch.setenv("TORCH_CUDNN_SDPA_ENABLED", asked)
     torch.backends.cuda.enable_cudnn_sdp(True)
     model, other = tiny_model(), tiny_model()
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda _: True)
     with caplog.at_level(logging.INFO):
         attention.choose_attention(model, GPU)
     assert torch.backends.cuda.cudnn_sdp_enabled() == bool(asked)
     [line] = [line for line in caplog.messages if "attention" in line]
-    assert line.startswith("attention of Qwen3ForCausalLM: sdpa_by_segment (each piece of a row alone, in one varlen")
+    assert line.endswith("Qwen3ForCausalLM: sdpa_by_segment (each piece of a row alone, in one varlen call)")
     assert other.config._attn_implementation == "sdpa"
 
 
@@ -267,6 +409,13 @@ def test_blocks_that_are_left_out_have_no_pair_that_is_seen(window):
     kept = mask.to_dense()[0, 0].bool()
     assert not (blocks & ~kept).any()
     assert (~kept).sum() > 0.6 * (~blocks).sum()
+
+
+def test_blocks_behind_the_window_are_left_out():
+    batch = collate(pairs((2, 1000)), "shared", row_multiple=flex_blocks.BLOCK)
+    rule = lambda window, i, j: attention._sees(batch, window, 0, i, j)  # noqa: E731
+    kept = [flex_blocks.block_mask(batch, window, rule).to_dense().sum() for window in (None, 40, 200)]
+    assert kept == [8 * 9 / 2, 8 + 7, 8 + 7 + 6]
 
 
 @pytest.mark.parametrize("name", quick("qwen3", "mistral", among=["qwen3", "mistral", "gemma2"]))

@@ -4,6 +4,7 @@ Compiling for the architectures that people have is slow, and proves that the ke
 """
 
 import importlib
+import inspect
 import os
 import subprocess
 import sys
@@ -84,13 +85,43 @@ def test_the_kernel_of_log_probabilities_is_that_of_float64(interpreted, tempera
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_a_kernel_hides_no_broken_logits(interpreted, broken):
-    """A model that gives them has a loss that is not finite, as in torch; the rows beside it are as they were."""
+    """A model that gives them has a loss that is not finite, as in torch; the rows beside it are as they were. On a GPU
+    a maximum drops NaN unless told not to; the interpreter's keeps it, so the text is looked at too."""
+    assert "propagate_nan=tl.PropagateNan.ALL" in inspect.getsource(interpreted._load.fn)
     x, t, targets = logits(rows=2), logits(rows=2, seed=1), torch.tensor([5, 6])
     x[0, 9] = broken
     found = [interpreted.log_prob(x, targets, 1.0, V, None, True)[0]]
     found += [interpreted.kl(x, t, targets, 1.0, reverse, 0.0, None)[0] for reverse in (True, False)]
     for value in found:
         assert value.isfinite().tolist() == [False, True]
+
+
+def test_rows_without_a_distribution_and_targets_that_are_forbidden_are_those_of_torch(fused, monkeypatch):
+    """Row 0 is -inf throughout, on either side: NaN. The target of row 1 is: its log-probability is -inf."""
+    x, t, targets = logits(rows=3), logits(rows=3, seed=1), torch.tensor([5, 6, 7])
+    x[0] = x[1, 6] = t[0] = t[1, 6] = -torch.inf
+    good, identity = logits(rows=3, seed=2), forward.LMHead(nn.Identity(), lambda rows: rows, head.LogitTransform())
+    everything = slice(0, 3)
+
+    def made():
+        buffer = torch.full((3, V), 7.0)
+        yield LogProb(targets, 0.7, stats=True)(x.clone(), everything, True, buffer)
+        for mine, theirs in ((x, good), (good, t), (x, t)):
+            teacher = distill.TeacherStates(identity, theirs)
+            for function in (distill.forward_kl, distill.reverse_kl):
+                tile = distill.dense(function, teacher, targets, 0.7, 0.3 if mine is good else 0.0)
+                yield tile(mine.clone(), everything, True, torch.full((3, V), 7.0))
+
+    found = list(made())
+    for module in (head, distill):
+        monkeypatch.setattr(module, "kernels", lambda states: None)
+    for mine, plain in zip(found, made(), strict=True):
+        assert mine.value[0].isnan()
+        assert mine.grad[0].isnan().any()
+        torch.testing.assert_close(mine.value, plain.value, equal_nan=True, atol=1e-5, rtol=1e-5)
+        for name in plain.stats:
+            torch.testing.assert_close(mine.stats[name], plain.stats[name], equal_nan=True, atol=1e-5, rtol=1e-5)
+    assert found[0].value[1] == -torch.inf
 
 
 @pytest.mark.parametrize("offset", [0.0, pytest.param(30.0, marks=pytest.mark.slow)])
