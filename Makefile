@@ -37,7 +37,7 @@ $(STAMP): setup.cfg constraints.txt
 	@touch $@
 
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference
-	OMP_NUM_THREADS=2 $(BIN)/python recipes/tiny/quickstart.py
+	$(BIN)/python recipes/tiny/quickstart.py
 
 test: lint types ## lint, types and all tests but the slow ones
 	$(BIN)/python $(SUITE) -m "not slow" $(PYTEST)

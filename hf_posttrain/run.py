@@ -38,7 +38,10 @@ from .recipe.sections import Recipe
 logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
 # Commands of their own: first word -> the module whose `main` takes the rest
-OTHERS = {"data": "hf_posttrain.check.data_command", "compare": "hf_posttrain.report.compare"}
+OTHERS = {
+    "data": "hf_posttrain.commands.data", "sample": "hf_posttrain.commands.sample",
+    "compare": "hf_posttrain.report.compare",
+}  # fmt: skip
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the one that started it ends
 ADVICE = {  # names of exceptions (torch may not be imported) that are no fault of ours -> what to do
     **dict.fromkeys(("OutOfMemoryError", "MemoryError"),
@@ -254,7 +257,7 @@ def defaults(recipe: Recipe) -> dict[str, Any]:
     # of a machine is fp16 too: where it is given, `--check` plans no other precision
     known, left_out = train_fields(recipe.method), (*MACHINERY, "fp16", "local_rank", "do_")
     return {name: field.default for name, field in known.items() if field.default is not None
-            and name not in recipe.train and not name.startswith(left_out)}  # fmt: skip
+            and name not in recipe.train and not f"{name}=".startswith(left_out)}  # fmt: skip
 
 
 def preprocess(recipe: Recipe) -> None:

@@ -241,7 +241,7 @@ def test_ctrl_c_is_130(folder, monkeypatch):
         (["sft.yaml"], "hf_posttrain.run", "run"),
         (["sft.yaml", "--preprocess-only"], "hf_posttrain.run", "preprocess"),
         (["sft.yaml", "--check"], "hf_posttrain.check", "check"),
-        (["data", "rows.jsonl"], "hf_posttrain.check.data_command", "described"),
+        (["data", "rows.jsonl"], "hf_posttrain.commands.data", "described"),
         (["compare", "a", "b"], "hf_posttrain.report.compare", "read"),
         (["nothing.yaml"], "hf_posttrain.run", "load_recipe"),
     ],

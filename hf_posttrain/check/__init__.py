@@ -102,7 +102,7 @@ def check(
     at_home = launched or torch.cuda.is_available()
     trainer_class, config = build.configure(recipe if at_home else build.of_any_machine(recipe))
     # what samples rollouts is planned, wherever the check runs
-    for name in (name for name in recipe.train if name.startswith(("rollout", "vllm_"))):
+    for name in (name for name in recipe.train if name == "rollout" or name.startswith("vllm_")):
         setattr(config, name, recipe.train[name])
     from ..data.lengths import warn_if_too_long
     from ..data.prepare import noted

@@ -11,16 +11,21 @@ import numpy as np
 import torch
 
 from ..data.lengths import longest, tokens_of
+from ..engines import engine
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
+from ..models.teacher import Teacher
 from ..recipe import build
 from ..recipe.sections import Recipe
+from ..scoring.forward import eval_mode
 from ..scoring.forward import targets as targets_of
+from ..scoring.head import LogProb
 from ..scoring.teacher_tiles import dense
 from ..watch.progress import peak_memory
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts
 SPAN = 32  # tokens of a rollout that are averaged to one KL
+EQUAL, LIKELY = 1e-2, 5.0  # beyond these the student differs from itself, and rollouts from what it would sample
 _ONCE = {  # of a single step that leaves nothing behind, in place of the recipe's; not all methods have all of them
     "max_steps": 1, "train_sampling_strategy": "sequential", "eval_strategy": "no", "save_strategy": "no",
     "load_best_model_at_end": False, "eval_on_start": False, "resume_from_checkpoint": None, "report_to": "none",
@@ -38,6 +43,8 @@ class Rollouts:
     lengths: list[int]  # tokens of each rollout
     stopped: float  # share that ended by itself, before max_completion_length
     kl_by_position: list[float]  # mean reverse KL to the teacher in nats, of tokens 0 to 31, 32 to 63, ...
+    to_itself: float  # the loss where the student is its own teacher, a mean of absolute values: 0 but for rounding
+    surprise: float  # -ln q of the sampled tokens less the entropy of q, summed, in standard errors: 0 in expectation
 
 
 @dataclass
@@ -60,6 +67,8 @@ class Probe:
             yield f"{len(lengths)} rollouts: {spread}, {stopped:.0%} ended by themselves"
             spans = (f"{SPAN * n}: {kl:.3g}" for n, kl in enumerate(self.rollouts.kl_by_position))
             yield f"KL to the teacher from token {', '.join(spans)}"
+            own = f"with the student as its own teacher the loss is {self.rollouts.to_itself:.1g}"
+            yield f"{own}; rollouts are {abs(self.rollouts.surprise):.1f} standard errors from what it samples"
 
     def warnings(self) -> Iterator[str]:
         if not np.isfinite(self.loss):
@@ -67,6 +76,13 @@ class Probe:
         if self.rollouts and self.rollouts.stopped == 0:
             remedy = "raise train.max_completion_length, or first train the student on finished answers"
             yield f"no rollout ended by itself: {remedy}"
+        if self.rollouts and self.rollouts.to_itself > EQUAL:
+            remedy = "student and teacher are scored in different ways: please report it"
+            yield f"with the student as its own teacher the loss is {self.rollouts.to_itself:.2g}, and not 0: {remedy}"
+        if self.rollouts and abs(self.rollouts.surprise) > LIKELY:
+            remedy = "what samples them has other weights, another temperature, or leaves tokens out (top-p, top-k)"
+            away = f"{abs(self.rollouts.surprise):.0f} standard errors"
+            yield f"rollouts are {away} from what the student would sample: {remedy}"
 
 
 def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
@@ -94,19 +110,46 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
 
 
 def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
-    """Rollouts of the first prompts: lengths, stops, and the KL of student to teacher by position."""
-    trainer.args.lmbda = 1.0  # no prompt is answered by its data
+    """Rollouts of the first prompts: lengths, stops, the KL of student to teacher by position, and are they right?"""
+    trainer.args.lmbda, trainer.source = 1.0, trainer.live  # no prompt is answered by its data, or was before
+    trainer.prepare_evaluation()
     drawn = [rows[number] for number in range(min(PROMPTS, len(rows)))]
     [batch] = trainer.roll_out([trainer.data_collator(drawn)], 0)
     tokens = targets_of(batch)
     with torch.no_grad():
-        tile = dense(reverse_kl, trainer.teacher.states(batch), tokens, trainer.args.temperature, ce_coef=0.0)
-        kl = trainer.score(trainer.model_wrapped, batch, tile)["value"].double()
+        states, stop = trainer.teacher.states(batch, trainer.stop), trainer.stop
+        tile = dense(reverse_kl, states, stop.of(tokens), trainer.args.temperature, ce_coef=0.0)
+        kl = trainer.score(trainer.model_wrapped, batch, stop(tile))["value"].double()
+        own = LogProb(tokens, trainer.args.temperature, stats=True, vocabulary=trainer.vocabulary)
+        scored = trainer.score(trainer.model_wrapped, batch, own)
+    surprise = (-scored["value"] - scored["entropy"]).double()
+    error = surprise.square().sum().sqrt().clamp(min=1e-6)
     # tokens of a rollout are in order within the batch, those of others may be in between
     of_each = [batch["owner"] == number for number in range(len(batch["row"]))]
     spans = zip_longest(*(kl[own].split(SPAN) for own in of_each), fillvalue=kl[:0])
     ends = torch.isin(tokens, torch.tensor(trainer.terminal_ids, device=kl.device))
     return Rollouts(
         [int(own.sum()) for own in of_each], float(np.mean([ends[own].any().item() for own in of_each])),
-        [torch.cat(span).mean().item() for span in spans],
+        [torch.cat(span).mean().item() for span in spans], to_itself(trainer, batch),
+        (surprise.sum() / error).item(),
     )  # fmt: skip
+
+
+class Itself(Teacher):
+    """The student in its teacher's place."""
+
+    def __init__(self, trainer: Any):
+        self.model, self.accelerator = trainer.model_wrapped, trainer.accelerator
+        self.sharded, self.offload, self.on_device = engine.shards(self.accelerator), False, True
+
+
+def to_itself(trainer: Any, batch: dict[str, Any]) -> float:
+    """How far a batch's loss is from 0 where the student is its own teacher, as a mean over tokens."""
+    teacher, trainer.teacher = trainer.teacher, Itself(trainer)
+    try:
+        with torch.no_grad(), eval_mode(trainer.model_wrapped), trainer.accelerator.autocast():
+            scores = trainer.compare(trainer.model_wrapped, batch, None)
+    finally:
+        trainer.teacher = teacher
+    gap = (scores["teacher"] - scores["student"]).abs()
+    return max(gap.mean().item(), scores.get("divergence", gap).abs().mean().item())

@@ -88,6 +88,7 @@ class TokenAudit:
     padded: int = 0  # examples with the padding token, where it is not the eos: some tokenizers use it for unknown text
     differing_prompts: int | None = None  # of the first SHOWN prompts: the teacher's template writes them otherwise
     teacher_stops: dict[int, str] | None = None  # ids that end the teacher's answers; rollouts stop at any of both
+    one_outcome: dict[int, str] | None = None  # of both, those that the loss counts as one
 
     def warnings(self) -> Iterator[str]:
         if doubled := sum(count for number, count in self.bos_counts.items() if number > 1):
@@ -112,6 +113,10 @@ class TokenAudit:
         for who, stops in (("generation", self.stops), ("the teacher", self.teacher_stops)):
             if stops is not None:
                 yield f"{who} stops at " + ", ".join(f"{token} ({i})" for i, token in stops.items())
+        if self.one_outcome is not None:
+            one = ", ".join(f"{token} ({i})" for i, token in self.one_outcome.items())
+            apart = "none: each is compared by itself (train.one_stop_outcome)"
+            yield f"one outcome in the loss: {one or apart}"
         also = " (also the eos, which is trained all the same where it ends an answer)" if self.pad_is_eos else ""
         yield f"padding: {self.pad}{also}"
 
@@ -148,7 +153,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked). models: the policy, and
     the teacher where there is one, without weights. Raises InputError for a bad row."""
     from ..models.load import load_tokenizer
-    from ..models.prepare import find_terminal_ids
+    from ..models.prepare import are_one_outcome, find_own_ends, find_terminal_ids
 
     # special tokens: what ends an answer, what begins a text, what pads
     method, kind = METHODS[recipe.method], METHODS[recipe.method].rows
@@ -163,6 +168,8 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
             raws[key] = load(replace(source, weight=1.0), key)
     if recipe.teacher:
         found.teacher_stops, found.differing_prompts = stops[1], 0
+        one = are_one_outcome(config.one_stop_outcome, *(find_own_ends(model, tokenizer) for model in models))
+        found.one_outcome = stops[0] | stops[1] if one else {}
         key, raw = next(iter(raws.items()))
         tokenizers = tokenizer, load_tokenizer(recipe.teacher)
         with suppress(InputError):  # the teacher has no chat template: nothing to compare with

@@ -111,12 +111,18 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
         )  # fmt: skip
 
 
+def check_answered(rows: Any, why: str) -> np.ndarray:
+    """The lengths of all completions, none for a stream. Raises InputError, with the reason, where a row has none."""
+    lengths = lengths_of(rows, "completion_ids") if isinstance(rows, datasets.Dataset) else np.ones(1)
+    if not lengths.all():
+        raise InputError(f"{why}, and row {lengths.argmin()} has none")
+    return lengths
+
+
 def check_completions(rows: Any, longest: int) -> None:
     """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none, and warns where it is
     cut at `longest` tokens."""
-    lengths = lengths_of(rows, "completion_ids") if isinstance(rows, datasets.Dataset) else np.ones(1)
-    if not lengths.all():
-        raise InputError(f"lmbda below 1 trains on completions of the data, and row {lengths.argmin()} has none")
+    lengths = check_answered(rows, "lmbda below 1 trains on completions of the data")
     if count := int((lengths > longest).sum()):
         said = "train: %d completions of the data are cut at max_completion_length %d, their ends with them"
         logger.warning(said, count, longest)

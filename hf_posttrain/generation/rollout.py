@@ -6,6 +6,7 @@ on. It is for plain decoder caches; other models are left to transformers, see `
 Legend: n rows that go on, L length of the padded prompts, V vocabulary, D size of a head.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ LOGIT_BYTES = 20
 """Of a logit while a token is drawn: itself, in float32, its probability, sums in float64."""
 CACHE_SHARE = 0.5
 """Of a GPU's free memory, what keys and values of one batch may take where no batch size is given."""
+GRAM = 4
+"""Tokens of what counts as repeated."""
 
 
 class OwnModel:
@@ -39,12 +42,12 @@ class OwnModel:
     def synchronise(self) -> None:
         """The policy has its own weights."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int]) -> list[list[int]]:
+    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
         """K rollouts of each prompt, one prompt after the other, from the global generator: see `seeded`."""
         trainer, args = self.trainer, self.trainer.args
         repeated = [prompt for prompt in prompts for _ in range(args.num_generations)]
         options = {"temperature": args.temperature, "batch_size": args.generation_batch_size}
-        return trainer.generate(repeated, args.max_completion_length, vocabulary=trainer.vocabulary, **options)
+        return trainer.generate(repeated, longest, vocabulary=trainer.vocabulary, **options)
 
 
 @dataclass(frozen=True)
@@ -278,3 +281,9 @@ def seeded(device: torch.device, *seed: int) -> Iterator[None]:
 def forked(device: torch.device) -> AbstractContextManager[None]:
     """What is drawn inside leaves the global generators, of CPU and this device, as they were."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def repeated_share(ids: Sequence[int]) -> float:
+    """The share of a rollout's runs of GRAM tokens that were there before; 0 of a shorter one."""
+    grams = Counter(zip(*(ids[start:] for start in range(GRAM)), strict=False))
+    return 1 - len(grams) / grams.total() if grams else 0.0

@@ -84,8 +84,9 @@ class _Backend:
         [folder] = broadcast_object_list([self.temporary and self.temporary.name])
         self.folder = Path(folder)
 
-    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int]) -> list[list[int]]:
-        """K rollouts of each prompt, one prompt after the other: tokens up to and with the first terminal id.
+    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
+        """K rollouts of each prompt, one prompt after the other: tokens up to and with the first terminal id, or the
+        `longest`.
 
         Prompt n is sampled by (*seed, n). Raises RuntimeError for an id that no rollout may have.
         """
@@ -93,14 +94,14 @@ class _Backend:
             return []
         # of 62 bits, since vLLM adds the number of the rollout to it
         seeds = [rollout.mix_seed(*seed, number) >> 2 for number in range(len(prompts))]
-        rollouts = [list(ids) for group in self._sample(prompts, seeds) for ids in group]
+        rollouts = [list(ids) for group in self._sample(prompts, seeds, longest) for ids in group]
         if not all(rollouts):
             raise RuntimeError("vLLM gave an empty rollout: see its log")
         if max(map(max, rollouts)) >= self.trainer.vocabulary:
             raise RuntimeError("vLLM drew an id of the vocabulary's padding: set rollout: transformers")
         return rollouts
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sequence[int]]]:
         """Token ids, [prompts][K][tokens]."""
         raise NotImplementedError
 
@@ -176,11 +177,12 @@ class Colocated(_Backend):
             weights = iter(hub_weights(model).items())
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sequence[int]]]:
         from vllm import SamplingParams
 
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        how = [SamplingParams(**self.sampling, seed=seed, detokenize=False) for seed in seeds]
+        shared = self.sampling | {"max_tokens": longest, "detokenize": False}
+        how = [SamplingParams(**shared, seed=seed) for seed in seeds]
         with torch.autocast(self.trainer.args.device.type, enabled=False):  # evaluation is inside the policy's
             outputs = self.llm.generate(given, how, use_tqdm=False, lora_request=self.adapter)
         return [[one.token_ids for one in output.outputs] for output in outputs]
@@ -213,12 +215,13 @@ class Server(_Backend):
                 raise InputError(f"the vLLM server {self.url} has requests of others: it must serve this run alone")
         self._remove(self.count - 1 if self.lora else self.count)  # the newest adapter stays: vLLM may read it again
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int]) -> list[list[Sequence[int]]]:
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sequence[int]]]:
         """A request for each prompt, since each has its own seed; vLLM batches what is open."""
 
         def ask(prompt: Sequence[int], seed: int) -> list[Sequence[int]]:
-            body = self.sampling | {"model": self.adapter or self.model, "prompt": list(prompt), "seed": seed}
-            choices = json.loads(call(self.url, "/v1/completions", body | {"return_token_ids": True}))["choices"]
+            body = self.sampling | {"prompt": list(prompt), "seed": seed, "max_tokens": longest}
+            body |= {"model": self.adapter or self.model, "return_token_ids": True}
+            choices = json.loads(call(self.url, "/v1/completions", body))["choices"]
             return [choice["token_ids"] for choice in choices]
 
         with ThreadPoolExecutor(_REQUESTS) as pool:
@@ -236,7 +239,7 @@ def sampling(trainer: Any) -> dict[str, Any]:
         lacks = f"the student's vocabulary has {len(padding)} ids that the teacher lacks"
         raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set rollout: transformers")
     return {
-        "n": args.num_generations, "max_tokens": args.max_completion_length, "temperature": args.temperature,
+        "n": args.num_generations, "temperature": args.temperature,
         "top_p": 1.0, "top_k": 0, "min_p": 0.0,
         "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
         "stop_token_ids": trainer.terminal_ids, "ignore_eos": True,  # ours alone, and they stay in the rollout

@@ -72,6 +72,25 @@ def policy_gradient(student: Tensor, advantage: Tensor) -> Tensor:
     return -advantage.detach() * student
 
 
+def places(owner: Tensor) -> Tensor:
+    """The place of each token in its rollout, from 0: [N]. owner [N]: whose token it is; a rollout's are in order, and
+    those of others may stand between them. Nothing is read from the device."""
+    order, number = torch.argsort(owner, stable=True), torch.arange(len(owner), device=owner.device)
+    begins = owner[order] != owner[order].roll(1)
+    found = torch.empty_like(number)
+    found[order] = number - (number * begins).cummax(0).values
+    return found
+
+
+def by_rollout(values: Tensor, owner: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Values [N] as a table [rollouts, longest], 0 behind each, and where each of the N stands in it. owner: as
+    `places`, from 0."""
+    where = owner, places(owner)
+    table = values.new_zeros([int(part.max()) + 1 if len(part) else 0 for part in where])
+    table[where] = values
+    return table, where
+
+
 def discounted(reward: Tensor, discount: float) -> Tensor:
     """A_t = sum_{k >= 0} discount^k r_{t+k} along each row of [R, T]; rows are zero after their end."""
     t = torch.arange(reward.shape[1], device=reward.device)

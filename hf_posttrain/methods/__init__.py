@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ..data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
-from ..trainer.method import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Method, Paper
+from ..trainer.method import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SOME, Method, Paper
 from . import rules
 
 _PREFERENCE_SYMPTOMS = {
@@ -105,9 +105,10 @@ _ROWS = (
         loss_papers={"policy_gradient": "gu2023minillm"},
         limits={
             "lmbda": SHARE, "discount": SHARE, "temperature": POSITIVE, "max_completion_length": COUNT,
-            "num_generations": COUNT, "generation_batch_size": COUNT,
+            "num_generations": COUNT, "generation_batch_size": COUNT, "fresh": SOME, "replay_windows": COUNT,
+            "teacher_top_k": COUNT, "precompute_teacher_top_k": COUNT,
         },
-        rules=(rules.opd, rules.opd_rollouts),
+        rules=(rules.opd, rules.opd_tokens, rules.opd_reward, rules.opd_rollouts),
         symptoms={
             "clipped_rollouts": "Raise train.max_completion_length (and train.max_length with it), or teach the student"
                                 " by SFT on finished answers to end its own",

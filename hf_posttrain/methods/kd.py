@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from ..errors import InputError
-from ..models.teacher import Teacher, add_teacher, precompute_top_k
+from ..models.teacher import Teacher, add_teacher, find_stop_outcome, precompute_top_k
 from ..scoring import teacher_tiles
 from ..scoring.forward import targets
 from ..scoring.top_tokens import top_k
@@ -40,6 +40,9 @@ class KDConfig(PostTrainConfig):
     """Share of the other distribution that skew KL mixes in."""
     temperature: float = 1.0
     """Divides both logits in the divergence."""
+    one_stop_outcome: bool | None = False
+    """Count all terminal ids of student and teacher as one outcome in the divergence; null: where the models' differ.
+    The cross-entropy teaches those of the data all the same."""
     completion_only_loss: bool | None = None
     """Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too."""
     assistant_only_loss: bool = False
@@ -64,6 +67,7 @@ class KDTrainer(PostTrainer):
     ):
         super().__init__(*args, **kwargs)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
+        _, self.stop = find_stop_outcome(self, self.args.one_stop_outcome)
         self.cached_at = self.args.temperature  # of a cache of its scores
         if self.args.precompute_teacher_top_k is not None:
             precompute_top_k(self)
@@ -74,7 +78,9 @@ class KDTrainer(PostTrainer):
         """The mixed loss of each trained token, [N]."""
         config, weights = self.args, self.weights(batch)
         function = teacher_tiles.divergence(config.divergence, config.beta, config.skew_alpha)
-        common = {"targets": targets(batch), "temperature": config.temperature, "ce_coef": 1 - config.kd_coef}
+        tokens, ce_coef = targets(batch), 1 - config.kd_coef
+        common = {"temperature": config.temperature, "targets": self.stop.of(tokens)}
+        common["ce_coef"] = 0.0 if self.stop else ce_coef
         if "teacher_ids" in batch:
             if config.temperature != self.cached_at:
                 raise InputError(f"temperature={config.temperature:g}: the teacher was scored at {self.cached_at:g}")
@@ -86,7 +92,9 @@ class KDTrainer(PostTrainer):
                 "the trainer is built"
             )
         else:
-            tile = teacher_tiles.dense(function, self.teacher.states(batch), **common)
+            tile = teacher_tiles.dense(function, self.teacher.states(batch, self.stop), **common)
+        if self.stop:  # the data's own end is a token like others to the cross-entropy
+            tile = teacher_tiles.beside_cross_entropy(self.stop(tile), tokens, ce_coef)
         scores = self.score(model, batch, tile, weights)
         metrics = {f"distill/{name}": (scores[name], None) for name in ("ce", "divergence") if name in scores}
         return Losses(scores["value"], weights, metrics, scores.get("router_logits"))

@@ -9,31 +9,37 @@ exactly q. Rollouts depend on (seed, step, rank) alone, so a resumed run repeats
 Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy distillation as in ArcticTraining.
 """
 
+import logging
 import math
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.lengths import check_completions
+from ..data.lengths import check_answered, check_completions
 from ..errors import InputError
 from ..generation import rollout, vllm
 from ..losses.divergence import policy_gradient
-from ..models.prepare import align_generation, find_terminal_ids
-from ..models.teacher import add_teacher
+from ..losses.token_weights import Tokens, weigh
+from ..models.prepare import align_generation
+from ..models.teacher import add_teacher, find_stop_outcome
 from ..scoring import teacher_tiles
-from ..scoring.forward import per_branch, targets
+from ..scoring.forward import eval_mode, per_branch, targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import IGNORE, Branch, Collator, Example, Later, share_out
+from ..scoring.top_tokens import TopTokens, bucketed, residual
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses, row_weights
 from . import METHODS
-from .rules import POLICY_GRADIENT
+from .opd_diagnostics import diagnose, is_due, overlap
+from .opd_reward import Reward, find_grader, group_advantage
+from .opd_rollouts import SOURCES, Live
+from .rules import POLICY_GRADIENT, named_options
 
+logger = logging.getLogger(__name__)
 BACKENDS: dict[str, Any] = {
     "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm.Server,
 }  # fmt: skip
@@ -67,9 +73,35 @@ class OPDConfig(PostTrainConfig):
     """Share of prompts answered by the student; the others are trained on their completion in the data."""
     discount: float = 0.0
     """policy_gradient: how much a token is credited with the advantage of those after it."""
+    rollouts: str = "live"
+    """Which rollouts: live, of the policy of now; frozen, sampled once as it begins; replay, some live and some of the
+    last steps."""
+    fresh: float = 0.25
+    """Of rollouts: replay, the share of each step's prompts that is sampled anew."""
+    replay_windows: int = 16
+    """Of rollouts: replay, from how many steps before the others are drawn."""
+    horizon: dict | int | str | None = None  # str is for HfArgumentParser, and refused
+    """Sample and train only the first tokens of a rollout: a number, or {from, to, steps}, which grows evenly over the
+    first steps; None: all."""
+    teacher_top_k: int | None = None
+    """Compare with the teacher's top K tokens alone; None: with its whole vocabulary."""
+    teacher_rest: str = "tail"
+    """Of teacher_top_k, what stands for the other tokens: tail (one bucket, a lower bound) or residual (the sampled
+    token, unbiased)."""
+    precompute_teacher_top_k: int | None = None
+    """Of rollouts: frozen: score them once with the teacher; its top K tokens are kept on disk, the rest as one."""
+    reward: dict | None = None
+    """A reward beside the teacher: {function: exact_match or package.module:name, coef, when: with or after, start}."""
+    token_weights: dict | str | None = None
+    """Which tokens count more: cumulative, top_share, extremes, bounded or sign, or {name, option: number}."""
+    diagnostics: bool = True
+    """Log where along a rollout student and teacher differ, of each step that is logged, with a forward of both more.
+    Not with precompute_teacher_top_k."""
     generation_batch_size: int | None = None
     """Most rollouts in one generation call; None: the whole window at once, on a GPU as many as its free memory takes.
     What is drawn depends on it: with a number a GPU that has other work draws the same."""
+    one_stop_outcome: bool | None = None
+    """Count all terminal ids of student and teacher as one outcome in the loss; None: where the two models' differ."""
     rollout: str = "transformers"
     """What samples: transformers, with the model that trains, or vllm, which gets the weights once a step."""
     vllm_mode: str | None = None
@@ -82,6 +114,8 @@ class OPDConfig(PostTrainConfig):
     def __post_init__(self):
         super().__post_init__()
         vllm.check_installed(self)
+        if self.reward:
+            find_grader(self.reward["function"])
         if self.rollout == "vllm":
             self.vllm_mode = self.vllm_mode or "colocate"
 
@@ -112,14 +146,19 @@ class OPDTrainer(PostTrainer):
     ):
         super().__init__(*args, **kwargs)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
-        theirs = find_terminal_ids(self.teacher.model, self.tokenizer, self.args.chat_template_kwargs)
-        self.terminal_ids = list(dict.fromkeys(self.terminal_ids + theirs))
+        self.terminal_ids, self.stop = find_stop_outcome(self, self.args.one_stop_outcome)
         align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns to write these too
-        self.rollouts = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
+        self.backend = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
+        self.reward = Reward(**self.args.reward) if self.args.reward else None
+        self.live, self.source = Live(self), SOURCES[self.args.rollouts](self)
         self.synchronised: int | None = None
         """The step whose weights are where rollouts are sampled."""
         if self.args.lmbda < 1:
             check_completions(self.train_dataset, self.args.max_completion_length)
+        if self.reward and self.reward.function == "exact_match":
+            evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+            for name, data in {"train": self.train_dataset, **evaluated}.items():
+                check_answered(data, f"reward: exact_match compares with completions of the data ({name})")
 
     @staticmethod
     def examples(row: dict) -> list[Example]:
@@ -128,6 +167,14 @@ class OPDTrainer(PostTrainer):
 
     # ---- rollouts
 
+    def horizon_at(self, step: int) -> int:
+        """The longest rollout at an optimizer step, in tokens."""
+        asked = self.args.horizon
+        if isinstance(asked, dict):
+            share = min(step / asked["steps"], 1.0)
+            asked = round(asked["from"] + share * (asked["to"] - asked["from"]))
+        return asked or self.args.max_completion_length
+
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As PostTrainer has it; the weights may have changed since the last one."""
         self.synchronised = None
@@ -135,8 +182,16 @@ class OPDTrainer(PostTrainer):
 
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rollouts of all micro-batches, from one generation call."""
-        self._synchronise()
-        return self.roll_out(batches, self.state.global_step)
+        if self.args.rollouts != "frozen":
+            self._synchronise()
+        batches = self.roll_out(batches, self.state.global_step)
+        if self.args.diagnostics and is_due(self.state) and "teacher_ids" not in batches[0]:
+            found = [diagnose(self, batch) for batch in batches]
+            for name, pair in ((name, pair) for part in found for name, pair in part.items()):
+                self.meters["train"].add(name, *pair)
+            if self.state.global_step == 0:
+                logger.info("%s", overlap(found, self.args.rollouts))
+        return self._weigh(batches) if self.args.token_weights else batches
 
     def prepare_evaluation(self) -> None:
         """Evaluation samples too."""
@@ -146,29 +201,35 @@ class OPDTrainer(PostTrainer):
         """The weights of now to where rollouts are sampled: once an optimizer step, and each time outside training."""
         step = self.state.global_step if self.is_in_train else None
         if step is None or step != self.synchronised:
-            self.rollouts.synchronise()
+            self.backend.synchronise()
         self.synchronised = step
 
     def roll_out(self, batches: list[dict], *seed: int) -> list[dict]:
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
         args, rows = self.args, [row for batch in batches for row in batch["prompts"].items]
-        own_seed = (args.seed, *seed, self.accelerator.process_index)
+        own_seed, evaluating = (args.seed, *seed, self.accelerator.process_index), seed[0] == EVALUATION
+        longest = args.max_completion_length if evaluating else self.horizon_at(seed[0])
         with rollout.seeded(self.accelerator.device, *own_seed):
-            share = 1.0 if seed[0] == EVALUATION else args.lmbda
-            sampled = (torch.rand(len(rows)) < share).tolist()
-            prompts = [row["prompt_ids"] for row, own in zip(rows, sampled, strict=True) if own]
-            rollouts = iter(self.rollouts.generate(prompts, own_seed))
-        examples = []
+            sampled = (torch.rand(len(rows)) < (1.0 if evaluating else args.lmbda)).tolist()
+            asked = [row for row, own in zip(rows, sampled, strict=True) if own]
+            answered = (self.live if evaluating else self.source).answer(asked, own_seed, longest)
+        known = None if evaluating else self.source.scores(asked)
+        columns = [{"sampled": True} for _ in asked]
+        if self.reward:
+            grades = self.reward.grades(self.tokenizer, asked, answered).tolist()
+            columns = [{"sampled": True, "grades": own} for own in grades]
+        done, examples = iter(zip(answered, columns, strict=True)), []
         for row, own in zip(rows, sampled, strict=True):
-            answers = list(islice(rollouts, args.num_generations)) if own else [row["completion_ids"]]
-            branches = [Branch(ids[: args.max_completion_length]) for ids in answers]
-            examples.append(Example(row["prompt_ids"], branches, {"sampled": own}))
+            given = (row["prompt_ids"], [row["completion_ids"]]), {"sampled": False}
+            (prompt, answers), more = next(done) if own else given
+            examples.append(Example(prompt, [Branch(ids[:longest]) for ids in answers], more))
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
-        return self._lay_out(batches, examples)
+        return self._lay_out(batches, examples, known)
 
-    def _lay_out(self, batches: list[dict], examples: list[Example]) -> list[dict]:
-        """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other."""
+    def _lay_out(self, batches: list[dict], examples: list[Example], known: list[list[dict]] | None) -> list[dict]:
+        """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other. known:
+        what the teacher said beforehand of each branch, lists of one number, or K, for each token."""
         tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
         groups = share_out(tokens, [len(batch["prompts"].items) for batch in batches])
         columns = [name for name in ("index", "row_weights") if name in batches[0]]
@@ -176,8 +237,30 @@ class OPDTrainer(PostTrainer):
         made = []
         for group in map(sorted, groups):
             batch = self.data_collator.lay_out([examples[row] for row in group])
+            rollouts = (branch.ids for row in group for branch in examples[row].branches)
+            batch["repeated"] = torch.tensor([*map(rollout.repeated_share, rollouts)])
+            if known:
+                lengths = [len(branch.ids) for row in group for branch in examples[row].branches]
+                scores = [of_branch for row in group for of_branch in known[row]]
+                order = torch.unique_consecutive(batch["owner"]).tolist()
+                batch |= {name: torch.cat([torch.tensor(scores[n][name][: lengths[n]]) for n in order])
+                          for name in scores[0]}  # fmt: skip
             made.append(self._prepare_inputs(batch | {name: values[group] for name, values in rows.items()}))
         return made
+
+    def _weigh(self, batches: list[dict]) -> list[dict]:
+        """Each micro-batch with `token_weights` [N], of the window: students and teacher score it once more, before the
+        first backward, so that the weights do not depend on how the window is cut."""
+        scored = []
+        for batch in batches:
+            with torch.no_grad(), eval_mode(self.model_wrapped), self.accelerator.autocast():
+                scores = self.compare(self.model_wrapped, batch, None)
+            gap = scores["teacher"] - scores["student"]
+            divergence = scores.get("divergence", -gap)
+            scored.append(Tokens(scores["student"], scores["teacher"], divergence, batch["owner"], self.weights(batch)))
+        name, options = named_options(self.args.token_weights)
+        found = weigh(Tokens.of(scored, self.accelerator), name, options).split([len(each.student) for each in scored])
+        return [batch | {"token_weights": w} for batch, w in zip(batches, found, strict=True)]
 
     # ---- losses
 
@@ -185,15 +268,9 @@ class OPDTrainer(PostTrainer):
         """The loss of each rollout token, [N]."""
         if "shift_labels" not in batch:  # evaluation
             [batch] = self.roll_out([batch], EVALUATION, int(batch["index"][0]) % 2**32)
-        weights = self.weights(batch)
-        if self.args.loss_type == POLICY_GRADIENT:
-            values, scores = self._policy_gradient(model, batch, weights)
-        else:
-            function = teacher_tiles.divergence(self.args.loss_type, self.args.beta, self.args.skew_alpha)
-            states, temperature = self.teacher.states(batch), self.args.temperature
-            tile = teacher_tiles.dense(function, states, targets(batch), temperature, ce_coef=0.0)
-            scores = self.score(model, batch, tile, weights)
-            values = scores["value"]
+        weights, more = self.weights(batch), batch.get("token_weights", 1.0)
+        scores = self.compare(model, batch, weights * more)
+        values = scores["value"] * more
         lengths = per_branch(torch.ones_like(values), batch)
         metrics = self._metrics(scores, batch, lengths)
         result = Losses(values, weights, metrics, scores.get("router_logits"))
@@ -203,18 +280,45 @@ class OPDTrainer(PostTrainer):
             result.predictions, result.labels = torch.stack(summed, dim=-1), lengths.view(shape)
         return result
 
-    def _policy_gradient(self, model: nn.Module, batch: dict, weights: Tensor) -> tuple[Tensor, dict]:
+    def compare(self, model: nn.Module, batch: dict, weights: Tensor | None) -> dict[str, Any]:
+        """The loss of each token as `value`, and what it is made of, [N] each. weights: what each will count."""
+        args, tokens, temperature = self.args, self.stop.of(targets(batch)), self.args.temperature
+        if args.loss_type == POLICY_GRADIENT:
+            return self._policy_gradient(model, batch, tokens, weights)
+        function = teacher_tiles.divergence(args.loss_type, args.beta, args.skew_alpha)
+        if "teacher_ids" in batch:  # frozen rollouts that were scored beforehand
+            names = "teacher_ids", "teacher_logps", "teacher_own"
+            ids, logps, own = (batch[name] for name in names)
+            tile = bucketed(function, ids, logps, own, tokens, temperature, self.vocabulary)
+        elif top_k := args.teacher_top_k or args.precompute_teacher_top_k:
+            top = self.teacher.score(batch, self.stop(TopTokens(top_k, temperature, self.vocabulary, tokens)))
+            given = top["ids"], top["logps"], top["value"], tokens, temperature, self.vocabulary
+            by_rest = args.teacher_top_k and args.teacher_rest == "residual"
+            tile = residual(*given) if by_rest else bucketed(function, *given)
+        else:
+            states = self.teacher.states(batch, self.stop)
+            tile = teacher_tiles.dense(function, states, tokens, temperature, ce_coef=0.0)
+        return self.score(model, batch, self.stop(tile), weights)
+
+    def _policy_gradient(self, model: nn.Module, batch: dict, tokens: Tensor, weights: Tensor | None) -> dict[str, Any]:
         """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
-        tokens, temperature, discount = targets(batch), self.args.temperature, self.args.discount
-        teacher = self.teacher.score(batch, LogProb(tokens, temperature, vocabulary=self.vocabulary))["value"]
+        temperature, discount = self.args.temperature, self.args.discount
+        theirs = self.stop(LogProb(tokens, temperature, vocabulary=self.vocabulary))
+        teacher = self.teacher.score(batch, theirs)["value"]
+        share, extra = 1.0, None
+        if self.reward:
+            share, coef = self.reward.shares(self.state.global_step / max(self.state.max_steps, 1))
+            extra = coef * group_advantage(batch["grades"]).flatten()[batch["owner"]]
         if discount == 0:
-            tile = teacher_tiles.SampledPolicyGradient(tokens, teacher, temperature, self.vocabulary)
-            scores = self.score(model, batch, tile, weights)
-            return scores["value"], scores
-        scores = self.score(model, batch, LogProb(tokens, temperature, True, self.vocabulary))
+            common = temperature, self.vocabulary, share, extra
+            tile = teacher_tiles.SampledPolicyGradient(tokens, teacher, *common)
+            return self.score(model, batch, self.stop(tile), weights)
+        scores = self.score(model, batch, self.stop(LogProb(tokens, temperature, True, self.vocabulary)))
         student = scores["value"].detach()
-        advantage = teacher_tiles.credited(teacher - student, batch["owner"], discount)
-        return policy_gradient(scores["value"], advantage), scores | {"student": student, "teacher": teacher}
+        advantage = share * teacher_tiles.credited(teacher - student, batch["owner"], discount)
+        advantage = advantage if extra is None else advantage + extra
+        value = policy_gradient(scores["value"], advantage)
+        return scores | {"value": value, "student": student, "teacher": teacher}
 
     def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Means over the tokens that the student sampled itself (not over the data's completions) and over rollouts."""
@@ -224,13 +328,19 @@ class OPDTrainer(PostTrainer):
         own = rolled[batch["owner"]]  # [N]
         ends = torch.isin(targets(batch), torch.tensor(self.terminal_ids, device=gap.device))
         stopped = per_branch(ends.float(), batch)  # a rollout has at most one such token, its last
+        # one that the horizon cut, and not its own length, neither stopped nor failed to
+        cut = (stopped == 0) & (lengths < self.args.max_completion_length)
         # the mean of -gap over sampled tokens is an estimate of the reverse KL, where that is not the loss itself
         reverse_kl = scores["divergence"] if self.args.loss_type == "reverse_kl" else -gap
         metrics = {
             "logprob/student": (student, own), "logprob/teacher": (teacher, own), "logprob/gap": (gap, own),
             "distill/advantage": (gap, own), "distill/reverse_kl": (reverse_kl, own),
-            "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled),
+            "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled * ~cut),
+            "generation/repeated": (batch["repeated"], rolled),
         }  # fmt: skip
+        if self.reward:
+            grades, counts = batch["grades"], row_weights(batch)
+            metrics |= {"reward/mean": (grades.mean(1), counts), "reward/spread": (grades.std(1, correction=0), counts)}
         return metrics | ({"entropy": (scores["entropy"], own)} if "entropy" in scores else {})
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:

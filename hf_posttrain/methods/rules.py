@@ -20,6 +20,13 @@ LABEL_SMOOTHED = ("exo_pair", "robust", "sigmoid")
 UNPAIRED = ("kto", "apo_zero_unpaired", "bco")
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd")
 POLICY_GRADIENT = "policy_gradient"
+TOKEN_WEIGHTS: dict[str, dict[str, tuple[float, float]]] = {
+    "cumulative": {"gain": (0.0, 100.0)}, "top_share": {"share": (0.0, 1.0)}, "extremes": {"share": (0.0, 0.5)},
+    "bounded": {}, "sign": {},
+}  # fmt: skip
+"""Name -> its options, each with the range that it must be in, its lower end excluded."""
+OF_ADVANTAGE = ("bounded", "sign")
+"""Those that weigh the advantage of the policy gradient, and so no other loss."""
 VLLM_MODES = ("colocate", "server")
 
 
@@ -112,14 +119,109 @@ def opd(values: Any) -> Iterator[Problem]:
         yield ("max_length", "max_completion_length"), problem
 
 
+def named_options(asked: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """What `token_weights` asks for: a name, and options."""
+    if isinstance(asked, str):
+        return asked, {}
+    return asked.get("name", ""), {key: value for key, value in asked.items() if key != "name"}
+
+
+def opd_tokens(values: Any) -> Iterator[Problem]:
+    """Which tokens OPD trains, and how much each counts."""
+    asked, most = values.horizon, values.max_completion_length
+    if isinstance(asked, dict):
+        keys = ("from", "to", "steps")
+        if {*asked} != {*keys} or not all(type(asked[key]) is int and asked[key] > 0 for key in keys):
+            yield ("horizon",), f"horizon={asked!r}: from, to and steps are wanted, numbers of tokens and of steps"
+        elif max(asked["from"], asked["to"]) > most:
+            yield ("horizon", "max_completion_length"), f"horizon goes beyond max_completion_length={most}: raise that"
+    elif asked is not None and not (isinstance(asked, int) and 1 <= asked <= most):
+        problem = f"horizon={asked!r} is not between 1 and max_completion_length={most}"
+        yield ("horizon", "max_completion_length"), problem
+    yield from one_of("teacher_rest", values.teacher_rest, ("residual", "tail"))
+    if values.teacher_top_k is None and values.teacher_rest != "tail":
+        problem = "teacher_rest is of teacher_top_k: set that, or drop teacher_rest"
+        yield ("teacher_rest", "teacher_top_k"), problem
+    elif values.teacher_top_k is not None and values.loss_type == POLICY_GRADIENT:
+        yield ("teacher_top_k", "loss_type"), "teacher_top_k: policy_gradient needs the sampled token alone: drop it"
+    elif values.teacher_top_k is not None and values.teacher_rest == "residual":
+        if values.loss_type != "reverse_kl":
+            problem = f"teacher_rest: residual is of loss_type reverse_kl, not {values.loss_type}: set tail"
+            yield ("teacher_rest", "loss_type"), problem
+        if values.rollouts != "live" or values.lmbda < 1:
+            problem = "teacher_rest: residual is of tokens that the policy of now sampled: set tail, or rollouts: live"
+            yield ("teacher_rest", "rollouts"), problem
+    if values.token_weights is None:
+        return
+    name, options = named_options(values.token_weights)
+    yield from one_of("token_weights", name, tuple(TOKEN_WEIGHTS))
+    for key, value in options.items() if name in TOKEN_WEIGHTS else ():
+        low, high = TOKEN_WEIGHTS[name].get(key, (0.0, 0.0))
+        if not isinstance(value, int | float) or not low < value <= high:
+            ranges = [f"{each} above {least:g} and up to {top:g}" for each, (least, top) in TOKEN_WEIGHTS[name].items()]
+            known = ", ".join(ranges) or "no options"
+            yield ("token_weights",), f"token_weights: {key}={value!r}: {name} has {known}"
+    if name in OF_ADVANTAGE and values.loss_type != POLICY_GRADIENT:
+        problem = f"token_weights: {name} weighs the advantage of loss_type policy_gradient: set that, or another"
+        yield ("token_weights", "loss_type"), problem
+    elif name in OF_ADVANTAGE and (values.reward or values.discount):
+        other = "reward" if values.reward else "discount"
+        problem = f"token_weights: {name} is of the advantage of a token alone, to which {other} adds: drop one of both"
+        yield ("token_weights", other), problem
+
+
+def opd_reward(values: Any) -> Iterator[Problem]:
+    """OPD's reward beside the teacher."""
+    asked, known = values.reward, {"function", "coef", "when", "start"}
+    if asked is None:
+        return
+    if not isinstance(asked.get("function"), str) or {*asked} - known:
+        yield ("reward",), f"reward={asked!r}: function is wanted, and coef, when and start may be given"
+        return
+    yield from one_of("reward", asked.get("when", "with"), ("with", "after"))
+    coef, start = asked.get("coef", 1.0), asked.get("start", 0.5)
+    if not isinstance(coef, int | float) or not 0 < coef < float("inf"):
+        yield ("reward",), f"reward: coef={coef!r} is not a number above 0"
+    if not isinstance(start, int | float) or not 0 <= start < 1:
+        yield ("reward",), f"reward: start={start!r} is not a share of the steps, from 0 to below 1"
+    if "start" in asked and asked.get("when") != "after":
+        yield ("reward",), "reward: start is of when: after: set that, or drop start"
+    if values.loss_type != POLICY_GRADIENT:
+        yield ("reward", "loss_type"), "reward is added to the advantage of loss_type policy_gradient: set that"
+    if values.num_generations < 2:
+        problem = "reward: rollouts of a prompt are compared with each other: set num_generations to 2 or more"
+        yield ("reward", "num_generations"), problem
+
+
 def opd_rollouts(values: Any) -> Iterator[Problem]:
     """What samples OPD's rollouts, and whose options are given."""
     given = [name for name, value in vars(values).items() if name.startswith("vllm_") and value is not None]
     yield from one_of("rollout", values.rollout, ("transformers", "vllm"))
+    yield from one_of("rollouts", values.rollouts, ("live", "frozen", "replay"))
+    if values.rollouts != "live" and values.loss_type == POLICY_GRADIENT:
+        problem = f"policy_gradient is biased on rollouts: {values.rollouts}: set live, or a loss over the vocabulary"
+        yield ("rollouts", "loss_type"), problem
+    if values.precompute_teacher_top_k is not None:
+        problem = _of_precomputed(values)
+        yield from [(("precompute_teacher_top_k",), f"precompute_teacher_top_k {problem}")] if problem else []
+    if values.rollouts != "replay" and (values.fresh != 0.25 or values.replay_windows != 16):
+        name = "fresh" if values.fresh != 0.25 else "replay_windows"
+        yield (name, "rollouts"), f"{name} is an option of rollouts: replay: set that, or drop {name}"
     if values.rollout == "vllm":
         yield from _of_vllm(values)
     elif given:
         yield (given[0], "rollout"), f"{given[0]} is an option of rollout: vllm: set that, or drop {given[0]}"
+
+
+def _of_precomputed(values: Any) -> str:
+    """What is wrong with `precompute_teacher_top_k` of OPD, or nothing."""
+    if values.rollouts != "frozen":
+        return "scores rollouts once, and those of rollouts: frozen alone stay: set that, or teacher_top_k"
+    if values.loss_type == POLICY_GRADIENT:
+        return "is of a loss over the vocabulary: choose one, or drop it"
+    if values.lmbda < 1:
+        return "scores rollouts, and lmbda below 1 trains on completions of the data too: set lmbda: 1"
+    return "takes the place of teacher_top_k: drop that" if values.teacher_top_k is not None else ""
 
 
 def _of_vllm(values: Any) -> Iterator[Problem]:

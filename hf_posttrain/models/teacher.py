@@ -1,5 +1,6 @@
 """The teacher of KD and OPD: scored alongside the student, or once into a cache of its top tokens."""
 
+import logging
 from contextlib import suppress
 from typing import Any
 
@@ -11,11 +12,15 @@ from ..engines import launch
 from ..errors import InputError
 from ..scoring import forward
 from ..scoring.head import TileFunction
+from ..scoring.stop_outcome import StopOutcome
 from ..scoring.teacher_tiles import TeacherStates
 from ..scoring.top_tokens import TopTokens
 from . import load, score_cache
 from .frozen import Frozen, shares_trained_weights
+from .prepare import are_one_outcome, find_own_ends, find_terminal_ids
 from .section import ModelSection
+
+logger = logging.getLogger(__name__)
 
 
 class Teacher(Frozen, TrainerCallback):
@@ -26,11 +31,11 @@ class Teacher(Frozen, TrainerCallback):
         with torch.no_grad(), self.accelerator.autocast(), self as model:
             return forward.score(model, batch, tile)
 
-    def states(self, batch: dict[str, Any]) -> TeacherStates:
-        """The teacher's head and its hidden states at the scored positions, for a tile function."""
+    def states(self, batch: dict[str, Any], stop: StopOutcome) -> TeacherStates:
+        """The teacher's head and its hidden states at the scored positions, for a tile function that `stop` wraps."""
         # the head is used after the forward: where its weights have left by then, they are copied
         with torch.no_grad(), self.accelerator.autocast(), self as model:
-            return TeacherStates.of(model, batch, copy_head=self.sharded or self.offload)
+            return TeacherStates.of(model, batch, copy_head=self.sharded or self.offload, stop=stop)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give back the device's memory; a later evaluation brings the teacher back by itself."""
@@ -67,6 +72,19 @@ def add_teacher(trainer: Any, teacher: nn.Module | str | None, offload: bool) ->
     return added, min(sizes)
 
 
+def find_stop_outcome(trainer: Any, asked: bool | None) -> tuple[list[int], StopOutcome]:
+    """The terminal ids of the trainer's student and teacher, and which of them are one outcome. asked: as the option
+    `one_stop_outcome`."""
+    theirs = find_terminal_ids(trainer.teacher.model, trainer.tokenizer, trainer.args.chat_template_kwargs)
+    both = list(dict.fromkeys(trainer.terminal_ids + theirs))
+    own = find_own_ends(trainer.teacher.model, trainer.tokenizer)
+    one = [i for i in both if i < trainer.vocabulary] if are_one_outcome(asked, trainer.own_ends, own) else []
+    if len(one) > 1:
+        names = " ".join(trainer.tokenizer.convert_ids_to_tokens(one))
+        logger.info("terminal tokens that count as one outcome: %s", names)
+    return both, StopOutcome(torch.tensor(one, device=trainer.accelerator.device), trainer.args.temperature)
+
+
 def precompute_top_k(trainer: Any) -> None:
     """Give the trainer's rows teacher_ids and teacher_logps, [trained tokens][K] each, from the cache or scored now.
 
@@ -76,13 +94,14 @@ def precompute_top_k(trainer: Any) -> None:
     args = trainer.args
     trainer.check_scoring(trainer.model)
     tile = TopTokens(args.precompute_teacher_top_k, args.temperature, trainer.vocabulary)
+    one = trainer.stop.ids.tolist()
     key = [
         score_cache.model_key(trainer.teacher.model), sorted(trainer.tokenizer.get_vocab().items()),
-        tile.k, tile.temperature, args.bf16, args.fp16, tile.vocabulary,
+        tile.k, tile.temperature, args.bf16, args.fp16, tile.vocabulary, *([one] if one else []),
     ]  # fmt: skip
 
     def score(batch: dict) -> list[dict[str, Any]]:
-        found = trainer.teacher.score(batch, tile)
+        found = trainer.teacher.score(batch, trainer.stop(tile))
         ids, logps = found["ids"].int().cpu().numpy(), found["logps"].float().cpu().numpy()
         own = [(batch["owner"] == number).cpu().numpy() for number in range(len(batch["index"]))]
         return [{"teacher_ids": ids[mask], "teacher_logps": logps[mask]} for mask in own]

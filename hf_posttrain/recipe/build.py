@@ -54,11 +54,12 @@ def of_any_machine(recipe: Recipe) -> Recipe:
     """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
     is as large as fp16 and runs on CPU is bf16."""
     wanting = (
-        "deepspeed", "fsdp", "parallelism_config", "tf32", "rollout", "vllm_", "activation_checkpointing_kwargs",
+        "deepspeed", "fsdp", "parallelism_config", "tf32", "vllm_", "activation_checkpointing_kwargs",
         "use_liger_kernel", "liger_kernel_config",
     )  # fmt: skip
     train = {"bf16" if value is True and name == "fp16" else name: value
-             for name, value in recipe.train.items() if not name.startswith(wanting)}  # fmt: skip
+             for name, value in recipe.train.items()
+             if not name.startswith(wanting) and name != "rollout"}  # fmt: skip
     return replace(recipe, train=train | {"use_cpu": True})
 
 

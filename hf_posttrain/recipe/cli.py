@@ -14,9 +14,11 @@ from .yaml_tree import OVERRIDE
 
 _USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [OPTIONS]] [--preprocess-only]
        hf-posttrain data FILE ...
+       hf-posttrain sample RECIPE.yaml [section.key=value ...] --out FILE
        hf-posttrain compare RUN RUN ..."""
 _EPILOG = """other commands:
   hf-posttrain data FILE         the format of a data file, and its first row as it would be trained
+  hf-posttrain sample RECIPE     the model's answers to the prompts of the data, as rows to train on
   hf-posttrain compare RUN RUN   several finished runs (their output_dir) side by side in one page
 
 examples:
@@ -93,10 +95,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--device_memory must be a number of GiB above 0, not {memory}")
     if arguments.check and arguments.preprocess_only:
         parser.error("--check and --preprocess-only exclude each other: drop one")
-    # the first word that is no override is the recipe, wherever it stands; its name may hold an `=`
+    arguments.recipe, arguments.overrides = find_recipe(parser, words)
+    return arguments
+
+
+def find_recipe(parser: Parser, words: list[str]) -> tuple[str, list[str]]:
+    """(recipe, overrides): the first word that is no override, wherever it stands; its name may hold an `=`."""
     at = next((n for n, word in enumerate(words) if not OVERRIDE.match(word) or os.path.isfile(word)), None)
     if at is None:
         given = f" next to {words[0]}" if words else ""
         parser.error(f"there is no recipe{given}: hf-posttrain RECIPE.yaml [section.key=value ...]")
-    arguments.recipe, arguments.overrides = words[at], words[:at] + words[at + 1 :]
-    return arguments
+    return words[at], words[:at] + words[at + 1 :]

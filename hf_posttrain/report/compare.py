@@ -109,7 +109,7 @@ def explain_incomparable(runs: list[Run]) -> str:
     """Why the losses of these runs cannot be set against each other; empty where they can."""
     # Of the options that differ, the first on which the value of a loss depends
     differing = [name for name, *_ in list_differences([run.arguments for run in runs])]
-    options = [f"{name} differs" for name in differing if not name.startswith(NOT_OF_THE_LOSS)]
+    options = [f"{name} differs" for name in differing if not f"{name}=".startswith(NOT_OF_THE_LOSS)]
     return next(iter([*_explain_other_scores(runs), *options, *_explain_other_tokens(runs)]), "")
 
 

@@ -3,19 +3,22 @@
 import math
 from typing import Any
 
+import numpy as np
+
 from . import charts
 from .charts import TITLES, format_number, list_metrics
 from .run_folder import Run
 
 NAME = "report.html"
-MACHINERY = (  # arguments, or how they begin, on which neither the weights nor what a loss measures depend
+# Arguments, or how they begin (with `=` the whole name), on which neither the weights nor what a loss measures depend
+MACHINERY = (
     "output_dir", "use_cpu", "report_to", "run_name", "project", "trackio_", "logging_", "log_", "save_", "eval_",
     "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
-    "layout", "precompute_ref_", "vllm_", "rollout", "generation_batch_size", "disable_tqdm", "dataloader_", "ddp_",
-    "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "skip_memory_metrics",
-    "do_", "include_", "debug", "torch_empty_cache_steps", "ignore_data_skip", "remove_unused_columns", "enable_jit_",
-    "restore_callback_", "batch_eval_metrics", "prediction_loss_only", "use_cache", "average_tokens_", "local_rank",
-    "resume_despite",
+    "layout", "precompute_ref_", "vllm_", "rollout=", "generation_batch_size", "diagnostics", "disable_tqdm",
+    "dataloader_", "ddp_", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
+    "skip_memory_metrics", "do_", "include_", "debug", "torch_empty_cache_steps", "ignore_data_skip",
+    "remove_unused_columns", "enable_jit_", "restore_callback_", "batch_eval_metrics", "prediction_loss_only",
+    "use_cache", "average_tokens_", "local_rank", "resume_despite",
 )  # fmt: skip
 
 TIED = ("rewards/accuracies",)  # metrics that are of ties alone before the first step
@@ -43,6 +46,7 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
             first = next((value for step, value in zip(*series, strict=True) if step or metric not in TIED), None)
             remark = f"{split}, from {format_number(first)}" if len(series.steps) > 1 else split
             found.append((TITLES.get(metric, metric), format_number(run.last[key]), remark))
+    found += _line_of_divergence(run)
     (taken, planned), epochs = run.steps, run.state.get("epoch")
     remark = "" if epochs is None else f"{format_number(epochs)} epochs"
     found.append(("Steps", f"{taken:,} of {planned:,}" if taken < planned else f"{taken:,}", remark))
@@ -52,6 +56,22 @@ def list_facts(run: Run) -> list[tuple[str, str, str]]:
         rate = run.results.get("train_samples_per_second")
         found.append(("Time", format_duration(seconds), f"{format_number(rate)} rows a second" if rate else ""))
     return found
+
+
+def _line_of_divergence(run: Run) -> list[tuple[str, str, str]]:
+    """Exact match against the square root of the KL to the teacher, where evaluations have both: near a line
+    (arXiv 2609.32722), whose constant is what a student equal to the teacher would reach."""
+    right, apart = (run.history.get(f"eval_{name}") for name in ("exact_match", "distill/reverse_kl"))
+    if not (right and apart):
+        return []
+    by_step = dict(apart.finite())
+    points = np.array([(by_step[step] ** 0.5, value) for step, value in right.finite() if by_step.get(step, -1) >= 0])
+    if len(points) < 3 or np.ptp(points[:, 0]) == 0:
+        return []
+    slope, constant = np.polyfit(points[:, 0], points[:, 1], 1)
+    fit = np.corrcoef(points[:, 0], points[:, 1])[0, 1] ** 2
+    said = f"{constant:.2f} {'-' if slope < 0 else '+'} {abs(slope):.2f} sqrt(KL)"
+    return [("Exact match by KL", said, f"{len(points)} evaluations, R2 {fit:.2f}")]
 
 
 def format_duration(seconds: float) -> str:
@@ -82,7 +102,8 @@ def list_warnings(run: Run) -> list[str]:
 
 def list_options(run: Run) -> list[tuple[str, str]]:
     """Hyper-parameters: the arguments that are known and shape the result, and the adapter's; empty ones left out."""
-    known = {name: value for name, value in run.arguments.items() if not name.startswith((*MACHINERY, "dataset_"))}
+    left_out = (*MACHINERY, "dataset_")
+    known = {name: value for name, value in run.arguments.items() if not f"{name}=".startswith(left_out)}
     # Of the two limits of a run's length, the other has no effect.
     known.pop("num_train_epochs" if known.get("max_steps", -1) > 0 else "max_steps", None)
     rows = [("rows per optimizer step", run.record.get("rows_per_step")), *known.items()]

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..losses.divergence import DIVERGENCES, discounted, forward_kl, jsd, reverse_kl
+from ..losses.divergence import DIVERGENCES, by_rollout, discounted, forward_kl, jsd, reverse_kl
 from .cpu import expectation
 from .forward import LMHead, run, scored_states
 from .head import LogProb, Tile, TileFunction, kernels, softmax
+from .stop_outcome import StopOutcome
 
 
 def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
@@ -40,9 +41,10 @@ class TeacherStates:
 
     head: LMHead
     hidden: Tensor
+    stop: StopOutcome | None = None  # the student's logits are then merged as well
 
     @classmethod
-    def of(cls, model: nn.Module, batch: dict, copy_head: bool) -> "TeacherStates":
+    def of(cls, model: nn.Module, batch: dict, copy_head: bool, stop: StopOutcome | None = None) -> "TeacherStates":
         """A forward of the teacher. copy_head: its weights are whole inside the forward alone, so they are copied
         there. Raises InputError where such a head is more than a linear layer."""
         heads: list[LMHead] = []
@@ -54,14 +56,17 @@ class TeacherStates:
         hidden = run(model, batch, scorer)["hidden"]
         weight = getattr(heads[0].module, "weight", None)
         if weight is None or not weight.is_floating_point():  # a quantised head casts by itself
-            return cls(heads[0], hidden)
-        return cls(heads[0], hidden.to(weight.dtype))
+            return cls(heads[0], hidden, stop)
+        return cls(heads[0], hidden.to(weight.dtype), stop)
 
     def logits(self, rows: slice) -> Tensor:
         """[n, V of the teacher], which the caller may overwrite."""
         with torch.no_grad():
             logits = self.head.logits(self.hidden[rows])
-            return logits.clone() if isinstance(self.head.module, nn.Identity) else logits
+            logits = logits.clone() if isinstance(self.head.module, nn.Identity) else logits
+            if self.stop:
+                self.stop.merge(logits)
+            return logits
 
 
 def _copied(head: LMHead) -> LMHead:
@@ -201,36 +206,46 @@ def with_cross_entropy(
     return ce_coef * ce + (1 - ce_coef) * total, stats | {"ce": ce}
 
 
+def beside_cross_entropy(tile: TileFunction, targets: Tensor, ce_coef: float) -> TileFunction:
+    """Tile function: (1 - w) x the value of `tile` + w CE of the logits as they are, w = ce_coef."""
+
+    def mixed(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+        own = LogProb(targets)(logits, rows, need_grad, torch.empty_like(buffer))
+        found = tile(logits, rows, need_grad, buffer)
+        grad = None
+        if found.grad is not None and own.grad is not None:
+            grad = found.grad.mul_(1 - ce_coef).sub_(own.grad, alpha=ce_coef)
+        return Tile((1 - ce_coef) * found.value - ce_coef * own.value, grad, found.stats | {"ce": -own.value})
+
+    return mixed if ce_coef else tile
+
+
 # ---- the sampled tokens: policy gradient
 
 
 @dataclass(frozen=True)
 class SampledPolicyGradient:
-    """value = -sg(ln p - ln q) ln q of the sampled tokens, whose expected gradient is that of the reverse KL."""
+    """value = -sg(A) ln q of the sampled tokens, A = share x (ln p - ln q) + extra: with a share of 1 and nothing extra
+    its expected gradient is that of the reverse KL."""
 
     targets: Tensor  # [N], the sampled tokens
     teacher: Tensor  # [N], the teacher's log-probabilities of them at the same temperature
     temperature: float
     vocabulary: int  # of the ids that both models have
+    share: float = 1.0
+    extra: Tensor | None = None  # [N], a reward
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
         tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, buffer)
-        advantage = self.teacher[rows] - tile.value
+        advantage = self.share * (self.teacher[rows] - tile.value)
+        advantage = advantage if self.extra is None else advantage + self.extra[rows]
         stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
         grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
         return Tile(-advantage * tile.value, grad, stats)
 
 
 def credited(reward: Tensor, owner: Tensor, discount: float) -> Tensor:
-    """Rewards [N] of tokens with those that follow in their rollout, discounted: [N]. owner [N]: whose token it is.
-
-    Tokens of a rollout stand in order; they are laid out as [rollouts, longest] and back.
-    """
-    order, counts = torch.argsort(owner, stable=True), torch.bincount(owner)
-    place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    table = reward.new_zeros(len(counts), int(counts.max()))
-    table[owner[order], place] = reward[order]
-    result = torch.empty_like(reward)
-    result[order] = discounted(table, discount)[owner[order], place]
-    return result
+    """Rewards [N] of tokens with those that follow in their rollout, discounted: [N]. owner [N]: whose token it is."""
+    table, where = by_rollout(reward, owner)
+    return discounted(table, discount)[where]

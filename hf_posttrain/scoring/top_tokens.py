@@ -16,17 +16,20 @@ from .teacher_tiles import at_temperature, differentiated, with_cross_entropy
 
 @dataclass(frozen=True)
 class TopTokens:
-    """Tile function: the K largest log-probabilities at a temperature and their ids, as stats of [n, K]; no value."""
+    """Tile function: the K largest log-probabilities at a temperature and their ids, as stats of [n, K]; its value is
+    that of the targets, or of the largest."""
 
     k: int
     temperature: float
     vocabulary: int  # of the ids that both models have
+    targets: Tensor | None = None  # [N]
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile."""
         logps = torch.log_softmax(logits[:, : self.vocabulary] / self.temperature, dim=-1)
         top, ids = logps.topk(min(self.k, logps.shape[-1]), dim=-1)
-        return Tile(top[:, 0], None, {"logps": top, "ids": ids})
+        own = top[:, 0] if self.targets is None else logps.gather(-1, self.targets[rows, None])[:, 0]
+        return Tile(own, None, {"logps": top, "ids": ids})
 
 
 def top_k(
@@ -48,5 +51,47 @@ def top_k(
         total = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows]))
         own = q if temperature == 1 and vocabulary >= logits.shape[-1] else None
         return with_cross_entropy(total, logits, own, targets[rows, None], ce_coef, {"divergence": total})
+
+    return differentiated(value)
+
+
+def bucketed(
+    function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, logps: Tensor, teacher: Tensor, targets: Tensor,
+    temperature: float, vocabulary: int,
+) -> TileFunction:  # fmt: skip
+    """A divergence where all tokens outside the teacher's top K are one: a lower bound of that over all, never below 0.
+    Otherwise as `residual`."""
+
+    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
+        total = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows]))
+        own = q.gather(-1, targets[rows, None])[:, 0]
+        return total, {"divergence": total, "student": own, "teacher": teacher[rows]}
+
+    return differentiated(value)
+
+
+def residual(
+    ids: Tensor, logps: Tensor, teacher: Tensor, targets: Tensor, temperature: float, vocabulary: int
+) -> TileFunction:
+    """The reverse KL of sampled tokens y where the teacher's top K is known, S, and its log-probability of y, [N]:
+
+        sum over S of q (ln q - ln p)  +  (ln q(y) - ln p(y) where y is not in S)
+
+    Unbiased in value and gradient, for every K (ResOPD, arXiv 2610.04882); K = V is the dense loss. The gradient is
+    sum over S of (ln q - ln p) dq + (ln q(y) - ln p(y)) d ln q(y): what is left out, the sum of all dq, is 0.
+    stats: `divergence`, and `student` and `teacher`, the log-probabilities of y.
+    """
+
+    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
+        top, own = q.gather(-1, ids[rows]), q.gather(-1, targets[rows, None])[:, 0]
+        known = (ids[rows] == targets[rows, None]).any(-1)
+        rest = torch.where(known, 0.0, own - teacher[rows]).detach()
+        apart = (top.clamp(min=-1e30) - logps[rows].clamp(min=-1e30)).detach()  # -inf less -inf would be NaN
+        found = (top.exp() * apart).sum(-1) + rest
+        moving = (top.exp() * apart).sum(-1) + rest * own
+        stats = {"divergence": found, "student": own, "teacher": teacher[rows]}
+        return moving + (found - moving).detach(), stats
 
     return differentiated(value)

@@ -32,6 +32,7 @@ COUNT = Limit(lambda n: n >= 1, "must be at least 1")
 NOT_NEGATIVE = Limit(lambda x: 0 <= x < float("inf"), "must be at least 0")
 POSITIVE = Limit(lambda x: 0 < x < float("inf"), "must be positive")
 SHARE = Limit(lambda x: 0 <= x <= 1, "is not in [0, 1]")
+SOME = Limit(lambda x: 0 < x <= 1, "is not in (0, 1]")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "is not in [0, 1)")
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from hf_posttrain import DPOTrainer, SFTTrainer, run
 from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
+from hf_posttrain.generation import rollout
 from hf_posttrain.models import load as models
 from hf_posttrain.recipe.read import load_recipe
 
@@ -292,6 +294,20 @@ def test_the_teachers_own_prompts_are_compared(folder):
     assert any("the teacher's own template writes 2 of the first 3 prompts otherwise" in w for w in other.warnings())
 
 
+def test_what_ends_an_answer_of_both_models_is_listed(folder):
+    write_rows(folder / "rows.jsonl", [{"prompt": [{"role": "user", "content": "Hi"}]}] * 2)
+    shutil.copytree(folder / "tiny", folder / "ended")
+    (folder / "ended" / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
+    opd = ("method=opd", "data.eval=null", "train.max_length=100", "train.max_completion_length=8")
+    found = checked(*opd, "teacher.name_or_path=ended").tokens
+    assert "one outcome in the loss: <|im_end|> (258), <|endoftext|> (256)" in found.lines()
+    for overrides in (["teacher.name_or_path=tiny"], ["teacher.name_or_path=ended", "train.one_stop_outcome=false"]):
+        lines = checked(*opd, *overrides).tokens.lines()
+        assert any(line.startswith("one outcome in the loss: none") for line in lines)
+    write_rows(folder / "rows.jsonl", [{"prompt": "Hi", "completion": "you"}] * 2)
+    assert not any("one outcome" in line for line in checked("data.eval=null").tokens.lines())
+
+
 # ---- plan
 
 
@@ -338,6 +354,27 @@ def test_steps_are_those_of_the_trainer(tmp_path, config):
 
 
 # ---- probe
+
+
+OPD = ("method=opd", "teacher={name_or_path: tiny, from_scratch: true}", "data.eval=null", "train.max_length=100",
+       "train.max_completion_length=40", "train.num_generations=8", "train.temperature=1.3")  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [(), ("train.loss_type=policy_gradient",), ("train.teacher_top_k=3",)])
+def test_a_probe_scores_the_student_as_its_own_teacher(folder, options):
+    found = checked(*OPD, *options, with_probe=True).probe
+    assert found.rollouts.to_itself < 1e-5
+    assert abs(found.rollouts.surprise) < 4
+    assert not any("standard errors" in warning for warning in found.warnings())
+
+
+def test_a_probe_sees_rollouts_of_another_distribution(folder, monkeypatch):
+    real = rollout.generate
+    cold = lambda *args, temperature=None, **options: real(*args, temperature=0.1, **options)  # noqa: E731
+    monkeypatch.setattr(rollout, "generate", cold)
+    warnings = [*checked(*OPD, with_probe=True).probe.warnings()]
+    assert any("standard errors from what the student would sample: what samples them has other" in w for w in warnings)
+
 
 
 def test_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 from test_data import ASKED, END, REPLY, USER, WRONG, config, jsonl, prepare, source, texts
 from tokenizers_for_tests import CHATML, CHATML_GENERATION, DEEPSEEK, QWEN3, byte_tokenizer
 
-from hf_posttrain.check import data_command
+from hf_posttrain.commands import data as data_command
 from hf_posttrain.data.audit import audits
 from hf_posttrain.data.formats import read_format
 from hf_posttrain.data.sources import load

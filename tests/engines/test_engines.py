@@ -45,18 +45,21 @@ from hf_posttrain.scoring import forward as scoring
 pytestmark = pytest.mark.engines
 
 
-def second_for(method):
-    """The teacher of KD and OPD."""
-    return second_model(method, seed=5)
+def second_for(method, end=None):
+    """The teacher of KD and OPD; end: the id that it ends with, not the student's."""
+    second = second_model(method, seed=5)
+    if end is not None:
+        second.generation_config.eos_token_id = end
+    return second
 
 
-def trained(rank, method, engine, lora, **config):
-    """(engine that really ran, processes, logs, weights) of six steps of four or eight rows."""
+def trained(rank, method, engine, lora, end=None, **config):
+    """(engine that really ran, processes, logs, weights) of six steps of four or eight rows. end: the teacher's."""
     rollout.generate = fake_generate
     peft_config = {"peft_config": peft.LoraConfig(**LORA)} if lora else {}
     torch.manual_seed(0)
     trainer = trainer_for(
-        method, tiny_model(), token_rows(method, 13), tempfile.mkdtemp(), second_for(method),
+        method, tiny_model(), token_rows(method, 13), tempfile.mkdtemp(), second_for(method, end),
         eval_rows=token_rows(method, 7, seed=3), max_steps=6, learning_rate=1e-3, max_grad_norm=1.0,
         gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=2, train_sampling_strategy="random",
         **engine_arguments(engine), **peft_config, **config,
@@ -102,6 +105,43 @@ def test_two_processes_give_the_numbers_of_one(engine, method, lora):
     for own, theirs in zip(found, logs, strict=True):
         assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert weights_found.keys() == weights.keys()
+    for key, tensor in weights.items():
+        torch.testing.assert_close(weights_found[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
+
+
+OF_OPD = {
+    "frozen": {"rollouts": "frozen", "precompute_teacher_top_k": 5},
+    "weights": {"token_weights": "top_share", "horizon": {"from": 2, "to": 6, "steps": 4}, "end": 256},
+    "residual": {"teacher_top_k": 5, "teacher_rest": "residual", "temperature": 0.8},
+    "reward": {"loss_type": "policy_gradient", "num_generations": 2, "token_weights": "cumulative",
+               "reward": {"function": "exact_match", "when": "after"}},
+}  # fmt: skip
+IN_CI_OF_OPD = {
+    ("frozen", "ddp", False), ("weights", "fsdp2", True), ("residual", "zero3", False), ("reward", "ddp", True),
+}  # fmt: skip
+
+
+@functools.cache
+def opd_on_one(options, lora):
+    return on_two(opd_case, "single", options, "single", lora, 4, world=1)[0]
+
+
+def opd_case(rank, options, engine, lora, size):
+    return trained(rank, "opd", engine, lora, per_device_train_batch_size=size, per_device_eval_batch_size=size,
+                   **OF_OPD[options])  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "lora"),
+    [pytest.param(*case, marks=[] if case in IN_CI_OF_OPD else pytest.mark.slow)
+     for case in itertools.product(OF_OPD, ENGINES, (False, True))],
+)  # fmt: skip
+def test_options_of_opd_give_the_numbers_of_one(options, engine, lora):
+    _, _, logs, weights = opd_on_one(options, lora)
+    (name, count, found, weights_found), _ = on_two(opd_case, engine, options, engine, lora, 2)
+    assert (name, count, len(found)) == (engine, 2, len(logs))
+    for own, theirs in zip(found, logs, strict=True):
+        assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     for key, tensor in weights.items():
         torch.testing.assert_close(weights_found[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
 

@@ -79,7 +79,7 @@ def opd(backend, folder, model=None, second=None, **config):
 
 def theirs(trainer, server):
     """The model that vLLM would sample with now."""
-    backend = trainer.rollouts
+    backend = trainer.backend
     if backend.lora is None:
         return server.model if server else backend.llm.policy
     if server:
@@ -105,23 +105,24 @@ def assert_equal_weights(found, expected):
 def test_each_step_samples_with_the_policys_own_weights(backend, tmp_path):
     """After every synchronisation the weights are equal on both sides, and rollouts are what the policy would say."""
     trainer, server = opd(backend, tmp_path)
-    synchronise, generate, states = trainer.rollouts.synchronise, trainer.rollouts.generate, []
+    synchronise, generate, states = trainer.backend.synchronise, trainer.backend.generate, []
 
     def watched():
         synchronise()
         states.append(weights(trainer.model))
         assert_equal_weights(weights(theirs(trainer, server)), states[-1])
 
-    def compared(prompts, seed):
-        found = generate(prompts, seed)
+    def compared(prompts, seed, longest):
+        found = generate(prompts, seed, longest)
         trainer.model.eval()
         for number, prompt in enumerate(prompts):
-            how = trainer.rollouts.sampling | {"seed": rollout.mix_seed(*seed, number) >> 2}
+            seeded = {"seed": rollout.mix_seed(*seed, number) >> 2, "max_tokens": longest}
+            how = trainer.backend.sampling | seeded
             assert found[2 * number : 2 * number + 2] == sampled(trainer.model, prompt, **how)
         trainer.model.train()
         return found
 
-    trainer.rollouts.synchronise, trainer.rollouts.generate = watched, compared
+    trainer.backend.synchronise, trainer.backend.generate = watched, compared
     trainer.train()
     assert len(states) == 3
     for before, after in itertools.pairwise(states):
@@ -155,7 +156,7 @@ def test_a_hundred_transfers_of_an_adapter_leave_the_base_bit_for_bit(backend, t
     trainer, _ = opd(backend, tmp_path, tiny_model().to(torch.bfloat16))
     before = weights(trainer.model)
     for _ in range(100):
-        trainer.rollouts.synchronise()
+        trainer.backend.synchronise()
     assert_equal_weights(weights(trainer.model), before)
 
 
@@ -187,8 +188,8 @@ def test_both_modes_train_the_same(lora, tmp_path, vllm):
 @pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
 def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(backend, tmp_path):
     trainer, _ = opd(backend, tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2)
-    sent, synchronise = [], trainer.rollouts.synchronise
-    trainer.rollouts.synchronise = lambda: (sent.append(trainer.state.global_step), synchronise())
+    sent, synchronise = [], trainer.backend.synchronise
+    trainer.backend.synchronise = lambda: (sent.append(trainer.state.global_step), synchronise())
     trainer.train()
     assert sent == [0, 1, 2]  # an evaluation and the window after it share them
     with torch.no_grad():
@@ -203,10 +204,10 @@ def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(backend
 def test_what_was_written_is_removed(backend, tmp_path):
     trainer, server = opd(backend, tmp_path)
     trainer.train()
-    left = {path.name for path in trainer.rollouts.folder.iterdir()} - {"model"}
-    assert left == ({"3"} if trainer.rollouts.lora else set())  # vLLM may read the newest adapter again
-    if server and trainer.rollouts.lora:
-        assert list(server.adapters) == [f"{trainer.rollouts.folder.name}-3"]
+    left = {path.name for path in trainer.backend.folder.iterdir()} - {"model"}
+    assert left == ({"3"} if trainer.backend.lora else set())  # vLLM may read the newest adapter again
+    if server and trainer.backend.lora:
+        assert list(server.adapters) == [f"{trainer.backend.folder.name}-3"]
 
 
 @pytest.mark.parametrize("backend", [("colocate", False), ("server", False)], ids=["colocate", "server"], indirect=True)
@@ -217,12 +218,12 @@ def test_padding_of_the_vocabulary_is_never_drawn(backend, tmp_path, monkeypatch
     with torch.no_grad():
         student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
     trainer, _ = opd(backend, tmp_path, student, max_completion_length=3)
-    assert trainer.rollouts.sampling["logit_bias"] == {token: -100.0 for token in range(300, 340)}
-    trainer.rollouts.synchronise()
-    assert max(map(max, trainer.rollouts.generate([[1, 2, 3]] * 20, (0,)))) < 300
-    monkeypatch.setitem(trainer.rollouts.sampling, "logit_bias", None)
+    assert trainer.backend.sampling["logit_bias"] == {token: -100.0 for token in range(300, 340)}
+    trainer.backend.synchronise()
+    assert max(map(max, trainer.backend.generate([[1, 2, 3]] * 20, (0,), 4))) < 300
+    monkeypatch.setitem(trainer.backend.sampling, "logit_bias", None)
     with pytest.raises(RuntimeError, match="vLLM drew an id of the vocabulary's padding"):
-        trainer.rollouts.generate([[1, 2, 3]] * 20, (0,))
+        trainer.backend.generate([[1, 2, 3]] * 20, (0,), 4)
 
 
 @pytest.mark.parametrize("backend", [("colocate", False)], ids=["colocate"], indirect=True)
@@ -237,18 +238,18 @@ def test_more_padding_than_vllm_can_be_kept_from_is_refused(backend, tmp_path):
 def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(backend, tmp_path):
     trainer, _ = opd(backend, tmp_path, max_length=48, vllm_gpu_memory_utilization=0.2)
     state = torch.get_rng_state()
-    trainer.rollouts.synchronise()
+    trainer.backend.synchronise()
     assert torch.equal(torch.get_rng_state(), state)  # whatever vLLM seeds
-    lora = {"enable_lora": True, "max_lora_rank": 8} if trainer.rollouts.lora else {}
-    assert trainer.rollouts.llm.fields == lora | {
+    lora = {"enable_lora": True, "max_lora_rank": 8} if trainer.backend.lora else {}
+    assert trainer.backend.llm.fields == lora | {
         "load_format": "dummy", "generation_config": "vllm", "dtype": "float32", "max_model_len": 48,
         "gpu_memory_utilization": 0.2, "enable_prefix_caching": True, "distributed_executor_backend": "uni",
     }  # fmt: skip
-    trainer.rollouts.synchronise()
-    trainer.rollouts.generate([[1, 2], [3]], (0,))
+    trainer.backend.synchronise()
+    trainer.backend.generate([[1, 2], [3]], (0,), 4)
     log = ["weights", "reset", "reset"] if lora else ["weights", "reset", "weights", "reset"]
-    assert trainer.rollouts.llm.log == [*log, ("generate", 2, 2 if lora else None)]
-    assert trainer.rollouts.generate([], (0,)) == []  # a rank whose prompts are all answered by the data
+    assert trainer.backend.llm.log == [*log, ("generate", 2, 2 if lora else None)]
+    assert trainer.backend.generate([], (0,), 4) == []  # a rank whose prompts are all answered by the data
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe", "gemma3", "gpt2"])
@@ -272,18 +273,18 @@ def trained(rank, engine, folder, lora, options):
     vllm_for_tests.install()
     peft_config = peft.LoraConfig(**LORA) if lora else None
     trainer, _ = opd({"peft_config": peft_config}, folder, max_steps=2, **options, **engine_arguments(engine))
-    synchronise, generate = trainer.rollouts.synchronise, trainer.rollouts.generate
+    synchronise, generate = trainer.backend.synchronise, trainer.backend.generate
     states, wholes, rollouts = [], [], []
 
     def watched():
         synchronise()
-        if hasattr(trainer.rollouts, "llm"):
+        if hasattr(trainer.backend, "llm"):
             states.append(weights(theirs(trainer, None)))
         whole = saving.whole_state(trainer, adapter_only=False) or policy_of(trainer).state_dict()
         wholes.append({name: tensor.clone() for name, tensor in whole.items()})
 
-    trainer.rollouts.synchronise = watched
-    trainer.rollouts.generate = lambda *args: (rollouts.append(generate(*args)), rollouts[-1])[1]
+    trainer.backend.synchronise = watched
+    trainer.backend.generate = lambda *args: (rollouts.append(generate(*args)), rollouts[-1])[1]
     trainer.train()
     return states, wholes, rollouts
 
@@ -434,7 +435,7 @@ def test_other_trouble_with_a_server_is_told(tmp_path):
             trainer.train()
         server.busy, server.model = False, None
         with pytest.raises(InputError, match=r"completions answered 500 .*NoneType"):
-            trainer.rollouts.generate([[1]], (0,))
+            trainer.backend.generate([[1]], (0,), 4)
     with pytest.raises(InputError, match=rf"no vLLM server answers at {server.url}/v1/models .*refused"):
         opd(config, tmp_path)
 
@@ -503,9 +504,9 @@ def test_vllm_itself_samples_with_the_policys_weights(tmp_path):
     model = AutoModelForCausalLM.from_config(tiny_model(head_dim=64).config)
     trainer, _ = opd({"use_cpu": False}, tmp_path, model, bf16=False, vllm_gpu_memory_utilization=0.1)
     for _ in range(2):
-        trainer.rollouts.synchronise()
+        trainer.backend.synchronise()
         greedy = vllm.SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
-        [found] = trainer.rollouts.llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy, use_tqdm=False)
+        [found] = trainer.backend.llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy, use_tqdm=False)
         ids = torch.tensor([[1, 2, 3]], device=trainer.args.device)
         own = trainer.model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
         assert list(found.outputs[0].token_ids) == own[0, 3:].tolist()

@@ -5,6 +5,7 @@ import gc
 import logging
 import weakref
 
+import datasets
 import pytest
 import torch
 from models_for_tests import tiny_model
@@ -20,6 +21,64 @@ from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.teacher_tiles import credited
 
 OBJECTIVES = ["policy_gradient", *DIVERGENCES]
+
+
+def over_outcomes(model, ids, ends):
+    """ln of the probabilities of all ids but the ends, and of any of them, last: [tokens, V - ends + 1]."""
+    logps = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
+    others = [v for v in range(logps.shape[-1]) if v not in ends]
+    return torch.cat([logps[:, others], logps[:, ends].logsumexp(-1, keepdim=True)], -1)
+
+
+@pytest.mark.parametrize("loss_type", OBJECTIVES)
+def test_where_student_and_teacher_end_otherwise_their_ends_are_one_outcome(loss_type, tmp_path, monkeypatch):
+    """A step of the trainer against the definition, rollout by rollout."""
+    fix_rollouts(monkeypatch)
+    student, teacher, rows, ends = tiny_model(), tiny_model(seed=9), token_rows("opd", 4), [258, 256]
+    teacher.generation_config.eos_token_id = 256
+    config = {"second": teacher, "loss_type": loss_type}
+    found = one_step("opd", student, rows, tmp_path, **config)
+    trainer = trainer_for("opd", copy.deepcopy(student), rows, tmp_path, **config)
+    assert trainer.stop.ids.tolist() == ends
+    answers = trainer.backend.generate([row["prompt_ids"] for row in rows], (0,), trainer.args.max_completion_length)
+    assert all(ids[-1] in ends for ids in answers)
+    values = []
+    for row, ids in zip(rows, answers, strict=True):
+        at, whole = slice(len(row["prompt_ids"]) - 1, -1), [*row["prompt_ids"], *ids]
+        q, p = (over_outcomes(model, whole, ends)[at] for model in (student, teacher))
+        if loss_type == "policy_gradient":
+            own = torch.tensor([q.shape[-1] - 1 if i in ends else i for i in ids])[:, None]
+            assert max(i for i in ids if i not in ends) < 256  # the columns before the ends are as they were
+            q, p = q.gather(-1, own), p.gather(-1, own)
+            values.append(-(p - q).detach() * q)
+        else:
+            alpha = {"alpha": 0.1} if loss_type.startswith("skew") else {}
+            values.append(DIVERGENCES[loss_type](q, p.detach(), **alpha))
+    loss = torch.cat([value.flatten() for value in values]).mean()
+    loss.backward()
+    expected = {name: weight.grad for name, weight in student.named_parameters()}
+    assert_same_step(found, (loss.item(), expected), relative=1e-4)
+
+
+def test_one_stop_outcome_in_kd_is_of_the_divergence_alone(tmp_path):
+    """A step of the trainer against the definition, row by row; the rows end as the student and as the teacher does."""
+    student, teacher, ends = tiny_model(), tiny_model(seed=9), [258, 256]
+    teacher.generation_config.eos_token_id = 256
+    rows = [row | {"completion_ids": [*row["completion_ids"], ends[n % 2]], "completion_mask": None}
+            for n, row in enumerate(token_rows("kd", 4))]  # fmt: skip
+    rows = datasets.Dataset.from_list([{k: v for k, v in row.items() if v is not None} for row in rows])
+    found = one_step("kd", student, rows, tmp_path, second=teacher, one_stop_outcome=None, kd_coef=0.3)
+    values = []
+    for row in rows:
+        at, whole = slice(len(row["prompt_ids"]) - 1, -1), [*row["prompt_ids"], *row["completion_ids"]]
+        q, p = (over_outcomes(model, whole, ends)[at] for model in (student, teacher))
+        logits = student(torch.tensor([whole])).logits[0, at]
+        ce = torch.nn.functional.cross_entropy(logits, torch.tensor(row["completion_ids"]), reduction="none")
+        values.append(0.7 * ce + 0.3 * DIVERGENCES["forward_kl"](q, p.detach()))
+    loss = torch.cat(values).mean()
+    loss.backward()
+    expected = {name: weight.grad for name, weight in student.named_parameters()}
+    assert_same_step(found, (loss.item(), expected), relative=1e-4)
 
 
 @pytest.mark.parametrize("loss_type", OBJECTIVES)
@@ -239,7 +298,7 @@ def test_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path):
         student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
     trainer = trainer_for("opd", student, token_rows("opd"), tmp_path, second=teacher, loss_type="policy_gradient")
     assert trainer.vocabulary == 300
-    answers = trainer.rollouts.generate([[1, 2, 3]] * 300, (0,))
+    answers = trainer.backend.generate([[1, 2, 3]] * 300, (0,), trainer.args.max_completion_length)
     assert max(max(ids) for ids in answers) < 300
     free = rollout.generate(trainer.model, [[1, 2, 3]] * 300, 6, trainer.terminal_ids, 256, temperature=1.0)
     assert max(max(ids) for ids in free) >= 300
@@ -306,7 +365,7 @@ def test_the_tokens_that_both_models_score_are_those_of_the_rollouts(layout, tmp
     config = {"num_generations": 3, "gradient_accumulation_steps": 2, "layout": layout}
     trainer = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), **config)
     drawn, scored = [], []
-    generate, losses = trainer.rollouts.generate, trainer.losses
+    generate, losses = trainer.backend.generate, trainer.losses
 
     def watched(model, batch):
         ids = scoring.targets(batch).tolist()
@@ -314,7 +373,7 @@ def test_the_tokens_that_both_models_score_are_those_of_the_rollouts(layout, tmp
         scored.extend(owned)
         return losses(model, batch)
 
-    trainer.rollouts.generate = lambda *args: (drawn.extend(generate(*args)), drawn)[1]
+    trainer.backend.generate = lambda *args: (drawn.extend(generate(*args)), drawn)[1]
     trainer.losses = watched
     trainer.train()
     assert sorted(scored) == sorted(drawn)

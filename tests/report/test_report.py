@@ -356,6 +356,15 @@ def test_checkpoints_of_an_earlier_run_are_not_those_of_a_fresh_one(tmp_path):
     assert (read(tmp_path).steps[0], read(tmp_path).history) == (0, {})
 
 
+@pytest.mark.parametrize(("count", "told"), [(2, False), (4, True)])
+def test_exact_match_is_set_against_the_divergence(tmp_path, count, told):
+    """1 - sqrt(KL), by hand."""
+    logs = [{"step": n, "eval_exact_match": 1 - n / 10, "eval_distill/reverse_kl": (n / 10) ** 2} for n in range(count)]
+    leave_run(tmp_path, logs, recipe={"method": "opd"})
+    facts = {name: rest for name, *rest in list_facts(read(tmp_path))}
+    assert facts.get("Exact match by KL") == (["1.00 - 1.00 sqrt(KL)", "4 evaluations, R2 1.00"] if told else None)
+
+
 def test_an_accuracy_does_not_start_from_ties(tmp_path):
     log = [{"step": step, "eval_rewards/accuracies": value} for step, value in ((0, 0.0), (5, 0.6), (10, 0.8))]
     leave_run(tmp_path, log, recipe={"method": "dpo"})

@@ -70,16 +70,24 @@ def test_the_watch_sees_what_waits():
 @pytest.mark.parametrize(
     ("method", "config"),
     [*((method, {}) for method in METHODS), ("opd", {"loss_type": "policy_gradient"}), ("kto", {"loss_type": "bco"}),
-     ("dpo", {"precompute_ref_log_probs": True}), ("sft", {"neftune_noise_alpha": 5.0})],
+     ("dpo", {"precompute_ref_log_probs": True}), ("sft", {"neftune_noise_alpha": 5.0}),
+     *(("opd", {"ends": 256} | config) for config in (
+         {}, {"loss_type": "policy_gradient"}, {"teacher_top_k": 4}, {"teacher_top_k": 4, "teacher_rest": "residual"},
+     )), ("kd", {"ends": 256, "one_stop_outcome": True})],
 )  # fmt: skip
 def test_a_step_waits_for_the_device_in_no_line_of_ours(method, config, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
     monkeypatch.setattr(head, "check_promises", lambda: None)  # which on a GPU the guard calls, at logs
     second = second_model(method, seed=9)
+    if "ends" in config:  # the teacher's, with the student's one outcome
+        config = dict(config)
+        second.generation_config.eos_token_id = config.pop("ends")
     watched = Watched()
     trainer = trainer_for(
         method, tiny_model(), token_rows(method, 16), tmp_path, second, callbacks=[watched], max_steps=3,
         gradient_accumulation_steps=2, per_device_train_batch_size=2, logging_steps=3, **config,
     )  # fmt: skip
+    if second is not None:
+        assert bool(getattr(trainer, "stop", False)) == (second.generation_config.eos_token_id == 256)
     trainer.train()
     assert not watched.waits.found

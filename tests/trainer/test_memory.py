@@ -96,7 +96,7 @@ def test_the_teacher_builds_no_graph(tmp_path, monkeypatch):
         batch = next(iter(trainer.get_train_dataloader()))
         if TABLE[method].rows.sampled:
             [batch] = trainer.roll_out([batch], 0)
-        assert not trainer.teacher.states(batch).hidden.requires_grad
+        assert not trainer.teacher.states(batch, trainer.stop).hidden.requires_grad
         assert not any(parameter.requires_grad for parameter in trainer.teacher.model.parameters())
 
 

@@ -569,6 +569,9 @@ def test_hugging_faces_argument_parser_reads_every_config(method, tmp_path):
     assert (args.bf16, args.gradient_checkpointing, args.stop_on, args.fsdp) == (False, True, "nan", None)
     assert parser.parse_args(["--fsdp", "--bf16"]).fsdp is True
     assert "--chat_template_kwargs" in parser.format_help()
+    if method == "opd":
+        asked = parser.parse_args(["--horizon", "6", "--token_weights", "top_share"])
+        assert (asked.horizon, asked.token_weights) == (6, "top_share")
 
 
 def test_other_arguments_than_the_config_are_refused(tmp_path):

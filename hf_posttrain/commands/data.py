@@ -156,9 +156,9 @@ def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str],
 
 def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:
     """The first example, of the method that reads most of it: what is trained is green or in [[brackets]]."""
+    from ..check.trained import Piece, marked, parts, pieces
     from ..data.encode import Plan, read
     from ..data.prepare import plan_for, tokenise
-    from .trained import Piece, marked, parts, pieces
 
     # the method whose format has most columns shows most of the row
     name = max(forms, key=lambda name: len(forms[name].split(" + ")))

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tokenizers_for_tests import byte_tokenizer
 
-from hf_posttrain.check import data_command as describe
+from hf_posttrain.commands import data as describe
 from hf_posttrain.data.encode import Plan, read
 from hf_posttrain.data.formats import detect
 from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED

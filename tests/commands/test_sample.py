@@ -1,0 +1,122 @@
+"""`hf-posttrain sample`: the rows that it writes, and what it refuses."""
+
+import json
+import os
+
+import datasets
+import pytest
+import torch
+from models_for_tests import tiny_model
+from processes_for_tests import on_two
+from tokenizers_for_tests import byte_tokenizer
+
+from hf_posttrain import run
+from hf_posttrain.commands import sample
+from hf_posttrain.data.prepare import prepare
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS
+from hf_posttrain.methods.sft import SFTConfig
+
+RECIPE = """
+method: opd
+model: {name_or_path: tiny}
+teacher: {name_or_path: tiny}
+data: {train: {path: rows.jsonl}}
+train: {output_dir: out, max_length: 60, max_completion_length: 12, use_cpu: true, num_generations: 2}
+"""
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The current directory, with recipe.yaml, three rows of two prompts, and a model."""
+    tiny_model().save_pretrained(tmp_path / "tiny")
+    byte_tokenizer().save_pretrained(tmp_path / "tiny")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    turns = [[{"role": "user", "content": text}] for text in ("Hi", "Yes?", "Hi")]
+    write_rows(tmp_path / "rows.jsonl", [{"prompt": prompt} for prompt in turns])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sampled(*arguments, out="out.jsonl"):
+    assert run.main(["sample", "recipe.yaml", "--out", out, *arguments]) == 0
+    return [json.loads(line) for line in open(out, encoding="utf-8")]
+
+
+def test_rows_are_what_the_model_said_and_how_likely_that_was(folder):
+    rows = sampled("train.temperature=0.7")
+    assert [row["prompt"] for row in rows] == [rows[0]["prompt"]] * 2 + [rows[2]["prompt"]] * 2  # K of each, once
+    assert rows[0]["completion_ids"] != rows[1]["completion_ids"]
+    model, tokenizer = tiny_model(), byte_tokenizer()
+    for row in rows:
+        prompt, answer = row["prompt_ids"], row["completion_ids"]
+        assert tokenizer.decode(prompt) == row["prompt"]
+        assert row["stopped"] == (answer[-1] in (256, 258))
+        assert len(answer) <= 12
+        assert tokenizer.decode(answer[:-1] if row["stopped"] else answer) == row["completion"]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1, :259]
+        logps = torch.log_softmax(logits / 0.7, -1).gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        assert row["logps"] == pytest.approx(logps.tolist(), abs=1e-4)
+    assert sampled("train.temperature=0.7", out="again.jsonl") == rows
+    assert sampled("train.temperature=0.7", "train.seed=5", out="other.jsonl") != rows
+
+
+def test_greedy_answers_and_other_numbers_of_them(folder):
+    rows = sampled("--n", "3", "--temperature", "0", "--max_completion_length", "4")
+    assert len(rows) == 6
+    assert rows[0] == rows[1] == rows[2]
+    assert max(len(row["completion_ids"]) for row in rows) == 4
+
+
+def test_rows_are_trained_as_they_were_sampled(folder):
+    rows = sampled("--temperature", "0.2")
+    config = SFTConfig(output_dir="o", use_cpu=True, max_length=60)
+    made = prepare(datasets.Dataset.from_list(rows), METHODS["sft"], byte_tokenizer(), config)
+    assert [row["prompt_ids"] for row in made] == [row["prompt_ids"] for row in rows]
+    assert [row["completion_ids"] for row in made] == [row["completion_ids"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "--out"), (["--out", "rows.jsonl"], "rows.jsonl is there already"),
+        (["--out", "new", "--n", "0"], "--n must be a number from 1 on"),
+        (["--out", "new", "--split", "eval"], "no data.eval"),
+        (["--out", "new", "--temperature", "-1"], "--temperature"),
+        (["--out", "new", "train.temprature=1"], "temperature"),
+        (["--out", "new", "model.name_or_path=nowhere"], "nowhere"),
+        (["--out", "no/such/place"], "no/such/place"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_sampled_is_said_in_a_line(arguments, said, folder, capsys):
+    assert run.main(["sample", "recipe.yaml", *arguments]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line
+    assert not [*folder.glob("new*")]
+
+
+def test_rows_without_prompts_are_refused(folder, capsys):
+    write_rows(folder / "rows.jsonl", [{"text": "some"}] * 2)
+    assert run.main(["sample", "recipe.yaml", "method=sft", "teacher=null", "train={output_dir: out, use_cpu: true}",
+                     "--out", "new"]) == 2  # fmt: skip
+    assert "have no prompts to answer" in capsys.readouterr().err
+
+
+def error_of(rank, folder):
+    os.chdir(folder)
+    with pytest.raises(InputError) as caught:
+        sample.main(["recipe.yaml", "--out", "new"])
+    return str(caught.value)
+
+
+@pytest.mark.engines
+def test_several_processes_do_not_write_one_file(folder):
+    assert on_two(error_of, "ddp", str(folder)) == [
+        "sample answers in one process, and was started in several: drop the launcher"
+    ] * 2  # fmt: skip
+    assert not [*folder.glob("new*")]

@@ -1,0 +1,260 @@
+"""Which rollouts OPD trains on: horizon, replay, frozen, and that a resumed run has the same."""
+
+import math
+
+import pytest
+import torch
+from models_for_tests import tiny_model
+from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
+
+from hf_posttrain.errors import InputError
+from hf_posttrain.generation import rollout
+from hf_posttrain.methods.opd import OPDConfig
+from hf_posttrain.scoring.forward import targets
+from hf_posttrain.scoring.head import LogProb
+
+NEVER = [10_000]
+"""Terminal ids that are never drawn."""
+STEPS = {"max_completion_length": 8, "num_generations": 2, "learning_rate": 1e-3}
+
+
+def opd(tmp_path, rows=12, **config):
+    return trainer_for(
+        "opd", tiny_model(), token_rows("opd", rows), tmp_path, second=tiny_model(seed=9), **STEPS | config
+    )
+
+
+def watch(trainer):
+    """What each window was trained on: lists of (prompt, rollouts)."""
+    seen, lay_out = [], trainer._lay_out
+    trainer._lay_out = lambda batches, examples, known: (
+        seen.append([(list(e.prompt), [list(b.ids) for b in e.branches]) for e in examples]),
+        lay_out(batches, examples, known),
+    )[1]  # fmt: skip
+    return seen
+
+
+def count_calls(monkeypatch):
+    """How many prompts each call of generation had."""
+    calls, real = [], rollout.generate
+
+    def generate(model, prompts, *args, **kwargs):
+        calls.append(len(prompts))
+        return real(model, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(rollout, "generate", generate)
+    return calls
+
+
+# ---- horizon
+
+
+def test_the_horizon_ends_generation_and_grows(tmp_path):
+    trainer = opd(tmp_path, max_steps=4, horizon={"from": 2, "to": 6, "steps": 2})
+    trainer.terminal_ids = NEVER
+    seen = watch(trainer)
+    trainer.train()
+    longest = [max(len(ids) for _, answers in window for ids in answers) for window in seen]
+    assert longest == [2, 4, 6, 6]
+
+
+def test_what_the_horizon_cut_is_not_clipped(tmp_path):
+    """generation/stopped is of rollouts that could end: none here, until their own length is the limit."""
+    for horizon, found in ((3, None), (None, 0.0)):
+        trainer = opd(tmp_path, max_steps=1, horizon=horizon)
+        trainer.terminal_ids = NEVER
+        trainer.train()
+        assert trainer.state.log_history[0].get("generation/stopped") == found
+
+
+def test_evaluation_knows_no_horizon(tmp_path):
+    trainer = opd(tmp_path, horizon=2)
+    trainer.terminal_ids = NEVER
+    trainer.eval_dataset = trainer.train_dataset
+    assert trainer.evaluate()["eval_generation/length"] == 8
+
+
+@pytest.mark.parametrize(
+    ("horizon", "said"),
+    [(0, "between 1 and"), ("6", "horizon='6' is not"), (9, "between 1 and max_completion_length=8"),
+     ({"from": 1}, "from, to and steps"),
+     ({"from": 1, "to": 9, "steps": 5}, "beyond max_completion_length"), ({"from": 1, "to": 4, "steps": 0}, "numbers")],
+)  # fmt: skip
+def test_bad_horizons_are_refused(horizon, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        OPDConfig(output_dir=str(tmp_path), max_completion_length=8, horizon=horizon)
+
+
+# ---- replay
+
+
+def test_replay_samples_a_share_and_draws_the_rest_from_the_last_windows(tmp_path, monkeypatch):
+    calls = count_calls(monkeypatch)
+    trainer = opd(tmp_path, 24, max_steps=6, rollouts="replay", fresh=0.25, replay_windows=2)
+    seen = watch(trainer)
+    trainer.train()
+    assert calls == [8, 2, 2, 2, 2, 2]  # K = 2 rollouts of 4 prompts, and then of one
+    new = [window[: count // 2] for window, count in zip(seen, calls, strict=True)]
+    for number, window in enumerate(seen[1:], start=1):
+        known = [one for earlier in new[max(0, number - 2) : number] for one in earlier]
+        assert all(one in known for one in window[1:])
+        again = math.ceil(len(window[1:]) / len(known))  # none a second time before all were drawn
+        assert max(window[1:].count(one) for one in window[1:]) == again
+
+
+def test_a_resumed_replay_has_the_same_rollouts(tmp_path):
+    config = {"max_steps": 6, "rollouts": "replay", "save_steps": 3, "save_strategy": "steps"}
+    whole = opd(tmp_path, 24, **config)
+    expected = watch(whole)
+    whole.train()
+    again = opd(tmp_path, 24, **config)
+    seen = watch(again)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert seen == expected[3:]
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, again.model.state_dict()[name])
+
+
+# ---- frozen
+
+
+def test_frozen_rollouts_are_sampled_once_by_the_first_policy(tmp_path, monkeypatch):
+    calls = count_calls(monkeypatch)
+    trainer = opd(tmp_path, max_steps=6, rollouts="frozen")
+    seen = watch(trainer)
+    trainer.train()
+    assert calls == [24]
+    known = {}
+    for prompt, answers in (one for window in seen for one in window):
+        assert known.setdefault(tuple(prompt), answers) == answers
+    assert len(known) == 12
+    # from the cache, for the same start alone
+    opd(tmp_path, max_steps=1, rollouts="frozen").train()
+    assert calls == [24]
+    opd(tmp_path, max_steps=1, rollouts="frozen", temperature=0.7).train()
+    assert calls == [24, 24]
+
+
+def test_a_step_on_frozen_rollouts_is_that_of_live_ones(tmp_path, monkeypatch):
+    """The same rollouts give the same loss and gradient."""
+    fix_rollouts(monkeypatch)
+    rows, second = token_rows("opd", 4), tiny_model(seed=9)
+    live = one_step("opd", tiny_model(), rows, tmp_path, second=second, **STEPS)
+    frozen = one_step("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), rollouts="frozen", **STEPS)
+    assert_same_step(frozen, live)
+
+
+def test_a_resumed_run_takes_frozen_rollouts_from_the_cache_or_says_that_they_are_gone(tmp_path, monkeypatch):
+    config = {"max_steps": 4, "rollouts": "frozen", "save_steps": 2, "save_strategy": "steps"}
+    whole = opd(tmp_path, **config)
+    whole.train()
+    calls = count_calls(monkeypatch)
+    again = opd(tmp_path, **config)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert calls == []
+    for name, weight in whole.model.state_dict().items():
+        assert torch.equal(weight, again.model.state_dict()[name])
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "empty")
+    with pytest.raises(InputError, match="no longer in the cache"):
+        opd(tmp_path, **config).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_a_policy_that_was_trained_samples_no_frozen_rollouts_of_other_rows(tmp_path):
+    trainer = opd(tmp_path, max_steps=2, rollouts="frozen")
+    trainer.train()
+    trainer.train()  # of the rows that it knows
+    trainer.train_dataset = opd(tmp_path, 6, seed=1).train_dataset
+    with pytest.raises(InputError, match="has been trained since it began"):
+        trainer.train()
+
+
+# ---- weights of tokens
+
+
+SCORED = {"rollouts": "frozen", "precompute_teacher_top_k": 5}
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
+@pytest.mark.parametrize("horizon", [None, 3])
+def test_frozen_rollouts_are_scored_once_with_the_numbers_of_scoring_them_each_time(horizon, sizes, tmp_path):
+    rows, runs = token_rows("opd", 4), []
+    sizes = dict(zip(("per_device_train_batch_size", "gradient_accumulation_steps"), sizes, strict=True))
+    for config in (SCORED, {"rollouts": "frozen", "teacher_top_k": 5, "teacher_rest": "tail"}):
+        given, second = STEPS | sizes | config | {"horizon": horizon}, tiny_model(seed=9)
+        second.generation_config.eos_token_id = 256  # not the student's: both are one outcome
+        runs.append(one_step("opd", tiny_model(), rows, tmp_path, second=second, **given))
+    assert_same_step(*runs)
+
+
+def test_a_teacher_that_scored_beforehand_rests_until_an_evaluation(tmp_path, monkeypatch):
+    trainer = opd(tmp_path, max_steps=4, num_train_epochs=2, eval_strategy="steps", eval_steps=4, **SCORED,
+                  eval_rows=token_rows("opd", 3, seed=5))  # fmt: skip
+    calls, score = [], trainer.teacher.score
+    monkeypatch.setattr(trainer.teacher, "score", lambda *a: (calls.append(trainer.state.global_step), score(*a))[1])
+    trainer.train()
+    assert {*calls[:-1]} == {0}  # before the first step
+    assert calls[-1] == 4
+    logs = trainer.state.log_history
+    assert all("distill/top1_agreement" not in log for log in logs)
+    assert any("eval_loss" in log for log in logs)
+    again = opd(tmp_path, max_steps=1, **SCORED)
+    monkeypatch.setattr(again.teacher, "score", None)  # from the cache
+    again.train()
+
+
+@pytest.mark.parametrize("loss_type", ["reverse_kl", "policy_gradient"])
+@pytest.mark.parametrize("token_weights", ["cumulative", {"name": "top_share", "share": 0.3}])
+def test_token_weights_do_not_depend_on_accumulation(token_weights, loss_type, tmp_path, monkeypatch):
+    fix_rollouts(monkeypatch)
+    config = STEPS | {"token_weights": token_weights, "loss_type": loss_type, "num_generations": 1}
+    steps = []
+    for size, accumulated in ((4, 1), (1, 4)):
+        steps.append(one_step(
+            "opd", tiny_model(), token_rows("opd", 4), tmp_path, second=tiny_model(seed=9),
+            per_device_train_batch_size=size, gradient_accumulation_steps=accumulated, **config,
+        ))  # fmt: skip
+    assert_same_step(*steps)
+
+
+def test_all_tokens_in_the_top_share_are_no_weights(tmp_path, monkeypatch):
+    fix_rollouts(monkeypatch)
+    steps = [
+        one_step("opd", tiny_model(), token_rows("opd", 4), tmp_path, second=tiny_model(seed=9), **STEPS, **config)
+        for config in ({}, {"token_weights": {"name": "top_share", "share": 1.0}})
+    ]
+    assert_same_step(*steps)
+
+
+def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
+    """c x sign(A), by hand."""
+    fix_rollouts(monkeypatch)
+    config = STEPS | {"loss_type": "policy_gradient"}
+    found = one_step(
+        "opd", tiny_model(), token_rows("opd", 4), tmp_path, second=tiny_model(seed=9), token_weights="sign", **config
+    )
+    trainer = opd(tmp_path, 4, **config)
+    [batch] = trainer.roll_out([next(iter(trainer.get_train_dataloader()))], 0)
+    scores = trainer.compare(trainer.model, batch, None)
+    gap = (scores["teacher"] - scores["student"]).detach()
+    logps = trainer.score(trainer.model, batch, LogProb(targets(batch)))["value"]
+    (-gap.abs().mean() * gap.sign() * logps).mean().backward()
+    gradients = {name: weight.grad for name, weight in trainer.model.named_parameters()}
+    assert_same_step((found[0], gradients), found, relative=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [({"token_weights": "top"}, "token_weights"), ({"token_weights": {"name": "top_share", "rho": 1}}, "rho"),
+     ({"token_weights": {"name": "top_share", "share": 2}}, "share above 0 and up to 1"),
+     ({"token_weights": "sign"}, "sign weighs"),
+     ({"token_weights": "sign", "loss_type": "policy_gradient", "discount": 0.5}, "to which discount adds"),
+     ({"token_weights": "bounded", "loss_type": "policy_gradient", "num_generations": 2,
+       "reward": {"function": "exact_match"}}, "to which reward adds"),
+     ({"rollouts": "replay", "loss_type": "policy_gradient"}, "biased"), ({"fresh": 0.5}, "fresh is an option"),
+     ({"rollouts": "stale"}, "rollouts"), ({"precompute_teacher_top_k": 4}, "those of rollouts: frozen alone stay"),
+     (SCORED | {"lmbda": 0.5}, "lmbda"), (SCORED | {"teacher_top_k": 4, "teacher_rest": "tail"}, "takes the place"),
+     (SCORED | {"precompute_teacher_top_k": 0}, "at least 1"), ({"rollouts": "replay", "fresh": 0.0}, "fresh=0 is")],
+)  # fmt: skip
+def test_contradictions_are_refused(config, said, tmp_path):
+    with pytest.raises(InputError, match=said):
+        OPDConfig(output_dir=str(tmp_path), **config)
