@@ -12,7 +12,7 @@ from hf_posttrain.methods import opd
 from hf_posttrain.scoring.teacher_tiles import at_temperature, differentiated
 
 
-def without_tail(ids, logps, teacher, targets, temperature, vocabulary):  # type: ignore[no-untyped-def]
+def without_tail(ids, logps, targets, temperature, vocabulary, *, teacher):  # type: ignore[no-untyped-def]
     """As `top_tokens.residual`, without the residual."""
 
     def value(logits, rows):  # type: ignore[no-untyped-def]

@@ -153,7 +153,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked). models: the policy, and
     the teacher where there is one, without weights. Raises InputError for a bad row."""
     from ..models.load import load_tokenizer
-    from ..models.prepare import are_one_outcome, find_own_ends, find_terminal_ids
+    from ..models.prepare import find_terminal_ids
 
     # special tokens: what ends an answer, what begins a text, what pads
     method, kind = METHODS[recipe.method], METHODS[recipe.method].rows
@@ -168,8 +168,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
             raws[key] = load(replace(source, weight=1.0), key)
     if recipe.teacher:
         found.teacher_stops, found.differing_prompts = stops[1], 0
-        one = are_one_outcome(config.one_stop_outcome, *(find_own_ends(model, tokenizer) for model in models))
-        found.one_outcome = stops[0] | stops[1] if one else {}
+        found.one_outcome = stops[0] | stops[1] if config.one_stop_outcome else {}
         key, raw = next(iter(raws.items()))
         tokenizers = tokenizer, load_tokenizer(recipe.teacher)
         with suppress(InputError):  # the teacher has no chat template: nothing to compare with

@@ -40,9 +40,9 @@ class KDConfig(PostTrainConfig):
     """Share of the other distribution that skew KL mixes in."""
     temperature: float = 1.0
     """Divides both logits in the divergence."""
-    one_stop_outcome: bool | None = False
-    """Count all terminal ids of student and teacher as one outcome in the divergence; null: where the models' differ.
-    The cross-entropy teaches those of the data all the same."""
+    one_stop_outcome: bool = False
+    """Count all terminal ids of student and teacher as one outcome in the divergence, where there are several. The
+    cross-entropy teaches those of the data all the same."""
     completion_only_loss: bool | None = None
     """Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too."""
     assistant_only_loss: bool = False

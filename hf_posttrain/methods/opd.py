@@ -9,7 +9,6 @@ exactly q. Rollouts depend on (seed, step, rank) alone, so a resumed run repeats
 Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy distillation as in ArcticTraining.
 """
 
-import logging
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -29,17 +28,16 @@ from ..scoring import teacher_tiles
 from ..scoring.forward import eval_mode, per_branch, targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import IGNORE, Branch, Collator, Example, Later, share_out
-from ..scoring.top_tokens import TopTokens, bucketed, residual
+from ..scoring.top_tokens import TopTokens, residual, top_k
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses, row_weights
 from . import METHODS
-from .opd_diagnostics import diagnose, is_due, overlap
+from .opd_diagnostics import look_at
 from .opd_reward import Reward, find_grader, group_advantage
 from .opd_rollouts import SOURCES, Live
 from .rules import POLICY_GRADIENT, named_options
 
-logger = logging.getLogger(__name__)
 BACKENDS: dict[str, Any] = {
     "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm.Server,
 }  # fmt: skip
@@ -95,13 +93,13 @@ class OPDConfig(PostTrainConfig):
     token_weights: dict | str | None = None
     """Which tokens count more: cumulative, top_share, extremes, bounded or sign, or {name, option: number}."""
     diagnostics: bool = True
-    """Log where along a rollout student and teacher differ, of each step that is logged, with a forward of both more.
-    Not with precompute_teacher_top_k."""
+    """Log where along a rollout student and teacher differ, every logging_steps steps, with a forward of both more. Not
+    with precompute_teacher_top_k."""
     generation_batch_size: int | None = None
     """Most rollouts in one generation call; None: the whole window at once, on a GPU as many as its free memory takes.
     What is drawn depends on it: with a number a GPU that has other work draws the same."""
-    one_stop_outcome: bool | None = None
-    """Count all terminal ids of student and teacher as one outcome in the loss; None: where the two models' differ."""
+    one_stop_outcome: bool = True
+    """Count all terminal ids of student and teacher as one outcome in the loss, where there are several."""
     rollout: str = "transformers"
     """What samples: transformers, with the model that trains, or vllm, which gets the weights once a step."""
     vllm_mode: str | None = None
@@ -147,6 +145,7 @@ class OPDTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         self.terminal_ids, self.stop = find_stop_outcome(self, self.args.one_stop_outcome)
+        self.ends = torch.tensor(self.terminal_ids, device=self.args.device)  # once: a copy from the host waits
         align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns to write these too
         self.backend = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
         self.reward = Reward(**self.args.reward) if self.args.reward else None
@@ -185,12 +184,8 @@ class OPDTrainer(PostTrainer):
         if self.args.rollouts != "frozen":
             self._synchronise()
         batches = self.roll_out(batches, self.state.global_step)
-        if self.args.diagnostics and is_due(self.state) and "teacher_ids" not in batches[0]:
-            found = [diagnose(self, batch) for batch in batches]
-            for name, pair in ((name, pair) for part in found for name, pair in part.items()):
-                self.meters["train"].add(name, *pair)
-            if self.state.global_step == 0:
-                logger.info("%s", overlap(found, self.args.rollouts))
+        if self.args.diagnostics and "teacher_ids" not in batches[0]:
+            look_at(self, batches)
         return self._weigh(batches) if self.args.token_weights else batches
 
     def prepare_evaluation(self) -> None:
@@ -287,14 +282,13 @@ class OPDTrainer(PostTrainer):
             return self._policy_gradient(model, batch, tokens, weights)
         function = teacher_tiles.divergence(args.loss_type, args.beta, args.skew_alpha)
         if "teacher_ids" in batch:  # frozen rollouts that were scored beforehand
-            names = "teacher_ids", "teacher_logps", "teacher_own"
-            ids, logps, own = (batch[name] for name in names)
-            tile = bucketed(function, ids, logps, own, tokens, temperature, self.vocabulary)
-        elif top_k := args.teacher_top_k or args.precompute_teacher_top_k:
-            top = self.teacher.score(batch, self.stop(TopTokens(top_k, temperature, self.vocabulary, tokens)))
-            given = top["ids"], top["logps"], top["value"], tokens, temperature, self.vocabulary
+            given = batch["teacher_ids"], batch["teacher_logps"], tokens, temperature, self.vocabulary
+            tile = top_k(function, *given, teacher=batch["teacher_own"])
+        elif k := args.teacher_top_k or args.precompute_teacher_top_k:
+            top = self.teacher.score(batch, self.stop(TopTokens(k, temperature, self.vocabulary, tokens)))
+            given = top["ids"], top["logps"], tokens, temperature, self.vocabulary
             by_rest = args.teacher_top_k and args.teacher_rest == "residual"
-            tile = residual(*given) if by_rest else bucketed(function, *given)
+            tile = residual(*given, teacher=top["value"]) if by_rest else top_k(function, *given, teacher=top["value"])
         else:
             states = self.teacher.states(batch, self.stop)
             tile = teacher_tiles.dense(function, states, tokens, temperature, ce_coef=0.0)
@@ -326,7 +320,7 @@ class OPDTrainer(PostTrainer):
         gap = teacher - student
         rolled = (batch["sampled"] * row_weights(batch))[batch["row"]]  # [rollouts]
         own = rolled[batch["owner"]]  # [N]
-        ends = torch.isin(targets(batch), torch.tensor(self.terminal_ids, device=gap.device))
+        ends = torch.isin(targets(batch), self.ends)
         stopped = per_branch(ends.float(), batch)  # a rollout has at most one such token, its last
         # one that the horizon cut, and not its own length, neither stopped nor failed to
         cut = (stopped == 0) & (lengths < self.args.max_completion_length)

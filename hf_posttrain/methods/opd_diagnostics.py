@@ -3,18 +3,21 @@
 Measured without gradient on the rollouts of a step that is logged: one more pass of both models.
 """
 
-from collections.abc import Sequence
+import logging
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerState, TrainingArguments
 
 from ..data.chat import special_ids
 from ..losses.divergence import places, reverse_kl
 from ..scoring.forward import eval_mode
 from ..scoring.head import Tile, TileFunction
 from ..scoring.teacher_tiles import TeacherStates, at_temperature
+from ..trainer.loss_units import Meter
 
+logger = logging.getLogger(__name__)
 BUCKETS = 8
 """Parts of the longest rollout that are logged by themselves."""
 NEAR = 16
@@ -63,15 +66,14 @@ def metrics_of(stats: dict[str, Tensor], rollout: Tensor, counts: Tensor, longes
     return found
 
 
-def overlap(found: Sequence[dict[str, tuple]], rollouts: str) -> str:
-    """How near student and teacher are, with the advice that follows from it. found: of `diagnose`, before the first
-    step, for each micro-batch; rollouts: as the option."""
-    agreed, near = (
-        float(sum((part[name][0] * part[name][1]).sum() for part in found) / sum(part[name][1].sum() for part in found))
-        for name in ("distill/top1_agreement", "distill/near_mass")
-    )
+def overlap(averages: dict[str, float], rollouts: str) -> str | None:
+    """How near student and teacher are, with the advice that follows from it; None where nothing was sampled. averages:
+    of `metrics_of`, before the first step; rollouts: as the option."""
+    if "distill/top1_agreement" not in averages:
+        return None
+    agreed = averages["distill/top1_agreement"]
     said = f"student and teacher have the same best token at {agreed:.0%} of the first rollouts' tokens, and the "
-    said += f"student's {NEAR} best hold {near:.0%} of the teacher's mass"
+    said += f"student's {NEAR} best hold {averages['distill/near_mass']:.0%} of the teacher's mass"
     if agreed < NEAR_ENOUGH and rollouts == "live":
         return f"{said}: so far apart, rollouts: frozen is worth a try, which samples once"
     if agreed >= NEAR_ENOUGH and rollouts == "frozen":
@@ -79,9 +81,10 @@ def overlap(found: Sequence[dict[str, tuple]], rollouts: str) -> str:
     return said
 
 
-def is_due(state: Any) -> bool:
-    """Will the step that begins now be logged?"""
-    return state.global_step == 0 or (state.global_step + 1) % max(int(state.logging_steps), 1) == 0
+def is_due(state: TrainerState, args: TrainingArguments) -> bool:
+    """Is the step that begins now logged, by logging_steps and logging_first_step?"""
+    first = args.logging_first_step and state.global_step == 0
+    return first or (state.global_step + 1) % max(int(state.logging_steps), 1) == 0
 
 
 def diagnose(trainer: Any, batch: dict[str, Any]) -> dict[str, tuple]:
@@ -96,3 +99,19 @@ def diagnose(trainer: Any, batch: dict[str, Any]) -> dict[str, tuple]:
     sampled = batch["sampled"][batch["row"]]
     counts = trainer.weights(batch) * sampled[batch["owner"]]
     return metrics_of(stats, batch["owner"], counts, trainer.args.max_completion_length)
+
+
+def look_at(trainer: Any, batches: list[dict[str, Any]]) -> None:
+    """Measure a window of rollouts for the log, where its step is logged, and before the first step for the advice. All
+    ranks call it."""
+    first, due = trainer.state.global_step == 0, is_due(trainer.state, trainer.args)
+    if not (first or due):
+        return
+    found = Meter()
+    for batch in batches:
+        for name, pair in diagnose(trainer, batch).items():
+            found.add(name, *pair)
+    if due:
+        trainer.meters["train"].add_all(found)
+    if first and (said := overlap(found.averages(trainer.accelerator), trainer.args.rollouts)):
+        logger.info("%s", said)

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -48,22 +48,12 @@ def resolve_model(
 def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
     """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config."""
     ids = [chat.turn_end_id(tokenizer, template_kwargs)] if tokenizer.chat_template else []
-    ids += [tokenizer.eos_token_id, *find_own_ends(model, tokenizer)]
-    return [i for i in dict.fromkeys(ids) if i is not None]
-
-
-def find_own_ends(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that end an answer of this model by its own generation config, before `align_generation`."""
     config = getattr(forward.causal_lm(model), "generation_config", None)
     own = getattr(config, "eos_token_id", None)
     # only special tokens of this tokenizer: a config that belongs to another one names ordinary words
     special = chat.special_ids(tokenizer)
-    return [i for i in (own if isinstance(own, list) else [own]) if i in special]
-
-
-def are_one_outcome(asked: bool | None, student: Sequence[int], teacher: Sequence[int]) -> bool:
-    """Do all terminal ids count as one outcome? asked: `one_stop_outcome`; None: where the models' own ends differ."""
-    return {*student} != {*teacher} if asked is None else asked
+    ids += [tokenizer.eos_token_id, *(i for i in (own if isinstance(own, list) else [own]) if i in special)]
+    return [i for i in dict.fromkeys(ids) if i is not None]
 
 
 def align_generation(model: nn.Module, tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> None:

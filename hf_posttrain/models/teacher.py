@@ -17,7 +17,7 @@ from ..scoring.teacher_tiles import TeacherStates
 from ..scoring.top_tokens import TopTokens
 from . import load, score_cache
 from .frozen import Frozen, shares_trained_weights
-from .prepare import are_one_outcome, find_own_ends, find_terminal_ids
+from .prepare import find_terminal_ids
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -72,13 +72,12 @@ def add_teacher(trainer: Any, teacher: nn.Module | str | None, offload: bool) ->
     return added, min(sizes)
 
 
-def find_stop_outcome(trainer: Any, asked: bool | None) -> tuple[list[int], StopOutcome]:
+def find_stop_outcome(trainer: Any, asked: bool) -> tuple[list[int], StopOutcome]:
     """The terminal ids of the trainer's student and teacher, and which of them are one outcome. asked: as the option
     `one_stop_outcome`."""
     theirs = find_terminal_ids(trainer.teacher.model, trainer.tokenizer, trainer.args.chat_template_kwargs)
     both = list(dict.fromkeys(trainer.terminal_ids + theirs))
-    own = find_own_ends(trainer.teacher.model, trainer.tokenizer)
-    one = [i for i in both if i < trainer.vocabulary] if are_one_outcome(asked, trainer.own_ends, own) else []
+    one = [i for i in both if i < trainer.vocabulary] if asked else []
     if len(one) > 1:
         names = " ".join(trainer.tokenizer.convert_ids_to_tokens(one))
         logger.info("terminal tokens that count as one outcome: %s", names)

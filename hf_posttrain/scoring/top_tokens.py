@@ -33,46 +33,30 @@ class TopTokens:
 
 
 def top_k(
-    function: Callable[[Tensor, Tensor], Tensor],
-    ids: Tensor,
-    logps: Tensor,
-    targets: Tensor,
-    temperature: float,
-    ce_coef: float,
-    vocabulary: int,
-) -> TileFunction:
-    """The same with a cached teacher: ids and logps [N, K] at this temperature, the rest of its mass in one bucket.
+    function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, logps: Tensor, targets: Tensor, temperature: float,
+    vocabulary: int, *, ce_coef: float = 0.0, teacher: Tensor | None = None,
+) -> TileFunction:  # fmt: skip
+    """A divergence where all tokens outside the teacher's top K are one: a lower bound of that over all, never below 0.
 
-    vocabulary: the number of ids that both models have.
+    ids, logps: [N, K], the log-probabilities at this temperature; vocabulary: the number of ids that both models have;
+    ce_coef: as in `with_cross_entropy`. stats: `divergence`; with `teacher` [N], its log-probabilities of the targets,
+    also `student` and `teacher`.
     """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
-        total = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows]))
+        total, target = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows])), targets[rows, None]
+        stats = {"divergence": total}
+        if teacher is not None:
+            stats |= {"student": q.gather(-1, target)[:, 0], "teacher": teacher[rows]}
         own = q if temperature == 1 and vocabulary >= logits.shape[-1] else None
-        return with_cross_entropy(total, logits, own, targets[rows, None], ce_coef, {"divergence": total})
-
-    return differentiated(value)
-
-
-def bucketed(
-    function: Callable[[Tensor, Tensor], Tensor], ids: Tensor, logps: Tensor, teacher: Tensor, targets: Tensor,
-    temperature: float, vocabulary: int,
-) -> TileFunction:  # fmt: skip
-    """A divergence where all tokens outside the teacher's top K are one: a lower bound of that over all, never below 0.
-    Otherwise as `residual`."""
-
-    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
-        total = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows]))
-        own = q.gather(-1, targets[rows, None])[:, 0]
-        return total, {"divergence": total, "student": own, "teacher": teacher[rows]}
+        return with_cross_entropy(total, logits, own, target, ce_coef, stats)
 
     return differentiated(value)
 
 
 def residual(
-    ids: Tensor, logps: Tensor, teacher: Tensor, targets: Tensor, temperature: float, vocabulary: int
+    ids: Tensor, logps: Tensor, targets: Tensor, temperature: float, vocabulary: int, *, teacher: Tensor
 ) -> TileFunction:
     """The reverse KL of sampled tokens y where the teacher's top K is known, S, and its log-probability of y, [N]:
 

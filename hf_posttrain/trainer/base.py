@@ -90,7 +90,6 @@ class PostTrainer(Trainer):
         launch.check_model(model, args)
         args = policies.with_supported_checkpointing(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
-        self.own_ends = policies.find_own_ends(model, self.tokenizer)  # before they are made those of all
         policies.align_generation(model, self.tokenizer, self.terminal_ids)
         set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
         model = policies.prepare_policy(model, peft_config, args)

@@ -301,9 +301,8 @@ def test_what_ends_an_answer_of_both_models_is_listed(folder):
     opd = ("method=opd", "data.eval=null", "train.max_length=100", "train.max_completion_length=8")
     found = checked(*opd, "teacher.name_or_path=ended").tokens
     assert "one outcome in the loss: <|im_end|> (258), <|endoftext|> (256)" in found.lines()
-    for overrides in (["teacher.name_or_path=tiny"], ["teacher.name_or_path=ended", "train.one_stop_outcome=false"]):
-        lines = checked(*opd, *overrides).tokens.lines()
-        assert any(line.startswith("one outcome in the loss: none") for line in lines)
+    lines = checked(*opd, "teacher.name_or_path=ended", "train.one_stop_outcome=false").tokens.lines()
+    assert any(line.startswith("one outcome in the loss: none") for line in lines)
     write_rows(folder / "rows.jsonl", [{"prompt": "Hi", "completion": "you"}] * 2)
     assert not any("one outcome" in line for line in checked("data.eval=null").tokens.lines())
 

@@ -11,7 +11,7 @@ import torch
 from models_for_tests import tiny_model
 from tokenizers_for_tests import base_tokenizer, byte_tokenizer
 from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 import hf_posttrain
 from hf_posttrain.errors import InputError
@@ -60,6 +60,18 @@ def test_where_student_and_teacher_end_otherwise_their_ends_are_one_outcome(loss
     assert_same_step(found, (loss.item(), expected), relative=1e-4)
 
 
+def test_a_student_that_was_saved_has_the_same_stop_outcome(tmp_path):
+    """Its generation config then names the ends of both models; it may still write none but its own."""
+    student, teacher, rows = tiny_model(), tiny_model(seed=9), token_rows("opd", 4)
+    teacher.generation_config.eos_token_id = [258, 256]
+    first = trainer_for("opd", student, rows, tmp_path / "first", second=teacher)
+    first.save_model(str(tmp_path / "saved"))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.generation_config.eos_token_id == [258, 256]
+    second = trainer_for("opd", again, rows, tmp_path / "second", second=teacher)
+    assert first.stop.ids.tolist() == second.stop.ids.tolist() == [258, 256]
+
+
 def test_one_stop_outcome_in_kd_is_of_the_divergence_alone(tmp_path):
     """A step of the trainer against the definition, row by row; the rows end as the student and as the teacher does."""
     student, teacher, ends = tiny_model(), tiny_model(seed=9), [258, 256]
@@ -67,7 +79,7 @@ def test_one_stop_outcome_in_kd_is_of_the_divergence_alone(tmp_path):
     rows = [row | {"completion_ids": [*row["completion_ids"], ends[n % 2]], "completion_mask": None}
             for n, row in enumerate(token_rows("kd", 4))]  # fmt: skip
     rows = datasets.Dataset.from_list([{k: v for k, v in row.items() if v is not None} for row in rows])
-    found = one_step("kd", student, rows, tmp_path, second=teacher, one_stop_outcome=None, kd_coef=0.3)
+    found = one_step("kd", student, rows, tmp_path, second=teacher, one_stop_outcome=True, kd_coef=0.3)
     values = []
     for row in rows:
         at, whole = slice(len(row["prompt_ids"]) - 1, -1), [*row["prompt_ids"], *row["completion_ids"]]

@@ -8,7 +8,7 @@ from models_for_tests import tiny_model
 from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 
 from hf_posttrain.generation.rollout import repeated_share
-from hf_posttrain.methods import opd
+from hf_posttrain.methods import opd_diagnostics
 from hf_posttrain.methods.opd_diagnostics import BUCKETS, compare, diagnose, metrics_of, overlap
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform
@@ -44,16 +44,19 @@ def mean(pair):
 
 def test_numbers_by_position_and_shares_of_sums():
     names = ("kl", "special", "student_entropy", "teacher_entropy", "agreement", "near", "student_stop", "teacher_stop")
-    stats = {name: torch.arange(1.0, 13.0) for name in names} | {"special": torch.full((12,), 0.5)}
+    stats = {name: 100.0 * n + torch.arange(1.0, 13.0) for n, name in enumerate(names)}
     rollout = torch.tensor([0] * 8 + [1] * 3 + [2])  # of 8, 3 and 1 tokens, of which the last does not count
     counts = torch.tensor([1.0] * 11 + [0.0])
     found = metrics_of(stats, rollout, counts, longest=16)  # two tokens a bucket
-    assert mean(found["position/kl_1"]) == (1 + 2 + 9 + 10) / 4
-    assert mean(found["position/kl_2"]) == (3 + 4 + 11) / 3
-    assert mean(found["position/student_stop_4"]) == 7.5
-    assert found[f"position/kl_{BUCKETS}"][1].sum() == 0
-    assert mean(found["distill/special_share"]) == pytest.approx(11 * 0.5 / sum(range(1, 12)))
-    assert mean(found["distill/top1_agreement"]) == 6
+    first, last = (1 + 2 + 9 + 10) / 4, 7.5  # the means of a bucket of both rollouts and of one of the first's
+    for name, offset in {"kl": 0, "teacher_entropy": 300, "student_stop": 600, "teacher_stop": 700}.items():
+        assert mean(found[f"position/{name}_1"]) == offset + first
+        assert mean(found[f"position/{name}_2"]) == pytest.approx(offset + (3 + 4 + 11) / 3)
+        assert mean(found[f"position/{name}_4"]) == offset + last
+        assert found[f"position/{name}_{BUCKETS}"][1].sum() == 0
+    whole = {"student_entropy": 200, "teacher_entropy": 300, "top1_agreement": 400, "near_mass": 500}
+    assert {name: mean(found[f"distill/{name}"]) for name in whole} == {name: at + 6 for name, at in whole.items()}
+    assert mean(found["distill/special_share"]) == pytest.approx(sum(range(101, 112)) / sum(range(1, 12)))
 
 
 @pytest.mark.parametrize(
@@ -69,12 +72,14 @@ def test_the_share_of_what_is_repeated(ids, share):
      (0.9, "live", None), (0.5, "frozen", None), (0.5, "replay", None)],
 )  # fmt: skip
 def test_the_advice_on_rollouts(agreed, rollouts, advice):
-    ones = torch.ones(4)
-    found = {"distill/top1_agreement": (agreed * ones, ones), "distill/near_mass": (0.97 * ones, ones)}
-    said = overlap([found, found], rollouts)
+    said = overlap({"distill/top1_agreement": agreed, "distill/near_mass": 0.97}, rollouts)
     assert f"the same best token at {agreed:.0%} of" in said
     assert "hold 97% of" in said
     assert (advice in said) if advice else ("rollouts:" not in said)
+
+
+def test_where_nothing_was_sampled_nothing_is_said():
+    assert overlap({}, "live") is None
 
 
 def test_steps_that_are_logged_are_looked_at_and_train_as_they_would(tmp_path, monkeypatch, caplog):
@@ -85,15 +90,16 @@ def test_steps_that_are_logged_are_looked_at_and_train_as_they_would(tmp_path, m
         steps.append(one_step("opd", tiny_model(), rows, tmp_path, **given))
     assert_same_step(*steps, relative=0)
     looked = []
-    monkeypatch.setattr(opd, "diagnose", lambda t, b: (looked.append(t.state.global_step), diagnose(t, b))[1])
+    note = lambda t, b: (looked.append(t.state.global_step), diagnose(t, b))[1]  # noqa: E731
+    monkeypatch.setattr(opd_diagnostics, "diagnose", note)
     given = STEPS | {"max_steps": 7, "logging_steps": 3}
     trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), **given)
     with caplog.at_level(logging.INFO):
         trainer.train()
-    assert looked == [0, 2, 5]  # a micro-batch each
+    assert looked == [0, 2, 5]  # a micro-batch each; the first for the advice alone
     assert caplog.text.count("have the same best token") == 1
     log = trainer.state.log_history[1]
-    assert 0 <= log["distill/top1_agreement"] <= log["distill/near_mass"] + 1
+    assert 0 < log["distill/near_mass"] < 1
     assert log["position/kl_1"] > 0
     assert log["distill/student_entropy"] > 0
     assert 0 <= log["generation/repeated"] < 1

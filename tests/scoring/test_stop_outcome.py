@@ -124,7 +124,7 @@ def test_a_cached_teacher_has_merged_outcomes_too(given):
     kept = stop(TopTokens(10, 0.6, V))(theirs.clone(), slice(0, N), False, torch.empty(N, V).double()).stats
     assert torch.isin(kept["ids"], torch.tensor(ENDS)).sum(-1).tolist() == [1] * N
     cache = kept["ids"], kept["logps"]
-    tile = top_k(DIVERGENCES["forward_kl"], *cache, stop.of(tokens), 0.6, 0.0, vocabulary=V)
+    tile = top_k(DIVERGENCES["forward_kl"], *cache, stop.of(tokens), 0.6, V)
     expected = DIVERGENCES["forward_kl"](merged_logps(hidden @ weight.T, 0.6), merged_logps(theirs, 0.6))
     values, _ = H.score_tokens(H.LinearHead(weight, None), hidden, stop(tile))
     torch.testing.assert_close(values, expected, atol=1e-6, rtol=1e-6)  # the empty tail is 1e-7 at least
@@ -135,7 +135,7 @@ def test_all_tokens_and_the_residual_are_the_dense_loss(given):
     hidden, weight, theirs, tokens = given
     stop = StopOutcome(torch.tensor(ENDS), 0.6)
     kept = stop(TopTokens(V, 0.6, V, stop.of(tokens)))(theirs.clone(), slice(0, N), False, torch.empty(N, V).double())
-    tile = residual(kept.stats["ids"], kept.stats["logps"], kept.value, stop.of(tokens), 0.6, V)
+    tile = residual(kept.stats["ids"], kept.stats["logps"], stop.of(tokens), 0.6, V, teacher=kept.value)
     expected = DIVERGENCES["reverse_kl"](merged_logps(hidden @ weight.T, 0.6), merged_logps(theirs, 0.6))
     assert_equal(H.LinearHead(weight, None), stop(tile), expected, (hidden, weight))
 

@@ -19,10 +19,11 @@ def given():
     return hidden, weight, torch.log_softmax(hidden @ weight.T / T, -1), 2 * random(N, V)
 
 
-def known(theirs, k, targets):
-    """What a teacher tells: (ids, log-probabilities, those of the targets)."""
+def scored(function, hidden, weight, theirs, k, targets, *divergence):
+    """`score_tokens` of the tile function, with what a teacher tells of its top K tokens and of the targets."""
     tile = TopTokens(k, T, V, targets)(theirs, slice(0, N), False, torch.empty(0))
-    return tile.stats["ids"], tile.stats["logps"], tile.value
+    given = tile.stats["ids"], tile.stats["logps"], targets, T, V
+    return H.score_tokens(H.LinearHead(weight, None), hidden, function(*divergence, *given, teacher=tile.value))
 
 
 @pytest.mark.parametrize("k", [1, 4, 11, 12])
@@ -32,8 +33,7 @@ def test_the_residual_is_unbiased_in_value_and_gradient(k, given):
     total, gradient = torch.zeros(N).double(), torch.zeros_like(weight)
     for token in range(V):
         targets = torch.full((N,), token)
-        tile = residual(*known(theirs, k, targets), targets, T, V)
-        values, stats = H.score_tokens(H.LinearHead(weight, None), hidden, tile)
+        values, stats = scored(residual, hidden, weight, theirs, k, targets)
         torch.testing.assert_close(stats["student"], q[:, token].detach())
         torch.testing.assert_close(stats["teacher"], p[:, token])
         chance = q[:, token].exp().detach()
@@ -48,7 +48,7 @@ def test_the_residual_with_all_tokens_is_the_dense_loss(given):
     """Exactly, whatever was sampled."""
     hidden, weight, q, theirs = given
     targets = torch.tensor([3, 0, 11, 5, 7])
-    values, _ = H.score_tokens(H.LinearHead(weight, None), hidden, residual(*known(theirs, V, targets), targets, T, V))
+    values, _ = scored(residual, hidden, weight, theirs, V, targets)
     expected = reverse_kl(q, torch.log_softmax(theirs / T, -1))
     torch.testing.assert_close(values, expected, atol=1e-9, rtol=1e-9)
     found = torch.autograd.grad(values.sum(), (hidden, weight))
@@ -58,13 +58,23 @@ def test_the_residual_with_all_tokens_is_the_dense_loss(given):
 
 @pytest.mark.parametrize("k", [1, 4, 10])
 @pytest.mark.parametrize("name", DIVERGENCES)
-def test_the_tail_is_a_bound_and_never_negative(name, k, given):
-    """One bucket for the rest is a coarser view of both models (data processing inequality)."""
+def test_the_tail_is_one_outcome_of_both_models(name, k, given):
+    """Value, gradient and stats are of distributions over K + 1 outcomes: a bound (data processing inequality)."""
     hidden, weight, q, theirs = given
-    targets = torch.zeros(N, dtype=torch.long)
-    ids, logps, _ = known(theirs, k, targets)
-    tile = top_k(DIVERGENCES[name], ids, logps, targets, T, 0.0, V)
-    values, _ = H.score_tokens(H.LinearHead(weight, None), hidden, tile)
-    exact = DIVERGENCES[name](q, torch.log_softmax(theirs / T, -1))
+    p, targets = torch.log_softmax(theirs / T, -1), torch.tensor([3, 0, 11, 5, 7])
+    values, stats = scored(top_k, hidden, weight, theirs, k, targets, DIVERGENCES[name])
+    coarse = []
+    for side in (q, p):
+        best = p.argsort(-1, descending=True)
+        top, rest = side.gather(-1, best[:, :k]), side.gather(-1, best[:, k:])
+        coarse.append(torch.cat([top, rest.logsumexp(-1, keepdim=True)], -1))
+    expected = DIVERGENCES[name](*coarse)
+    torch.testing.assert_close(values, expected, atol=1e-9, rtol=1e-9)
+    found = torch.autograd.grad(values.sum(), (hidden, weight), retain_graph=True)
+    for one, other in zip(found, torch.autograd.grad(expected.sum(), (hidden, weight), retain_graph=True), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(stats["divergence"], expected.detach(), atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(stats["student"], q.gather(-1, targets[:, None])[:, 0].detach())
+    torch.testing.assert_close(stats["teacher"], p.gather(-1, targets[:, None])[:, 0])
     assert (values >= 0).all()
-    assert (values <= exact + 1e-9).all()
+    assert (values <= DIVERGENCES[name](q, p) + 1e-9).all()

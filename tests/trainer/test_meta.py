@@ -11,8 +11,8 @@ from meta_for_tests import allow_meta
 from models_for_tests import tiny_model
 from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, trainer_for
 
-from hf_posttrain.methods import opd
 from hf_posttrain.scoring import attention, forward
+from hf_posttrain.trainer.loss_units import Meter
 
 META = torch.device("meta")
 LAYOUTS = {method: ["shared", "packed", "padded"] for method in METHODS}
@@ -36,6 +36,8 @@ def on_meta(trainer, dtype):
     if trainer.second_model:
         trainer.second_model.on_device = True
     trainer.current_gradient_accumulation_steps = 2
+    if hasattr(trainer, "ends"):
+        trainer.ends = trainer.ends.to(META)
     if reference := getattr(trainer, "reference", None):
         reference.checked = True  # before the first step alone it looks whether policy and reference are equal
     trainer.use_layout(trainer.data_collator.layout)
@@ -66,7 +68,7 @@ def test_a_step_reads_no_value_and_mixes_no_devices(method, options, dtype, call
     fix_rollouts(monkeypatch)
     # transformers asks, once a forward and before the layers, whether a mask of padding has any
     monkeypatch.setattr(transformers.masking_utils, "_ignore_causal_mask_sdpa", lambda *_, **__: False)
-    monkeypatch.setattr(opd, "overlap", lambda *_: "")  # what the first step says is read, once
+    monkeypatch.setattr(Meter, "averages", lambda *_: {})  # read at a log, and by what the first step says
     trainer = trainer_for(
         method, tiny_model(), token_rows(method, 8), tmp_path, second_model(method, seed=9),
         per_device_train_batch_size=4, **options,
