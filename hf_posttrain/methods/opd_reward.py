@@ -41,6 +41,8 @@ def find_grader(name: str) -> Grader:
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)
+        if not callable(found):
+            raise ValueError("no function")
     except (ImportError, AttributeError, ValueError) as error:
         wanted = "exact_match, or package.module:name of a function that can be imported"
         raise InputError(f"reward: function {name!r} ({error}): {wanted}") from error
@@ -74,10 +76,15 @@ class Reward:
             for row, (prompt, rollouts) in zip(rows, answered, strict=True) for ids in rollouts
         ]  # fmt: skip
         prompts, completions, references = map(list, zip(*texts, strict=True)) if texts else ([], [], [])
-        found = torch.as_tensor(list(self.grade(prompts=prompts, completions=completions, references=references)))
+        given = list(self.grade(prompts=prompts, completions=completions, references=references))
+        try:
+            found = torch.as_tensor(given, dtype=torch.float)
+        except (TypeError, ValueError):  # such as None, or texts
+            found = torch.empty(0)
         if found.shape != (len(texts),) or not found.isfinite().all():
-            raise InputError(f"reward: {self.function} gave {found.tolist()!r:.80} for {len(texts)} completions")
-        return found.float().view(len(rows), -1)
+            problem = f"reward: {self.function} gave {given!r:.80} for {len(texts)} completions"
+            raise InputError(f"{problem}: a finite number for each is wanted")
+        return found.view(len(rows), -1)
 
 
 def group_advantage(grades: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def opd_tokens(values: Any) -> Iterator[Problem]:
             yield ("horizon",), f"horizon={asked!r}: from, to and steps are wanted, numbers of tokens and of steps"
         elif max(asked["from"], asked["to"]) > most:
             yield ("horizon", "max_completion_length"), f"horizon goes beyond max_completion_length={most}: raise that"
-    elif asked is not None and not (isinstance(asked, int) and 1 <= asked <= most):
+    elif asked is not None and not (type(asked) is int and 1 <= asked <= most):
         problem = f"horizon={asked!r} is not between 1 and max_completion_length={most}"
         yield ("horizon", "max_completion_length"), problem
     yield from one_of("teacher_rest", values.teacher_rest, ("residual", "tail"))
@@ -152,6 +152,9 @@ def opd_tokens(values: Any) -> Iterator[Problem]:
             problem = "teacher_rest: residual is of tokens that the policy of now sampled: set tail, or rollouts: live"
             yield ("teacher_rest", "rollouts"), problem
     if values.token_weights is None:
+        return
+    if not isinstance(values.token_weights, str | dict):
+        yield ("token_weights",), f"token_weights={values.token_weights!r}: name it, or give {{name, option: number}}"
         return
     name, options = named_options(values.token_weights)
     yield from one_of("token_weights", name, tuple(TOKEN_WEIGHTS))
@@ -175,7 +178,7 @@ def opd_reward(values: Any) -> Iterator[Problem]:
     asked, known = values.reward, {"function", "coef", "when", "start"}
     if asked is None:
         return
-    if not isinstance(asked.get("function"), str) or {*asked} - known:
+    if not isinstance(asked, dict) or not isinstance(asked.get("function"), str) or {*asked} - known:
         yield ("reward",), f"reward={asked!r}: function is wanted, and coef, when and start may be given"
         return
     yield from one_of("reward", asked.get("when", "with"), ("with", "after"))
@@ -198,6 +201,8 @@ def opd_rollouts(values: Any) -> Iterator[Problem]:
     given = [name for name, value in vars(values).items() if name.startswith("vllm_") and value is not None]
     yield from one_of("rollout", values.rollout, ("transformers", "vllm"))
     yield from one_of("rollouts", values.rollouts, ("live", "frozen", "replay"))
+    if values.rollouts != "live" and values.lmbda == 0:
+        yield ("rollouts", "lmbda"), f"lmbda: 0 samples no rollouts: drop rollouts: {values.rollouts}, or raise lmbda"
     if values.rollouts != "live" and values.loss_type == POLICY_GRADIENT:
         problem = f"policy_gradient is biased on rollouts: {values.rollouts}: set live, or a loss over the vocabulary"
         yield ("rollouts", "loss_type"), problem

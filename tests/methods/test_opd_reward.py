@@ -31,6 +31,10 @@ def broken(prompts, completions, references):
     return [float("nan")] * len(completions)
 
 
+def nothing(prompts, completions, references):
+    return [None] * len(completions)
+
+
 LENGTH = {"function": "test_opd_reward:length", "coef": 0.5}
 
 
@@ -112,7 +116,7 @@ def test_a_groups_advantage_sums_to_nothing():
     assert found.tolist() == [[0.5, -0.5, -0.5, 0.5], [0.0] * 4]
 
 
-@pytest.mark.parametrize("function", ["too_few", "broken"])
+@pytest.mark.parametrize("function", ["too_few", "broken", "nothing"])
 def test_what_a_function_gives_is_checked(function):
     reward = Reward(f"test_opd_reward:{function}")
     with pytest.raises(InputError, match=function):
@@ -121,7 +125,8 @@ def test_what_a_function_gives_is_checked(function):
 
 @pytest.mark.parametrize(
     ("reward", "config", "said"),
-    [({"coef": 1}, {}, "function is wanted"), ({"function": "exact_match", "weight": 1}, {}, "function is wanted"),
+    [({"coef": 1}, {}, "function is wanted"), ("exact_match", {}, "function is wanted"),
+     ({"function": "exact_match", "weight": 1}, {}, "function is wanted"),
      ({"function": "exact_match", "when": "never"}, {}, "with"), ({"function": "exact_match", "coef": 0}, {}, "coef"),
      ({"function": "exact_match", "start": 0.5}, {}, "start is of"),
      ({"function": "exact_match"}, {"loss_type": "reverse_kl"}, "policy_gradient"),
@@ -132,7 +137,7 @@ def test_bad_rewards_are_refused(reward, config, said, tmp_path):
         OPDConfig(output_dir=str(tmp_path), reward=reward, **CONFIG | config)
 
 
-@pytest.mark.parametrize("name", ["nowhere:f", "math:nothing", "math", ":f"])
+@pytest.mark.parametrize("name", ["nowhere:f", "math:nothing", "math:pi", "math", ":f"])
 def test_a_function_that_is_not_there_is_named(name, tmp_path):
     """By the config, so by --check too."""
     with pytest.raises(InputError, match=r"package\.module:name"):

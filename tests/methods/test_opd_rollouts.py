@@ -76,8 +76,8 @@ def test_evaluation_knows_no_horizon(tmp_path):
 
 @pytest.mark.parametrize(
     ("horizon", "said"),
-    [(0, "between 1 and"), ("6", "horizon='6' is not"), (9, "between 1 and max_completion_length=8"),
-     ({"from": 1}, "from, to and steps"),
+    [(0, "between 1 and"), ("6", "horizon='6' is not"), (True, "horizon=True is not"),
+     (9, "between 1 and max_completion_length=8"), ({"from": 1}, "from, to and steps"),
      ({"from": 1, "to": 9, "steps": 5}, "beyond max_completion_length"), ({"from": 1, "to": 4, "steps": 0}, "numbers")],
 )  # fmt: skip
 def test_bad_horizons_are_refused(horizon, said, tmp_path):
@@ -251,7 +251,8 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
      ({"token_weights": "bounded", "loss_type": "policy_gradient", "num_generations": 2,
        "reward": {"function": "exact_match"}}, "to which reward adds"),
      ({"rollouts": "replay", "loss_type": "policy_gradient"}, "biased"), ({"fresh": 0.5}, "fresh is an option"),
-     ({"rollouts": "stale"}, "rollouts"), ({"precompute_teacher_top_k": 4}, "those of rollouts: frozen alone stay"),
+     ({"rollouts": "stale"}, "rollouts"), ({"rollouts": "frozen", "lmbda": 0.0}, "samples no rollouts"),
+     ({"token_weights": 3}, "name it"), ({"precompute_teacher_top_k": 4}, "those of rollouts: frozen alone stay"),
      (SCORED | {"lmbda": 0.5}, "lmbda"), (SCORED | {"teacher_top_k": 4, "teacher_rest": "tail"}, "takes the place"),
      (SCORED | {"precompute_teacher_top_k": 0}, "at least 1"), ({"rollouts": "replay", "fresh": 0.0}, "fresh=0 is")],
 )  # fmt: skip
