@@ -323,8 +323,8 @@ def pages(results: dict[str, dict[str, list[Result]]], ends: Sequence[tuple[floa
         yield "|---|---|---|---|---|---|---|"
         for name, runs in settings.items():
             plain = ends and not EXPERIMENTS[letter][1][name].models
-            gap = [(run["exact_match"] - low) / (high - low) for run, (low, high) in zip(runs, ends, strict=True)]\
-                if plain else [None]  # fmt: skip
+            gap = [(run["exact_match"] - low) / (high - low) if high > low else None
+                   for run, (low, high) in zip(runs, ends, strict=True)] if plain else [None]  # fmt: skip
             columns = [("exact_match", ".1%"), ("reverse_kl", ".3f"), ("stopped", ".2f"), ("length", ".1f"),
                        ("seconds", ".0f")]  # fmt: skip
             cells = [spread([run[key] for run in runs], form) for key, form in columns]

@@ -28,6 +28,8 @@ def test_the_tables_have_means_and_spreads():
     assert page[0].startswith("student 50.0% (50.0% to 50.0%), teacher 100.0%")
     [row] = [line for line in page if line.startswith("| OPD, reverse KL")]
     assert row.split(" | ")[1:4] == ["85.0% (80.0% to 90.0%)", "70% (60% to 80%)", "0.025 (0.010 to 0.040)"]
+    [row] = [line for line in opd.pages({"f": runs}, [(0.5, 0.5)] * 2) if line.startswith("| OPD, reverse KL")]
+    assert row.split(" | ")[2] == ""  # a student as good as its teacher: no gap
     assert page[-1] == "## h: exact match = 1.00 -1.00 sqrt(reverse KL), R2 1.000 over 4 evaluations of f"
 
 
