@@ -127,7 +127,7 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     # tokens of a rollout are in order within the batch, those of others may be in between
     of_each = [batch["owner"] == number for number in range(len(batch["row"]))]
     spans = zip_longest(*(kl[own].split(SPAN) for own in of_each), fillvalue=kl[:0])
-    ends = torch.isin(tokens, torch.tensor(trainer.terminal_ids, device=kl.device))
+    ends = torch.isin(tokens, trainer.ends)
     return Rollouts(
         [int(own.sum()) for own in of_each], float(np.mean([ends[own].any().item() for own in of_each])),
         [torch.cat(span).mean().item() for span in spans], to_itself(trainer, batch),

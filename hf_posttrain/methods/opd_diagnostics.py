@@ -111,7 +111,7 @@ def look_at(trainer: Any, batches: list[dict[str, Any]]) -> None:
     for batch in batches:
         for name, pair in diagnose(trainer, batch).items():
             found.add(name, *pair)
-    if due:
-        trainer.meters["train"].add_all(found)
+    for name, total in found.totals.items() if due else ():
+        trainer.meters["train"].add_pair(name, total)
     if first and (said := overlap(found.averages(trainer.accelerator), trainer.args.rollouts)):
         logger.info("%s", said)

@@ -127,7 +127,13 @@ def named_options(asked: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def opd_tokens(values: Any) -> Iterator[Problem]:
-    """Which tokens OPD trains, and how much each counts."""
+    """Which tokens OPD trains, with how much of the teacher, and how much each counts."""
+    yield from _of_horizon(values)
+    yield from _of_teacher_top_k(values)
+    yield from _of_token_weights(values) if values.token_weights is not None else ()
+
+
+def _of_horizon(values: Any) -> Iterator[Problem]:
     asked, most = values.horizon, values.max_completion_length
     if isinstance(asked, dict):
         keys = ("from", "to", "steps")
@@ -138,6 +144,9 @@ def opd_tokens(values: Any) -> Iterator[Problem]:
     elif asked is not None and not (type(asked) is int and 1 <= asked <= most):
         problem = f"horizon={asked!r} is not between 1 and max_completion_length={most}"
         yield ("horizon", "max_completion_length"), problem
+
+
+def _of_teacher_top_k(values: Any) -> Iterator[Problem]:
     yield from one_of("teacher_rest", values.teacher_rest, ("residual", "tail"))
     if values.teacher_top_k is None and values.teacher_rest != "tail":
         problem = "teacher_rest is of teacher_top_k: set that, or drop teacher_rest"
@@ -151,8 +160,9 @@ def opd_tokens(values: Any) -> Iterator[Problem]:
         if values.rollouts != "live" or values.lmbda < 1:
             problem = "teacher_rest: residual is of tokens that the policy of now sampled: set tail, or rollouts: live"
             yield ("teacher_rest", "rollouts"), problem
-    if values.token_weights is None:
-        return
+
+
+def _of_token_weights(values: Any) -> Iterator[Problem]:
     if not isinstance(values.token_weights, str | dict):
         yield ("token_weights",), f"token_weights={values.token_weights!r}: name it, or give {{name, option: number}}"
         return

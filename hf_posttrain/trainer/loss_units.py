@@ -64,11 +64,6 @@ class Meter:
         pair = _exact(pair)
         self.totals[name] = self.totals[name] + pair if name in self.totals else pair
 
-    def add_all(self, other: "Meter") -> None:
-        """Add all that another meter holds, which keeps it."""
-        for name, pair in other.totals.items():
-            self.add_pair(name, pair)
-
     def set_peak(self, name: str, value: Tensor) -> None:
         """Of this scalar, given once between two logs, the largest over the ranks counts, not the mean."""
         self.totals[name] = torch.stack([_exact(value), torch.ones_like(_exact(value))])

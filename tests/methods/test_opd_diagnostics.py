@@ -1,6 +1,7 @@
 """What OPD logs beyond its loss: each number by its definition, and that looking changes nothing."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from training_for_tests import assert_same_step, fix_rollouts, one_step, token_r
 
 from hf_posttrain.generation.rollout import repeated_share
 from hf_posttrain.methods import opd_diagnostics
-from hf_posttrain.methods.opd_diagnostics import BUCKETS, compare, diagnose, metrics_of, overlap
+from hf_posttrain.methods.opd_diagnostics import BUCKETS, compare, diagnose, is_due, metrics_of, overlap
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform
 from hf_posttrain.scoring.teacher_tiles import TeacherStates
@@ -78,6 +79,12 @@ def test_the_advice_on_rollouts(agreed, rollouts, advice):
     assert (advice in said) if advice else ("rollouts:" not in said)
 
 
+@pytest.mark.parametrize(("first", "steps"), [(False, [2, 5]), (True, [0, 2, 5])])
+def test_steps_are_due_as_the_log_is(first, steps):
+    args = SimpleNamespace(logging_first_step=first)
+    assert [n for n in range(7) if is_due(SimpleNamespace(global_step=n, logging_steps=3), args)] == steps
+
+
 def test_where_nothing_was_sampled_nothing_is_said():
     assert overlap({}, "live") is None
 
@@ -89,8 +96,8 @@ def test_steps_that_are_logged_are_looked_at_and_train_as_they_would(tmp_path, m
         given = STEPS | {"diagnostics": diagnostics, "second": tiny_model(seed=9)}
         steps.append(one_step("opd", tiny_model(), rows, tmp_path, **given))
     assert_same_step(*steps, relative=0)
-    looked = []
-    note = lambda t, b: (looked.append(t.state.global_step), diagnose(t, b))[1]  # noqa: E731
+    looked, found = [], []
+    note = lambda t, b: (looked.append(t.state.global_step), found.append(diagnose(t, b)), found[-1])[-1]  # noqa: E731
     monkeypatch.setattr(opd_diagnostics, "diagnose", note)
     given = STEPS | {"max_steps": 7, "logging_steps": 3}
     trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), **given)
@@ -98,7 +105,8 @@ def test_steps_that_are_logged_are_looked_at_and_train_as_they_would(tmp_path, m
         trainer.train()
     assert looked == [0, 2, 5]  # a micro-batch each; the first for the advice alone
     assert caplog.text.count("have the same best token") == 1
-    log = trainer.state.log_history[1]
+    for measured, log in zip(found[1:], trainer.state.log_history, strict=False):
+        assert log["distill/near_mass"] == pytest.approx(mean(measured["distill/near_mass"]))
     assert 0 < log["distill/near_mass"] < 1
     assert log["position/kl_1"] > 0
     assert log["distill/student_entropy"] > 0
