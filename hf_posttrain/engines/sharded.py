@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 def plain_class(module: nn.Module) -> Any:
@@ -105,6 +106,17 @@ def gather_fsdp2(model: Any, accelerator: Any) -> Iterator[nn.Module]:
             unit.reshard()  # embeddings and head stay gathered from forward to backward, as Accelerate has it
             is_layer = type(unit).__name__.removeprefix("FSDP") in layers
             unit.set_reshard_after_forward(plugin.reshard_after_forward and is_layer, recurse=False)
+
+
+def each_whole(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Each of these weights by its name, whole on every rank until the next one. All ranks run through all."""
+    for name, tensor in tensors.items():
+        with gathered(tensor):
+            if isinstance(tensor, DTensor):  # an offloaded one where its collectives run
+                there: Any = tensor.to(tensor.device_mesh.device_type)
+                yield name, there.full_tensor()
+            else:
+                yield name, tensor
 
 
 # ---- models that DeepSpeed cut while they were loaded

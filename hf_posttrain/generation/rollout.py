@@ -36,6 +36,9 @@ GRAM = 4
 class OwnModel:
     """OPD's rollouts by the policy itself; `vllm` has two other backends with the same methods."""
 
+    logps: list[list[float]] | None = None
+    """Of the rollouts of the last call, under the distribution that they were drawn from; None: it is the student's."""
+
     def __init__(self, trainer: Any):
         self.trainer = trainer
 

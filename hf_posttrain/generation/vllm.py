@@ -1,48 +1,51 @@
-"""OPD's rollouts by vLLM: an engine in each training process (`Colocated`), or `vllm serve` over HTTP (`Server`).
+"""OPD's rollouts by vLLM: an engine in each training process (`Colocated`), or `vllm serve` over HTTP (`Served`).
 
 Both have the methods of `rollout.OwnModel`: synchronise() gives vLLM the policy's weights, and all ranks call it;
-generate(prompts, seed) samples K rollouts of each prompt. What vLLM cannot do is refused, mostly before loading.
+generate(prompts, seed, longest) samples K rollouts of each prompt. What vLLM cannot do is refused, mostly before
+loading.
 
-    weights         Colocated                                       Server
-    all             in memory                                       a folder in output_dir, which the server must see
+    weights         Colocated                                       Served
+    all             in memory                                       a file in output_dir, which the server must see
     LoRA            base in memory once, then adapters by folder    adapters by folder, on the student's own base
 
-Written after the source of vLLM 0.33.0: entrypoints/llm.py, sampling_params.py, lora/request.py,
-entrypoints/openai/completion/protocol.py, entrypoints/serve/{lora,dev/rpc,dev/cache}/api_router.py,
-model_executor/model_loader/reload/inplace.py, v1/executor/uniproc_executor.py. Tested on CPU against stand-ins that
-have this interface; not yet with vLLM itself on a GPU.
+That they arrive is not taken on trust. Before the first transfer of whole weights scrambled ones are sent: what vLLM
+keeps of those shows in its log-probabilities, which are compared with the student's own after the first transfer and
+every `vllm_check_steps` steps.
+
+Tested with vLLM 0.32 on CPU (tests/served), and against stand-ins that have its interface.
 """
 
 import copy
-import http.client
 import importlib.util
-import json
 import logging
 import os
 import re
 import shutil
 import tempfile
-import urllib.error
-import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import peft
+import psutil
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from ..engines import engine, sharded
 from ..errors import InputError
 from ..scoring import forward as scoring
+from ..scoring.choose_layout import some_ids
+from ..scoring.head import LogProb
+from ..scoring.layouts import Branch, Example
 from . import rollout
+from .server import Server, ServerError, at_once
 
 logger = logging.getLogger(__name__)
-_REQUESTS = 256  # that a process has open at the server; each is a prompt and its K rollouts
-_TIMEOUT = 3600  # seconds that one answer of the server may take
 # vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
 _NEVER, _MOST_BIASED = -100.0, 1024
 # LoRA in vLLM: max_lora_rank (config/lora.py), and initialisations that leave the base as it is (lora/peft_helper.py)
@@ -58,58 +61,133 @@ _NEEDS = {
     "/reset_prefix_cache": "set VLLM_SERVER_DEV_MODE=1 in the server's environment",
     "/v1/load_lora_adapter": "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
 }
+"""What a server that lacks a path was not started with."""
+PROBES, PROBE_TOKENS = 4, 16
+"""Prompts that are compared after a transfer, and tokens of each and of its answer."""
+ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+"""By how much a token's log-probability may differ on average between vLLM and the student, by vLLM's dtype."""
+Sampled = tuple[list[int], list[float]]
+"""A rollout's token ids, and the log-probability of each under the distribution that it was drawn from."""
 
 
 class _Backend:
-    """What both have in common: how is sampled, and where weights are written.
+    """What both have in common: how is sampled, where weights are written, and the proof that they have arrived.
 
     Raises InputError for a quantised student, an adapter that vLLM cannot serve, and too many padding ids.
     """
+
+    dtype: str | None = None  # that vLLM computes in
 
     def __init__(self, trainer: Any):
         model = scoring.unwrapped(trainer.model)
         if getattr(scoring.causal_lm(model), "is_quantized", False):
             raise InputError("rollout: vllm takes no quantised student: set quantization: none, or drop rollout: vllm")
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
-        self.card = check(trainer.args, self.lora, tied=self.lora is None and has_tied_head(model.config))
+        self.card = check(trainer.args, self.lora)
         self.trainer, self.sampling, self.count = trainer, sampling(trainer), 0
         self.adapter: Any = None
+        self.logps: list[list[float]] | None = None
+        """Of the rollouts of the last `generate`."""
         # a new folder in output_dir, the same on all ranks; what removes it when the run ends is kept by the first
         self.temporary = None
         if trainer.is_world_process_zero():
             parent = Path(trainer.args.output_dir).resolve()
             parent.mkdir(parents=True, exist_ok=True)
-            self.temporary = tempfile.TemporaryDirectory(prefix="vllm-", dir=parent)
-            os.chmod(self.temporary.name, 0o755)  # a server may be another user's
+            self.temporary = tempfile.TemporaryDirectory(prefix="vllm-", dir=parent)  # of mode 0700
         [folder] = broadcast_object_list([self.temporary and self.temporary.name])
         self.folder = Path(folder)
 
+    # ---- weights
+
+    def synchronise(self) -> None:
+        """Give vLLM the policy as it is now, and see now and then that it has arrived. All ranks call it. Raises
+        InputError where it has not."""
+        if self.count == 0:
+            self._open()
+        self._send()
+        if self.count == 1 or self.count % self.trainer.args.vllm_check_steps == 0:
+            self._check()
+
+    def _open(self) -> None:
+        """Before the first transfer."""
+        raise NotImplementedError
+
+    def _send(self) -> None:
+        """Give vLLM the weights, or the adapter; counts."""
+        raise NotImplementedError
+
+    def _check(self) -> None:
+        """Compare log-probabilities that vLLM gives for what it samples with the student's own. All ranks call it."""
+        trainer, inner = self.trainer, scoring.causal_lm(self.trainer.model)
+        draw = some_ids(inner)
+        size = min(trainer.vocabulary, inner.config.get_text_config().vocab_size)
+        prompts = [[token % size for token in draw(PROBE_TOKENS)] for _ in range(PROBES)]
+        with rollout.forked(trainer.accelerator.device):  # an engine in this process may draw
+            groups = self._agreed(lambda: self._sample(prompts, [*range(PROBES)], PROBE_TOKENS))
+        ids, logps = zip(*(group[0] for group in groups), strict=True)  # of K rollouts one is enough
+        examples = [Example(prompt, [Branch(answer)]) for prompt, answer in zip(prompts, ids, strict=True)]
+        batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
+        tile = LogProb(scoring.targets(batch), trainer.args.temperature, vocabulary=trainer.vocabulary)
+        model = trainer.model_wrapped
+        with torch.no_grad(), scoring.eval_mode(model), trainer.accelerator.autocast():
+            values = scoring.score(model, batch, tile)["value"].float()
+        ours = torch.cat([values[batch["owner"] == number] for number in range(PROBES)]).cpu()
+        gap = (ours - torch.tensor([logp for answer in logps for logp in answer])).abs()
+        mean, most = max(gather_object([(gap.mean().item(), gap.max().item())]))  # each rank may have its own engine
+        dtype = self.dtype or "bfloat16"
+        if not mean <= ROUNDING[dtype]:
+            raise InputError(
+                f"vLLM samples from another model than the student: log-probabilities of the same tokens differ by "
+                f"{mean:.2g} on average, and rounding in {dtype} by {ROUNDING[dtype]:g} at most. {self._likely()}"
+            )
+        said = "vLLM has the student's weights: log-probabilities of %d tokens differ by %.1e at most (%s)"
+        logger.info(said, len(gap), most, dtype)
+
+    def _likely(self) -> str:
+        """Why vLLM may have another model."""
+        raise NotImplementedError
+
+    # ---- rollouts
+
     def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
         """K rollouts of each prompt, one prompt after the other: tokens up to and with the first terminal id, or the
-        `longest`.
+        `longest`; `logps` are then what vLLM says of them. All ranks call it.
 
-        Prompt n is sampled by (*seed, n). Raises RuntimeError for an id that no rollout may have.
+        Prompt n is sampled by (*seed, n). Raises ServerError, and RuntimeError for an id that no rollout may have.
         """
-        if not prompts:
-            return []
         # of 62 bits, since vLLM adds the number of the rollout to it
         seeds = [rollout.mix_seed(*seed, number) >> 2 for number in range(len(prompts))]
-        rollouts = [list(ids) for group in self._sample(prompts, seeds, longest) for ids in group]
+        groups = self._agreed(lambda: self._sample(prompts, seeds, longest))
+        rollouts = [ids for group in groups for ids, _ in group]
+        self.logps = [logps for group in groups for _, logps in group]
         if not all(rollouts):
             raise RuntimeError("vLLM gave an empty rollout: see its log")
-        if max(map(max, rollouts)) >= self.trainer.vocabulary:
+        if rollouts and max(map(max, rollouts)) >= self.trainer.vocabulary:
             raise RuntimeError("vLLM drew an id of the vocabulary's padding: set rollout: transformers")
         return rollouts
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sequence[int]]]:
-        """Token ids, [prompts][K][tokens]."""
+    def _agreed(self, sample: Any) -> list[list[Sampled]]:
+        """What `sample` gives, on each rank."""
+        return sample()
+
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
+        """Token ids with their log-probabilities, [prompts][K]."""
         raise NotImplementedError
 
-    def _write(self) -> Path:
-        """The policy as it is now, or its adapter alone, to a new folder, which is returned. All ranks call it."""
+    # ---- files
+
+    def _write(self, change: Any = None) -> Path:
+        """The policy as it is now, or its adapter alone, to a new folder, which is returned. All ranks call it. change:
+        of each weight, on its way."""
         self.count += 1
         folder = self.folder / str(self.count)
-        self.trainer.save_model(str(folder), _internal_call=True)  # whole under every engine, and read again
+        if self.lora:
+            self.trainer.save_model(str(folder), _internal_call=True)
+        else:
+            weights = whole_weights_on_first(self.trainer, self.dtype, change)
+            if self.trainer.is_world_process_zero():
+                folder.mkdir()
+                save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         self.trainer.accelerator.wait_for_everyone()
         name = scoring.unwrapped(self.trainer.model).active_adapter if self.lora else "default"
         return folder if name == "default" else folder / name  # as PEFT has it
@@ -126,26 +204,30 @@ class Colocated(_Backend):
 
     llm: Any = None
 
-    def synchronise(self) -> None:
-        """Weights in memory, or a newly written adapter; the first time it starts the engine."""
+    def _open(self) -> None:
+        """Start vLLM's engine with the student's config and random weights; the base of a LoRA policy, which never
+        changes, is sent now."""
+        self.llm = self._start()
+        self._give_weights(scrambled)
+        if self.lora:
+            self._give_weights()
+
+    def _send(self) -> None:
+        """Weights in memory, or a newly written adapter."""
         from vllm.lora.request import LoRARequest
 
-        # the base of a LoRA policy never changes: it is sent once, and then an adapter each time
-        if self.llm is None:
-            self.llm = self._start()
-            if self.lora:
-                self._give_weights()
         if self.lora:
             written = self._write()
             self.adapter = LoRARequest(lora_name=str(self.count), lora_int_id=self.count, lora_path=str(written))
             self._remove(self.count - 1)  # the newest stays: vLLM may read it again
         else:
+            self.count += 1
             self._give_weights()
         # what is cached of prompts is of the old weights
         self.llm.reset_prefix_cache()
 
     def _start(self) -> Any:
-        """Start vLLM's engine with the student's config and random weights."""
+        """vLLM's engine with the student's config and random weights."""
         from vllm import LLM
 
         trainer, accelerator = self.trainer, self.trainer.accelerator
@@ -154,78 +236,158 @@ class Colocated(_Backend):
         if trainer.is_world_process_zero():
             config = copy.deepcopy(inner.config)
             config.architectures = [sharded.plain_class(inner).__name__]
+            if accelerator.device.type == "cpu":  # there vLLM keeps a tied head as it was first
+                config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
             config.save_pretrained(place)
             trainer.tokenizer.save_pretrained(place)
         accelerator.wait_for_everyone()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
         lengths = trainer.args.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         names = {"bf16": "bfloat16", "fp16": "float16"}
+        self.dtype = names.get(accelerator.mixed_precision, str(inner.dtype).removeprefix("torch."))
         lora = {"enable_lora": True, "max_lora_rank": max_rank(self.lora)} if self.lora else {}
         with rollout.seeded(accelerator.device, trainer.args.seed):  # vLLM seeds the process
             return LLM(
-                model=str(place), load_format="dummy", generation_config="vllm",
-                dtype=names.get(accelerator.mixed_precision, str(inner.dtype).removeprefix("torch.")),
+                model=str(place), load_format="dummy", generation_config="vllm", dtype=self.dtype,
                 max_model_len=min(filter(None, lengths), default=None),
                 gpu_memory_utilization=trainer.args.vllm_gpu_memory_utilization or 0.3,
+                logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
                 enable_prefix_caching=True,  # K rollouts read their prompt once
                 distributed_executor_backend="uni" if accelerator.num_processes == 1 else "external_launcher", **lora,
             )  # fmt: skip
 
-    def _give_weights(self) -> None:
-        """All weights but the adapter's, from memory to memory. All ranks call it."""
+    def _give_weights(self, change: Any = None) -> None:
+        """All weights but the adapter's, from memory to memory. All ranks call it. change: of each, on its way."""
         with torch.no_grad(), engine.whole_weights(self.trainer.model_wrapped, self.trainer.accelerator) as model:
-            weights = iter(hub_weights(model).items())
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            weights = hub_weights(scoring.causal_lm(model), dict(named_weights(model)))
+            given = ((name, change(weight) if change else weight) for name, weight in weights.items())
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sequence[int]]]:
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
         from vllm import SamplingParams
 
+        if not prompts:
+            return []
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        shared = self.sampling | {"max_tokens": longest, "detokenize": False}
+        shared = self.sampling | {"max_tokens": longest, "detokenize": False, "logprobs": 0}
         how = [SamplingParams(**shared, seed=seed) for seed in seeds]
         with torch.autocast(self.trainer.args.device.type, enabled=False):  # evaluation is inside the policy's
             outputs = self.llm.generate(given, how, use_tqdm=False, lora_request=self.adapter)
-        return [[one.token_ids for one in output.outputs] for output in outputs]
+        return [[_of_engine(one) for one in output.outputs] for output in outputs]
+
+    def _likely(self) -> str:
+        return "vLLM computes this architecture otherwise, or did not take all weights: set rollout: transformers"
 
 
-class Server(_Backend):
+class Served(_Backend):
     """A server that `vllm serve` started; the first rank sends weights, and each rank asks for its own rollouts."""
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.url, card = trainer.args.vllm_server_base_url, self.card
+        self.server, card = _server(trainer.args), self.card
         self.model, base = card["id"], scoring.causal_lm(trainer.model).name_or_path
+        self.dtype, self.process = card.get("dtype"), card.get("process")
         if self.lora and card["root"] != base:
             said = "the vLLM server serves %s, and the student's base is %s: with LoRA they must be the same weights"
             logger.warning(said, card["root"], base or "a model in memory")
+        if self.temporary and not runs_as_this_user(self.server.url):
+            os.chmod(self.folder, 0o755)
 
-    def synchronise(self) -> None:
-        """The server reads the weights, or the adapter under a new name, from a folder. Raises InputError."""
-        # an adapter's name is new each time: vLLM would take one that it knows from its cache
-        path, previous = str(self._write()), self.adapter
-        if self.lora:
+    def _open(self) -> None:
+        """Send scrambled weights; the base of a LoRA policy is the server's own."""
+        if not self.lora:
+            self._send(scrambled)
+            self.count = 0
+
+    def _send(self, change: Any = None) -> None:
+        """The server reads the weights, or the adapter under a new name, from a folder. Raises ServerError."""
+        path, previous = str(self._write(change)), self.adapter
+        if self.lora:  # vLLM would take a name that it knows from its cache
             self.adapter = f"{self.folder.name}-{self.count}"
-        if self.trainer.is_world_process_zero() and self.lora:
-            call(self.url, "/v1/load_lora_adapter", {"lora_name": self.adapter, "lora_path": path})
-            if previous is not None:
-                call(self.url, "/v1/unload_lora_adapter", {"lora_name": previous})
-        elif self.trainer.is_world_process_zero():
-            call(self.url, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
-            if not json.loads(call(self.url, "/reset_prefix_cache", {}))["success"]:
-                raise InputError(f"the vLLM server {self.url} has requests of others: it must serve this run alone")
+
+        def send() -> str | None:
+            if not self.trainer.is_world_process_zero():
+                return None
+            if self.lora:
+                self.server.post("/v1/load_lora_adapter", {"lora_name": self.adapter, "lora_path": path})
+                with suppress(ServerError):  # it has started again, and forgotten that
+                    self.server.post("/v1/unload_lora_adapter", {"lora_name": previous}) if previous else None
+                return self._process()
+            if self.card.get("load_format") == "dummy":  # which is not for files
+                self._call("update_config", args=[{"load_config": {"load_format": "auto"}}])
+            self._call("reload_weights", kwargs={"weights_path": path})
+            if not self.server.post("/reset_prefix_cache", {})["success"]:
+                raise ServerError(f"the vLLM server {self.server.url} has requests of others: it must serve this alone")
+            return self._process()
+
+        self.process = self._together(send)
         self._remove(self.count - 1 if self.lora else self.count)  # the newest adapter stays: vLLM may read it again
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sequence[int]]]:
+    def _call(self, method: str, **given: Any) -> None:
+        self.server.post("/collective_rpc", {"method": method, **given})
+
+    def _process(self) -> str | None:
+        """Which start of the server this is, where it tells."""
+        return (self.server.settings() or {}).get("instance_id") if "process" in self.card else None
+
+    def _together(self, ask: Any) -> Any:
+        """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait."""
+        found, error = None, None
+        try:
+            found = ask()
+        except ServerError as raised:
+            error = raised
+        told = gather_object([error and (str(error), error.status)])
+        if first := next(filter(None, told), None):
+            raise ServerError(*first) from error
+        return found
+
+    def _agreed(self, sample: Any) -> list[list[Sampled]]:
+        """What `sample` gives; where the server has started again meanwhile, once more with the weights sent anew."""
+        first = self.trainer.is_world_process_zero()
+        for _ in range(2):
+            try:
+                found = self._together(sample)
+                same = self._together(lambda: not first or self._process() == self.process)
+            except ServerError as error:
+                if not (self.lora and error.status == 404):  # it has forgotten the adapter
+                    raise
+                same = False
+            if all(gather_object([same])):
+                return found
+            logger.warning("the vLLM server %s has started again: it gets the weights once more", self.server.url)
+            self._send()
+        raise ServerError(f"the vLLM server {self.server.url} starts again and again: see its log")
+
+    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
         """A request for each prompt, since each has its own seed; vLLM batches what is open."""
+        shared = self.sampling | {"max_tokens": longest, "logprobs": 0, "model": self.adapter or self.model}
 
-        def ask(prompt: Sequence[int], seed: int) -> list[Sequence[int]]:
-            body = self.sampling | {"prompt": list(prompt), "seed": seed, "max_tokens": longest}
-            body |= {"model": self.adapter or self.model, "return_token_ids": True}
-            choices = json.loads(call(self.url, "/v1/completions", body))["choices"]
-            return [choice["token_ids"] for choice in choices]
+        def ask(number: int) -> list[Sampled]:
+            choices = self.server.complete(shared | {"seed": seeds[number]}, prompts[number])
+            return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
 
-        with ThreadPoolExecutor(_REQUESTS) as pool:
-            return list(pool.map(ask, prompts, seeds))
+        return at_once(ask, range(len(prompts)))
+
+    def _likely(self) -> str:
+        if self.dtype is None or self.card.get("logprobs_mode") not in (None, "processed_logprobs"):
+            more = "start it with --logprobs-mode processed_logprobs, and VLLM_SERVER_DEV_MODE=1 for a better answer"
+            if self.trainer.args.temperature != 1:
+                return f"The server gives them at temperature 1, maybe: {more}"
+        if self.lora:
+            return "Its base is not the student's, or is quantised: serve the student's own base"
+        if has_tied_head(scoring.causal_lm(self.trainer.model).config):
+            return (
+                "The student's head is its embedding, and a server on CPU keeps the old head: start it with "
+                "--hf-overrides '{\"tie_word_embeddings\": false}'"
+            )
+        return "It serves another architecture or a quantised model: serve the student's own folder or name"
+
+
+def _of_engine(output: Any) -> Sampled:
+    """A completion of vLLM's engine."""
+    ids = list(output.token_ids)
+    return ids, [given[token].logprob for token, given in zip(ids, output.logprobs, strict=True)]
 
 
 def sampling(trainer: Any) -> dict[str, Any]:
@@ -247,18 +409,53 @@ def sampling(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def hub_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights as `from_pretrained` reads them, {name: tensor}, without those of an adapter."""
+def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
+    """The causal LM's weights and saved buffers, as they are, {name: tensor}, a tied one under each of its names and
+    without those of an adapter."""
     # not by state_dict(), which would cut FSDP2's weights again: parameters, and the buffers that are saved
     inner = scoring.causal_lm(model)
-    tensors: dict[str, Tensor] = dict(inner.named_parameters())
+    tensors: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
     for prefix, module in inner.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 tensors[f"{prefix}.{name}"] = buffer
     plain = {re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach() for name, tensor in tensors.items()}
-    weights = {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
+    return {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
+
+
+def hub_weights(inner: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole weights by the names that `from_pretrained` reads."""
     return dict(revert_weight_conversion(inner, weights))
+
+
+def whole_weights_on_first(trainer: Any, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
+    """The policy's weights in the hub's format on CPU, in `dtype` (None: their own), on the first rank; others get
+    none. Never more than one of them is whole on a GPU. All ranks call it. change: of each, on its way."""
+    first, found = trainer.is_world_process_zero(), {}
+    with torch.no_grad():
+        for name, whole in sharded.each_whole(named_weights(trainer.model_wrapped)):
+            if first:
+                cast = whole.to(getattr(torch, dtype)) if dtype and whole.is_floating_point() else whole
+                found[name] = (change(cast) if change else cast).cpu().clone(memory_format=torch.contiguous_format)
+        return hub_weights(scoring.causal_lm(trainer.model_wrapped), found) if first else {}
+
+
+def scrambled(weight: Tensor) -> Tensor:
+    """Other values of the same size, so that a model with one such weight is another model."""
+    return weight.roll(1, 0) + 0.05 if weight.dim() and weight.is_floating_point() else weight
+
+
+def runs_as_this_user(url: str) -> bool:
+    """Does a process of this user listen at the url's port of this machine?"""
+    parts = urlsplit(url)
+    if parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+        return False
+    try:
+        pids = {each.pid for each in psutil.net_connections("tcp")
+                if each.status == psutil.CONN_LISTEN and each.laddr.port == (parts.port or 80)}  # fmt: skip
+        return any(pid and psutil.Process(pid).uids().real == os.getuid() for pid in pids)
+    except (psutil.Error, OSError, AttributeError):  # another's, or a system that does not tell
+        return False
 
 
 # ---- what is refused
@@ -275,28 +472,41 @@ def has_tied_head(config: Any) -> bool:
     return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
 
 
-def check(config: Any, peft_config: Any = None, tied: bool = False) -> dict[str, Any]:
-    """What the server, if there is one, says of its model: id, root (a name or folder), max_model_len.
+def check(config: Any, peft_config: Any = None) -> dict[str, Any]:
+    """What the server, if there is one, says of itself: id, root (a name or folder) and max_model_len of its model; in
+    development mode also dtype, logprobs_mode, load_format and its process.
 
-    tied: are all weights sent, of a model whose head is its embedding? vLLM 0.32's server, on CPU, kept the old head
-    after each transfer, without an error. Raises InputError for such a student, a server that cannot be asked or takes
-    fewer tokens than max_length, and for an adapter that vLLM cannot serve.
+    Raises InputError for a server that cannot be asked, takes fewer tokens than max_length, or cannot do what is
+    needed, and for an adapter that vLLM cannot serve.
     """
-    if peft_config is not None:
-        max_rank(peft_config)
+    rank = None if peft_config is None else max_rank(peft_config)
     if config.vllm_mode != "server":
         return {}
-    if tied:
-        raise InputError(
-            "vllm_mode: server: the student's head is its embedding (tie_word_embeddings), and vLLM may keep the old "
-            "head when weights are sent, so rollouts would come from another model: use model.lora, or rollout: "
-            "transformers"
-        )
-    card = json.loads(call(config.vllm_server_base_url, "/v1/models"))["data"][0]  # the base, then adapters
+    server = _server(config)
+    card, told = server.card(), server.settings()
     if config.max_length is not None and card["max_model_len"] < config.max_length:
         longest = f"the vLLM server's --max-model-len {card['max_model_len']}: lower max_length, or start it with more"
         raise InputError(f"max_length={config.max_length} is more than {longest}")
-    return card
+    if told is None:
+        if rank is None:
+            how = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, so that it takes weights"
+            raise InputError(f"vllm_server_base_url: {server.url} is not in development mode: {how}")
+        return card
+    mode, lora = told["model_config"]["logprobs_mode"], told["lora_config"]
+    if mode != "processed_logprobs" and (config.temperature != 1 or mode != "raw_logprobs"):
+        how = f"of another distribution than rollouts are drawn from at temperature {config.temperature:g}"
+        raise InputError(f"the vLLM server gives {mode}, {how}: start it with --logprobs-mode processed_logprobs")
+    if rank is not None and (lora is None or lora["max_lora_rank"] < rank):
+        raise InputError(f"the vLLM server takes no adapter of rank {rank}: start it with --enable-lora and "
+                         f"--max-lora-rank {rank}")  # fmt: skip
+    return card | {
+        "dtype": str(told["model_config"]["dtype"]).removeprefix("torch."), "logprobs_mode": mode,
+        "load_format": told["load_config"]["load_format"], "process": told["instance_id"],
+    }  # fmt: skip
+
+
+def _server(config: Any) -> Server:
+    return Server(config.vllm_server_base_url, "vllm_server_base_url", _NEEDS)
 
 
 def max_rank(config: Any) -> int:
@@ -314,19 +524,3 @@ def max_rank(config: Any) -> int:
     if rank > _RANKS[-1]:
         raise InputError(f"rollout: vllm serves LoRA up to rank {_RANKS[-1]}, not {rank}: lower it")
     return next(allowed for allowed in _RANKS if allowed >= rank)
-
-
-def call(base_url: str, path: str, body: dict[str, Any] | None = None) -> str:
-    """What the server answers to a GET, or to a POST of `body`. Raises InputError where there is none or it refuses."""
-    url, data = base_url.rstrip("/") + path, None if body is None else json.dumps(body).encode()
-    try:
-        asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=_TIMEOUT) as answer:
-            return answer.read().decode()
-    except urllib.error.HTTPError as error:
-        said = " ".join(error.read().decode(errors="replace").split())[:500]
-        hint = f": {_NEEDS[path]}" if error.code == 404 and path in _NEEDS else ""
-        raise InputError(f"vllm_server_base_url: {url} answered {error.code} ({said}){hint}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        where = f"no vLLM server answers at {url} ({getattr(error, 'reason', error)})"
-        raise InputError(f"vllm_server_base_url: {where}: start it with vllm serve, or correct the URL") from error

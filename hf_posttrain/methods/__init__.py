@@ -106,7 +106,7 @@ _ROWS = (
         limits={
             "lmbda": SHARE, "discount": SHARE, "temperature": POSITIVE, "max_completion_length": COUNT,
             "num_generations": COUNT, "generation_batch_size": COUNT, "fresh": SOME, "replay_windows": COUNT,
-            "teacher_top_k": COUNT, "precompute_teacher_top_k": COUNT,
+            "vllm_check_steps": COUNT, "teacher_top_k": COUNT, "precompute_teacher_top_k": COUNT,
         },
         rules=(rules.opd, rules.opd_tokens, rules.opd_reward, rules.opd_rollouts),
         symptoms={

@@ -39,7 +39,7 @@ from .opd_rollouts import SOURCES, Live
 from .rules import POLICY_GRADIENT, named_options
 
 BACKENDS: dict[str, Any] = {
-    "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm.Server,
+    "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm.Served,
 }  # fmt: skip
 """What samples rollouts, by vllm_mode or else by rollout."""
 EVALUATION = 2**31
@@ -106,6 +106,9 @@ class OPDConfig(PostTrainConfig):
     """Where vLLM runs: colocate (None), in each training process on its GPU, or server, one that vllm serve started."""
     vllm_server_base_url: str | None = None
     """Of vllm_mode server, such as http://localhost:8000; it must see output_dir, and serve this run alone."""
+    vllm_check_steps: int | None = None
+    """Compare log-probabilities of vLLM and student after the first and every so many transfers of weights; None: 20.
+    """
     vllm_gpu_memory_utilization: float | None = None
     """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
 
@@ -115,7 +118,7 @@ class OPDConfig(PostTrainConfig):
         if self.reward:
             find_grader(self.reward["function"])
         if self.rollout == "vllm":
-            self.vllm_mode = self.vllm_mode or "colocate"
+            self.vllm_mode, self.vllm_check_steps = self.vllm_mode or "colocate", self.vllm_check_steps or 20
 
 
 class PromptCollator(Collator):
@@ -208,23 +211,26 @@ class OPDTrainer(PostTrainer):
             sampled = (torch.rand(len(rows)) < (1.0 if evaluating else args.lmbda)).tolist()
             asked = [row for row, own in zip(rows, sampled, strict=True) if own]
             answered = (self.live if evaluating else self.source).answer(asked, own_seed, longest)
-        known = None if evaluating else self.source.scores(asked)
+        scores = None if evaluating else self.source.scores(asked)
         columns = [{"sampled": True} for _ in asked]
         if self.reward:
             grades = self.reward.grades(self.tokenizer, asked, answered).tolist()
             columns = [{"sampled": True, "grades": own} for own in grades]
-        done, examples = iter(zip(answered, columns, strict=True)), []
+        done, examples = iter(zip(answered, columns, scores or columns, strict=True)), []
+        known: list[Any] = []
         for row, own in zip(rows, sampled, strict=True):
-            given = (row["prompt_ids"], [row["completion_ids"]]), {"sampled": False}
-            (prompt, answers), more = next(done) if own else given
+            ids = row["completion_ids"]
+            given = (row["prompt_ids"], [ids]), {"sampled": False}, [{"sampler_logps": [math.nan] * len(ids)}]
+            (prompt, answers), more, of_each = next(done) if own else given
             examples.append(Example(prompt, [Branch(ids[:longest]) for ids in answers], more))
+            known.append(of_each)
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
-        return self._lay_out(batches, examples, known)
+        return self._lay_out(batches, examples, known if scores else None)
 
     def _lay_out(self, batches: list[dict], examples: list[Example], known: list[list[dict]] | None) -> list[dict]:
         """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other. known:
-        what the teacher said beforehand of each branch, lists of one number, or K, for each token."""
+        what was said beforehand of each branch, lists of one number, or K, for each token."""
         tokens = [len(one.prompt) + sum(len(branch.ids) for branch in one.branches) for one in examples]
         groups = share_out(tokens, [len(batch["prompts"].items) for batch in batches])
         columns = [name for name in ("index", "row_weights") if name in batches[0]]
@@ -332,6 +338,9 @@ class OPDTrainer(PostTrainer):
             "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled * ~cut),
             "generation/repeated": (batch["repeated"], rolled),
         }  # fmt: skip
+        if "sampler_logps" in batch:  # an end stands for all ends in the student's, where those are one outcome
+            away, one = batch["sampler_logps"] - student, own * ~torch.isin(targets(batch), self.stop.ids)
+            metrics |= {"sampling/kl": (away, one), "sampling/logp_difference": (away.abs(), one)}
         if self.reward:
             grades, counts = batch["grades"], row_weights(batch)
             metrics |= {"reward/mean": (grades.mean(1), counts), "reward/spread": (grades.std(1, correction=0), counts)}

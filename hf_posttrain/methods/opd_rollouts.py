@@ -49,7 +49,13 @@ class Live:
         return [(prompt, found[n * count : (n + 1) * count]) for n, prompt in enumerate(prompts)]
 
     def scores(self, rows: Sequence[dict]) -> list[list[dict[str, list]]] | None:
-        """What the teacher said beforehand of each row's rollouts: see `Frozen`."""
+        """What is known beforehand of each rollout of the rows that were answered last: `sampler_logps`, of its tokens
+        where they were drawn, if that was not in the student itself."""
+        logps, count = self.trainer.backend.logps, self.trainer.args.num_generations
+        if logps is None:
+            return None
+        known = [{"sampler_logps": own} for own in logps]
+        return [known[n * count : (n + 1) * count] for n in range(len(rows))]
 
 
 class Replay(Live, TrainerCallback, ExportableState):
@@ -70,6 +76,10 @@ class Replay(Live, TrainerCallback, ExportableState):
         chosen = torch.cat(rounds)[:wanted].tolist() if rounds else []
         self.windows.append(gather_object(live))
         return live + [kept[number] for number in chosen]
+
+    def scores(self, rows: Sequence[dict]) -> list[list[dict[str, list]]] | None:
+        """Nothing: most rollouts are of another policy."""
+        return None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: one text, since trainer_state.json gives each number of a list a line of its own. HF

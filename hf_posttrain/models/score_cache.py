@@ -18,7 +18,6 @@ import xxhash
 from accelerate.utils import broadcast_object_list, gather_object
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
 from ..engines import sharded
@@ -134,15 +133,11 @@ def weights_key(weights: Mapping[str, Any], described: str = "", sample: int = 0
     sample: so many values of each weight, evenly spread, instead of all: another model differs in some of them.
     """
     digest = xxhash.xxh3_128(described.encode())
-    for name, tensor in weights.items():
-        with sharded.gathered(tensor):
-            if isinstance(tensor, DTensor):  # an offloaded one where its collectives run
-                whole: Any = tensor.to(tensor.device_mesh.device_type)
-                tensor = whole.full_tensor()
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            values = tensor.detach().reshape(-1)
-            flat: Any = values[:: -(-len(values) // sample) or 1] if sample else values
-            digest.update(flat.cpu().contiguous().view(torch.uint8).numpy())
+    for name, tensor in sharded.each_whole(weights):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        values = tensor.detach().reshape(-1)
+        flat: Any = values[:: -(-len(values) // sample) or 1] if sample else values
+        digest.update(flat.cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -108,8 +108,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     if getattr(config, "rollout", None) == "vllm":
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
         with error_context(recipe.where(key)):
-            whole = peft_config is None and not recipe.model.adapter
-            vllm.check(config, peft_config, tied=whole and vllm.has_tied_head(models.check_model(recipe.model)))
+            vllm.check(config, peft_config)
     return tokenizer, peft_config
 
 

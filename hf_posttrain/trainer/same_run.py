@@ -29,8 +29,9 @@ HARMLESS = _names("""
     activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs dataset_num_proc
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context precompute_ref_log_probs precompute_ref_batch_size
-    vllm_mode vllm_server_base_url vllm_gpu_memory_utilization fsdp fsdp_config deepspeed parallelism_config
-    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
+    vllm_mode vllm_server_base_url vllm_check_steps vllm_gpu_memory_utilization fsdp fsdp_config deepspeed
+    parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
+    ddp_timeout
 """)
 """Options that may change: what is logged, saved and shown, where and how the same numbers are computed. The engine and
 the rows of a step are compared by `checkpoint.obstacles`."""

@@ -20,39 +20,43 @@ from urllib.parse import urlsplit
 import peft
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
 
 from hf_posttrain.generation import rollout
 
 COMPLETION_FIELDS = {
     "model", "prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos", "logit_bias", "seed", "return_token_ids",
+    "logprobs",
 }  # fmt: skip
 """Those of CompletionRequest that this server reads."""
 ENGINE_FIELDS = {
     "load_format", "generation_config", "max_model_len", "enable_prefix_caching", "distributed_executor_backend",
-    "enable_lora", "max_lora_rank",
+    "enable_lora", "max_lora_rank", "logprobs_mode",
 }  # fmt: skip
 """Those of EngineArgs that LLM passes on."""
 
 
 def sampled(model, prompt, n, seed, max_tokens, temperature, stop_token_ids, logit_bias=None, **others):
-    """[n][tokens]: rollout i is drawn by seed + i, as vLLM numbers them."""
+    """[n][tokens], and their log-probabilities: rollout i is drawn by seed + i, as vLLM numbers them."""
     neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logprobs": 0}
     assert others == neutral
     bias = torch.zeros(model.config.vocab_size)
     for token, value in (logit_bias or {}).items():
         bias[int(token)] = value
-    rollouts = []
+    rollouts, logps = [], [[] for _ in range(n)]
     for index in range(n):
         ids = list(prompt)
         with torch.no_grad(), rollout.seeded(torch.device("cpu"), seed + index):
             while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] not in stop_token_ids):
                 logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float() + bias
-                ids.append(int(torch.multinomial(torch.softmax(logits / temperature, -1), 1)))
+                drawn_from = torch.log_softmax(logits / temperature, -1)
+                ids.append(int(torch.multinomial(drawn_from.exp(), 1)))
+                logps[index].append(drawn_from[ids[-1]].item())
         rollouts.append(ids[len(prompt) :])
-    return rollouts
+    return rollouts, logps
 
 
 def with_adapter(model, folder):
@@ -73,6 +77,8 @@ class Serving:
     def __init__(self, model, max_model_len=1024, without=()):
         self.model, self.base, self.adapters, self.log = model, model, {}, []
         self.max_model_len, self.without, self.busy = max_model_len, without, False
+        self.process, self.logprobs_mode, self.max_lora_rank = "first", "processed_logprobs", 64
+        self.keeps = ()  # names of weights that no transfer changes
         self.lock = threading.Lock()
 
     def __enter__(self):
@@ -90,9 +96,22 @@ class Serving:
         cards = [{"id": "student", "root": "served", "max_model_len": self.max_model_len}]
         return {"object": "list", "data": cards + [{"id": name, "parent": "student"} for name in self.adapters]}
 
-    def collective_rpc(self, method, kwargs):
+    def server_info(self):
+        told = {"dtype": "torch.float32", "logprobs_mode": self.logprobs_mode}
+        lora, load = {"max_lora_rank": self.max_lora_rank}, {"load_format": "dummy"}
+        known = {"model_config": told, "lora_config": lora, "load_config": load, "instance_id": self.process}
+        return {"vllm_config": known}
+
+    def collective_rpc(self, method, args=(), kwargs=None):
+        if method == "update_config":
+            assert list(args) == [{"load_config": {"load_format": "auto"}}]
+            return {"results": [None]}
         assert (method, *kwargs) == ("reload_weights", "weights_path")
-        self.model = AutoModelForCausalLM.from_pretrained(kwargs["weights_path"]).eval()
+        weights = load_file(f"{kwargs['weights_path']}/model.safetensors")
+        weights = {name: tensor for name, tensor in weights.items() if name not in self.keeps}
+        self.model = copy.deepcopy(self.model)
+        missing, _ = self.model.load_state_dict(weights, strict=False)
+        assert set(missing) <= set(self.keeps)
         return {"results": [None]}
 
     def reset_prefix_cache(self):
@@ -112,8 +131,10 @@ class Serving:
         assert return_token_ids is True
         policy = self.model if model == "student" else self.adapters[model]
         with self.lock:  # seeds are of the process
-            rollouts = sampled(policy, prompt, **how)
-        return {"choices": [{"index": i, "token_ids": ids} for i, ids in enumerate(rollouts)]}
+            rollouts, logps = sampled(policy, prompt, **how)
+        told = {"prompt_token_ids": prompt}
+        return {"choices": [told | {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": logps[i]}}
+                            for i, ids in enumerate(rollouts)]}  # fmt: skip
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -170,6 +191,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     detokenize: bool = True
     logit_bias: dict[int, float] | None = None
+    logprobs: int | None = None
 
 
 @dataclass
@@ -215,9 +237,14 @@ class LLM:
         for prompt, params in zip(prompts, sampling_params, strict=True):
             how = vars(params).copy()
             assert how.pop("detokenize") is False
-            found = sampled(policy, prompt["prompt_token_ids"], **how)
-            outputs.append(types.SimpleNamespace(outputs=[types.SimpleNamespace(token_ids=tuple(i)) for i in found]))
+            found = zip(*sampled(policy, prompt["prompt_token_ids"], **how), strict=True)
+            outputs.append(types.SimpleNamespace(outputs=[_output(*one) for one in found]))
         return outputs
+
+
+def _output(ids, logps):
+    told = [{token: types.SimpleNamespace(logprob=logp)} for token, logp in zip(ids, logps, strict=True)]
+    return types.SimpleNamespace(token_ids=tuple(ids), logprobs=told)
 
 
 def install(modules=sys.modules):

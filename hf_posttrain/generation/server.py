@@ -1,0 +1,114 @@
+"""A server that completes and scores token ids over HTTP: `vllm serve`, or another one with OpenAI's protocol.
+
+Retries, pauses between them and open connections are urllib3's. What goes wrong is a ServerError of one line.
+Written against vLLM 0.32 and tested with it (tests/served): entrypoints/openai/completion/protocol.py.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import urllib3
+from urllib3.exceptions import HTTPError
+
+from ..errors import InputError
+
+OPEN = 256
+"""Requests that a process has open at a server."""
+PATIENCE = urllib3.Retry(
+    total=8, read=1, backoff_factor=0.5, backoff_max=30, status_forcelist=(429, 502, 503, 504),
+    allowed_methods=None, raise_on_status=False,
+)  # fmt: skip
+"""Of a server that has answered before: a minute and a half for one that is not there, which may be starting again."""
+TIMEOUT = urllib3.Timeout(connect=10, read=1800)
+"""Seconds; a rollout waits for those before it."""
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
+
+
+class ServerError(InputError):
+    """A server is not there, refuses, or answers otherwise than it must. status: of HTTP, 0 where nothing answered."""
+
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status
+
+
+class Server:
+    """A server at `url`. option: what names it to the user, for messages. needs: path -> what a server that has no such
+    path was started without."""
+
+    def __init__(self, url: str, option: str, needs: Mapping[str, str] | None = None):
+        self.url, self.option, self.needs = url.rstrip("/"), option, needs or {}
+        self.pool = urllib3.PoolManager(maxsize=OPEN, timeout=TIMEOUT, retries=PATIENCE)
+
+    def get(self, path: str, **options: Any) -> Any:
+        """What it answers, from JSON. Raises ServerError."""
+        return self._ask("GET", path, **options)
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> Any:
+        """What it answers to `body`. Raises ServerError."""
+        return self._ask("POST", path, json=body, **options)
+
+    def _ask(self, method: str, path: str, **options: Any) -> Any:
+        url = self.url + path
+        try:
+            answer = self.pool.request(method, url, **options)
+        except HTTPError as error:
+            reason = str(getattr(error, "reason", None) or error).rpartition("): ")[2]
+            where = f"no server answers at {url} ({reason})"
+            raise ServerError(f"{self.option}: {where}: start it, or correct the URL") from error
+        text = answer.data.decode(errors="replace")
+        if answer.status != 200:
+            hint = f": {self.needs[path]}" if answer.status == 404 and path in self.needs else ""
+            raise ServerError(f"{self.option}: {url} answered {answer.status} ({_said(text)}){hint}", answer.status)
+        try:
+            return json.loads(text) if text and not text.startswith("Success") else text
+        except ValueError as error:
+            raise ServerError(f"{self.option}: {url} answered no JSON ({_said(text)}): is it that server?") from error
+
+    def card(self) -> dict[str, Any]:
+        """What it says of its model: id, root (a name or folder), max_model_len. Raises ServerError at once where it
+        cannot be asked."""
+        listed = self.get("/v1/models", retries=False)
+        try:
+            return listed["data"][0]  # the base, then adapters
+        except (TypeError, LookupError) as error:
+            raise ServerError(f"{self.option}: {self.url}/v1/models names no model: {str(listed)[:200]}") from error
+
+    def settings(self) -> dict[str, Any] | None:
+        """vLLM's own, which it tells in development mode alone (VLLM_SERVER_DEV_MODE=1); None: it does not."""
+        try:
+            return self.get("/server_info?config_format=json")["vllm_config"]
+        except ServerError as error:
+            if error.status in (404, 405):
+                return None
+            raise
+
+    def complete(self, body: dict[str, Any], prompt: Sequence[int]) -> list[dict[str, Any]]:
+        """Its choices for one prompt of token ids. Raises ServerError where it read other ids, or gives none."""
+        given = list(prompt)
+        choices = self.post("/v1/completions", body | {"prompt": given, "return_token_ids": True})["choices"]
+        for choice in choices:
+            if choice.get("token_ids") is None:
+                raise ServerError(f"{self.option}: {self.url} gives no token ids (return_token_ids): it must be vLLM")
+            if choice.get("prompt_token_ids", given) != given:
+                raise ServerError(f"{self.option}: {self.url} read other token ids than it was sent: another tokenizer")
+        return choices
+
+
+def at_once(function: Callable[[Asked], Found], asked: Sequence[Asked]) -> list[Found]:
+    """`function` of each, in order; requests wait for the server together."""
+    if not asked:
+        return []
+    with ThreadPoolExecutor(min(OPEN, len(asked))) as pool:
+        return list(pool.map(function, asked))
+
+
+def _said(text: str) -> str:
+    """What a server says of its own error, in one line."""
+    with suppress(ValueError, LookupError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    return " ".join(str(text).split())[:500]
