@@ -99,14 +99,22 @@ class Run:
         examples = planned_examples(rows, self.trainer_class, self.config)
         return collate(examples, self.layout, row_multiple=self.multiple) | {"rows": len(rows)}
 
+    @property
+    def teachers(self) -> list[Any]:
+        """Those whose weights are loaded."""
+        return [section for _, section in self.recipe.models()][1:]
+
     def second_stays(self) -> bool:
-        """Is a second model on the device while the policy trains?"""
-        config, model, teacher = self.config, self.recipe.model, self.recipe.teacher
+        """Are second models on the device while the policy trains?"""
+        config, model = self.config, self.recipe.model
         leaves = self.engine.gpu and not self.engine.shards  # to the host's memory
-        if teacher is not None:
-            return getattr(config, "precompute_teacher_top_k", None) is None and not (leaves and teacher.offload)
-        reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE
         by_adapter = model.adapter or (model.lora is not None and model.lora.get("bias", "none") == "none")
+        taught = [section for _, section in self.recipe.taught_by()]
+        if taught:
+            stays = [section for section in taught if not section.url and not (section.self and by_adapter)]
+            offloaded = leaves and any(section.offload for section in taught)
+            return bool(stays) and getattr(config, "precompute_teacher_top_k", None) is None and not offloaded
+        reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
         if config.precompute_ref_log_probs is None:  # scored before training if rows are seen more than once
@@ -118,12 +126,13 @@ class Run:
         """The sum on one device, in the phase that needs most."""
         glibc = sys.platform == "linux" and not self.engine.gpu and "MALLOC_MMAP_THRESHOLD_" not in os.environ
         config, engine, notes = self.config, self.engine, [HEAP] * glibc
-        device, teacher = torch.device("cuda" if engine.gpu else "cpu"), self.recipe.teacher
+        device = torch.device("cuda" if engine.gpu else "cpu")
         self.mixed = bool(config.bf16 or config.fp16)
         self.gpu_memory = (self.available or META_MEMORY) if engine.gpu else None  # by which the head chooses its tiles
         self.policy = Shapes(self.recipe.model, True, device)
-        self.scorer = self.policy if teacher is None else Shapes(teacher, False, device)
-        models = list(dict.fromkeys([self.policy, self.scorer]))
+        scorers = [Shapes(section, False, device) for section in self.teachers] or [self.policy]
+        self.scorer = max(scorers, key=lambda shapes: shapes.weights.numbers)
+        models = list(dict.fromkeys([self.policy, *scorers]))
         inner = [shapes.inner for shapes in models]
         fitting, _ = able(inner, config.max_length)
         self.multiple = row_multiple(inner, device)
@@ -138,13 +147,14 @@ class Run:
         # the parts of the run, and what each holds on the device
         held = policy_on(engine, self.policy.weights, config.optim, self.mixed)
         # a frozen model is cut and cast as the policy is, but never kept in host memory
-        second = policy_on(replace(engine, offload_params=False), self.scorer.weights, "sgd", self.mixed)["parameters"]
-        if teacher is None and self.mixed and engine.name in ("single", "ddp"):
+        frozen = replace(engine, offload_params=False)
+        second = sum(policy_on(frozen, shapes.weights, "sgd", self.mixed)["parameters"] for shapes in scorers)
+        if not self.teachers and self.mixed and engine.name in ("single", "ddp"):
             second -= self.scorer.rounding
         training = held | {"second_model": second * self.second_stays(), "other": self.other}
         resting = training | {"gradients": 0}  # between optimizer steps
         phases: dict[str, Any] = {"training step": training | {"activations": self.training_step()}}
-        if teacher is not None and not self.second_stays():  # it comes to the device for its own pass
+        if self.teachers and not self.second_stays():  # it comes to the device for its own pass
             own = {"second_model": second, "activations": self.inference(self.scorer, self.train)}
             in_a_step = getattr(config, "precompute_teacher_top_k", None) is None
             phases["teacher's pass"] = (training if in_a_step else resting | {"optimizer": 0}) | own
@@ -190,7 +200,7 @@ class Run:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
         (rows, length), scored, vocabulary = batch["input_ids"].shape, len(batch["scored"]), len(self.policy.head)
         states = 8 * scored * shapes.head.shape[1] + ("document" in batch and not self.multiple) * rows * length**2
-        each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if self.recipe.teacher else 3)
+        each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.taught_by()) else 3)
         return states, each * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
 
     def generation(self, held: int) -> int:
@@ -239,7 +249,8 @@ def estimate(
 def advice(found: Any, run: Run, again: Any) -> list[str]:
     """Overrides for an estimate that does not fit, each estimated on top of those before it, up to what fits; those
     come first that leave the numbers of the run as they are. again: the estimate of a changed run."""
-    config, model, teacher, engine = run.config, run.recipe.model, run.recipe.teacher, run.engine
+    config, model, engine = run.config, run.recipe.model, run.engine
+    teacher = run.recipe.teacher if run.teachers else None
     size, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
     # a quarter of the rows at a time, and the same rows a step
     fewer = max(n for n in range(1, max(size // 4, 1) + 1) if size % n == 0)

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from itertools import zip_longest
 from typing import Any
@@ -11,10 +12,9 @@ import numpy as np
 import torch
 
 from ..data.lengths import longest, tokens_of
-from ..engines import engine
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
-from ..models.teacher import Teacher
+from ..models.teacher import Itself
 from ..recipe import build
 from ..recipe.sections import Recipe
 from ..scoring.forward import eval_mode
@@ -117,9 +117,13 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     [batch] = trainer.roll_out([trainer.data_collator(drawn)], 0)
     tokens = targets_of(batch)
     with torch.no_grad():
-        states, stop = trainer.teacher.states(batch, trainer.stop), trainer.stop
-        tile = dense(reverse_kl, states, stop.of(tokens), trainer.args.temperature, ce_coef=0.0)
-        kl = trainer.score(trainer.model_wrapped, batch, stop(tile))["value"].double()
+        if trainer.teacher.dense and not trainer.across:
+            states, stop = trainer.teacher.states(batch, trainer.stop), trainer.stop
+            tile = dense(reverse_kl, states, stop.of(tokens), trainer.args.temperature, ce_coef=0.0)
+            kl = trainer.score(trainer.model_wrapped, batch, stop(tile))["value"].double()
+        else:  # an estimate, from the sampled tokens
+            scores = trainer.compare(trainer.model_wrapped, batch, None)
+            kl = (scores["student"] - scores["teacher"]).double()
         own = LogProb(tokens, trainer.args.temperature, stats=True, vocabulary=trainer.vocabulary)
         scored = trainer.score(trainer.model_wrapped, batch, own)
     surprise = (-scored["value"] - scored["entropy"]).double()
@@ -135,21 +139,15 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     )  # fmt: skip
 
 
-class Itself(Teacher):
-    """The student in its teacher's place."""
-
-    def __init__(self, trainer: Any):
-        self.model, self.accelerator = trainer.model_wrapped, trainer.accelerator
-        self.sharded, self.offload, self.on_device = engine.shards(self.accelerator), False, True
-
-
 def to_itself(trainer: Any, batch: dict[str, Any]) -> float:
     """How far a batch's loss is from 0 where the student is its own teacher, as a mean over tokens."""
-    teacher, trainer.teacher = trainer.teacher, Itself(trainer)
+    kept = trainer.teacher, trainer.across
+    trainer.teacher, trainer.across = Itself(trainer, nullcontext, ""), None
+    batch = {name: values for name, values in batch.items() if name != "views"}
     try:
         with torch.no_grad(), eval_mode(trainer.model_wrapped), trainer.accelerator.autocast():
             scores = trainer.compare(trainer.model_wrapped, batch, None)
     finally:
-        trainer.teacher = teacher
+        trainer.teacher, trainer.across = kept
     gap = (scores["teacher"] - scores["student"]).abs()
     return max(gap.mean().item(), scores.get("divergence", gap).abs().mean().item())

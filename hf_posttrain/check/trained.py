@@ -151,9 +151,9 @@ def marked(runs: Iterable[Piece], colour: bool) -> str:
 
 def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any]) -> TokenAudit:
     """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked). models: the policy, and
-    the teacher where there is one, without weights. Raises InputError for a bad row."""
-    from ..models.load import load_tokenizer
-    from ..models.prepare import find_terminal_ids
+    teachers that are loaded, without weights. Raises InputError for a bad row."""
+    from ..models.load import generation_config_of, load_tokenizer
+    from ..models.prepare import find_terminal_ids, terminal_ids_of
 
     # special tokens: what ends an answer, what begins a text, what pads
     method, kind = METHODS[recipe.method], METHODS[recipe.method].rows
@@ -166,11 +166,15 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
             raws[key] = load(replace(source, weight=1.0), key)
-    if recipe.teacher:
-        found.teacher_stops, found.differing_prompts = stops[1], 0
-        found.one_outcome = stops[0] | stops[1] if config.one_stop_outcome else {}
+    taught = [section for _, section in recipe.taught_by() if not (section.self or section.own_tokenizer)]
+    if taught:
+        served = [terminal_ids_of(generation_config_of(section), tokenizer, config.chat_template_kwargs)
+                  for section in taught if section.url]  # fmt: skip
+        theirs = {end: tokenizer.convert_ids_to_tokens(end) for ids in (*ends[1:], *served) for end in ids}
+        found.teacher_stops, found.differing_prompts = theirs, 0
+        found.one_outcome = stops[0] | theirs if config.one_stop_outcome else {}
         key, raw = next(iter(raws.items()))
-        tokenizers = tokenizer, load_tokenizer(recipe.teacher)
+        tokenizers = tokenizer, load_tokenizer(taught[0])
         with suppress(InputError):  # the teacher has no chat template: nothing to compare with
             first = [_first_examples(raw, method, each, config, key, SHOWN) for each in tokenizers]
             pairs = zip(*first, strict=True)

@@ -333,14 +333,18 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
 
 
 def _ids_behind(tokenizer: PreTrainedTokenizerBase, head: list[int], full: list[int], completion: str) -> list[int]:
-    """Ids of the completion that with `head` say what `full` says.
+    """Ids of the completion that with `head` say what `full` says."""
+    ways, whole = ways_behind(tokenizer, completion), tokenizer.decode(full)
+    return next((ids for ids in ways if tokenizer.decode(head + ids) == whole), ways[0])
 
-    A tokenizer in the manner of sentencepiece puts a space before any text, which a completion must not gain: then its
-    ids are those that it has behind a character that nothing merges with.
+
+def ways_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[list[int]]:
+    """Ids of a text that stands behind another: as it is alone, and behind characters that nothing merges with.
+
+    A tokenizer in the manner of sentencepiece puts a space before any text, which one that goes on must not gain.
     """
-    alone, whole = plain_ids(tokenizer, [completion])[0], tokenizer.decode(full)
-    candidates = [alone]
+    ways = [plain_ids(tokenizer, [text])[0]]
     for anchor in ("\n", ".", "|"):
-        before, both = plain_ids(tokenizer, [anchor, anchor + completion])
-        candidates += [both[len(before) :]] * (both[: len(before)] == before)
-    return next((ids for ids in candidates if tokenizer.decode(head + ids) == whole), alone)
+        before, both = plain_ids(tokenizer, [anchor, anchor + text])
+        ways += [both[len(before) :]] * (both[: len(before)] == before)
+    return ways

@@ -12,6 +12,7 @@ from .assistant_mask import assistant_mask
 from .formats import Sample, add_system, read_format, read_template_kwargs
 from .kinds import RowKind
 from .messages import are_written_messages, text_of
+from .teacher_rows import TeacherPlan, for_teacher, read_teacher
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS = 1, 2, 4, 8, 16, 32
 CUT = PROMPT_CUT | COMPLETION_CUT
@@ -37,6 +38,7 @@ class Plan(NamedTuple):
     vocabulary: int | None = None  # rows that are ids already have them below this
     bos: int | None = None  # the id that a prompt keeps at its beginning when it is cut
     masks: tuple[str, ...] = ()  # columns of masks, which rows of ids all have or all lack
+    teacher: TeacherPlan | None = None  # what rows hold for teachers besides
     version: int = VERSION
 
 
@@ -175,6 +177,27 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
         # an answer that is its end alone is empty, which leaves nothing to train
         encoded.append(text._replace(prompt=mine[0][0], branches=[[] if b == [end_id] else b for b in branches]))
     return encoded
+
+
+def teachers_prompts(
+    raw: Sequence[Mapping], samples: Sequence[Sample], rows: list[int], tokenizer: PreTrainedTokenizerBase, plan: Plan,
+    asked: TeacherPlan,
+) -> dict[str, list]:  # fmt: skip
+    """Columns for the teachers of raw samples, of which `raw` has the rows and `rows` their numbers."""
+    teachers, prompts = [], []
+    own = plan._replace(assistant_only=False)
+    for row, sample, number in zip(raw, samples, rows, strict=True):
+        with error_context(f"{plan.name}, row {number}"):
+            teacher, given = read_teacher(row, asked), row.get("teacher_prompt_ids") or []
+            if "_ids" not in plan.form:
+                other = for_teacher(row, sample, asked, teacher)
+                theirs = asked.tokenizers.get(teacher, tokenizer)
+                given = [] if other is None else encode([other], [number], theirs, own)[0].prompt
+            elif not given and (teacher in asked.prompts or teacher in asked.tokenizers):
+                raise InputError("column 'teacher_prompt_ids': missing, and rows of ids have nothing to make it from")
+        teachers.append(teacher)
+        prompts.append(given)
+    return {"teacher": teachers, "teacher_prompt_ids": prompts}
 
 
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:

@@ -14,11 +14,26 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, named, nearest
 from . import suggest
 from .as_written import AsWritten
-from .encode import CHAT, CUT, NO_TARGET, OTHERS, Plan, context, encode, fit, kind_of, read, refuse_misread
+from .encode import (
+    CHAT,
+    CUT,
+    NO_TARGET,
+    OTHERS,
+    Plan,
+    context,
+    encode,
+    fit,
+    kind_of,
+    read,
+    refuse_misread,
+    teachers_prompts,
+)
 from .formats import detect, our_name, renamed, unread
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
 from .packing import example_lengths
+from .teacher_rows import COLUMNS as FOR_TEACHER
+from .teacher_rows import columns_for_teacher, teacher_plan
 
 logger = logging.getLogger(__package__)
 noted = logging.getLogger(f"{__package__}.notes")  # lines that the audit shows as well
@@ -33,8 +48,8 @@ FACTS = {  # what is known of each example: its type in Arrow
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
 }
 SCORES = {"ref_logps", "teacher_ids", "teacher_logps"}
-ADDED = {"mismatch_ids", "length"} | SCORES
-"""Columns that trainers add to prepared rows."""
+ADDED = {"mismatch_ids", "length", *FOR_TEACHER} | SCORES
+"""Columns that trainers and teachers add to prepared rows."""
 _FIRST = 20
 """Rows that are looked at for a prompt in columns that are not read."""
 _MIXED = "rows differ in kind there, and text that looks like JSON is then read as JSON"
@@ -50,12 +65,13 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     of streams). Raises InputError for the first bad row.
     """
     # rows that are prepared have these types too, or lists of them where packed: other rows of ids are yet to be cut
-    own, kinds = {*method.rows.columns, "index"}, dict(dataset.features or {})
+    more = FOR_TEACHER if teacher_plan(config) else ()
+    own, kinds = {*method.rows.columns, "index", *more}, dict(dataset.features or {})
     typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items())
     if typed and own <= {*kinds} <= own | ADDED:
         _refuse_long(dataset, method.rows, config, name)
         return dataset
-    mapped, columns = tokenised(dataset, method, tokenizer, config, name), list(method.rows.columns)
+    mapped, columns = tokenised(dataset, method, tokenizer, config, name), [*method.rows.columns, *more]
     streamed, told = isinstance(dataset, datasets.IterableDataset), ["state", "row", "unknown", "unread"]
     facts: Any = None if streamed else mapped.select_columns(told).to_pandas()
     for note, level in notes(dataset, method, config, facts).items():
@@ -99,10 +115,12 @@ def _columns(dataset: Any) -> list[str]:
     return dataset.column_names or list(next(iter(dataset), {}))
 
 
-def _features(rows: RowKind, facts: bool = True) -> datasets.Features:
+def _features(rows: RowKind, facts: bool = True, more: Sequence[str] = ()) -> datasets.Features:
     types = {"label": datasets.Value("bool"), "prompt_key": datasets.Value("int64"), **FACTS}
+    types["teacher"] = datasets.Value("string")
     ids = datasets.List(datasets.Value("int32"))
-    return datasets.Features({name: types.get(name, ids) for name in (*rows.columns, *(FACTS if facts else ()))})
+    names = (*rows.columns, *more, *(FACTS if facts else ()))
+    return datasets.Features({name: types.get(name, ids) for name in names})
 
 
 def tokenised(
@@ -118,11 +136,13 @@ def tokenised(
         # null in all rows is absent; in some it would train all tokens of these rows
         masks = [column for column in ("labels", "completion_mask") if method.rows.masked and "_ids" in form
                  and column in columns and (dataset.features or {}).get(column) != datasets.Value("null")]  # fmt: skip
-        plan = plan_for(form, method, tokenizer, config, name)._replace(masks=tuple(masks))
+        asked = teacher_plan(config)
+        plan = plan_for(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=asked)
         _refuse_pictures(dataset, columns, form)
         _refuse_lost_prompt(dataset, columns, form, name)
+    features = _features(method.rows, more=FOR_TEACHER if asked else ())
     kwargs = {
-        "batched": True, "with_indices": True, "remove_columns": columns, "features": _features(method.rows),
+        "batched": True, "with_indices": True, "remove_columns": columns, "features": features,
         "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled_by_arrow(dataset)},
     }  # fmt: skip
     if not isinstance(dataset, datasets.Dataset):
@@ -166,7 +186,7 @@ def columns_read(dataset: Any, name: str, method: Reader, config: Any) -> list[s
     """The columns of a data set `name` that `method` reads. Raises InputError where it can read none, or not all."""
     renamed, columns, form = _opened(dataset, method, config)
     _refuse_lost_prompt(renamed, columns, form, name)
-    left = unread(columns, form)
+    left = {*unread(columns, form)} - columns_for_teacher(config, columns)
     return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in left]
 
 
@@ -207,7 +227,8 @@ def notes(dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None 
         if written and any(map(holds_null, islice(dataset[column], 1000))):
             why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
             found[f"column {column!r} has nulls inside calls or tools, which are trained; {why}"] = logging.WARNING
-    if aside := [column for column in unread(columns, form) if column not in {"index", "prompt_key", *ADDED}]:
+    used = {"index", "prompt_key", *ADDED} | columns_for_teacher(config, columns)
+    if aside := [column for column in unread(columns, form) if column not in used]:
         found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO
     alone = "; assistant_only_loss: true trains the assistant's alone" if method.rows.masked else ""
     if alone and form == "messages" and not getattr(config, "assistant_only_loss", None):
@@ -287,14 +308,17 @@ def tokenise(
     where Arrow has put them."""
     batch = without_filled(batch, filled)
     # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
-    samples, origin = [], []
+    samples, origin, raw = [], [], []
     for row, *values in zip(rows, *batch.values(), strict=True):
+        given = dict(zip(batch, values, strict=True))
         with error_context(f"{plan.name}, row {row}"):
-            found = read(dict(zip(batch, values, strict=True)), plan)
+            found = read(given, plan)
         samples += found
         origin += [row] * len(found)
+        raw += [given] * len(found)
     # 2. samples -> ids, of the whole batch together
     kinds = [kind_of(sample, plan) for sample in samples]
+    more = teachers_prompts(raw, samples, origin, tokenizer, plan, plan.teacher) if plan.teacher else {}
     if "_ids" not in plan.form:
         if rows[0] == 0:
             refuse_misread(batch, samples, plan, tokenizer)
@@ -322,7 +346,7 @@ def tokenise(
             "trained": 0 if plan.rows.sampled else trained,
             "keys": [_key([*whole.prompt, -1, *branch]) for branch in compared],
         })  # fmt: skip
-    return {column: [example[column] for example in examples] for column in (*plan.rows.columns, *FACTS)}
+    return {column: [example[column] for example in examples] for column in (*plan.rows.columns, *FACTS)} | more
 
 
 def _key(ids: list[int]) -> int:

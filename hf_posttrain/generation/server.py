@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import urllib3
+from accelerate.utils import gather_object
 from urllib3.exceptions import HTTPError
 
 from ..errors import InputError
@@ -105,6 +106,19 @@ def at_once(function: Callable[[Asked], Found], asked: Sequence[Asked]) -> list[
         return []
     with ThreadPoolExecutor(min(OPEN, len(asked))) as pool:
         return list(pool.map(function, asked))
+
+
+def together(ask: Callable[[], Found]) -> Found:
+    """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait for it."""
+    found, error = None, None
+    try:
+        found = ask()
+    except ServerError as raised:
+        error = raised
+    told = gather_object([error and (str(error), error.status)])
+    if first := next(filter(None, told), None):
+        raise ServerError(*first) from error
+    return found  # type: ignore[return-value]
 
 
 def _said(text: str) -> str:

@@ -43,7 +43,7 @@ from ..scoring.choose_layout import some_ids
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from . import rollout
-from .server import Server, ServerError, at_once
+from .server import Server, ServerError, at_once, together
 
 logger = logging.getLogger(__name__)
 # vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
@@ -320,7 +320,7 @@ class Served(_Backend):
                 raise ServerError(f"the vLLM server {self.server.url} has requests of others: it must serve this alone")
             return self._process()
 
-        self.process = self._together(send)
+        self.process = together(send)
         self._remove(self.count - 1 if self.lora else self.count)  # the newest adapter stays: vLLM may read it again
 
     def _call(self, method: str, **given: Any) -> None:
@@ -330,25 +330,13 @@ class Served(_Backend):
         """Which start of the server this is, where it tells."""
         return (self.server.settings() or {}).get("instance_id") if "process" in self.card else None
 
-    def _together(self, ask: Any) -> Any:
-        """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait."""
-        found, error = None, None
-        try:
-            found = ask()
-        except ServerError as raised:
-            error = raised
-        told = gather_object([error and (str(error), error.status)])
-        if first := next(filter(None, told), None):
-            raise ServerError(*first) from error
-        return found
-
     def _agreed(self, sample: Any) -> list[list[Sampled]]:
         """What `sample` gives; where the server has started again meanwhile, once more with the weights sent anew."""
         first = self.trainer.is_world_process_zero()
         for _ in range(2):
             try:
-                found = self._together(sample)
-                same = self._together(lambda: not first or self._process() == self.process)
+                found = together(sample)
+                same = together(lambda: not first or self._process() == self.process)
             except ServerError as error:
                 if not (self.lora and error.status == 404):  # it has forgotten the adapter
                     raise

@@ -90,8 +90,10 @@ _ROWS = (
             "Distilling the Knowledge in a Neural Network",
             "Geoffrey Hinton and Oriol Vinyals and Jeff Dean",
         ),
-        limits={"kd_coef": SHARE, "temperature": POSITIVE, "precompute_teacher_top_k": COUNT},
-        rules=(rules.kd,),
+        limits={
+            "kd_coef": SHARE, "temperature": POSITIVE, "precompute_teacher_top_k": COUNT, "teacher_top_k": COUNT,
+        },
+        rules=(rules.kd, rules.taught),
     ),
     Method(
         "opd", "on-policy distillation", PROMPTS, "tokens", second="teacher",
@@ -108,7 +110,7 @@ _ROWS = (
             "num_generations": COUNT, "generation_batch_size": COUNT, "fresh": SOME, "replay_windows": COUNT,
             "vllm_check_steps": COUNT, "teacher_top_k": COUNT, "precompute_teacher_top_k": COUNT,
         },
-        rules=(rules.opd, rules.opd_tokens, rules.opd_reward, rules.opd_rollouts),
+        rules=(rules.opd, rules.opd_tokens, rules.opd_reward, rules.opd_rollouts, rules.taught),
         symptoms={
             "clipped_rollouts": "Raise train.max_completion_length (and train.max_length with it), or teach the student"
                                 " by SFT on finished answers to end its own",

@@ -6,25 +6,29 @@ q is the student's distribution, p the teacher's; D runs at `temperature`, witho
 with the student, or once before training into a cache of its top tokens (precompute_teacher_top_k).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from ..errors import InputError
-from ..models.teacher import Teacher, add_teacher, find_stop_outcome, precompute_top_k
+from ..models.teacher import add_teacher, ask_server, find_across, find_stop_outcome, precompute_top_k
 from ..scoring import teacher_tiles
+from ..scoring.chunks import Chunks, alignment
 from ..scoring.forward import targets
+from ..scoring.layouts import Example
+from ..scoring.teacher_view import reading_of
 from ..scoring.top_tokens import top_k
 from ..trainer.base import PostTrainer
-from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses
 from . import METHODS
+from .distillation import DistillationConfig, check_teacher
 from .sft import supervised_examples
 
 
 @dataclass
-class KDConfig(PostTrainConfig):
+class KDConfig(DistillationConfig):
     """Options of KD; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["kd"]
@@ -52,33 +56,43 @@ class KDConfig(PostTrainConfig):
 
 
 class KDTrainer(PostTrainer):
-    """KD of a causal LM; further arguments: `teacher_model`, with the same token ids, and `teacher_offload`, which
-    keeps it on CPU between uses. Rows as for SFT.
+    """KD of a causal LM; further arguments: `teacher_model` (a model, its name, a TeacherSection, or a dict of them by
+    `teacher_names`), and `teacher_offload`, which keeps it on CPU between uses. Rows as for SFT.
 
     `compute_metrics` gets the student's full logits and shift_labels, [rows, L, V] and [rows, L].
     """
 
     config_class = KDConfig
-    examples = staticmethod(supervised_examples)
-    teacher: Teacher | None
+    teacher: Any
 
-    def __init__(
-        self, *args: Any, teacher_model: nn.Module | str | None = None, teacher_offload: bool = False, **kwargs: Any
-    ):
+    def __init__(self, *args: Any, teacher_model: Any = None, teacher_offload: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        check_teacher(self, teacher_model)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         _, self.stop = find_stop_outcome(self, self.args.one_stop_outcome)
+        self.across = find_across(self)
         self.cached_at = self.args.temperature  # of a cache of its scores
         if self.args.precompute_teacher_top_k is not None:
             precompute_top_k(self)
-            self.remove_callback(self.teacher)
             self.teacher = None  # with its memory
+
+    @staticmethod
+    def examples(row: dict) -> list[Example]:
+        """As SFT has them; the teacher may read another prompt."""
+        reading = reading_of(row)
+        return [replace(example, reading=reading) for example in supervised_examples(row)]
+
+    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """What a server says of all micro-batches, asked for at once."""
+        return ask_server(self, batches, self.args.teacher_top_k)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """The mixed loss of each trained token, [N]."""
         config, weights = self.args, self.weights(batch)
         function = teacher_tiles.divergence(config.divergence, config.beta, config.skew_alpha)
         tokens, ce_coef = targets(batch), 1 - config.kd_coef
+        if self.across:
+            return self._by_chunk(model, batch, function)
         common = {"temperature": config.temperature, "targets": self.stop.of(tokens)}
         common["ce_coef"] = 0.0 if self.stop else ce_coef
         if "teacher_ids" in batch:
@@ -91,6 +105,9 @@ class KDTrainer(PostTrainer):
                 "this data set was not scored by the teacher: with precompute_teacher_top_k, pass every data set when "
                 "the trainer is built"
             )
+        elif k := config.teacher_top_k:
+            known = self.teacher.top(batch, k, self.stop.of(tokens), config.temperature, self.vocabulary, self.stop)
+            tile = top_k(function, known["teacher_ids"], known["teacher_logps"], vocabulary=self.vocabulary, **common)
         else:
             tile = teacher_tiles.dense(function, self.teacher.states(batch, self.stop), **common)
         if self.stop:  # the data's own end is a token like others to the cross-entropy
@@ -98,3 +115,22 @@ class KDTrainer(PostTrainer):
         scores = self.score(model, batch, tile, weights)
         metrics = {f"distill/{name}": (scores[name], None) for name in ("ce", "divergence") if name in scores}
         return Losses(scores["value"], weights, metrics, scores.get("router_logits"))
+
+    def _by_chunk(self, model: nn.Module, batch: dict[str, Any], function: Any) -> Losses:
+        """The mixed loss with a teacher that has its own tokenizer: see `scoring.chunks`."""
+        config, weights, view = self.args, self.weights(batch), self.teacher.seen(batch)
+        theirs = self.across.teachers_own(self.teacher, batch, 1.0)
+        alone = view["match"] >= 0 if self.teacher.dense else torch.zeros_like(view["match"], dtype=torch.bool)
+        tokens, of_one = self.stop.of(targets(batch)), function if self.teacher.dense else None
+        ce_coef = 1 - config.kd_coef
+        tile = self.across.tile(of_one, self.teacher, batch, tokens, 1.0, ce_coef)
+        scores = self.score(model, batch, tile)
+        # of a token that is not alone its ln q is known, which makes both parts of the loss
+        chunks = Chunks.of(view, torch.where(alone, scores["student"], scores["value"]), theirs)
+        apart = chunks.on_data(function)
+        mixed = -ce_coef * scores["value"] + config.kd_coef * apart
+        values = torch.where(alone, scores["value"], mixed)
+        divergence = torch.where(alone, scores.get("divergence", apart), apart)
+        metrics: dict[str, Any] = {"distill/ce": (-scores["student"], None)}
+        metrics["distill/divergence"] = divergence.detach(), None
+        return Losses(values, weights, metrics | alignment(view, weights), scores.get("router_logits"))

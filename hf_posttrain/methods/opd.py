@@ -11,6 +11,7 @@ Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy disti
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,16 +24,18 @@ from ..generation import rollout, vllm
 from ..losses.divergence import policy_gradient
 from ..losses.token_weights import Tokens, weigh
 from ..models.prepare import align_generation
-from ..models.teacher import add_teacher, find_stop_outcome
+from ..models.teacher import add_teacher, ask_server, find_across, find_stop_outcome
 from ..scoring import teacher_tiles
+from ..scoring.chunks import Chunks, alignment
 from ..scoring.forward import eval_mode, per_branch, targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import IGNORE, Branch, Collator, Example, Later, share_out
-from ..scoring.top_tokens import TopTokens, residual, top_k
+from ..scoring.teacher_view import reading_of
+from ..scoring.top_tokens import residual, top_k
 from ..trainer.base import PostTrainer
-from ..trainer.config import PostTrainConfig
 from ..trainer.loss_units import Losses, row_weights
 from . import METHODS
+from .distillation import DistillationConfig, check_teacher
 from .opd_diagnostics import look_at
 from .opd_reward import Reward, find_grader, group_advantage
 from .opd_rollouts import SOURCES, Live
@@ -47,7 +50,7 @@ EVALUATION = 2**31
 
 
 @dataclass
-class OPDConfig(PostTrainConfig):
+class OPDConfig(DistillationConfig):
     """Options of OPD; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["opd"]
@@ -81,8 +84,6 @@ class OPDConfig(PostTrainConfig):
     horizon: dict | int | str | None = None  # str is for HfArgumentParser, and refused
     """Sample and train only the first tokens of a rollout: a number, or {from, to, steps}, which grows evenly over the
     first steps; None: all."""
-    teacher_top_k: int | None = None
-    """Compare with the teacher's top K tokens alone; None: with its whole vocabulary."""
     teacher_rest: str = "tail"
     """Of teacher_top_k, what stands for the other tokens: tail (one bucket, a lower bound) or residual (the sampled
     token, unbiased)."""
@@ -132,8 +133,8 @@ class PromptCollator(Collator):
 
 
 class OPDTrainer(PostTrainer):
-    """OPD of a causal LM; further arguments: `teacher_model`, with the same token ids, and `teacher_offload`, which
-    keeps it on CPU between uses. Rows: prompt (and completion).
+    """OPD of a causal LM; further arguments: `teacher_model` (a model, its name, a TeacherSection, or a dict of them by
+    `teacher_names`), and `teacher_offload`, which keeps it on CPU between uses. Rows: prompt (and completion).
 
     `compute_metrics` gets summed log-probabilities of the rollouts [prompts, K, 2] (student, teacher) and their lengths
     [prompts, K] as label_ids.
@@ -142,12 +143,12 @@ class OPDTrainer(PostTrainer):
     config_class = OPDConfig
     collator_class = PromptCollator
 
-    def __init__(
-        self, *args: Any, teacher_model: nn.Module | str | None = None, teacher_offload: bool = False, **kwargs: Any
-    ):
+    def __init__(self, *args: Any, teacher_model: Any = None, teacher_offload: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        check_teacher(self, teacher_model)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         self.terminal_ids, self.stop = find_stop_outcome(self, self.args.one_stop_outcome)
+        self.across = find_across(self)
         self.ends = torch.tensor(self.terminal_ids, device=self.args.device)  # once: a copy from the host waits
         align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns to write these too
         self.backend = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
@@ -187,7 +188,8 @@ class OPDTrainer(PostTrainer):
         if self.args.rollouts != "frozen":
             self._synchronise()
         batches = self.roll_out(batches, self.state.global_step)
-        if self.args.diagnostics and "teacher_ids" not in batches[0]:
+        batches = ask_server(self, batches, self.top_k)
+        if self.args.diagnostics and self.teacher.dense and not self.across and "teacher_ids" not in batches[0]:
             look_at(self, batches)
         return self._weigh(batches) if self.args.token_weights else batches
 
@@ -222,7 +224,7 @@ class OPDTrainer(PostTrainer):
             ids = row["completion_ids"]
             given = (row["prompt_ids"], [ids]), {"sampled": False}, [{"sampler_logps": [math.nan] * len(ids)}]
             (prompt, answers), more, of_each = next(done) if own else given
-            examples.append(Example(prompt, [Branch(ids[:longest]) for ids in answers], more))
+            examples.append(Example(prompt, [Branch(ids[:longest]) for ids in answers], more, reading_of(row)))
             known.append(of_each)
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
@@ -281,30 +283,56 @@ class OPDTrainer(PostTrainer):
             result.predictions, result.labels = torch.stack(summed, dim=-1), lengths.view(shape)
         return result
 
+    @property
+    def top_k(self) -> int:
+        """How many of the teacher's top tokens the loss compares with; 0: it needs none, or all."""
+        return self.args.teacher_top_k or self.args.precompute_teacher_top_k or 0
+
     def compare(self, model: nn.Module, batch: dict, weights: Tensor | None) -> dict[str, Any]:
         """The loss of each token as `value`, and what it is made of, [N] each. weights: what each will count."""
         args, tokens, temperature = self.args, self.stop.of(targets(batch)), self.args.temperature
+        if self.across:
+            return self._by_chunk(model, batch, tokens)
         if args.loss_type == POLICY_GRADIENT:
             return self._policy_gradient(model, batch, tokens, weights)
         function = teacher_tiles.divergence(args.loss_type, args.beta, args.skew_alpha)
-        if "teacher_ids" in batch:  # frozen rollouts that were scored beforehand
-            given = batch["teacher_ids"], batch["teacher_logps"], tokens, temperature, self.vocabulary
-            tile = top_k(function, *given, teacher=batch["teacher_own"])
-        elif k := args.teacher_top_k or args.precompute_teacher_top_k:
-            top = self.teacher.score(batch, self.stop(TopTokens(k, temperature, self.vocabulary, tokens)))
-            given = top["ids"], top["logps"], tokens, temperature, self.vocabulary
-            by_rest = args.teacher_top_k and args.teacher_rest == "residual"
-            tile = residual(*given, teacher=top["value"]) if by_rest else top_k(function, *given, teacher=top["value"])
+        if self.top_k:
+            known = self._known(batch, tokens)
+            given = known["teacher_ids"], known["teacher_logps"], tokens, temperature, self.vocabulary
+            by_rest: Any = residual if args.teacher_rest == "residual" else partial(top_k, function)
+            tile = by_rest(*given, teacher=known["teacher_own"])
         else:
             states = self.teacher.states(batch, self.stop)
             tile = teacher_tiles.dense(function, states, tokens, temperature, ce_coef=0.0)
         return self.score(model, batch, self.stop(tile), weights)
 
+    def _known(self, batch: dict, tokens: Tensor) -> dict[str, Tensor]:
+        """What the teacher says of `tokens` and, with a top_k, its top tokens: it may have been asked beforehand."""
+        if "teacher_own" in batch:
+            return batch
+        return self.teacher.top(batch, self.top_k, tokens, self.args.temperature, self.vocabulary, self.stop)
+
+    def _by_chunk(self, model: nn.Module, batch: dict, tokens: Tensor) -> dict[str, Any]:
+        """`compare` with a teacher that has its own tokenizer: see `scoring.chunks`."""
+        args, view = self.args, self.teacher.seen(batch)
+        theirs = self.across.teachers_own(self.teacher, batch, args.temperature)
+        function = None
+        if args.loss_type != POLICY_GRADIENT:
+            function = teacher_tiles.divergence(args.loss_type, args.beta, args.skew_alpha)
+        tile = self.across.tile(function, self.teacher, batch, tokens, args.temperature)
+        scores = self.score(model, batch, tile)
+        chunks = Chunks.of(view, scores["student"], theirs)
+        alone = (view["match"] >= 0) & (function is not None)
+        value, divergence = chunks.on_rollouts(scores["value"], alone)
+        if function is None:
+            value = -chunks.advantage * scores["value"]
+        teacher = scores["student"] + chunks.advantage / chunks.size
+        return scores | {"value": value, "divergence": divergence, "teacher": teacher}
+
     def _policy_gradient(self, model: nn.Module, batch: dict, tokens: Tensor, weights: Tensor | None) -> dict[str, Any]:
         """Sampled tokens alone. With a discount the advantage needs the rest of the rollout first."""
         temperature, discount = self.args.temperature, self.args.discount
-        theirs = self.stop(LogProb(tokens, temperature, vocabulary=self.vocabulary))
-        teacher = self.teacher.score(batch, theirs)["value"]
+        teacher = self._known(batch, tokens)["teacher_own"]
         share, extra = 1.0, None
         if self.reward:
             share, coef = self.reward.shares(self.state.global_step / max(self.state.max_steps, 1))
@@ -341,6 +369,8 @@ class OPDTrainer(PostTrainer):
         if "sampler_logps" in batch:  # an end stands for all ends in the student's, where those are one outcome
             away, one = batch["sampler_logps"] - student, own * ~torch.isin(targets(batch), self.stop.ids)
             metrics |= {"sampling/kl": (away, one), "sampling/logp_difference": (away.abs(), one)}
+        if self.across:
+            metrics |= alignment(self.teacher.seen(batch), own)
         if self.reward:
             grades, counts = batch["grades"], row_weights(batch)
             metrics |= {"reward/mean": (grades.mean(1), counts), "reward/spread": (grades.std(1, correction=0), counts)}

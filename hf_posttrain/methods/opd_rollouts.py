@@ -22,12 +22,13 @@ import torch
 from accelerate.utils import gather_object
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+from ..data.teacher_rows import COLUMNS as FOR_TEACHER
 from ..errors import InputError
 from ..generation import rollout
 from ..models import score_cache
 from ..scoring.forward import targets
 from ..scoring.layouts import Branch, Example
-from ..scoring.top_tokens import TopTokens
+from ..scoring.teacher_view import reading_of
 
 logger = logging.getLogger(__name__)
 Answered = tuple[list[int], list[list[int]]]
@@ -163,21 +164,22 @@ class Frozen(Live):
     def _scored(self, sampled: datasets.Dataset) -> datasets.Dataset:
         """`teacher` of all rows: K x {teacher_ids, ...} each. All ranks call it."""
         trainer, args = self.trainer, self.trainer.args
-        rows = datasets.concatenate_datasets([self.of.select_columns("prompt_ids"), sampled], axis=1)
+        read = [name for name in ("prompt_ids", *FOR_TEACHER) if name in self.of.column_names]
+        rows = datasets.concatenate_datasets([self.of.select_columns(read), sampled], axis=1)
         one = trainer.stop.ids.tolist()
         top_k = args.precompute_teacher_top_k
         key = [
-            score_cache.model_key(trainer.teacher.model), score_cache.rows_key(rows), top_k, args.temperature,
+            trainer.teacher.key(), score_cache.rows_key(rows), top_k, args.temperature,
             trainer.vocabulary, args.bf16, args.fp16, one,
         ]  # fmt: skip
 
         def score(prompts: dict) -> list[dict]:
             given = prompts["prompts"].items
-            examples = [Example(row["prompt_ids"], [Branch(ids) for ids in row["rollout_ids"]]) for row in given]
+            examples = [Example(row["prompt_ids"], [Branch(ids) for ids in row["rollout_ids"]], reading=reading_of(row))
+                        for row in given]  # fmt: skip
             batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
-            known = TopTokens(top_k, args.temperature, trainer.vocabulary, trainer.stop.of(targets(batch)))
-            found = trainer.teacher.score(batch, trainer.stop(known))
-            columns = {"teacher_ids": found["ids"], "teacher_logps": found["logps"], "teacher_own": found["value"]}
+            tokens = trainer.stop.of(targets(batch))
+            columns = trainer.teacher.top(batch, top_k, tokens, args.temperature, trainer.vocabulary, trainer.stop)
             of_each = iter(range(len(batch["row"])))
             return [
                 {"teacher": [{name: values[batch["owner"] == n].tolist() for name, values in columns.items()}

@@ -86,6 +86,59 @@ def kd(values: Any) -> Iterator[Problem]:
     """What KDConfig refuses."""
     yield from one_of("divergence", values.divergence, DIVERGENCES)
     yield from _of_divergence("divergence", values)
+    if values.teacher_top_k is not None and values.precompute_teacher_top_k is not None:
+        yield ("teacher_top_k", "precompute_teacher_top_k"), "teacher_top_k is online: drop it, or the other"
+
+
+def taught(values: Any) -> Iterator[Problem]:
+    """What options for teachers exclude."""
+    own, prompt, names = values.teacher_tokenizer, values.teacher_prompt, values.teacher_names
+    for option, value in (("teacher_tokenizer", own), ("teacher_prompt", prompt)):
+        if isinstance(value, dict) != bool(names) and value is not None:
+            yield (option, "teacher_names"), f"{option} has a value for each of teacher_names, and one without them"
+        elif isinstance(value, dict) and (unknown := sorted({*value} - {*names})):
+            yield (option,), f"{option}: {unknown[0]!r} is none of teacher_names: {', '.join(names)}"
+    if own is not None and names:
+        yield ("teacher_tokenizer", "teacher_names"), "of several teachers none may have a tokenizer of its own yet"
+    if not (own or prompt or names):
+        return
+    what = "a teacher with a prompt of its own" if prompt else "one of several teachers"
+    what = "a teacher with its own tokenizer" if own else what
+    if getattr(values, "rollouts", "live") == "replay":
+        yield ("rollouts",), f"rollouts: replay keeps no rows, which {what} needs: set live or frozen"
+    if prompt or own:
+        for option, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
+            if getattr(values, option, None) is refused:
+                yield (option,), f"{option}={refused}: {what} reads another text before the answer: drop it"
+    if own:
+        yield from _of_own_tokenizer(values)
+
+
+def _of_own_tokenizer(values: Any) -> Iterator[Problem]:
+    """What a teacher with a tokenizer of its own excludes."""
+    only = "a teacher with its own tokenizer is compared by chunks of text"
+    for option, usual in (("teacher_top_k", None), ("precompute_teacher_top_k", None), ("discount", 0.0),
+                          ("reward", None), ("lmbda", 1.0)):  # fmt: skip
+        if getattr(values, option, usual) != usual:
+            yield (option,), f"{option}: {only}: drop it"
+    if not hasattr(values, "loss_type") and values.temperature != 1:
+        yield ("temperature",), f"temperature={values.temperature:g}: {only}, of which none is known but at 1: drop it"
+    if getattr(values, "token_weights", None) and named_options(values.token_weights)[0] in OF_ADVANTAGE:
+        yield ("token_weights",), f"token_weights: {only}: choose another"
+
+
+def served_problem(values: Any) -> Problem | None:
+    """What a served teacher wants of a Config: it gives its top tokens, and those of the text, alone."""
+    by_token = getattr(values, "loss_type", None) == POLICY_GRADIENT
+    if values.teacher_tokenizer:
+        if hasattr(values, "loss_type") and not by_token:
+            problem = "with its own tokenizer it scores the text alone: set train.loss_type: policy_gradient"
+            return ("loss_type",), problem
+        return None
+    if by_token or values.teacher_top_k or values.precompute_teacher_top_k:
+        return None
+    other = ", or train.loss_type: policy_gradient" if hasattr(values, "loss_type") else ""
+    return ("teacher_top_k",), f"a server gives a teacher's top tokens alone: set train.teacher_top_k (20){other}"
 
 
 def _of_divergence(key: str, values: Any) -> Iterator[Problem]:

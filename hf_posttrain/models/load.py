@@ -153,9 +153,16 @@ def load_skeleton(section: ModelSection) -> PreTrainedModel:
     config = check_model(section)
     with names_the_source("model", section.name_or_path), whole_weights(), torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, **_options(section))
-    with suppress(OSError):  # it may have none of its own
-        model.generation_config = transformers.GenerationConfig.from_pretrained(section.name_or_path)
+    if own := generation_config_of(section):
+        model.generation_config = own
     return model
+
+
+def generation_config_of(section: ModelSection) -> transformers.GenerationConfig | None:
+    """What `section` has saved of how it generates, if it has."""
+    with suppress(OSError):
+        return transformers.GenerationConfig.from_pretrained(section.name_or_path)
+    return None
 
 
 def _options(section: ModelSection) -> dict[str, Any]:

@@ -47,8 +47,12 @@ def resolve_model(
 
 def find_terminal_ids(model: nn.Module, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
     """The ids that end an answer: the chat template's turn end, the eos, and those of the model's generation config."""
+    return terminal_ids_of(getattr(forward.causal_lm(model), "generation_config", None), tokenizer, template_kwargs)
+
+
+def terminal_ids_of(config: Any, tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> list[int]:
+    """The same by a generation config, which may be None."""
     ids = [chat.turn_end_id(tokenizer, template_kwargs)] if tokenizer.chat_template else []
-    config = getattr(forward.causal_lm(model), "generation_config", None)
     own = getattr(config, "eos_token_id", None)
     # only special tokens of this tokenizer: a config that belongs to another one names ordinary words
     special = chat.special_ids(tokenizer)

@@ -50,14 +50,14 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         # a policy that its engine has yet to cut or cast cannot score for itself
         second = Frozen(round_products(sharded.copied(policy, accelerator), accelerator), accelerator)
     if second is not None:
-        trainer.set_second_model(second)
+        trainer.set_second_models([second])
     reference = Reference(trainer, inside, second, lay_out, starts_equal=ref_model is None)
     if precompute:
         _score_beforehand(trainer, reference)
         if second is not None and not (asked or by_adapter):
             second.release()
         elif second is not None:
-            trainer.set_second_model(None)
+            trainer.set_second_models([])
             reference.second = None
         if asked and not by_adapter:
             reference.inside = None

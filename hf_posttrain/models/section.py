@@ -31,6 +31,24 @@ class ModelSection:
     """Keep the model on CPU between uses: for a teacher."""
 
 
+@dataclass
+class TeacherSection(ModelSection):
+    """A teacher: a model, the student's own past, or a server; for `teacher_model` too."""
+
+    name_or_path: str = ""
+    """Hub name or folder; of a server's model, for its tokenizer; none where the teacher is the student itself."""
+    url: str | None = None
+    """A server of vLLM's that scores, such as http://localhost:8000; what it needs is in docs/teachers.md."""
+    prompt: str | None = None
+    """What the teacher reads in place of the prompt: a Jinja template over the row's columns, `prompt` among them."""
+    self: Literal["start", "ema"] | None = None
+    """The student as its own teacher: as training starts, or the moving average of its weights."""
+    ema: float = 0.99
+    """Of self: ema, the share of the average that stays at each step."""
+    own_tokenizer: bool = False
+    """The teacher has other tokens than the student: texts are aligned, docs/teachers.md."""
+
+
 def has_tokenizer(folder: Path) -> bool:
     """Has the folder any of the files that a tokenizer is saved as?"""
     return any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))

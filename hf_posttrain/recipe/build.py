@@ -78,6 +78,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     import torch
 
     from ..generation import vllm
+    from ..generation.server import Server
     from ..models import adapters
     from ..models import load as models
 
@@ -85,9 +86,13 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     with error_context(recipe.where("model.name_or_path")):
         tokenizer = models.load_tokenizer(recipe.model)
         models.check_tokenizer_fits(tokenizer, models.check_model(recipe.model), recipe.model.name_or_path)
-    if recipe.teacher:
-        with error_context(recipe.where("teacher.name_or_path")):
-            models.check_same_vocabulary(tokenizer, models.load_tokenizer(recipe.teacher))
+    for name, taught in recipe.taught_by():
+        if not (taught.own_tokenizer or taught.self):
+            with error_context(recipe.where(f"{name}.name_or_path")):
+                models.check_same_vocabulary(tokenizer, models.load_tokenizer(taught))
+        if taught.url and config is not None:
+            with error_context(recipe.where(f"{name}.url")):
+                Server(taught.url, f"{name}.url").card()
     # an attention that the model or the machine may not have: eager and sdpa are always there
     for key, section in recipe.models():
         if section.attn_implementation not in ("auto", "eager", "sdpa"):
@@ -135,8 +140,14 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
     storage = launch.quantised_storage(config)
     loaded: dict[str, Any] = {}
     for name, section in recipe.models():
-        policy = section is recipe.model
         with error_context(recipe.where(f"{name}.name_or_path")):
-            model = models.load_model(section, device=config.device, storage=storage, trainable=policy)
-        loaded |= {"model": model} if policy else {"teacher_model": model, "teacher_offload": section.offload}
-    return loaded
+            policy = section is recipe.model
+            loaded[name] = models.load_model(section, device=config.device, storage=storage, trainable=policy)
+    # servers, and the student's own past, are their sections
+    taught = {name: loaded.get(name, section) for name, section in recipe.taught_by()}
+    if not taught:
+        return {"model": loaded["model"]}
+    several = {name.partition(".")[2]: teacher for name, teacher in taught.items()}
+    offload = any(section.offload for _, section in recipe.taught_by())
+    teacher = several if recipe.teachers else taught["teacher"]
+    return {"model": loaded["model"], "teacher_model": teacher, "teacher_offload": offload}

@@ -142,6 +142,10 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
             (item,) = typing.get_args(kind)
             if dataclasses.is_dataclass(item):
                 return [_typed(each, item, join(key, i), where, advice) for i, each in enumerate(value)]
+        if typing.get_origin(kind) is dict and isinstance(value, dict):
+            item = typing.get_args(kind)[1]
+            if dataclasses.is_dataclass(item):
+                return {name: _typed(each, item, join(key, name), where, advice) for name, each in value.items()}
     try:
         coerced = _coerced(value, kinds)
         if isinstance(coerced, int) and coerced.bit_length() > 63:

@@ -42,7 +42,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     # the train section stays as it is given; its rules are asked of an object with all fields of the Config
     fields = partial(train_fields, recipe.method)
     recipe.train = without_defaults(recipe.train, fields())
-    given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
+    given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method)) | teacher_options(recipe)
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
     refuse(recipe, rules.with_train(recipe, values))
     return recipe
@@ -78,7 +78,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     for name in ("output_dir", "resume_from_checkpoint", "deepspeed", "fsdp_config"):
         if isinstance(value := recipe.train.get(name), str):
             recipe.train[name] = expanded(value, f"train.{name}")
-    for key, section in recipe.models():
+    section: ModelSection
+    for key, section in (("model", recipe.model), *recipe.taught_by()):
         for name in ("name_or_path", "adapter", "chat_template"):
             setattr(section, name, found(getattr(section, name), f"{key}.{name}"))
         # `lora` is a plain mapping of peft's names and our friendly ones
@@ -93,6 +94,7 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
     """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float). Raises
     InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing."""
     values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
+    values |= teacher_options(recipe)
     try:
         return config_class(**values)
     except LaunchError:
@@ -104,6 +106,16 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
         quoted = [name for name, value in recipe.train.items() if isinstance(value, str) and repr(value) in problem]
         key = f"train.{(named or quoted)[0]}" if named or quoted else "train"
         raise InputError(f"{recipe.where(key)}: {key + ': ' if quoted and not named else ''}{problem}") from error
+
+
+def teacher_options(recipe: Recipe) -> dict[str, Any]:
+    """Options of the Config that the teachers' sections give."""
+    sections = {key.partition(".")[2]: section for key, section in recipe.taught_by()}
+    prompts = {name: section.prompt for name, section in sections.items() if section.prompt is not None}
+    own = {name: section.name_or_path for name, section in sections.items() if section.own_tokenizer}
+    found = {"teacher_prompt": prompts, "teacher_tokenizer": own, "teacher_names": [*(recipe.teachers or ())]}
+    return {option: value[""] if isinstance(value, dict) and "" in value else value
+            for option, value in found.items() if value}  # fmt: skip
 
 
 def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:

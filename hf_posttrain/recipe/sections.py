@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..methods import METHODS
-from ..models.section import ModelSection
+from ..models.section import ModelSection, TeacherSection
 from .yaml_tree import place_of, write_tree
 
 _NAMES: Any = Literal[tuple(METHODS)]
@@ -60,8 +60,10 @@ class Recipe:
     """The policy or student."""
     data: DataSection
     """Training and evaluation rows."""
-    teacher: ModelSection | None = None
+    teacher: TeacherSection | None = None
     """The teacher, for methods with one."""
+    teachers: dict[str, TeacherSection] | None = None
+    """Several teachers by name, in the place of one: a row's column `teacher` says which is its own."""
     train: dict[str, Any] = field(default_factory=dict)
     """Arguments of the method's Config, as given."""
     path: Path = field(default=Path("recipe"), metadata={"hidden": True})
@@ -74,10 +76,16 @@ class Recipe:
         return place_of(self.places, key)
 
     def models(self) -> Iterator[tuple[str, ModelSection]]:
-        """("model", section) and, if there is one, ("teacher", section)."""
+        """("model", section) and the same of each teacher whose weights are loaded: no server, nor the student."""
         yield "model", self.model
+        yield from ((key, section) for key, section in self.taught_by() if not (section.url or section.self))
+
+    def taught_by(self) -> Iterator[tuple[str, TeacherSection]]:
+        """("teacher", section) of the teacher, or ("teachers.NAME", section) of each of several."""
         if self.teacher:
             yield "teacher", self.teacher
+        for name, section in (self.teachers or {}).items():
+            yield f"teachers.{name}", section
 
     def sources(self) -> Iterator[tuple[str, Source]]:
         """(dotted key, source) of everything that is read."""
@@ -89,7 +97,8 @@ class Recipe:
         """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""
         tree = dataclasses.asdict(self)
         tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
-        return {name: tree[name] for name in ("method", "model", "teacher", "data", "train")}
+        names = ("method", "model", "teacher", *(["teachers"] if self.teachers else []), "data", "train")
+        return {name: tree[name] for name in names}
 
     def to_yaml(self, defaults: Mapping[str, Any] | None = None) -> str:
         """The same as YAML, which `load_recipe` reads back; after the given options of training those of `defaults`."""

@@ -18,6 +18,7 @@ Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -43,12 +44,22 @@ class Branch:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What a teacher reads of an example: see `teacher_view`."""
+
+    teacher: str = ""  # which of several
+    prompt: Sequence[int] | None = None  # in place of the example's own
+    aligned: Sequence[Any] | None = None  # of each branch `data.align.Aligned`, for a teacher with its own tokenizer
+
+
+@dataclass(frozen=True)
 class Example:
     """A prompt of at least one token (a lone BOS, or the first token, where there is no other) and its branches."""
 
     prompt: Sequence[int]
     branches: Sequence[Branch]
     columns: Mapping[str, Any] = field(default_factory=dict)  # more values, such as a label; each name a tensor [B]
+    reading: Reading | None = None  # what a teacher reads in its place, where that is something else
 
 
 @dataclass(frozen=True)
@@ -65,10 +76,14 @@ class Collator:
     examples: Callable[[dict], list[Example]]  # the examples of a row: one, or those of a packed row
     layout: str  # shared, packed or padded
     row_multiple: int | None = None  # see `collate`
+    views: Callable[[Sequence[Example], dict[str, Any], Callable], dict[str, Any]] | None = None
+    """What else a batch holds for teachers: (examples, their batch, `collate` in this layout) -> more of the batch."""
 
     def lay_out(self, examples: Sequence[Example]) -> dict[str, Any]:
         """`collate`, in this layout."""
-        return collate(examples, self.layout, row_multiple=self.row_multiple)
+        plain = partial(collate, layout=self.layout, row_multiple=self.row_multiple)
+        batch = plain(examples)
+        return batch | self.views(examples, batch, plain) if self.views else batch
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         """What `collate` gives, with `row` [branches] the place of each branch's row in this list, and `index` [rows],
@@ -83,7 +98,9 @@ class Collator:
         if "teacher_ids" in rows[0]:  # [N, top tokens], in the order in which the batch has its branches
             order = torch.unique_consecutive(batch["owner"]).tolist()
             for name in ("teacher_ids", "teacher_logps"):
-                batch[name] = torch.cat([torch.tensor(rows[i][name]) for i in order])
+                tops = [torch.tensor(rows[i][name]) for i in order]
+                least = min((top.shape[1] for top in tops if len(top)), default=0)  # a server may know fewer of some
+                batch[name] = torch.cat([top[:, :least] for top in tops if len(top)])
         return batch
 
 

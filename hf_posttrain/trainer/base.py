@@ -11,7 +11,7 @@ ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 ==
 import logging
 import os
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -102,7 +102,9 @@ class PostTrainer(Trainer):
         self.meters, self.pace = {"train": Meter(), "eval": Meter()}, Pace()
         self.router_coef = router_coef(forward.causal_lm(model).config, args.router_aux_loss_coef)
         self.scored = [forward.causal_lm(model)]
-        self.second_model: Frozen | None = None
+        self.second_models: Sequence[Frozen] = ()
+        self.kept_in_checkpoints: list[Any] = []
+        """What else a run goes on from: each with `save(folder)` and `begin(folder or None)`."""
         self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)
@@ -233,13 +235,14 @@ class PostTrainer(Trainer):
 
     # ---- scoring
 
-    def set_second_model(self, second: Frozen | None) -> None:
-        """A second model scores the same batches, or no longer does: their layout must suit it too."""
-        self.second_model = second
-        if second is not None:
+    def set_second_models(self, seconds: Sequence[Frozen]) -> None:
+        """Other models score the same batches, or no longer do: their layout must suit them too."""
+        self.second_models = seconds
+        for second in seconds:
             layers.speed_up(second.model, self.args, second=True)
-            self.second_key = same_run.base_weights(second.model, None, self.method)
-        self.scored = self.scored[:1] + ([forward.causal_lm(second.model)] if second else [])
+        keys = [same_run.base_weights(second.model, None, self.method) for second in seconds]
+        self.second_key = " ".join(keys) or self.second_key
+        self.scored = self.scored[:1] + [forward.causal_lm(second.model) for second in seconds]
         self.check_ids(self.train_dataset, self.eval_dataset)
         self.use_layout(choose_layout(self.scored, self.args.layout, self.args.max_length))
 
@@ -255,7 +258,7 @@ class PostTrainer(Trainer):
     def check_scoring(self, model: nn.Module) -> None:
         """Once, before the first batch: does each model score as its own forward says? See `trusted_layout`.
 
-        model: the policy. Where its engine has yet to prepare it, it is left for later; the second model is checked.
+        model: the policy. Where its engine has yet to prepare it, it is left for later; second models are checked.
         """
         if forward.causal_lm(self.model) is not self.scored[0]:
             raise InputError("trainer.model was replaced: build a trainer for that model, which prepares it")
@@ -263,8 +266,9 @@ class PostTrainer(Trainer):
             return
         self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)
         layout, explicit = self.data_collator.layout, self.args.layout == self.data_collator.layout
-        with self.accelerator.autocast(), step.as_written(self.args), self.second_model or nullcontext() as second:
-            models = ([model] if self.scoring_checked else []) + ([second] if second is not None else [])
+        with self.accelerator.autocast(), step.as_written(self.args), ExitStack() as on_device:
+            models = [model] if self.scoring_checked else []
+            models += [on_device.enter_context(second) for second in self.second_models]
             # collective operations depend on the layout: it is the first rank's answer on all
             layout = trusted_layout(models, layout, explicit, self.args.device, self.args.max_length)
         self.use_layout(layout)
@@ -293,6 +297,8 @@ class PostTrainer(Trainer):
         self.prepare_replaced()
         self.described = same_run.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
+        for kept in self.kept_in_checkpoints:
+            kept.begin(resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         if self.args.save_strategy != "no" and self.args.should_save:
             output_dir.check_space(self.args.output_dir, output_dir.least_bytes(self.model))

@@ -291,9 +291,9 @@ def hidden_dtypes(rank, method, engine, lora):
     def watch(name):
         return lambda module, args, output: seen.setdefault(name, set()).add(output.dtype)
 
-    for name, model in {"policy": trainer.model, "second": trainer.second_model and trainer.second_model.model}.items():
-        if model is not None:
-            scoring.causal_lm(model).model.layers[1].mlp.down_proj.register_forward_hook(watch(name))
+    models = zip(("policy", "second"), [trainer.model, *(each.model for each in trainer.second_models)], strict=False)
+    for name, model in models:
+        scoring.causal_lm(model).model.layers[1].mlp.down_proj.register_forward_hook(watch(name))
     # the check before the first batch is in float32
     trainer.add_callback(type("Forget", (TrainerCallback,), {"on_train_begin": lambda *args, **kwargs: seen.clear()}))
     trainer.train()
@@ -398,7 +398,7 @@ def cut(rank, method, engine, offload):
         tiny_model(), method_config(**config), None, token_rows(method), None, byte_tokenizer(), **second
     )  # fmt: skip
     trainer.train()
-    model = trainer.second_model.model
+    model = trainer.second_models[0].model
     layers = scoring.causal_lm(model).model.layers
     here, whole = map(sum, zip(*map(held, layers.parameters()), strict=True))
     if engine == "zero3":
@@ -441,7 +441,7 @@ def alongside(rank, method, engine, dropout, size):
         per_device_train_batch_size=size, disable_dropout=False, **engine_arguments(engine),
     )  # fmt: skip
     trainer.train()
-    model = scoring.unwrapped(trainer.second_model.model)
+    model = scoring.unwrapped(trainer.second_models[0].model)
     trained = [name for name, module in model.named_modules() if module.training]
     trained += [name for name, p in model.named_parameters() if p.requires_grad or p.grad is not None]
     return losses_of(trainer), trained

@@ -205,7 +205,7 @@ for liger in (False, True):  # Liger patches transformers for the process, so it
     second, keep = second_model(method, architecture=name, seed=9), Gradients()
     given = {"second": second, "use_liger_kernel": liger, "bf16": False, "callbacks": [keep]}
     trainer = trainer_for(method, tiny_model(name), token_rows(method, 4), folder, **given)
-    models = [trainer.model, *([trainer.second_model.model] if trainer.second_model else [])]
+    models = [trainer.model, *([trainer.second_models[0].model] if trainer.second_models else [])]
     for layer in [model.model.layers[0] for model in models]:  # before train(), where HF patches the policy itself
         forwards = [module.forward for module in (layer.mlp, layer.input_layernorm)]
         assert all("liger" in forward.__func__.__module__ for forward in forwards) == liger, forwards

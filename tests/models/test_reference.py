@@ -49,7 +49,7 @@ def test_sft_lora_continues_into_dpo_with_one_base(tmp_path):
     policy = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
 
     dpo = trainer_for("dpo", policy, token_rows("dpo"), tmp_path, max_steps=4, learning_rate=1e-2)
-    assert dpo.second_model is None  # no second base
+    assert not dpo.second_models  # no second base
     adapters = sum(p.numel() for name, p in dpo.model.named_parameters() if "lora_" in name)
     assert sum(p.numel() for p in dpo.model.parameters()) == size + adapters
     assert adapters == 2 * sum(p.numel() for n, p in sft.model.named_parameters() if "lora_" in n)
@@ -77,10 +77,10 @@ def test_a_policy_changed_in_memory_is_its_own_reference(method, tmp_path):
     with torch.no_grad():
         policy.model.layers[0].mlp.up_proj.weight.mul_(1.7)
     trainer = trainer_for(method, policy, token_rows(method), tmp_path, max_steps=3, learning_rate=1e-3)
-    before = parameters_of(trainer.second_model.model)
+    before = parameters_of(trainer.second_models[0].model)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == pytest.approx(0.5 if TABLE[method].rows.labelled else LN2, abs=1e-5)
-    assert all(torch.equal(p, before[name]) for name, p in trainer.second_model.model.named_parameters())
+    assert all(torch.equal(p, before[name]) for name, p in trainer.second_models[0].model.named_parameters())
     assert any(not torch.equal(p, before[name]) for name, p in trainer.model.named_parameters())
 
 
@@ -228,7 +228,7 @@ def test_trained_copies_and_tokens_of_an_adapter_need_no_second_model(tmp_path):
             "dpo", tiny_model("llama"), token_rows("dpo"), tmp_path, peft_config=lora(**option), max_steps=2,
             learning_rate=0.1,
         )  # fmt: skip
-        assert trainer.second_model is None
+        assert not trainer.second_models
         batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
         before = trainer.reference.logps(trainer.model, batch)
         trainer.train()
@@ -306,7 +306,7 @@ def test_eval_rows_are_scored_by_the_reference_not_the_trained_policy(tmp_path):
         "dpo", tiny_model(), rows, tmp_path, eval_rows=rows.select(range(5)), precompute_ref_log_probs=True,
         max_steps=4, learning_rate=1e-2,
     )  # fmt: skip
-    assert trainer.second_model is None
+    assert not trainer.second_models
     trainer.train()
     assert trainer.evaluate()["eval_rewards/margins"] > 0.1
     with pytest.raises(InputError, match="not scored by the reference"):

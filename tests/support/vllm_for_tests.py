@@ -28,7 +28,7 @@ from hf_posttrain.generation import rollout
 COMPLETION_FIELDS = {
     "model", "prompt", "n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "stop_token_ids", "ignore_eos", "logit_bias", "seed", "return_token_ids",
-    "logprobs",
+    "logprobs", "prompt_logprobs", "logprob_token_ids", "return_tokens_as_token_ids",
 }  # fmt: skip
 """Those of CompletionRequest that this server reads."""
 ENGINE_FIELDS = {
@@ -129,12 +129,38 @@ class Serving:
     def completions(self, model, prompt, return_token_ids, **how):
         assert how.keys() | {"model", "prompt", "return_token_ids"} <= COMPLETION_FIELDS
         assert return_token_ids is True
+        if "prompt_logprobs" in how:
+            return {"choices": [self.scores(prompt, **how)]}
+        if "logprob_token_ids" in how:
+            return {"choices": [self.next_scores(prompt, how)]}
         policy = self.model if model == "student" else self.adapters[model]
         with self.lock:  # seeds are of the process
             rollouts, logps = sampled(policy, prompt, **how)
         told = {"prompt_token_ids": prompt}
         return {"choices": [told | {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": logps[i]}}
                             for i, ids in enumerate(rollouts)]}  # fmt: skip
+
+
+    def scores(self, prompt, prompt_logprobs, max_tokens, temperature):
+        """The choice of a request for scores: at temperature 1, as vLLM gives them whatever it is asked for."""
+        assert (max_tokens, temperature) == (1, 0.0)
+        assert len(prompt) < self.max_model_len
+        with self.lock, torch.no_grad():
+            table = torch.log_softmax(self.model(input_ids=torch.tensor([prompt])).logits[0].float(), -1)
+        told = [None]
+        for row, token in zip(table, prompt[1:], strict=False):
+            ids = {token, *row.topk(min(prompt_logprobs, len(row))).indices.tolist()}
+            told.append({str(i): {"logprob": row[i].item(), "rank": 1, "decoded_token": "x"} for i in ids})
+        return {"index": 0, "token_ids": [0], "prompt_token_ids": prompt, "prompt_logprobs": told}
+
+
+    def next_scores(self, prompt, how):
+        """The choice of a request for some tokens' scores behind a prompt."""
+        assert (how["max_tokens"], how["temperature"], how["return_tokens_as_token_ids"]) == (1, 1.0, True)
+        with self.lock, torch.no_grad():
+            row = torch.log_softmax(self.model(input_ids=torch.tensor([prompt])).logits[0, -1].float(), -1)
+        told = {f"token_id:{token}": row[token].item() for token in how["logprob_token_ids"]}
+        return {"index": 0, "token_ids": [0], "prompt_token_ids": prompt, "logprobs": {"top_logprobs": [told]}}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -22,7 +22,7 @@ OPTIONS = [("opd", {"loss_type": "policy_gradient"}), ("opd", {"loss_type": "jsd
 
 def on_meta(trainer, dtype):
     """Everything that a step uses, moved there: models, their attention, what the trainer prepares and unwraps with."""
-    models = [trainer.model] + ([trainer.second_model.model] if trainer.second_model else [])
+    models = [trainer.model] + ([trainer.second_models[0].model] if trainer.second_models else [])
     for model in models:
         model.to(META, dtype)
         causal = forward.causal_lm(model)
@@ -33,8 +33,8 @@ def on_meta(trainer, dtype):
     trainer.args.__dict__["_setup_devices"] = META
     trainer.accelerator.state.device = META
     trainer.accelerator.state.distributed_type = trainer.accelerator.distributed_type
-    if trainer.second_model:
-        trainer.second_model.on_device = True
+    if trainer.second_models:
+        trainer.second_models[0].on_device = True
     trainer.current_gradient_accumulation_steps = 2
     if hasattr(trainer, "ends"):
         trainer.ends = trainer.ends.to(META)

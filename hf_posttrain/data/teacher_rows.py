@@ -1,0 +1,114 @@
+"""What a row holds for its teacher: which of several it is, and the prompt that it reads where that is another one.
+
+A privileged prompt is a Jinja template over the row's columns. What it writes takes the place of the prompt's text, in
+a chat of that of the last user turn; inside, `prompt` is that text.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import InputError, error_context, named, nearest, shown
+from .formats import Sample
+from .messages import check_unicode
+
+COLUMNS = ("teacher", "teacher_prompt_ids")
+"""Of prepared rows: a name; and ids, none where the teacher reads the student's own prompt."""
+
+
+class TeacherPlan(NamedTuple):
+    """What a Config asks of rows for its teachers: plain values, so that `datasets` can fingerprint them."""
+
+    names: tuple[str, ...]  # of several
+    prompts: Mapping[str, str]  # name (or "") -> template
+    tokenizers: Mapping[str, PreTrainedTokenizerBase]  # name (or "") -> that of a teacher with its own
+
+
+def teacher_plan(config: Any) -> TeacherPlan | None:
+    """What a Config asks of rows, if anything."""
+    names = tuple(getattr(config, "teacher_names", None) or ())
+    options = "teacher_prompt", "teacher_tokenizer"
+    prompts, tokenizers = (_by_name(getattr(config, option, None)) for option in options)
+    if not (names or prompts or tokenizers):
+        return None
+    return TeacherPlan(names, prompts, {name: _tokenizer(path) for name, path in tokenizers.items()})
+
+
+def _by_name(option: Any) -> dict[str, str]:
+    return {"": option} if isinstance(option, str) else dict(option or {})
+
+
+@cache
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
+
+
+def columns_for_teacher(config: Any, columns: Sequence[str]) -> set[str]:
+    """Those of the raw columns that are read for teachers."""
+    plan = teacher_plan(config)
+    if plan is None:
+        return set()
+    wanted = {*COLUMNS} if plan.names else {COLUMNS[1]}
+    for template in plan.prompts.values():
+        wanted |= meta.find_undeclared_variables(_environment().parse(template))
+    return wanted & {*columns}
+
+
+def read_teacher(row: Mapping[str, Any], plan: TeacherPlan) -> str:
+    """The name of a row's teacher. Raises InputError where several are named and the row names none of them."""
+    if not plan.names:
+        return ""
+    name = row.get("teacher")
+    if name not in plan.names:
+        hint = nearest(str(name), plan.names)
+        raise InputError(f"column 'teacher': {shown(name)} is none of the teachers {named(plan.names)}{hint}")
+    return str(name)
+
+
+def for_teacher(row: Mapping[str, Any], sample: Sample, plan: TeacherPlan, teacher: str) -> Sample | None:
+    """The raw sample of the prompt that a teacher reads; None where it is the student's own.
+
+    Raises InputError where a template cannot be rendered, and for rows without a prompt.
+    """
+    template = plan.prompts.get(teacher)
+    if template is None and teacher not in plan.tokenizers:
+        return None
+    if sample.prompt is None:
+        wanting = "a teacher with a prompt or a tokenizer of its own wants rows with a prompt"
+        raise InputError(f"{wanting}: give prompt and completion, not a whole text or conversation")
+    prompt = sample.prompt
+    if template is not None:
+        with error_context("teacher prompt"):
+            prompt = _filled(template, row, prompt)
+    return sample._replace(prompt=prompt, branches=[], label=None, mask=None)
+
+
+def _filled(template: str, row: Mapping[str, Any], prompt: Any) -> Any:
+    """The prompt with what the template writes in place of its text."""
+    turn = None
+    if not isinstance(prompt, str):
+        users = [n for n, turn in enumerate(prompt) if turn["role"] == "user"]
+        if not users:
+            raise InputError("the prompt has no turn of a user that it could take the place of")
+        turn = users[-1]
+    text = prompt if turn is None else prompt[turn]["content"]
+    try:
+        written = _environment().from_string(template).render({**row, "prompt": text})
+    except TemplateError as error:
+        known = named(column for column, value in row.items() if value is not None)
+        raise InputError(f"{error.message}; the row has {known}") from error
+    check_unicode(written, "its text")
+    if turn is None:
+        return written
+    return [*prompt[:turn], prompt[turn] | {"content": written}, *prompt[turn + 1 :]]
+
+
+@cache
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)

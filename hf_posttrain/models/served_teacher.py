@@ -1,0 +1,190 @@
+"""A teacher on a server: token ids go in, and out come the log-probabilities of each and of the best ones there.
+
+Any server with OpenAI's completions and `prompt_logprobs` will do; vLLM is the one that this is tested with. Traps, of
+which each gives wrong numbers without an error:
+
+- vLLM gives `prompt_logprobs` at temperature 1, whatever it is asked for or started with. At another temperature the
+  whole distribution is needed.
+- It takes text to mean other tokens than were sampled: so ids are sent, and those that it read are compared.
+- It gives the K best and the token itself: for all K = V is asked for.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from ..errors import InputError
+from ..generation.server import Server, ServerError, at_once, together
+from ..scoring.stop_outcome import StopOutcome
+from . import load
+from .prepare import terminal_ids_of
+from .section import ModelSection, TeacherSection
+
+logger = logging.getLogger(__name__)
+_NEEDS = {"/v1/completions": "it has no such path, or no such model: see /v1/models"}
+
+
+class ServedTeacher:
+    """The model that a server has. Raises InputError for a server that cannot be asked, ServerError later on."""
+
+    name = ""
+    dense = False
+    aligner: Any = None
+
+    def __init__(self, trainer: Any, section: TeacherSection):
+        self.trainer, self.section = trainer, section
+        self.server = Server(str(section.url), "teacher.url", _NEEDS)
+        first = self.server.card()
+        self.model, self.root, self.longest = first["id"], first.get("root"), first.get("max_model_len")
+        tokens = ModelSection(section.name_or_path, trust_remote_code=section.trust_remote_code)
+        self.tokenizer = load.load_tokenizer(tokens)
+        self.config = None
+        try:
+            self.config = load.check_model(tokens)
+        except InputError:  # a tokenizer alone
+            logger.info("teacher.name_or_path has no config.json: its vocabulary is that of the tokenizer")
+        own = self.config and self.config.get_text_config().vocab_size
+        self.vocabulary = own or max(self.tokenizer.get_vocab().values()) + 1
+
+    @property
+    def described(self) -> str:
+        """What a checkpoint says of it."""
+        return f"served {self.root or self.model}"
+
+    def seen(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The texts of a batch that are this teacher's."""
+        return batch["views"][self.name]
+
+    def states(self, batch: dict[str, Any], stop: StopOutcome) -> Any:
+        """A server has none."""
+        raise InputError("a served teacher gives its top tokens alone: set teacher_top_k")
+
+    def top(
+        self, batch: dict[str, Any], k: int, tokens: Tensor, temperature: float, vocabulary: int, stop: StopOutcome
+    ) -> dict[str, Tensor]:
+        """As `Teacher.top`. All ranks call it."""
+        [found] = self.top_of_all([batch], k, [tokens], temperature, vocabulary, stop)
+        return found
+
+    def top_of_all(
+        self, batches: Sequence[dict[str, Any]], k: int, tokens: Sequence[Tensor], temperature: float, vocabulary: int,
+        stop: StopOutcome,
+    ) -> list[dict[str, Tensor]]:  # fmt: skip
+        """`top` of several micro-batches, with all requests open at once. All ranks call it."""
+        found = self.scores(batches, k, stop.ids.tolist() if stop else [])
+        return [
+            self._columns(rows, batch, k, own, temperature, vocabulary, stop)
+            for rows, batch, own in zip(found, batches, tokens, strict=True)
+        ]
+
+    def _columns(
+        self, rows: Sequence[dict[int, float]], batch: dict[str, Any], k: int, tokens: Tensor, temperature: float,
+        vocabulary: int, stop: StopOutcome,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """What a server has said of a micro-batch, by token of its texts, as `top` has it."""
+        order, device = self.seen(batch)["order"].cpu(), batch["input_ids"].device
+        if temperature != 1 and any(len(row) < vocabulary for row in rows):
+            raise InputError(f"temperature={temperature:g}: {_AT_ONE}")
+        width = max([k, *map(len, rows)])
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        logps = torch.full((len(rows), width), -torch.inf)
+        for n, row in enumerate(rows):
+            ids[n, : len(row)] = torch.tensor([*row], dtype=torch.long)
+            logps[n, : len(row)] = torch.tensor([*row.values()])
+        ids, logps = ids[order].to(device), logps[order].to(device)
+        # as a local teacher has them: ids that the student lacks are none, and probabilities add up without them
+        logps = logps.masked_fill(ids >= vocabulary, -torch.inf)
+        if temperature != 1:
+            logps = torch.log_softmax(logps / temperature, -1)
+        if stop:  # all ends count as the first of them, with what is known of each
+            end = torch.isin(ids, stop.ids)
+            mass = logps.masked_fill(~end, -torch.inf).logsumexp(-1, keepdim=True)
+            first = end & (end.cumsum(-1) == 1)
+            logps = torch.where(first, mass, logps.masked_fill(end, -torch.inf))
+            ids = ids.where(~first, stop.ids[0])
+        found = {"teacher_own": logps.masked_fill(ids != tokens[:, None], -torch.inf).amax(-1)}
+        if k:  # as many as are known of each token: two ends among the best are one
+            best = logps.topk(min(k, int((logps > -torch.inf).sum(-1).min())), dim=-1)
+            found |= {"teacher_logps": best.values, "teacher_ids": ids.gather(-1, best.indices)}
+        return found
+
+    def own(self, batch: dict[str, Any], ends: Sequence[int]) -> Tensor:
+        """The log-probability of each of the teacher's own tokens of a batch, [M], where it has its own tokenizer; all
+        of its `ends` are one."""
+        [rows] = self.scores([batch], 0, ends)
+        tokens = [ids for _, answer, _ in self.seen(batch)["texts"].items for ids in answer]
+        own = [[row[end] for end in ends] if token in ends else [row[token]]
+               for row, token in zip(rows, tokens, strict=True)]  # fmt: skip
+        return torch.stack([torch.tensor(each).logsumexp(0) for each in own]).to(batch["input_ids"].device)
+
+    def scores(self, batches: Sequence[dict[str, Any]], k: int, ends: Sequence[int]) -> list[list[dict[int, float]]]:
+        """Of each scored token of each batch, one answer behind the other: ids -> log-probabilities, the k best and its
+        own, and those of all `ends` where it is one."""
+        texts = [self.seen(batch)["texts"].items for batch in batches]
+        flat = [text for of_batch in texts for text in of_batch]
+        found = iter(together(lambda: at_once(lambda text: self._score(text[0], text[1], text[2], k, ends), flat)))
+        return [[row for _ in of_batch for row in next(found)] for of_batch in texts]
+
+    def _score(
+        self, prompt: Sequence[int], answer: Sequence[int], mask: Sequence[int] | None, k: int, ends: Sequence[int]
+    ) -> list[dict[int, float]]:
+        """Of an answer behind its prompt. Raises ServerError for what is no answer to that."""
+        given = [*prompt, *answer]
+        if self.longest and len(given) >= self.longest:
+            problem = f"{len(prompt)} tokens of prompt and {len(answer)} of answer are too long for {self.server.url}"
+            raise ServerError(f"teacher.url: {problem}: start it with a --max-model-len above {len(given)}")
+        body = {"model": self.model, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+        [choice] = self.server.complete(body, given)
+        told = choice.get("prompt_logprobs")
+        if not isinstance(told, list) or len(told) != len(given):
+            raise ServerError(f"teacher.url: {self.server.url} gives no prompt_logprobs: it must be vLLM, or alike")
+        scored = [place for place, on in enumerate(mask or [1] * len(answer), len(prompt)) if on]
+        rows = [{int(token): each["logprob"] for token, each in told[place].items()} for place in scored]
+        for place, row in zip(scored, rows, strict=True):
+            if given[place] not in row or len(row) < min(k, self.vocabulary):
+                raise ServerError(f"teacher.url: {self.server.url} gives {len(row)} log-probabilities of token {place} "
+                                  f"where {k} and its own were asked for")  # fmt: skip
+        if scored and scored[-1] == len(given) - 1 and given[-1] in ends and not {*ends} <= rows[-1].keys():
+            rows[-1] |= self._score_next(given[:-1], ends)
+        return rows
+
+    def _score_next(self, given: Sequence[int], wanted: Sequence[int]) -> dict[int, float]:
+        """The log-probabilities of some tokens behind others: the prompt's are at hand at the server."""
+        body = {"model": self.model, "max_tokens": 1, "temperature": 1.0, "logprobs": 1}
+        how = {"logprob_token_ids": list(wanted), "return_tokens_as_token_ids": True}
+        [choice] = self.server.complete(body | how, given)
+        told = ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
+        found = {token: told[name] for token in wanted if (name := f"token_id:{token}") in told}
+        if len(found) < len({*wanted}):
+            problem = f"gives no log-probabilities of {list(wanted)} (logprob_token_ids)"
+            raise ServerError(f"teacher.url: {self.server.url} {problem}: set one_stop_outcome: false, or take vLLM")
+        return found
+
+    def check(self, k: int) -> None:
+        """Raises InputError where the server does not give k log-probabilities of each token. All ranks call it."""
+        ids = self.tokenizer("a b", add_special_tokens=False)["input_ids"][:2] or [0]
+        together(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
+
+    def key(self) -> Any:
+        """What tells its scores from those of another teacher: its model's name, and a few scores, roughly."""
+        ids = [token % self.vocabulary for token in range(11, 11 + 24)]
+        rows = together(lambda: self._score(ids[:8], ids[8:], None, 0, []))
+        mean = sum(row[token] for row, token in zip(rows, ids[8:], strict=True)) / len(rows)
+        return f"served {self.model} {self.root} {gather_object([round(mean, 1)])[0]}"
+
+    def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
+        """The ids that end an answer, as far as its folder says."""
+        return terminal_ids_of(load.generation_config_of(self.section), tokenizer, template_kwargs)
+
+    def release(self) -> None:
+        """It is elsewhere."""
+
+
+_AT_ONE = (
+    "a server gives log-probabilities at temperature 1, from whose top tokens others do not follow: set temperature: 1,"
+    " or teacher_top_k to the whole vocabulary (and --max-logprobs -1 at the server)"
+)

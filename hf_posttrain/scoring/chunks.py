@@ -1,0 +1,126 @@
+"""Student against a teacher with a tokenizer of its own, by chunks of common text (`data.align`).
+
+    one token against one    the divergence over the ids that both have, each side's distribution over those alone
+    n tokens against m       the chunk as a whole: ln q and ln p of it are the sums over its tokens
+                             on rollouts  -sg(A) ln q of each token, A = ln p - ln q of the chunk: in expectation the
+                                          gradient of the reverse KL of chunks
+                             on data      the divergence of two outcomes, this chunk or anything else: a lower bound,
+                                          never below 0, 0 where both give it the same probability
+    no common text           nothing
+
+Legend: N tokens of the student, M of the teacher, n of a tile, V vocabulary, S ids that both have.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.align import Aligner, shared_ids
+from .forward import targets
+from .head import LogProb, Tile, TileFunction
+from .stop_outcome import StopOutcome
+from .teacher_tiles import TeacherStates, at_temperature, differentiated
+
+LEAST = 1e-6
+"""What of a chunk's probability is left to anything else at least, so that its logarithm is finite."""
+
+
+class Across:
+    """How a student is compared with such a teacher. temperature: of both models' tokens."""
+
+    def __init__(self, aligner: Aligner, stop: StopOutcome, ends: list[int], device: torch.device):
+        mine, theirs = shared_ids(aligner.student, aligner.teacher)
+        first = stop.ids[:1].tolist() or sorted(aligner.ends)[:1]
+        pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0] not in aligner.ends and pair[1] not in ends]
+        pairs += [(end, aligner.their_end) for end in first]
+        self.mine, self.theirs = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
+        self.stop, self.their_stop = stop, StopOutcome(torch.tensor(ends, device=device), stop.temperature)
+
+    def teachers_own(self, teacher: Any, batch: dict[str, Any], temperature: float) -> Tensor:
+        """ln p of each of the teacher's tokens, [M]."""
+        if not teacher.dense:
+            return teacher.own(batch, self.their_stop.ids.tolist())
+        tokens = self.their_stop.of(targets(teacher.seen(batch)))
+        return teacher.score(batch, self.their_stop(LogProb(tokens, temperature)))["value"].float()
+
+    def tile(
+        self, function: Callable[[Tensor, Tensor], Tensor] | None, teacher: Any, batch: dict[str, Any], tokens: Tensor,
+        temperature: float, ce_coef: float = 0.0,
+    ) -> TileFunction:  # fmt: skip
+        """Tile function: of one token against one the divergence, mixed with the cross-entropy by `ce_coef`; of others
+        (without a function of all) ln q. stats: `student`, ln q of `tokens`, and `divergence`."""
+        match = teacher.seen(batch)["match"]
+        if function is None:
+
+            def own_alone(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+                found = LogProb(tokens, temperature)(logits, rows, need_grad, buffer)
+                return Tile(found.value, found.grad, {"student": found.value})
+
+            return self.stop(own_alone)
+        whole = teacher.states(batch, self.their_stop)
+        states = TeacherStates(whole.head, whole.hidden[match.clamp(min=0)], whole.stop)
+        both = function
+
+        def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+            own = torch.log_softmax(at_temperature(logits, temperature), -1).gather(-1, tokens[rows, None])[:, 0]
+            q = torch.log_softmax(at_temperature(logits[:, self.mine], temperature), -1)
+            p = torch.log_softmax(at_temperature(states.logits(rows)[:, self.theirs], temperature), -1)
+            apart = both(q, p)
+            mixed = (1 - ce_coef) * apart - ce_coef * own if ce_coef else apart
+            return torch.where(match[rows] >= 0, mixed, own), {"student": own, "divergence": apart}
+
+        return self.stop(differentiated(value))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """ln q and ln p of chunks, at each of the student's tokens [N]: of the chunk that it is of."""
+
+    student: Tensor  # ln q, with the gradient of what it was made of
+    teacher: Tensor  # ln p
+    size: Tensor  # how many of the student's tokens it has
+    known: Tensor  # is there one?
+
+    @classmethod
+    def of(cls, view: dict[str, Any], student: Tensor, teacher: Tensor) -> "Chunks":
+        """student [N] and teacher [M]: ln q and ln p of each token."""
+        mine, theirs, last = view["chunk"], view["their_chunk"], len(student)
+        where = [numbers.where(numbers >= 0, last) for numbers in (mine, theirs)]
+        table = student.new_zeros(last + 1)
+        total = table.index_add(0, where[0], student)[where[0]]
+        size = table.index_add(0, where[0], torch.ones_like(student))[where[0]]
+        return cls(total, table.index_add(0, where[1], teacher)[where[0]], size, mine >= 0)
+
+    @property
+    def advantage(self) -> Tensor:
+        """A of the chunk, 0 where there is none."""
+        return torch.where(self.known, self.teacher - self.student, 0.0).detach()
+
+    def on_rollouts(self, value: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss of each token, its divergence without gradient), where `value` is ln q of tokens that are not `alone`,
+        and of those that are their divergence already."""
+        estimate = -self.advantage / self.size
+        moving = -self.advantage * value
+        estimated = moving + (estimate - moving).detach()
+        loss = torch.where(alone, value, estimated)
+        return loss, torch.where(alone, value, estimate).detach()
+
+    def on_data(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """The divergence of two outcomes, each of a chunk's tokens an equal part of it, [N]."""
+        q, p = (torch.stack([ln, _rest(ln)], -1) for ln in (self.student, self.teacher))
+        return torch.where(self.known, function(q, p) / self.size, 0.0)
+
+
+def alignment(view: dict[str, Any], weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Metrics: the share of the student's tokens that stand alone against one of the teacher's, and of those without
+    common text. weights [N]: which count."""
+    return {"align/one_to_one": ((view["match"] >= 0).float(), weights),
+            "align/unaligned": ((view["chunk"] < 0).float(), weights)}  # fmt: skip
+
+
+def _rest(ln: Tensor) -> Tensor:
+    """ln (1 - e^ln), finite."""
+    return torch.log1p(-ln.exp().clamp(max=1 - LEAST))

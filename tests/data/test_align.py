@@ -1,0 +1,103 @@
+"""One text in two tokenizers' tokens: chunks, tokens that stand alone, and what has no counterpart."""
+
+import random
+
+import pytest
+from tokenizers_for_tests import base_tokenizer, byte_tokenizer, gpt2_tokenizer, llama2_tokenizer, words_tokenizer
+
+from hf_posttrain.data.align import Aligner, bytes_of, shared_ids, spell
+
+TOKENIZERS = {"byte": byte_tokenizer, "gpt2": gpt2_tokenizer, "llama": llama2_tokenizer}
+PAIRS = [(one, other) for one in TOKENIZERS for other in TOKENIZERS if one != other]
+TEXTS = ("abcd", "H\u00e9llo w\u00f6rld, 12+30=42 \u20ac", " a b  c\n\n", "\U0001f600 \u4f60\u597d!", "the cat sat")
+
+
+def aligner(one, other):
+    student, teacher = TOKENIZERS[one](), TOKENIZERS[other]()
+    return Aligner(student, teacher, [student.eos_token_id], teacher.eos_token_id)
+
+
+def texts_of(tokenizer, ids, chunks):
+    """The bytes of each chunk."""
+    found = {}
+    names = bytes_of(tokenizer)
+    for token, chunk in zip(ids, chunks, strict=True):
+        if chunk >= 0:
+            found[chunk] = found.get(chunk, b"") + names.get(token, b"")
+    return found
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_each_chunk_has_the_same_bytes_in_both(one, other, text):
+    """Of byte BPE and in the manner of sentencepiece: nothing of a text is left over, and the end is its own chunk."""
+    both = aligner(one, other)
+    prompt, theirs = both.student("a question:")["input_ids"], both.teacher("a question:")["input_ids"]
+    ids = both.student("a question:" + text)["input_ids"][len(prompt) :]
+    found = both(prompt, [*ids, both.student.eos_token_id], theirs)
+    assert min(found.chunks + found.their_chunks) == 0
+    assert found.chunks == sorted(found.chunks)
+    assert found.their_chunks == sorted(found.their_chunks)
+    assert {*found.chunks} == {*found.their_chunks} == {*range(found.count)}
+    assert found.ids[-1] == both.teacher.eos_token_id
+    assert found.match[-1] == len(found.ids) - 1
+    mine = texts_of(both.student, ids, found.chunks[:-1])
+    assert mine == texts_of(both.teacher, found.ids[:-1], found.their_chunks[:-1])
+    assert b"".join(mine.values()).decode() == text
+
+
+def test_by_hand():
+    """Str|aw|berry against Straw|b|erry, in small: ab|c against a|bc, and a token that is the same in both."""
+    student, teacher = words_tokenizer(), byte_tokenizer()
+    both = Aligner(student, teacher, [student.eos_token_id], teacher.eos_token_id)
+    ids = student("xabcd", add_special_tokens=False)["input_ids"]
+    assert student.convert_ids_to_tokens(ids) == ["x", "ab", "cd"]
+    found = both(student("q")["input_ids"], ids, [1])
+    assert found.ids == list(b"xabcd")
+    assert (found.chunks, found.their_chunks) == ([0, 1, 2], [0, 1, 1, 2, 2])
+    assert found.match == [0, -1, -1]
+
+
+def test_random_tokens_are_aligned_as_they_were_sampled():
+    """Not as the tokenizer would write their text; what is no text at all, or no whole character, has no chunk."""
+    both, draw = aligner("gpt2", "llama"), random.Random(0)
+    special = {both.student.eos_token_id}
+    for _ in range(50):
+        ids = [draw.randrange(250) for _ in range(12)]
+        found = both([65], ids, both.teacher("A")["input_ids"])
+        text, cuts = spell(both.student, [65], ids)
+        assert len(found.chunks) == len(cuts) == 12
+        whole = found.count == len({c for c in found.chunks if c >= 0})
+        assert whole
+        for chunk in range(found.count):
+            assert chunk in found.their_chunks
+        assert not special & {*ids} or -1 in found.chunks
+        assert len(text) == max([0, *(c for c in cuts if c is not None)])
+
+
+def test_special_tokens_within_an_answer_have_no_chunk():
+    both = aligner("byte", "gpt2")
+    found = both([65], [97, 257, 98, 258], [1, 2])
+    assert found.chunks[1] == -1
+    assert {found.chunks[0], found.chunks[2], found.chunks[3]} == {0, 1, 2}
+
+
+def test_equal_tokenizers_change_nothing():
+    """Ids that no tokenizer would write stay too, and so all losses."""
+    student = byte_tokenizer()
+    both = Aligner(student, byte_tokenizer(), [258], 258)
+    found = both([1], [195, 3, 258, 7], [])
+    assert both.same
+    assert (found.ids, found.chunks, found.match) == ([195, 3, 258, 7], [0, 1, 2, 3], [0, 1, 2, 3])
+
+
+def test_shared_ids_stand_for_the_same_bytes():
+    for one, other in PAIRS:
+        student, teacher = TOKENIZERS[one](), TOKENIZERS[other]()
+        mine, theirs = shared_ids(student, teacher)
+        assert len(mine) == len({*mine}) == len({*theirs}) >= 256
+        spelt = [bytes_of(each) for each in (student, teacher)]
+        assert all(spelt[0][a] == spelt[1][b] for a, b in zip(mine, theirs, strict=True))
+    same = byte_tokenizer(), base_tokenizer()
+    mine, theirs = shared_ids(*same)
+    assert mine == theirs == [*range(256)]

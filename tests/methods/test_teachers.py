@@ -1,0 +1,291 @@
+"""Teachers of other kinds than a model alongside: served, several, with prompts of their own, the student's past."""
+
+import copy
+import math
+
+import datasets
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from plain_for_tests import token_logps
+from tokenizers_for_tests import byte_tokenizer
+from training_for_tests import (
+    LORA,
+    assert_same_step,
+    fake_generate,
+    fix_rollouts,
+    logged,
+    one_step,
+    token_rows,
+    trainer_for,
+)
+from transformers import AutoModelForCausalLM
+from vllm_for_tests import Serving
+
+from hf_posttrain.errors import InputError
+from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.models.teacher import MovingAverage
+
+V = 300
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """(server, TeacherSection) of a teacher, with its tokenizer in a folder."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    byte_tokenizer().save_pretrained(folder)
+    tiny_model(seed=9).config.save_pretrained(folder)
+    with Serving(tiny_model(seed=9)) as server:
+        yield server, TeacherSection(url=server.url, name_or_path=str(folder))
+
+
+# ---- served
+
+
+@pytest.mark.parametrize("config", [
+    {"loss_type": "policy_gradient"}, {"teacher_top_k": V}, {"teacher_top_k": 8},
+    {"teacher_top_k": 8, "teacher_rest": "residual"}, {"teacher_top_k": V, "temperature": 0.7},
+], ids=lambda config: "-".join(map(str, config.values())))  # fmt: skip
+def test_opd_of_a_served_teacher_is_that_of_a_local_one(config, served, tmp_path, monkeypatch):
+    """Loss and gradients; with all of the vocabulary they are those of the dense loss too."""
+    fix_rollouts(monkeypatch)
+    rows = token_rows("opd", 6)
+    ways = {"server": served[1], "local": tiny_model(seed=9)}
+    steps = {name: one_step("opd", tiny_model(), rows, tmp_path / name, second=second, num_generations=2, **config)
+             for name, second in ways.items()}  # fmt: skip
+    assert_same_step(steps["server"], steps["local"])
+    if config.get("teacher_top_k") == V:
+        config = {name: value for name, value in config.items() if name != "teacher_top_k"}
+        dense = one_step("opd", tiny_model(), rows, tmp_path / "dense", second=tiny_model(seed=9), num_generations=2,
+                         **config)  # fmt: skip
+        assert_same_step(steps["server"], dense, relative=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"teacher_top_k": V}, {"precompute_teacher_top_k": V}, {"teacher_top_k": 5},
+                                     {"precompute_teacher_top_k": 5}], ids=str)  # fmt: skip
+def test_kd_of_a_served_teacher_is_that_of_a_local_one(options, served, tmp_path):
+    rows = token_rows("kd", 6)
+    ways = {"server": served[1], "local": tiny_model(seed=9)}
+    steps = {name: one_step("kd", tiny_model(), rows, tmp_path / name, second=second, **options)
+             for name, second in ways.items()}  # fmt: skip
+    assert_same_step(steps["server"], steps["local"])
+
+
+def test_scores_by_a_server_come_from_the_cache_the_second_time(served, tmp_path):
+    server, section = served
+    rows = token_rows("kd", 5, seed=3)
+    asked = lambda: sum(path == "/v1/completions" for path, _ in server.log)  # noqa: E731
+    trainer_for("kd", tiny_model(), rows, tmp_path, second=section, precompute_teacher_top_k=4)
+    before = asked()
+    trainer_for("kd", tiny_model(), rows, tmp_path, second=section, precompute_teacher_top_k=4)
+    assert asked() - before == 2  # does it give 4 of each token, and which model is it?
+
+
+def test_several_ends_are_one_outcome_to_a_served_teacher_as_well(tmp_path, monkeypatch, tmp_path_factory):
+    """Student and teacher end with other tokens, and the teacher's folder says so."""
+    fix_rollouts(monkeypatch)
+    teacher, rows = tiny_model(seed=9), token_rows("opd", 6)
+    teacher.generation_config.eos_token_id = [258, 256]
+    folder = tmp_path_factory.mktemp("ends")
+    byte_tokenizer().save_pretrained(folder)
+    teacher.config.save_pretrained(folder)
+    teacher.generation_config.save_pretrained(folder)
+    for config in ({"loss_type": "policy_gradient"}, {"teacher_top_k": V}, {"teacher_top_k": V - 1}):
+        with Serving(teacher) as server:
+            second = TeacherSection(url=server.url, name_or_path=str(folder))
+            found = one_step("opd", tiny_model(), rows, tmp_path, second=second, **config)
+        local = one_step("opd", tiny_model(), rows, tmp_path, second=teacher, **config)
+        if config.get("teacher_top_k") == V - 1:  # both ends were among them, so that one fewer is known
+            torch.testing.assert_close(found[0], local[0], rtol=1e-3, atol=0)
+        else:
+            assert_same_step(found, local)
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "message"),
+    [
+        ("opd", {}, "a server gives a teacher's top tokens alone: set train.teacher_top_k"),
+        ("kd", {}, "a server gives a teacher's top tokens alone"),
+        ("opd", {"teacher_top_k": 5, "temperature": 0.7}, "at temperature 1, from whose top tokens others do not"),
+    ],
+)
+def test_what_a_server_cannot_give_is_refused(method, config, message, served, tmp_path):
+    with pytest.raises(InputError, match=message):
+        trainer_for(method, tiny_model(), token_rows(method), tmp_path, second=served[1], **config).train()
+
+
+# ---- prompts of their own
+
+
+def privileged(method, count=6):
+    """Token rows whose teacher reads another prompt."""
+    rows = token_rows(method, count).to_list()
+    return datasets.Dataset.from_list([row | {"teacher_prompt_ids": [7, n + 1, 9, *row["prompt_ids"], 11]}
+                                       for n, row in enumerate(rows)])  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+def test_a_teacher_reads_its_own_prompt(layout, tmp_path, monkeypatch):
+    """The reverse KL of each rollout token, by each model's own forward behind its own prompt."""
+    fix_rollouts(monkeypatch)
+    rows, teacher = privileged("opd"), tiny_model(seed=9)
+    loss, _ = one_step("opd", tiny_model(), rows, tmp_path, second=teacher, num_generations=2, layout=layout,
+                       teacher_prompt="{{ prompt }}", per_device_train_batch_size=6)  # fmt: skip
+    total, count, student = 0.0, 0, tiny_model()
+    prompts = [row["prompt_ids"] for row in rows for _ in range(2)]
+    answers = fake_generate(None, prompts, 6, [258])
+    for row, answer in zip([row for row in rows for _ in range(2)], answers, strict=True):
+        q = token_logps(student, row["prompt_ids"], answer)
+        p = token_logps(teacher, row["teacher_prompt_ids"], answer)
+        total, count = total + (q.exp() * (q - p)).sum().item(), count + len(answer)
+    assert loss == pytest.approx(total / count, rel=1e-5)
+
+
+def test_kd_reads_the_teachers_own_prompt(tmp_path):
+    rows, teacher, student = privileged("kd"), tiny_model(seed=9), tiny_model()
+    loss, _ = one_step("kd", student, rows, tmp_path, second=teacher, teacher_prompt="{{ prompt }}", kd_coef=1.0,
+                       per_device_train_batch_size=6)  # fmt: skip
+    total, count = 0.0, 0
+    for row in rows:
+        q = token_logps(student, row["prompt_ids"], row["completion_ids"])
+        p = token_logps(teacher, row["teacher_prompt_ids"], row["completion_ids"])
+        kl = (p.exp() * (p - q)).sum(-1)
+        total += (kl * torch.tensor(row["completion_mask"])).sum().item()
+        count += sum(row["completion_mask"])
+    assert loss == pytest.approx(total / count, rel=1e-5)
+    cached, _ = one_step("kd", student, rows, tmp_path, second=teacher, teacher_prompt="{{ prompt }}", kd_coef=1.0,
+                         per_device_train_batch_size=6, precompute_teacher_top_k=V)  # fmt: skip
+    assert cached == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_template_makes_the_teachers_prompt_of_the_rows_columns(tmp_path):
+    """Of text and of messages, in which the last user's turn gives way; a column that is missing is named."""
+    tokenizer, template = byte_tokenizer(), "{{ prompt }} (answer: {{ completion }}; {{ hint }})"
+    plain = [{"prompt": "1+1=", "completion": "2", "hint": "even"}]
+    chat = [{"prompt": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}],
+             "completion": [{"role": "assistant", "content": "2"}], "hint": "even"}]  # fmt: skip
+    for rows, expected in ((plain, "1+1= (answer: {a}; even)"), (chat, (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1= (answer: {a}; even)<|im_end|>\n"
+        "<|im_start|>assistant\n"))):  # fmt: skip
+        trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), tokenizer=tokenizer,
+                              teacher_prompt=template, max_length=200)  # fmt: skip
+        [row] = trainer.train_dataset
+        answer = "2" if rows is plain else str(chat[0]["completion"])
+        assert tokenizer.decode(row["teacher_prompt_ids"]) == expected.replace("{a}", answer)
+        assert "answer:" not in tokenizer.decode(row["prompt_ids"])
+    with pytest.raises(InputError, match=r"row 0: teacher prompt: 'solution' is undefined; the row has prompt"):
+        trainer_for("opd", tiny_model(), plain, tmp_path, second=tiny_model(), teacher_prompt="{{ solution }}")
+
+
+# ---- several
+
+
+@pytest.mark.parametrize("method", ["opd", "kd"])
+def test_each_row_has_the_teacher_that_it_names(method, served, tmp_path, monkeypatch):
+    """The loss is the mean over tokens of what each part has alone; a server among them."""
+    fix_rollouts(monkeypatch)
+    names = ["a", "b", "a", "a", "b", "a"]
+    rows = token_rows(method, 6).add_column("teacher", names)
+    teachers = {"a": tiny_model(seed=3), "b": tiny_model(seed=9)}
+    config = {"per_device_train_batch_size": 6} | ({"kd_coef": 1.0} if method == "kd" else {})
+    named = {"teacher_names": ["a", "b"]}
+    together, _ = one_step(method, tiny_model(), rows, tmp_path, second=teachers, **config, **named)
+    total, count = 0.0, 0
+    for name, teacher in teachers.items():
+        chosen = rows.select([n for n, each in enumerate(names) if each == name]).remove_columns("teacher")
+        trainer = trainer_for(method, tiny_model(), chosen, tmp_path, second=teacher, **config)
+        trainer.train()
+        column = "completion_mask" if method == "kd" else None
+        answers = fake_generate(None, chosen["prompt_ids"], 6, [258])
+        tokens = sum(sum(row[column]) for row in chosen) if column else sum(map(len, answers))
+        total, count = total + trainer.state.log_history[0]["loss"] * tokens, count + tokens
+    assert together == pytest.approx(total / count, rel=1e-5)
+    by_top = {"teacher_top_k": V, "teacher_rest": "tail"} if method == "opd" else {"teacher_top_k": V}
+    both, options = teachers | {"b": served[1]}, config | named | by_top
+    mixed, _ = one_step(method, tiny_model(), rows, tmp_path, second=both, **options)
+    assert mixed == pytest.approx(together, rel=1e-4)
+
+
+def test_a_row_of_an_unknown_teacher_is_named(tmp_path):
+    rows = token_rows("opd", 3).add_column("teacher", ["a", "b", "math"])
+    with pytest.raises(InputError, match=r"row 2: column 'teacher': 'math' is none of the teachers a, b"):
+        trainer_for("opd", tiny_model(), rows, tmp_path, second={"a": tiny_model(seed=3), "b": tiny_model(seed=9)},
+                    teacher_names=["a", "b"])  # fmt: skip
+
+
+# ---- the student's own past
+
+
+@pytest.mark.parametrize("adapter", [None, "new", "continued"])
+def test_the_student_as_it_began_is_a_teacher_that_does_not_move(adapter, tmp_path):
+    """Its first step teaches nothing behind the same prompt, and later ones the way back: as a copy would."""
+    config = {"max_steps": 3, "learning_rate": 3e-3, "num_generations": 2, "loss_type": "forward_kl"}
+    student, peft_config = tiny_model(), None
+    if adapter == "continued":
+        torch.manual_seed(0)
+        student = peft.get_peft_model(student, peft.LoraConfig(**LORA))
+        with torch.no_grad():
+            for name, weight in student.named_parameters():
+                weight.add_(0.02 * torch.randn_like(weight)) if "lora_B" in name else None
+    elif adapter == "new":
+        peft_config = peft.LoraConfig(**LORA)
+    whole = copy.deepcopy(student)
+    if adapter == "continued":
+        whole = whole.merge_and_unload()
+    rows = privileged("opd", 12)
+    found = []
+    for second in (TeacherSection(self="start"), whole):
+        trainer = trainer_for("opd", copy.deepcopy(student), rows, tmp_path, second=second, peft_config=peft_config,
+                              teacher_prompt="{{ prompt }}", **config)  # fmt: skip
+        trainer.train()
+        found.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+        if second is not whole:
+            assert len(trainer.second_models) == (0 if adapter else 1)
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+    assert len(set(found[0])) == 3
+    plain = trainer_for("opd", copy.deepcopy(student), token_rows("opd"), tmp_path, peft_config=peft_config,
+                        second=TeacherSection(self="start"))  # fmt: skip
+    plain.train()
+    assert plain.state.log_history[0]["loss"] == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_moving_average_follows_and_is_resumed(lora, tmp_path):
+    """w <- 0.5 w + 0.5 policy after each step; a run that is cut in two goes on with it."""
+    peft_config = peft.LoraConfig(**LORA) if lora else None
+    config = {"max_steps": 4, "learning_rate": 3e-3, "save_strategy": "steps", "save_steps": 2,
+              "teacher_prompt": "{{ prompt }}", "peft_config": peft_config}  # fmt: skip
+    section, rows = TeacherSection(self="ema", ema=0.5), privileged("opd", 16)
+    whole = trainer_for("opd", tiny_model(), rows, tmp_path / "whole", second=section, **config)
+    [average] = whole.kept_in_checkpoints
+    assert isinstance(average, MovingAverage)
+    name, (mine, policy) = next((n, pair) for n, pair in average.pairs().items() if "lora_A" in n or not lora)
+    expected, seen = mine.clone(), []
+    step = average.on_step_end
+
+    def watched(*args, **kwargs):
+        step(*args, **kwargs)
+        seen.append(average.pairs()[name][1].detach().clone())
+
+    average.on_step_end = watched
+    whole.train()
+    for now in seen:
+        expected = 0.5 * expected + 0.5 * now
+    torch.testing.assert_close(average.pairs()[name][0].detach(), expected.detach())
+    assert not torch.equal(average.pairs()[name][0], average.pairs()[name][1])
+    resumed = trainer_for("opd", tiny_model(), rows, tmp_path / "resumed", second=section, **config)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert logged(resumed)[-2:] == logged(whole)[-2:]
+    saved = tmp_path / "whole" / "checkpoint-4"
+    assert (saved / MovingAverage.FILE).exists()
+    if not lora:  # what is saved is the policy
+        own = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+        torch.testing.assert_close(own[name], policy.detach())
+
+
+def test_an_average_of_low_precision_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"an average of torch\.bfloat16 weights does not move"):
+        trainer_for("opd", tiny_model().to(torch.bfloat16), token_rows("opd"), tmp_path,
+                    second=TeacherSection(self="ema"))  # fmt: skip
+    assert math.isclose(TeacherSection().ema, 0.99)
