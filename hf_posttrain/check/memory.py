@@ -249,8 +249,7 @@ def estimate(
 def advice(found: Any, run: Run, again: Any) -> list[str]:
     """Overrides for an estimate that does not fit, each estimated on top of those before it, up to what fits; those
     come first that leave the numbers of the run as they are. again: the estimate of a changed run."""
-    config, model, engine = run.config, run.recipe.model, run.engine
-    teacher = run.recipe.teacher if run.teachers else None
+    config, model, teacher, engine = run.config, run.recipe.model, run.recipe.teacher, run.engine
     size, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
     # a quarter of the rows at a time, and the same rows a step
     fewer = max(n for n in range(1, max(size // 4, 1) + 1) if size % n == 0)
@@ -261,7 +260,7 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
         (not config.activation_checkpointing, "train", {"activation_checkpointing": True}),
         (size > 1, "train", smaller),
         (not getattr(config, "precompute_ref_log_probs", True), "train", {"precompute_ref_log_probs": True}),
-        (engine.gpu and teacher is not None and not teacher.offload, "teacher", {"offload": True}),
+        (engine.gpu and teacher is not None and not (teacher.offload or teacher.url), "teacher", {"offload": True}),
         (fewer > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
         (True, "train", {"per_device_eval_batch_size": 1}),
         (getattr(config, "rollout", None), "train", {"generation_batch_size": 1}),

@@ -17,13 +17,16 @@ Tested with vLLM 0.32 on CPU (tests/served), and against stand-ins that have its
 
 import copy
 import importlib.util
+import json
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -155,9 +158,7 @@ class _Backend:
 
         Prompt n is sampled by (*seed, n). Raises ServerError, and RuntimeError for an id that no rollout may have.
         """
-        # of 62 bits, since vLLM adds the number of the rollout to it
-        seeds = [rollout.mix_seed(*seed, number) >> 2 for number in range(len(prompts))]
-        groups = self._agreed(lambda: self._sample(prompts, seeds, longest))
+        groups = self._agreed(partial(self._sample, prompts, seeds_of(prompts, seed), longest))
         rollouts = [ids for group in groups for ids, _ in group]
         self.logps = [logps for group in groups for _, logps in group]
         if not all(rollouts):
@@ -279,8 +280,60 @@ class Colocated(_Backend):
         return "vLLM computes this architecture otherwise, or did not take all weights: set rollout: transformers"
 
 
+class Ahead:
+    """Rollouts of the next window, which are sampled while this one trains. They are saved with a checkpoint."""
+
+    FILE = "rollouts_ahead.json"
+
+    def __init__(self, accelerator: Any, writes: bool):
+        self.accelerator, self.writes = accelerator, writes
+        self.pool = ThreadPoolExecutor(1, "rollouts ahead")
+        self.asked: Any = None
+        self.process: str | None = None
+        self.future: Future[Any] | None = None
+
+    def begin(self, asked: Any, sample: Callable[[], Any], process: str | None) -> None:
+        """Sample in the background. asked: what identifies it; process: which start of the server samples."""
+        self.asked, self.process, self.future = _as_json(asked), process, self.pool.submit(sample)
+
+    def take(self, asked: Any, process: str | None) -> Callable[[], Any] | None:
+        """What gives the rollouts that were begun for this, where any were: they are gone then. None too where the
+        server has started again meanwhile, so that it may have had other weights."""
+        if self.future is None or self.asked != _as_json(asked):
+            return None
+        future, self.future = self.future, None
+        return future.result if self.process in (None, process) else None
+
+    def wait(self) -> None:
+        """Until nothing is under way."""
+        if self.future is not None:
+            wait([self.future])
+
+    def save(self, folder: str) -> None:
+        """Into a checkpoint; all ranks call it."""
+        mine = None if self.future is None else [self.asked, together(self.future.result)]
+        everyone = gather_object([mine])
+        if self.writes:
+            Path(folder, self.FILE).write_text(json.dumps(everyone), encoding="utf-8")
+
+    def begin_run(self, folder: str | None) -> None:
+        """Nothing, or what a checkpoint has of this rank."""
+        self.future, file = None, Path(folder or "", self.FILE)
+        if folder is None or not file.exists():
+            return
+        known = json.loads(file.read_text(encoding="utf-8"))
+        if len(known) == self.accelerator.num_processes and (mine := known[self.accelerator.process_index]):
+            self.begin(mine[0], lambda: [[tuple(one) for one in group] for group in mine[1]], None)
+
+
+def _as_json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
 class Served(_Backend):
     """A server that `vllm serve` started; the first rank sends weights, and each rank asks for its own rollouts."""
+
+    begun: Any = None
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -292,6 +345,10 @@ class Served(_Backend):
             logger.warning(said, card["root"], base or "a model in memory")
         if self.temporary and not runs_as_this_user(self.server.url):
             os.chmod(self.folder, 0o755)
+        self.ahead: Ahead | None = None
+        if trainer.args.rollout_ahead:
+            self.ahead = Ahead(trainer.accelerator, trainer.args.should_save)
+            trainer.kept_in_checkpoints.append(self.ahead)
 
     def _open(self) -> None:
         """Send scrambled weights; the base of a LoRA policy is the server's own."""
@@ -301,6 +358,8 @@ class Served(_Backend):
 
     def _send(self, change: Any = None) -> None:
         """The server reads the weights, or the adapter under a new name, from a folder. Raises ServerError."""
+        if self.ahead:
+            self.ahead.wait()  # no request may be under way while weights change
         path, previous = str(self._write(change)), self.adapter
         if self.lora:  # vLLM would take a name that it knows from its cache
             self.adapter = f"{self.folder.name}-{self.count}"
@@ -334,8 +393,9 @@ class Served(_Backend):
         """What `sample` gives; where the server has started again meanwhile, once more with the weights sent anew."""
         first = self.trainer.is_world_process_zero()
         for _ in range(2):
+            begun, self.begun = self.begun, None
             try:
-                found = together(sample)
+                found = together(begun or sample)
                 same = together(lambda: not first or self._process() == self.process)
             except ServerError as error:
                 if not (self.lora and error.status == 404):  # it has forgotten the adapter
@@ -346,6 +406,18 @@ class Served(_Backend):
             logger.warning("the vLLM server %s has started again: it gets the weights once more", self.server.url)
             self._send()
         raise ServerError(f"the vLLM server {self.server.url} starts again and again: see its log")
+
+    def begin(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> None:
+        """Sample in the background, by the weights of now, what a later `generate` of the same will ask for."""
+        assert self.ahead is not None
+        sample = partial(self._sample, prompts, seeds_of(prompts, seed), longest)
+        self.ahead.begin((prompts, seed, longest), sample, self.process)
+
+    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
+        """As the other backends; what was begun is waited for."""
+        if self.ahead:
+            self.begun = self.ahead.take((prompts, seed, longest), self.process)
+        return super().generate(prompts, seed, longest)
 
     def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
         """A request for each prompt, since each has its own seed; vLLM batches what is open."""
@@ -376,6 +448,11 @@ def _of_engine(output: Any) -> Sampled:
     """A completion of vLLM's engine."""
     ids = list(output.token_ids)
     return ids, [given[token].logprob for token, given in zip(ids, output.logprobs, strict=True)]
+
+
+def seeds_of(prompts: Sequence[Any], seed: Sequence[int]) -> list[int]:
+    """A seed for each prompt, of 62 bits, since vLLM adds the number of the rollout to it."""
+    return [rollout.mix_seed(*seed, number) >> 2 for number in range(len(prompts))]
 
 
 def sampling(trainer: Any) -> dict[str, Any]:

@@ -110,6 +110,8 @@ class OPDConfig(DistillationConfig):
     vllm_check_steps: int | None = None
     """Compare log-probabilities of vLLM and student after the first and every so many transfers of weights; None: 20.
     """
+    rollout_ahead: int = 0
+    """Of vllm_mode server: 1 samples the next step's rollouts while this one trains, by weights one step old."""
     vllm_gpu_memory_utilization: float | None = None
     """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
 
@@ -154,6 +156,8 @@ class OPDTrainer(PostTrainer):
         self.backend = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
         self.reward = Reward(**self.args.reward) if self.args.reward else None
         self.live, self.source = Live(self), SOURCES[self.args.rollouts](self)
+        self.upcoming: list[dict[str, Any]] = []  # the next step's micro-batches, with `rollout_ahead`
+        self.upcoming_of: Any = None
         self.synchronised: int | None = None
         """The step whose weights are where rollouts are sampled."""
         if self.args.lmbda < 1:
@@ -180,7 +184,7 @@ class OPDTrainer(PostTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As PostTrainer has it; the weights may have changed since the last one."""
-        self.synchronised = None
+        self.synchronised, self.upcoming = None, []
         return super().train(*args, **kwargs)
 
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -188,10 +192,26 @@ class OPDTrainer(PostTrainer):
         if self.args.rollouts != "frozen":
             self._synchronise()
         batches = self.roll_out(batches, self.state.global_step)
+        if self.upcoming:
+            rows = [row for batch in self.upcoming for row in batch["prompts"].items]
+            seed, (asked, _) = self._seed(self.state.global_step + 1), self._asked(rows, self.state.global_step + 1)
+            longest = self.horizon_at(self.state.global_step + 1)
+            self.backend.begin([row["prompt_ids"] for row in asked], seed, longest)
         batches = ask_server(self, batches, self.top_k)
         if self.args.diagnostics and self.teacher.dense and not self.across and "teacher_ids" not in batches[0]:
             look_at(self, batches)
         return self._weigh(batches) if self.args.token_weights else batches
+
+    def next_window(self, epoch_iterator: Any, count: int) -> list[dict[str, Any]]:
+        """As PostTrainer has it; with `rollout_ahead` the window behind it is read as well, within a pass."""
+        if not self.args.rollout_ahead:
+            return super().next_window(epoch_iterator, count)
+        batches = self.upcoming if self.upcoming_of is epoch_iterator else []
+        batches = batches or super().next_window(epoch_iterator, count)
+        self.upcoming, self.upcoming_of = [], epoch_iterator
+        if self.state.global_step + 1 < self.state.max_steps:
+            self.upcoming = super().next_window(epoch_iterator, self.args.gradient_accumulation_steps)
+        return batches
 
     def prepare_evaluation(self) -> None:
         """Evaluation samples too."""
@@ -207,11 +227,11 @@ class OPDTrainer(PostTrainer):
     def roll_out(self, batches: list[dict], *seed: int) -> list[dict]:
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""
         args, rows = self.args, [row for batch in batches for row in batch["prompts"].items]
-        own_seed, evaluating = (args.seed, *seed, self.accelerator.process_index), seed[0] == EVALUATION
+        own_seed, evaluating = self._seed(*seed), seed[0] == EVALUATION
         longest = args.max_completion_length if evaluating else self.horizon_at(seed[0])
+        asked, sampled = self._asked(rows, *seed)
         with rollout.seeded(self.accelerator.device, *own_seed):
-            sampled = (torch.rand(len(rows)) < (1.0 if evaluating else args.lmbda)).tolist()
-            asked = [row for row, own in zip(rows, sampled, strict=True) if own]
+            torch.rand(len(rows))  # those of `_asked`
             answered = (self.live if evaluating else self.source).answer(asked, own_seed, longest)
         scores = None if evaluating else self.source.scores(asked)
         columns = [{"sampled": True} for _ in asked]
@@ -229,6 +249,16 @@ class OPDTrainer(PostTrainer):
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
         return self._lay_out(batches, examples, known if scores else None)
+
+    def _seed(self, *seed: int) -> tuple[int, ...]:
+        """Of this rank's rollouts of a step, or of an evaluation."""
+        return self.args.seed, *seed, self.accelerator.process_index
+
+    def _asked(self, rows: list[dict], *seed: int) -> tuple[list[dict], list[bool]]:
+        """Those of the rows that the student answers, and of each row whether it is one of them."""
+        with rollout.seeded(self.accelerator.device, *self._seed(*seed)):
+            sampled = (torch.rand(len(rows)) < (1.0 if seed[0] == EVALUATION else self.args.lmbda)).tolist()
+        return [row for row, own in zip(rows, sampled, strict=True) if own], sampled
 
     def _lay_out(self, batches: list[dict], examples: list[Example], known: list[list[dict]] | None) -> list[dict]:
         """Micro-batches on the device, of as many rows as `batches` and of about as many tokens as each other. known:
@@ -338,15 +368,22 @@ class OPDTrainer(PostTrainer):
             share, coef = self.reward.shares(self.state.global_step / max(self.state.max_steps, 1))
             extra = coef * group_advantage(batch["grades"]).flatten()[batch["owner"]]
         if discount == 0:
-            common = temperature, self.vocabulary, share, extra
+            common = temperature, self.vocabulary, share, extra, self._sampler(batch)
             tile = teacher_tiles.SampledPolicyGradient(tokens, teacher, *common)
             return self.score(model, batch, self.stop(tile), weights)
         scores = self.score(model, batch, self.stop(LogProb(tokens, temperature, True, self.vocabulary)))
         student = scores["value"].detach()
         advantage = share * teacher_tiles.credited(teacher - student, batch["owner"], discount)
         advantage = advantage if extra is None else advantage + extra
+        advantage = advantage * teacher_tiles.importance(student, self._sampler(batch))
         value = policy_gradient(scores["value"], advantage)
         return scores | {"value": value, "student": student, "teacher": teacher}
+
+    def _sampler(self, batch: dict) -> Tensor | None:
+        """ln q of the tokens [N] as they were sampled, where that was by other weights; NaN where it does not count."""
+        if not self.args.rollout_ahead or "sampler_logps" not in batch:
+            return None
+        return batch["sampler_logps"].masked_fill(torch.isin(targets(batch), self.stop.ids), math.nan)
 
     def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Means over the tokens that the student sampled itself (not over the data's completions) and over rollouts."""

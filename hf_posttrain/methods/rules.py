@@ -262,6 +262,7 @@ def opd_reward(values: Any) -> Iterator[Problem]:
 def opd_rollouts(values: Any) -> Iterator[Problem]:
     """What samples OPD's rollouts, and whose options are given."""
     given = [name for name, value in vars(values).items() if name.startswith("vllm_") and value is not None]
+    given += ["rollout_ahead"] if values.rollout_ahead else []
     yield from one_of("rollout", values.rollout, ("transformers", "vllm"))
     yield from one_of("rollouts", values.rollouts, ("live", "frozen", "replay"))
     if values.rollouts != "live" and values.lmbda == 0:
@@ -310,6 +311,11 @@ def _of_vllm(values: Any) -> Iterator[Problem]:
     if share is not None and not 0 < share <= 1:
         problem = f"vllm_gpu_memory_utilization={share:g} is not a share of the GPU's memory, above 0 and up to 1"
         yield ("vllm_gpu_memory_utilization",), problem
+    if values.rollout_ahead not in (0, 1):
+        yield ("rollout_ahead",), f"rollout_ahead={values.rollout_ahead}: 0, or 1 for the next step's rollouts"
+    if values.rollout_ahead and (mode != "server" or values.rollouts != "live"):
+        problem = "rollout_ahead: a server samples live rollouts while this step trains: set vllm_mode: server"
+        yield ("rollout_ahead", "vllm_mode"), problem
     if values.generation_batch_size is not None:
         problem = "generation_batch_size is of rollout: transformers: vLLM makes its own batches, drop it"
         yield ("generation_batch_size", "rollout"), problem

@@ -160,8 +160,8 @@ class MovingAverage(TrainerCallback):
 
     FILE = "teacher_average.safetensors"
 
-    def __init__(self, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float):
-        self.pairs, self.decay = pairs, decay
+    def __init__(self, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float, writes: bool):
+        self.pairs, self.decay, self.writes = pairs, decay, writes
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -170,7 +170,7 @@ class MovingAverage(TrainerCallback):
             average.lerp_(now.to(average), 1 - self.decay)
 
     @torch.no_grad()
-    def begin(self, folder: str | None) -> None:
+    def begin_run(self, folder: str | None) -> None:
         """Begin as the policy, or as the checkpoint in `folder` has it. Raises InputError where it has none."""
         if folder is None:
             for average, now in self.pairs().values():
@@ -184,7 +184,9 @@ class MovingAverage(TrainerCallback):
             average.copy_(saved[name])
 
     def save(self, folder: str) -> None:
-        """Into a checkpoint."""
+        """Into a checkpoint. All ranks call it."""
+        if not self.writes:
+            return
         averages = {name: average.detach().cpu().contiguous() for name, (average, _) in self.pairs().items()}
         save_file(averages, Path(folder, self.FILE))
 
@@ -213,7 +215,7 @@ def _follow(trainer: Any, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]
     if low:
         problem = f"an average of {low.pop()} weights does not move: set model.dtype: float32"
         raise InputError(f"teacher.self: ema: {problem}")
-    average = MovingAverage(pairs, decay)
+    average = MovingAverage(pairs, decay, trainer.args.should_save)
     trainer.add_callback(average)
     trainer.kept_in_checkpoints.append(average)
 

@@ -54,7 +54,7 @@ def of_any_machine(recipe: Recipe) -> Recipe:
     """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
     is as large as fp16 and runs on CPU is bf16."""
     wanting = (
-        "deepspeed", "fsdp", "parallelism_config", "tf32", "vllm_", "activation_checkpointing_kwargs",
+        "deepspeed", "fsdp", "parallelism_config", "tf32", "vllm_", "rollout_ahead", "activation_checkpointing_kwargs",
         "use_liger_kernel", "liger_kernel_config",
     )  # fmt: skip
     train = {"bf16" if value is True and name == "fp16" else name: value

@@ -24,6 +24,9 @@ from .forward import LMHead, run, scored_states
 from .head import LogProb, Tile, TileFunction, kernels, softmax
 from .stop_outcome import StopOutcome
 
+IMPORTANCE = 2.0
+"""Most that a token counts for being likelier now than when it was sampled."""
+
 
 def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
     """The function of (student, teacher) log-probabilities [n, V] -> [n]."""
@@ -234,15 +237,25 @@ class SampledPolicyGradient:
     vocabulary: int  # of the ids that both models have
     share: float = 1.0
     extra: Tensor | None = None  # [N], a reward
+    sampler: Tensor | None = None  # [N], of `importance`
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
         tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, buffer)
         advantage = self.share * (self.teacher[rows] - tile.value)
         advantage = advantage if self.extra is None else advantage + self.extra[rows]
+        advantage = advantage * importance(tile.value, None if self.sampler is None else self.sampler[rows])
         stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
         grad = None if tile.grad is None else tile.grad.mul_(-advantage[:, None])
         return Tile(-advantage * tile.value, grad, stats)
+
+
+def importance(student: Tensor, sampler: Tensor | None) -> Tensor | float:
+    """q / q of the sampler, at most IMPORTANCE: what a token counts that weights of before have sampled, [N]. sampler:
+    ln q of it, NaN where that is not known; None: they are the weights of now."""
+    if sampler is None:
+        return 1.0
+    return (student - sampler).exp().clamp(max=IMPORTANCE).nan_to_num(nan=1.0)
 
 
 def credited(reward: Tensor, owner: Tensor, discount: float) -> Tensor:

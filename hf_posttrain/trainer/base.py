@@ -104,7 +104,7 @@ class PostTrainer(Trainer):
         self.scored = [forward.causal_lm(model)]
         self.second_models: Sequence[Frozen] = ()
         self.kept_in_checkpoints: list[Any] = []
-        """What else a run goes on from: each with `save(folder)` and `begin(folder or None)`."""
+        """What else a run goes on from: each with `save(folder)` and `begin_run(folder or None)`, on all ranks."""
         self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)
@@ -298,7 +298,7 @@ class PostTrainer(Trainer):
         self.described = same_run.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         for kept in self.kept_in_checkpoints:
-            kept.begin(resume_from_checkpoint)
+            kept.begin_run(resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         if self.args.save_strategy != "no" and self.args.should_save:
             output_dir.check_space(self.args.output_dir, output_dir.least_bytes(self.model))
@@ -361,6 +361,7 @@ class PostTrainer(Trainer):
 
     _init_training_state = checkpoint.init_training_state
     get_batch_samples = step.get_batch_samples
+    next_window = step.next_window
     _prepare_inputs = step.prepare_inputs
     weights = step.weights
     score = step.score

@@ -98,7 +98,7 @@ def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
             if self.args.should_save:
                 check_space(run, least_bytes(self.model))
             Trainer._save_checkpoint(self, model, trial)
-            for kept in self.kept_in_checkpoints if self.args.should_save else ():
+            for kept in self.kept_in_checkpoints:
                 kept.save(f"{folder}/checkpoint-{self.state.global_step}")
         finally:
             del self._get_output_dir, self._push_from_checkpoint

@@ -30,7 +30,7 @@ def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: 
     of tokens or examples that their loss is averaged over, on all ranks."""
     if self.state.global_step >= self.state.max_steps:
         return [], None  # a finished run that is resumed: HF would train one step more
-    batches = [weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, num_batches)]
+    batches = self.next_window(epoch_iterator, num_batches)
     # A stream may end within a window, on each rank at another one. HF would run what is there without a step and add
     # it to the next, and ranks would wait for each other: such a window is left out.
     if not has_length(self.train_dataset):
@@ -46,6 +46,11 @@ def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: 
     if self.args.average_tokens_across_devices and self.args.world_size > 1:
         units = self.accelerator.gather(units).sum()
     return batches, units
+
+
+def next_window(self: Any, epoch_iterator: Any, count: int) -> list[dict[str, Any]]:
+    """The next `count` micro-batches, or what is left of them, each with `row_weights`, which are known as it comes."""
+    return [weigh_rows(batch, self.accelerator) for batch in islice(epoch_iterator, count)]
 
 
 def prepare_inputs(self: Any, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -277,6 +277,97 @@ def test_weights_in_memory_have_the_names_of_the_hubs_format(name, lora, tmp_pat
     assert_equal_weights(found, expected)
 
 
+# ---- one window ahead
+
+
+def ahead(server, folder, **config):
+    """A trainer on 24 rows whose server has the base for LoRA or other weights."""
+    options = TRAINING | {"vllm_mode": "server", "vllm_server_base_url": server.url, "rollout_ahead": 1} | config
+    return trainer_for("opd", untied(), token_rows("opd", 24), folder, second=tiny_model(seed=9),
+                       eval_rows=token_rows("opd", 3), **options)  # fmt: skip
+
+
+def test_the_next_windows_rollouts_are_of_weights_one_step_old(tmp_path):
+    """Each window's rollouts are those of the policy before the last step, and its log-probabilities there are kept."""
+    with Serving(untied(seed=77)) as server:
+        trainer = ahead(server, tmp_path, max_steps=4)
+        states, found, generate, send = [], [], trainer.backend.generate, trainer.backend._send
+
+        def sent(*args):
+            send(*args)
+            states.append(copy.deepcopy(trainer.model).eval())
+
+        def generated(prompts, seed, longest):
+            rollouts = generate(prompts, seed, longest)
+            found.append((prompts, seed, longest, rollouts, trainer.backend.logps))
+            return rollouts
+
+        trainer.backend._send, trainer.backend.generate = sent, generated
+        trainer.train()
+    states = states[1:]  # the first were scrambled
+    assert len(states) == len(found) == 4
+    for step, (prompts, seed, longest, rollouts, logps) in enumerate(found):
+        policy = states[max(step - 1, 0)]
+        for number, prompt in enumerate(prompts):
+            seeded = {"seed": rollout.mix_seed(*seed, number) >> 2, "max_tokens": longest, "logprobs": 0}
+            expected, values = sampled(policy, prompt, **trainer.backend.sampling | seeded)
+            assert rollouts[2 * number : 2 * number + 2] == expected
+            torch.testing.assert_close(logps[2 * number : 2 * number + 2], values)
+    staleness = [log["sampling/logp_difference"] for log in trainer.state.log_history if "sampling/kl" in log]
+    assert staleness[0] < 1e-5 < min(staleness[1:])
+
+
+@pytest.mark.parametrize("loss_type", ["reverse_kl", POLICY_GRADIENT])
+def test_one_window_ahead_changes_nothing_where_weights_do_not_move(loss_type, tmp_path):
+    losses = []
+    for number in (0, 1):
+        with Serving(untied(seed=77)) as server:
+            trainer = ahead(server, tmp_path, max_steps=5, learning_rate=0.0, rollout_ahead=number, loss_type=loss_type,
+                            eval_strategy="steps", eval_steps=2)  # fmt: skip
+            trainer.train()
+            losses.append(losses_of(trainer))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert len(losses[0]) == 5
+
+
+def test_a_run_ahead_is_resumed_with_the_rollouts_that_were_under_way(tmp_path):
+    """Over an end of the rows as well, where the first window is sampled as it comes."""
+    config = {"max_steps": 9, "save_strategy": "steps", "save_steps": 2}
+    with Serving(untied(seed=77)) as server:
+        whole = ahead(server, tmp_path / "whole", **config)
+        whole.train()
+    for step in (2, 6):
+        with Serving(untied(seed=77)) as server:
+            server.process = "another"
+            resumed = ahead(server, tmp_path / f"resumed-{step}", **config)
+            resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert losses_of(resumed) == losses_of(whole)
+
+
+def test_rollouts_of_a_server_that_has_started_again_are_sampled_anew(tmp_path):
+    with Serving(untied(seed=77)) as server:
+        trainer = ahead(server, tmp_path, max_steps=3)
+        begin = trainer.backend.begin
+
+        def restarted(*args):
+            begin(*args)
+            trainer.backend.ahead.wait()
+            server.process, server.model = f"{server.process}+", untied(seed=5)
+
+        trainer.backend.begin = restarted
+        trainer.train()
+    differences = [log["sampling/logp_difference"] for log in trainer.state.log_history if "sampling/kl" in log]
+    assert max(differences) < 1e-5
+
+
+def test_a_policy_gradient_ahead_weighs_tokens_by_how_much_likelier_they_are_now():
+    from hf_posttrain.scoring.teacher_tiles import importance
+
+    student, sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -3.0, float("nan")])
+    torch.testing.assert_close(importance(student, sampler), torch.tensor([1.0, 0.6065307, 2.0, 1.0]))
+    assert importance(student, None) == 1.0
+
+
 # ---- several processes
 
 

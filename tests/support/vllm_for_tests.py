@@ -48,12 +48,12 @@ def sampled(model, prompt, n, seed, max_tokens, temperature, stop_token_ids, log
         bias[int(token)] = value
     rollouts, logps = [], [[] for _ in range(n)]
     for index in range(n):
-        ids = list(prompt)
-        with torch.no_grad(), rollout.seeded(torch.device("cpu"), seed + index):
+        ids, own = list(prompt), torch.Generator().manual_seed(rollout.mix_seed(seed + index))
+        with torch.no_grad():
             while len(ids) < len(prompt) + max_tokens and (len(ids) == len(prompt) or ids[-1] not in stop_token_ids):
                 logits = model(input_ids=torch.tensor([ids])).logits[0, -1].float() + bias
                 drawn_from = torch.log_softmax(logits / temperature, -1)
-                ids.append(int(torch.multinomial(drawn_from.exp(), 1)))
+                ids.append(int(torch.multinomial(drawn_from.exp(), 1, generator=own)))
                 logps[index].append(drawn_from[ids[-1]].item())
         rollouts.append(ids[len(prompt) :])
     return rollouts, logps

@@ -1,0 +1,170 @@
+"""KD and OPD by a teacher with a tokenizer of its own: the losses of chunks by their definition."""
+
+import pytest
+import torch
+from models_for_tests import tiny_model
+from plain_for_tests import token_logps
+from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer, llama2_tokenizer
+from training_for_tests import assert_same_step, fake_generate, fix_rollouts, one_step, trainer_for
+from vllm_for_tests import Serving
+
+from hf_posttrain.data.align import Aligner, shared_ids
+from hf_posttrain.errors import InputError
+from hf_posttrain.losses.divergence import forward_kl, reverse_kl
+from hf_posttrain.models.section import TeacherSection
+
+ROWS = [
+    {"prompt": "Question: capital of France? ", "completion": "Answer: Paris"},
+    {"prompt": "What is 42? ", "completion": "The answer is 42, not 7."},
+    {"prompt": "two  spaces: ", "completion": "two  spaces\nlines"},
+    {"prompt": "Say: ", "completion": "the capital is 7"},
+]
+OTHERS = {"gpt2": gpt2_tokenizer, "llama": llama2_tokenizer}
+
+
+@pytest.fixture(params=list(OTHERS))
+def other(request, tmp_path):
+    """(folder of the teacher's tokenizer, the tokenizer, the teacher)"""
+    tokenizer = OTHERS[request.param]()
+    tokenizer.save_pretrained(tmp_path / "other")
+    teacher = tiny_model(seed=9, vocab_size=520, eos_token_id=tokenizer.eos_token_id)
+    teacher.config.save_pretrained(tmp_path / "other")
+    return str(tmp_path / "other"), tokenizer, teacher
+
+
+def renormalised(logps, ids):
+    return torch.log_softmax(logps[:, ids], -1)
+
+
+def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, function, on_data, kd_coef=None):
+    """The summed loss of an answer, token by token, with a loop over chunks."""
+    mine = byte_tokenizer()
+    found = Aligner(mine, tokenizer, [258], tokenizer.eos_token_id)(prompt, answer, their_prompt)
+    q, p = token_logps(student, prompt, answer), token_logps(teacher, their_prompt, found.ids).detach()
+    own, theirs = q[range(len(answer)), answer], p[range(len(found.ids)), found.ids]
+    shared, of_teacher = shared_ids(mine, tokenizer)
+    shared, of_teacher = [*shared, 258], [*of_teacher, tokenizer.eos_token_id]
+    total = 0.0
+    for chunk in range(found.count):
+        a = [n for n, c in enumerate(found.chunks) if c == chunk]
+        b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
+        if len(a) == len(b) == 1 and function is not None:
+            total = total + function(renormalised(q[a], shared), renormalised(p[b], of_teacher)).sum()
+        elif on_data:
+            pair = [torch.stack([x, torch.log1p(-x.exp())])[None] for x in (own[a].sum(), theirs[b].sum())]
+            total = total + function(*pair).sum()
+        else:
+            gap = (own[a].sum() - theirs[b].sum()).detach()
+            moving = gap * own[a].sum()
+            total = total + (moving if function is None else moving + (gap - moving).detach())
+    if kd_coef is not None:
+        total = kd_coef * total - (1 - kd_coef) * own.sum()
+    return total
+
+
+@pytest.mark.parametrize("loss_type", ["reverse_kl", "policy_gradient"])
+def test_opd_by_its_definition(loss_type, other, tmp_path, monkeypatch):
+    """Rollouts of random bytes and of words, each token's part summed by a loop."""
+    folder, tokenizer, teacher = other
+    words = [[*row["completion"].encode(), 258] for row in ROWS]
+
+    def generate(model, prompts, *args, **kwargs):
+        return [*words, *fake_generate(None, prompts[len(words) :], 30, [258])]
+
+    fix_rollouts(monkeypatch)
+    monkeypatch.setattr("hf_posttrain.generation.rollout.generate", generate)
+    config = {"loss_type": loss_type, "per_device_train_batch_size": 8, "max_completion_length": 30, "max_length": 200,
+              "teacher_tokenizer": folder}  # fmt: skip
+    rows, student = ROWS + ROWS, tiny_model()
+    trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=teacher, **config)
+    prepared = trainer.train_dataset
+    loss, gradients = one_step("opd", student, rows, tmp_path, second=teacher, **config)
+    answers = generate(None, prepared["prompt_ids"])
+    total, count = 0.0, 0
+    function = None if loss_type == "policy_gradient" else reverse_kl
+    for row, answer in zip(prepared, answers, strict=True):
+        assert row["teacher_prompt_ids"] == tokenizer(tokenizer_text(row))["input_ids"]
+        given = row["prompt_ids"], row["teacher_prompt_ids"], answer
+        total = total + by_definition(student, teacher, tokenizer, *given, function, on_data=False)
+        count += len(answer)
+    value = total / count
+    value.backward()
+    expected = {name: weight.grad for name, weight in student.named_parameters()}
+    assert_same_step((loss, gradients), (value.item(), expected), relative=1e-4)
+
+
+def tokenizer_text(row):
+    return byte_tokenizer().decode(row["prompt_ids"])
+
+
+def test_kd_by_its_definition(other, tmp_path):
+    """Both parts, with gradients: chunks of several tokens by the divergence of two outcomes."""
+    folder, tokenizer, teacher = other
+    config = {"per_device_train_batch_size": 4, "teacher_tokenizer": folder, "kd_coef": 0.7}
+    trainer = trainer_for("kd", tiny_model(), ROWS, tmp_path, second=teacher, **config)
+    student, prepared = tiny_model(), trainer.train_dataset
+    step = one_step("kd", student, ROWS, tmp_path, second=teacher, **config)
+    total, count = 0.0, 0
+    for row in prepared:
+        given = row["prompt_ids"], row["teacher_prompt_ids"], row["completion_ids"]
+        total = total + by_definition(student, teacher, tokenizer, *given, forward_kl, True, kd_coef=0.7)
+        count += len(row["completion_ids"])
+    loss = total / count
+    loss.backward()
+    assert_same_step(step, (loss.item(), {n: w.grad for n, w in student.named_parameters()}), relative=1e-4)
+    trainer.train()
+    [log] = [log for log in trainer.state.log_history if "loss" in log]
+    assert 0 < log["align/one_to_one"] < 1
+    assert log["align/unaligned"] == 0
+
+
+@pytest.mark.parametrize("method", ["opd", "kd"])
+def test_equal_tokenizers_give_the_ordinary_loss_exactly(method, tmp_path, monkeypatch):
+    fix_rollouts(monkeypatch)
+    byte_tokenizer().save_pretrained(tmp_path / "same")
+    config = {"max_length": 100} | ({"kd_coef": 0.5} if method == "kd" else {})
+    plain = one_step(method, tiny_model(), ROWS, tmp_path, second=tiny_model(seed=9), **config)
+    across = one_step(method, tiny_model(), ROWS, tmp_path, second=tiny_model(seed=9),
+                      teacher_tokenizer=str(tmp_path / "same"), **config)  # fmt: skip
+    assert across[0] == plain[0]
+    assert all(torch.equal(gradient, plain[1][name]) for name, gradient in across[1].items())
+
+
+@pytest.mark.parametrize("method", ["opd", "kd"])
+def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other, tmp_path, monkeypatch):
+    """OPD by the policy gradient; KD by two outcomes for each chunk, where the local one has more for lone tokens."""
+    folder, _, teacher = other
+    fix_rollouts(monkeypatch)
+    config = {"teacher_tokenizer": folder, "max_length": 200} | (
+        {"loss_type": "policy_gradient", "max_completion_length": 20} if method == "opd" else {})  # fmt: skip
+    with Serving(teacher) as server:
+        section = TeacherSection(url=server.url, name_or_path=folder)
+        served = one_step(method, tiny_model(), ROWS, tmp_path, second=section, **config)
+    local = one_step(method, tiny_model(), ROWS, tmp_path, second=teacher, **config)
+    if method == "opd":
+        assert_same_step(served, local, relative=1e-4)
+    else:
+        assert 0 < served[0] < local[0]
+
+
+@pytest.mark.parametrize(
+    ("method", "config", "message"),
+    [
+        ("opd", {"teacher_top_k": 5}, "teacher_top_k: a teacher with its own tokenizer is compared by chunks"),
+        ("opd", {"loss_type": "policy_gradient", "discount": 0.5}, "discount: a teacher with its own tokenizer"),
+        ("opd", {"rollouts": "replay"}, "rollouts: replay keeps no rows, which a teacher with its own tokenizer needs"),
+        ("kd", {"temperature": 2.0}, "temperature=2: a teacher with its own tokenizer"),
+        ("kd", {"completion_only_loss": False}, "reads another text before the answer"),
+        ("kd", {"teacher_names": ["a"], "teacher_tokenizer": {"a": "x"}}, "none may have a tokenizer of its own yet"),
+    ],
+)
+def test_contradictions_are_refused(method, config, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        trainer_for(method, tiny_model(), ROWS, tmp_path, second=tiny_model(), **{"teacher_tokenizer": "x"} | config)
+
+
+def test_another_tokenizer_that_nobody_asked_for_is_refused(other, tmp_path):
+    folder, _, teacher = other
+    teacher.save_pretrained(folder)
+    with pytest.raises(InputError, match="student and teacher have different vocabularies"):
+        trainer_for("opd", tiny_model(), ROWS, tmp_path, second=folder, max_length=200)
