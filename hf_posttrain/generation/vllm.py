@@ -17,27 +17,19 @@ Tested with vLLM 0.32 on CPU (tests/served), and against stand-ins that have its
 
 import copy
 import importlib.util
-import json
 import logging
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import peft
-import psutil
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
 
 from ..engines import engine, sharded
 from ..errors import InputError
@@ -46,7 +38,7 @@ from ..scoring.choose_layout import some_ids
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from . import rollout
-from .server import Server, ServerError, at_once, together
+from .transfer import hub_weights, named_weights, scrambled, whole_weights_on_first
 
 logger = logging.getLogger(__name__)
 # vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
@@ -59,12 +51,6 @@ _BEYOND_LORA = (
     "alora_invocation_tokens", "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "velora_config",
     "monteclora_config",
 )  # fmt: skip
-_NEEDS = {
-    "/collective_rpc": "set VLLM_SERVER_DEV_MODE=1 in the server's environment, so that it takes weights",
-    "/reset_prefix_cache": "set VLLM_SERVER_DEV_MODE=1 in the server's environment",
-    "/v1/load_lora_adapter": "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
-}
-"""What a server that lacks a path was not started with."""
 PROBES, PROBE_TOKENS = 4, 16
 """Prompts that are compared after a transfer, and tokens of each and of its answer."""
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
@@ -73,7 +59,7 @@ Sampled = tuple[list[int], list[float]]
 """A rollout's token ids, and the log-probability of each under the distribution that it was drawn from."""
 
 
-class _Backend:
+class Backend:
     """What both have in common: how is sampled, where weights are written, and the proof that they have arrived.
 
     Raises InputError for a quantised student, an adapter that vLLM cannot serve, and too many padding ids.
@@ -86,7 +72,8 @@ class _Backend:
         if getattr(scoring.causal_lm(model), "is_quantized", False):
             raise InputError("rollout: vllm takes no quantised student: set quantization: none, or drop rollout: vllm")
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
-        self.card = check(trainer.args, self.lora)
+        if self.lora:
+            max_rank(self.lora)
         self.trainer, self.sampling, self.count = trainer, sampling(trainer), 0
         self.adapter: Any = None
         self.logps: list[list[float]] | None = None
@@ -200,7 +187,7 @@ class _Backend:
             shutil.rmtree(self.folder / str(number), ignore_errors=True)
 
 
-class Colocated(_Backend):
+class Colocated(Backend):
     """An engine of vLLM in this process, on the GPU that it trains on; each rank samples with its own."""
 
     llm: Any = None
@@ -280,170 +267,6 @@ class Colocated(_Backend):
         return "vLLM computes this architecture otherwise, or did not take all weights: set rollout: transformers"
 
 
-class Ahead:
-    """Rollouts of the next window, which are sampled while this one trains. They are saved with a checkpoint."""
-
-    FILE = "rollouts_ahead.json"
-
-    def __init__(self, accelerator: Any, writes: bool):
-        self.accelerator, self.writes = accelerator, writes
-        self.pool = ThreadPoolExecutor(1, "rollouts ahead")
-        self.asked: Any = None
-        self.process: str | None = None
-        self.future: Future[Any] | None = None
-
-    def begin(self, asked: Any, sample: Callable[[], Any], process: str | None) -> None:
-        """Sample in the background. asked: what identifies it; process: which start of the server samples."""
-        self.asked, self.process, self.future = _as_json(asked), process, self.pool.submit(sample)
-
-    def take(self, asked: Any, process: str | None) -> Callable[[], Any] | None:
-        """What gives the rollouts that were begun for this, where any were: they are gone then. None too where the
-        server has started again meanwhile, so that it may have had other weights."""
-        if self.future is None or self.asked != _as_json(asked):
-            return None
-        future, self.future = self.future, None
-        return future.result if self.process in (None, process) else None
-
-    def wait(self) -> None:
-        """Until nothing is under way."""
-        if self.future is not None:
-            wait([self.future])
-
-    def save(self, folder: str) -> None:
-        """Into a checkpoint; all ranks call it."""
-        mine = None if self.future is None else [self.asked, together(self.future.result)]
-        everyone = gather_object([mine])
-        if self.writes:
-            Path(folder, self.FILE).write_text(json.dumps(everyone), encoding="utf-8")
-
-    def begin_run(self, folder: str | None) -> None:
-        """Nothing, or what a checkpoint has of this rank."""
-        self.future, file = None, Path(folder or "", self.FILE)
-        if folder is None or not file.exists():
-            return
-        known = json.loads(file.read_text(encoding="utf-8"))
-        if len(known) == self.accelerator.num_processes and (mine := known[self.accelerator.process_index]):
-            self.begin(mine[0], lambda: [[tuple(one) for one in group] for group in mine[1]], None)
-
-
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-class Served(_Backend):
-    """A server that `vllm serve` started; the first rank sends weights, and each rank asks for its own rollouts."""
-
-    begun: Any = None
-
-    def __init__(self, trainer: Any):
-        super().__init__(trainer)
-        self.server, card = _server(trainer.args), self.card
-        self.model, base = card["id"], scoring.causal_lm(trainer.model).name_or_path
-        self.dtype, self.process = card.get("dtype"), card.get("process")
-        if self.lora and card["root"] != base:
-            said = "the vLLM server serves %s, and the student's base is %s: with LoRA they must be the same weights"
-            logger.warning(said, card["root"], base or "a model in memory")
-        if self.temporary and not runs_as_this_user(self.server.url):
-            os.chmod(self.folder, 0o755)
-        self.ahead: Ahead | None = None
-        if trainer.args.rollout_ahead:
-            self.ahead = Ahead(trainer.accelerator, trainer.args.should_save)
-            trainer.kept_in_checkpoints.append(self.ahead)
-
-    def _open(self) -> None:
-        """Send scrambled weights; the base of a LoRA policy is the server's own."""
-        if not self.lora:
-            self._send(scrambled)
-            self.count = 0
-
-    def _send(self, change: Any = None) -> None:
-        """The server reads the weights, or the adapter under a new name, from a folder. Raises ServerError."""
-        if self.ahead:
-            self.ahead.wait()  # no request may be under way while weights change
-        path, previous = str(self._write(change)), self.adapter
-        if self.lora:  # vLLM would take a name that it knows from its cache
-            self.adapter = f"{self.folder.name}-{self.count}"
-
-        def send() -> str | None:
-            if not self.trainer.is_world_process_zero():
-                return None
-            if self.lora:
-                self.server.post("/v1/load_lora_adapter", {"lora_name": self.adapter, "lora_path": path})
-                with suppress(ServerError):  # it has started again, and forgotten that
-                    self.server.post("/v1/unload_lora_adapter", {"lora_name": previous}) if previous else None
-                return self._process()
-            if self.card.get("load_format") == "dummy":  # which is not for files
-                self._call("update_config", args=[{"load_config": {"load_format": "auto"}}])
-            self._call("reload_weights", kwargs={"weights_path": path})
-            if not self.server.post("/reset_prefix_cache", {})["success"]:
-                raise ServerError(f"the vLLM server {self.server.url} has requests of others: it must serve this alone")
-            return self._process()
-
-        self.process = together(send)
-        self._remove(self.count - 1 if self.lora else self.count)  # the newest adapter stays: vLLM may read it again
-
-    def _call(self, method: str, **given: Any) -> None:
-        self.server.post("/collective_rpc", {"method": method, **given})
-
-    def _process(self) -> str | None:
-        """Which start of the server this is, where it tells."""
-        return (self.server.settings() or {}).get("instance_id") if "process" in self.card else None
-
-    def _agreed(self, sample: Any) -> list[list[Sampled]]:
-        """What `sample` gives; where the server has started again meanwhile, once more with the weights sent anew."""
-        first = self.trainer.is_world_process_zero()
-        for _ in range(2):
-            begun, self.begun = self.begun, None
-            try:
-                found = together(begun or sample)
-                same = together(lambda: not first or self._process() == self.process)
-            except ServerError as error:
-                if not (self.lora and error.status == 404):  # it has forgotten the adapter
-                    raise
-                same = False
-            if all(gather_object([same])):
-                return found
-            logger.warning("the vLLM server %s has started again: it gets the weights once more", self.server.url)
-            self._send()
-        raise ServerError(f"the vLLM server {self.server.url} starts again and again: see its log")
-
-    def begin(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> None:
-        """Sample in the background, by the weights of now, what a later `generate` of the same will ask for."""
-        assert self.ahead is not None
-        sample = partial(self._sample, prompts, seeds_of(prompts, seed), longest)
-        self.ahead.begin((prompts, seed, longest), sample, self.process)
-
-    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
-        """As the other backends; what was begun is waited for."""
-        if self.ahead:
-            self.begun = self.ahead.take((prompts, seed, longest), self.process)
-        return super().generate(prompts, seed, longest)
-
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
-        """A request for each prompt, since each has its own seed; vLLM batches what is open."""
-        shared = self.sampling | {"max_tokens": longest, "logprobs": 0, "model": self.adapter or self.model}
-
-        def ask(number: int) -> list[Sampled]:
-            choices = self.server.complete(shared | {"seed": seeds[number]}, prompts[number])
-            return [(choice["token_ids"], choice["logprobs"]["token_logprobs"]) for choice in choices]
-
-        return at_once(ask, range(len(prompts)))
-
-    def _likely(self) -> str:
-        if self.dtype is None or self.card.get("logprobs_mode") not in (None, "processed_logprobs"):
-            more = "start it with --logprobs-mode processed_logprobs, and VLLM_SERVER_DEV_MODE=1 for a better answer"
-            if self.trainer.args.temperature != 1:
-                return f"The server gives them at temperature 1, maybe: {more}"
-        if self.lora:
-            return "Its base is not the student's, or is quantised: serve the student's own base"
-        if has_tied_head(scoring.causal_lm(self.trainer.model).config):
-            return (
-                "The student's head is its embedding, and a server on CPU keeps the old head: start it with "
-                "--hf-overrides '{\"tie_word_embeddings\": false}'"
-            )
-        return "It serves another architecture or a quantised model: serve the student's own folder or name"
-
-
 def _of_engine(output: Any) -> Sampled:
     """A completion of vLLM's engine."""
     ids = list(output.token_ids)
@@ -474,55 +297,6 @@ def sampling(trainer: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """The causal LM's weights and saved buffers, as they are, {name: tensor}, a tied one under each of its names and
-    without those of an adapter."""
-    # not by state_dict(), which would cut FSDP2's weights again: parameters, and the buffers that are saved
-    inner = scoring.causal_lm(model)
-    tensors: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
-    for prefix, module in inner.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}"] = buffer
-    plain = {re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach() for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
-
-
-def hub_weights(inner: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights by the names that `from_pretrained` reads."""
-    return dict(revert_weight_conversion(inner, weights))
-
-
-def whole_weights_on_first(trainer: Any, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
-    """The policy's weights in the hub's format on CPU, in `dtype` (None: their own), on the first rank; others get
-    none. Never more than one of them is whole on a GPU. All ranks call it. change: of each, on its way."""
-    first, found = trainer.is_world_process_zero(), {}
-    with torch.no_grad():
-        for name, whole in sharded.each_whole(named_weights(trainer.model_wrapped)):
-            if first:
-                cast = whole.to(getattr(torch, dtype)) if dtype and whole.is_floating_point() else whole
-                found[name] = (change(cast) if change else cast).cpu().clone(memory_format=torch.contiguous_format)
-        return hub_weights(scoring.causal_lm(trainer.model_wrapped), found) if first else {}
-
-
-def scrambled(weight: Tensor) -> Tensor:
-    """Other values of the same size, so that a model with one such weight is another model."""
-    return weight.roll(1, 0) + 0.05 if weight.dim() and weight.is_floating_point() else weight
-
-
-def runs_as_this_user(url: str) -> bool:
-    """Does a process of this user listen at the url's port of this machine?"""
-    parts = urlsplit(url)
-    if parts.hostname not in ("localhost", "127.0.0.1", "::1"):
-        return False
-    try:
-        pids = {each.pid for each in psutil.net_connections("tcp")
-                if each.status == psutil.CONN_LISTEN and each.laddr.port == (parts.port or 80)}  # fmt: skip
-        return any(pid and psutil.Process(pid).uids().real == os.getuid() for pid in pids)
-    except (psutil.Error, OSError, AttributeError):  # another's, or a system that does not tell
-        return False
-
-
 # ---- what is refused
 
 
@@ -530,48 +304,6 @@ def check_installed(config: Any) -> None:
     """Raises InputError where an OPDConfig wants vLLM in this environment and it is not there."""
     if config.rollout == "vllm" and config.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
         raise InputError("rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server")
-
-
-def has_tied_head(config: Any) -> bool:
-    """Does a model of this config have its embedding as head?"""
-    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-
-
-def check(config: Any, peft_config: Any = None) -> dict[str, Any]:
-    """What the server, if there is one, says of itself: id, root (a name or folder) and max_model_len of its model; in
-    development mode also dtype, logprobs_mode, load_format and its process.
-
-    Raises InputError for a server that cannot be asked, takes fewer tokens than max_length, or cannot do what is
-    needed, and for an adapter that vLLM cannot serve.
-    """
-    rank = None if peft_config is None else max_rank(peft_config)
-    if config.vllm_mode != "server":
-        return {}
-    server = _server(config)
-    card, told = server.card(), server.settings()
-    if config.max_length is not None and card["max_model_len"] < config.max_length:
-        longest = f"the vLLM server's --max-model-len {card['max_model_len']}: lower max_length, or start it with more"
-        raise InputError(f"max_length={config.max_length} is more than {longest}")
-    if told is None:
-        if rank is None:
-            how = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, so that it takes weights"
-            raise InputError(f"vllm_server_base_url: {server.url} is not in development mode: {how}")
-        return card
-    mode, lora = told["model_config"]["logprobs_mode"], told["lora_config"]
-    if mode != "processed_logprobs" and (config.temperature != 1 or mode != "raw_logprobs"):
-        how = f"of another distribution than rollouts are drawn from at temperature {config.temperature:g}"
-        raise InputError(f"the vLLM server gives {mode}, {how}: start it with --logprobs-mode processed_logprobs")
-    if rank is not None and (lora is None or lora["max_lora_rank"] < rank):
-        raise InputError(f"the vLLM server takes no adapter of rank {rank}: start it with --enable-lora and "
-                         f"--max-lora-rank {rank}")  # fmt: skip
-    return card | {
-        "dtype": str(told["model_config"]["dtype"]).removeprefix("torch."), "logprobs_mode": mode,
-        "load_format": told["load_config"]["load_format"], "process": told["instance_id"],
-    }  # fmt: skip
-
-
-def _server(config: Any) -> Server:
-    return Server(config.vllm_server_base_url, "vllm_server_base_url", _NEEDS)
 
 
 def max_rank(config: Any) -> int:

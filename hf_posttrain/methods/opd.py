@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..data.lengths import check_answered, check_completions
 from ..errors import InputError
-from ..generation import rollout, vllm
+from ..generation import rollout, vllm, vllm_server
 from ..losses.divergence import policy_gradient
 from ..losses.token_weights import Tokens, weigh
 from ..models.prepare import align_generation
@@ -42,7 +42,7 @@ from .opd_rollouts import SOURCES, Live
 from .rules import POLICY_GRADIENT, named_options
 
 BACKENDS: dict[str, Any] = {
-    "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm.Served,
+    "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm_server.Served,
 }  # fmt: skip
 """What samples rollouts, by vllm_mode or else by rollout."""
 EVALUATION = 2**31

@@ -183,6 +183,9 @@ class MovingAverage(TrainerCallback):
         for name, (average, _) in self.pairs().items():
             average.copy_(saved[name])
 
+    def give_up(self) -> None:
+        """Nothing of it is elsewhere."""
+
     def save(self, folder: str) -> None:
         """Into a checkpoint. All ranks call it."""
         if not self.writes:

@@ -77,7 +77,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     of a run, its vLLM server must be there and serve such adapters. Raises InputError."""
     import torch
 
-    from ..generation import vllm
+    from ..generation import vllm_server
     from ..generation.server import Server
     from ..models import adapters
     from ..models import load as models
@@ -113,7 +113,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     if getattr(config, "rollout", None) == "vllm":
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
         with error_context(recipe.where(key)):
-            vllm.check(config, peft_config)
+            vllm_server.check(config, peft_config)
     return tokenizer, peft_config
 
 

@@ -26,6 +26,7 @@ from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
 from ..generation.by_transformers import warn_if_altered
+from ..generation.server import ServerError
 from ..models import layers, load
 from ..models import prepare as policies
 from ..models.frozen import Frozen
@@ -104,7 +105,7 @@ class PostTrainer(Trainer):
         self.scored = [forward.causal_lm(model)]
         self.second_models: Sequence[Frozen] = ()
         self.kept_in_checkpoints: list[Any] = []
-        """What else a run goes on from: each with `save(folder)` and `begin_run(folder or None)`, on all ranks."""
+        """What else a run goes on from: each with save(folder), begin_run(folder or None), give_up(), on all ranks."""
         self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)
@@ -284,7 +285,8 @@ class PostTrainer(Trainer):
 
         resume_from_checkpoint: a folder, "auto" for the newest complete checkpoint of output_dir or a fresh start, or
         True, which wants one. Raises InputError where this run could not go on as the one that wrote it, or where
-        another trains in output_dir; KeyboardInterrupt after Ctrl-C, when a checkpoint has been saved.
+        another trains in output_dir; ServerError where a server of rollouts or a teacher is lost, and KeyboardInterrupt
+        after Ctrl-C, both when a checkpoint has been saved.
         """
         if isinstance(resume_from_checkpoint, os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
@@ -309,7 +311,10 @@ class PostTrainer(Trainer):
         reporters.keep_from_failing(self.callback_handler.callbacks, of_run)
         wandb = reporters.wandb_environment(checkpoint.wandb_id(resume_from_checkpoint))
         with self.preemption.listening(), progress.messages_above(), wandb:
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            try:
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+            except ServerError as error:
+                raise ServerError(f"{error}{saving.keep_last_step(self)}") from error
         if self.preemption.interrupted:
             newest = checkpoint.find_checkpoint(self.args.output_dir)
             how = f"{newest} is saved; the same command with train.resume_from_checkpoint=auto goes on"

@@ -106,6 +106,19 @@ def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
         self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
 
 
+def keep_last_step(trainer: Any) -> str:
+    """Save a checkpoint of the last whole step, in which the weights are still, and say so: after an error that all
+    ranks have. Nothing where checkpoints are not wanted."""
+    step, run = trainer.state.global_step, Path(trainer.args.output_dir)
+    if trainer.args.save_strategy == "no" or not step:
+        return ""
+    if not (run / f"checkpoint-{step}").exists():
+        for kept in trainer.kept_in_checkpoints:
+            kept.give_up()
+        trainer._save_checkpoint(trainer.model_wrapped, None)
+    return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
+
+
 def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
     """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
     if _loads_pretrained(self):

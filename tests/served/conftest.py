@@ -37,3 +37,11 @@ def llama(home):
     saved(served_model("llama"), home / "llama")
     with serving(home / "llama", "--enable-lora", "--max-lora-rank", "8", *EXACT) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def teacher(home):
+    """Scores: a Qwen3 with its own head, which gives log-probabilities of all tokens."""
+    saved(served_model(seed=9, tie_word_embeddings=False), home / "teacher")
+    with serving(home / "teacher", "--max-logprobs", "-1") as server:
+        yield server

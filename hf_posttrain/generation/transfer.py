@@ -1,0 +1,53 @@
+"""A policy's weights as vLLM takes them: whole, and by the hub's names."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from ..engines import sharded
+from ..scoring import forward as scoring
+
+
+def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
+    """The causal LM's weights and saved buffers, as they are, {name: tensor}, a tied one under each of its names and
+    without those of an adapter."""
+    # not by state_dict(), which would cut FSDP2's weights again: parameters, and the buffers that are saved
+    inner = scoring.causal_lm(model)
+    tensors: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
+    for prefix, module in inner.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}"] = buffer
+    plain = {re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach() for name, tensor in tensors.items()}
+    return {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
+
+
+def hub_weights(inner: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole weights by the names that `from_pretrained` reads."""
+    return dict(revert_weight_conversion(inner, weights))
+
+
+def whole_weights_on_first(trainer: Any, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
+    """The policy's weights in the hub's format on CPU, in `dtype` (None: their own), on the first rank; others get
+    none. Never more than one of them is whole on a GPU. All ranks call it. change: of each, on its way."""
+    first, found = trainer.is_world_process_zero(), {}
+    with torch.no_grad():
+        for name, whole in sharded.each_whole(named_weights(trainer.model_wrapped)):
+            if first:
+                cast = whole.to(getattr(torch, dtype)) if dtype and whole.is_floating_point() else whole
+                found[name] = (change(cast) if change else cast).cpu().clone(memory_format=torch.contiguous_format)
+        return hub_weights(scoring.causal_lm(trainer.model_wrapped), found) if first else {}
+
+
+def scrambled(weight: Tensor) -> Tensor:
+    """Other values of the same size, so that a model with one such weight is another model."""
+    return weight.roll(1, 0) + 0.05 if weight.dim() and weight.is_floating_point() else weight
+
+
+def has_tied_head(config: Any) -> bool:
+    """Does a model of this config have its embedding as head?"""
+    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
