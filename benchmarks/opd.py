@@ -23,7 +23,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from recipes.tiny.make_data import solution
 
@@ -58,14 +59,25 @@ class Setting:
     """Take as many steps as fit into the seconds of this setting, at the pace of the setting `pace_of`."""
     pace_of: str | None = None
     models: str = ""
-    """Which student and teacher: the plain ones, or those of two ends."""
+    """Which student and teacher: the plain ones, of two ends, a student that says what it is told (hints), or a teacher
+    with a tokenizer of its own (bpe)."""
+    teacher: str = ""
+    """The recipe's section, where it is not the seed's teacher alone; {home} is the folder of models."""
 
 
 LONG = "max_completion_length=32 max_length=48"
 SAMPLED = "loss_type=policy_gradient learning_rate=5e-4"
 """The recipe's 1.5e-3 is too much for its noise: with seed 0 69 % exact match, 75 % here, 68 % at 2e-4."""
+SELF = "max_length=64"
 GROUPS = "num_generations=4 per_device_train_batch_size=16 loss_type=policy_gradient learning_rate=3e-4"
 GRADED = "function:exact_match,coef:1.0"
+OWN = "{self: %s, ema: %s, prompt: '{{ completion }}={{ prompt }}'}"
+"""The student of experiment j as its own teacher, which reads the solution and then the problem."""
+KNOWN = 512
+"""Additions that it has seen solved; with all 1,024 of the plain student it adds at 99 %, as telling helps it too."""
+BPE = "{name_or_path: {home}/teacher, own_tokenizer: true}"
+BPE_SIZE = 96
+"""Tokens of experiment k's teacher; the student has 16."""
 EXPERIMENTS: dict[str, tuple[str, dict[str, Setting]]] = {
     "a": ("student and teacher end with other tokens", {
         f"{name}, {ends}": Setting(f"{LONG} loss_type={loss}{option}", steps=200, models="ends")
@@ -123,6 +135,25 @@ EXPERIMENTS: dict[str, tuple[str, dict[str, Setting]]] = {
         "both": Setting(f"{GROUPS} reward={{{GRADED},when:with}}", data="solved_prompts.jsonl"),
         "reward": Setting(f"{GROUPS} reward={{{GRADED},when:after,start:0.0}}", data="solved_prompts.jsonl"),
     }),
+    "j": ("the student as its own teacher, which reads the solution", {
+        **{f"{name}, {said}": Setting(f"{SELF} loss_type={loss}", data="solved_prompts.jsonl", models="hints",
+                                      teacher=own)
+           for name, own in (("as it began", OWN.replace(", ema: %s", "") % "start"),
+                             ("moving average, 0.999", OWN % ("ema", 0.999)))
+           for loss, said in (("reverse_kl", "reverse KL"), ("forward_kl", "forward KL"))},
+        "moving average, 0.99, reverse KL": Setting(SELF, data="solved_prompts.jsonl", models="hints",
+                                                    teacher=OWN % ("ema", 0.99)),
+        "without the solution": Setting(SELF, data="solved_prompts.jsonl", models="hints", teacher="{self: start}"),
+        "SFT on the solutions": Setting("max_length=48", recipe="sft", data="solved_prompts.jsonl", models="hints"),
+    }),
+    "k": ("a teacher with a tokenizer of its own", {
+        "the same tokenizer": Setting(),
+        "its own, reverse KL": Setting(models="bpe", teacher=BPE),
+        "its own, policy gradient": Setting(SAMPLED, models="bpe", teacher=BPE),
+        "the same, policy gradient": Setting(SAMPLED),
+        "its own, KD on the student's 1,024 rows": Setting(recipe="kd", models="bpe", teacher=BPE),
+        "the same, KD on the student's 1,024 rows": Setting(recipe="kd"),
+    }),
 }  # fmt: skip
 """Letter -> what is compared, and its settings by name. h is read off the evaluations of f."""
 
@@ -138,11 +169,11 @@ def main() -> int:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     subprocess.run([sys.executable, TINY / "make_data.py"], check=True)
-    models = sorted({setting.models for letter in given.only for setting in EXPERIMENTS[letter][1].values()})
+    kinds = sorted({setting.models for letter in given.only for setting in EXPERIMENTS[letter][1].values()})
     chosen = {setting: None for letter in given.only for setting in EXPERIMENTS[letter][1].values()}
     with ThreadPoolExecutor(given.jobs) as pool:
-        each(pool, lambda seed, kind: prepare(given, seed, kind), [(s, k) for s in given.seeds for k in models])
-        for seed in given.seeds if "ends" in models else ():  # not in threads: transformers loads one model at a time
+        each(pool, lambda seed, kind: prepare(given, seed, kind), [(s, k) for s in given.seeds for k in kinds])
+        for seed in given.seeds if "ends" in kinds else ():  # not in threads: transformers loads one model at a time
             unlearn_end(given.out / f"modelsends_{seed}")
         first = [setting for setting in chosen if not setting.seconds_of]
         each(pool, lambda setting, seed: result_of(given, setting, seed), [(x, s) for s in given.seeds for x in first])
@@ -150,7 +181,7 @@ def main() -> int:
         each(pool, lambda setting, seed: result_of(given, setting, seed), [(x, s) for s in given.seeds for x in last])
     results = {letter: {name: [result_of(given, setting, seed) for seed in given.seeds]
                         for name, setting in EXPERIMENTS[letter][1].items()} for letter in given.only}  # fmt: skip
-    page = "\n".join(pages(results, [baseline(given, seed, "") for seed in given.seeds] if "" in models else []))
+    page = "\n".join(pages(results, [baseline(given, seed, "") for seed in given.seeds] if "" in kinds else []))
     (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (given.out / "results.md").write_text(page + "\n", encoding="utf-8")
     print(page)
@@ -196,20 +227,30 @@ def train(given: argparse.Namespace, recipe: str, folder: Path, overrides: Seque
 def prepare(given: argparse.Namespace, seed: int, kind: str) -> None:
     """A seed's student and teacher, and the rows that are made of them. kind: `Setting.models`."""
     home = given.out / f"models{kind}_{seed}"
-    for name, end in zip(("student", "teacher"), ENDS if kind else (None, None), strict=True):
+    for name, end in zip(("student", "teacher"), ENDS if kind == "ends" else (None, None), strict=True):
         overrides = [f"model.name_or_path={TINY / name}", f"train.seed={seed}"]
+        if kind == "hints" and name == "student":
+            write_told_rows(home / "told.jsonl", seed)
+            overrides += [f"data.train.path={home / 'told.jsonl'}", "train.max_steps=800"]
+        elif kind == "hints":
+            continue
+        elif kind == "bpe" and name == "teacher":
+            overrides[0] = f"model.name_or_path={write_bpe_shape(home / 'teacher_shape')}"
+            overrides.append("train.max_steps=1200")
         if end:
             shape, rows = write_shape(home / f"{name}_shape", name, end), home / f"{name}.jsonl"
             write_rows_that_go_on(rows, TINY / {"student": "few.jsonl", "teacher": "train.jsonl"}[name], seed)
             overrides += [f"model.name_or_path={shape}", f"data.train.path={rows}"]
         train(given, f"sft_{name}", home / name, overrides)
-    if kind:
+    if kind in ("ends", "bpe"):
         return
     prompts = (TINY / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     (home / "few_prompts.jsonl").write_text("\n".join(prompts[:DIVERSE]) + "\n", encoding="utf-8")
     sums = [map(int, json.loads(line)["prompt"].strip("=").split("+")) for line in prompts]
     solved = [json.dumps(solution(*pair)) for pair in sums]
     (home / "solved_prompts.jsonl").write_text("\n".join(solved) + "\n", encoding="utf-8")
+    if kind:
+        return
     if not (home / "teacher_answers.jsonl").exists():
         both = [f"{role}.name_or_path={home / 'teacher'}" for role in ("model", "teacher")]
         words = ["-m", "hf_posttrain.run", "sample", TINY / "opd.yaml", *both, f"train.seed={seed}"]
@@ -232,6 +273,38 @@ def unlearn_end(home: Path) -> None:
         embedding[tokenizer.convert_tokens_to_ids(ENDS[1])] = UNLEARNED * state / state.square().sum()
     model.save_pretrained(home / "student")
     done.touch()
+
+
+def write_told_rows(file: Path, seed: int) -> None:
+    """KNOWN of the student's rows, twice, and four times as many that say what their prompt has told: mere digits in
+    the shape of a solution, so that nothing of additions is learned from them."""
+    draw = random.Random(seed)
+    rows = [json.loads(line) for line in (TINY / "few.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows, told = rows[:KNOWN] * 2, []
+    for row in rows * 4:
+        made = "".join(draw.choice("0123456789") if c.isdigit() else c for c in row["completion"])
+        told.append({"prompt": f"{made}={draw.randrange(100, 1000)}+{draw.randrange(100, 1000)}=", "completion": made})
+    lines = [json.dumps(row) for row in rows + told]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_bpe_shape(folder: Path) -> Path:
+    """The teacher's shape with a tokenizer of its own: byte pairs of the numbers, so that 579 may be 57 and 9."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(" #### |[0-9]+|."), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    rows = [json.loads(line) for line in (TINY / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    trainer = trainers.BpeTrainer(vocab_size=BPE_SIZE, special_tokens=["<pad>", "<eos>"], show_progress=False)
+    backend.train_from_iterator([row["prompt"] + row["completion"] for row in rows], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>")
+    config = AutoConfig.from_pretrained(TINY / "teacher")
+    config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+    tokenizer.save_pretrained(folder)
+    config.save_pretrained(folder)
+    return folder
 
 
 def write_rows_that_go_on(file: Path, source: Path, seed: int) -> None:
@@ -276,7 +349,10 @@ def result_of(given: argparse.Namespace, setting: Setting, seed: int) -> Result:
         overrides += ["model.from_scratch=false", "train.learning_rate=1.5e-3", "train.warmup_steps=10"]
     else:
         overrides.append(f"teacher.name_or_path={home / 'teacher'}")
-    words = [setting.recipe, setting.options, setting.data, "seconds" if setting.seconds_of else setting.steps]
+        if setting.teacher:
+            overrides[-1] = f"teacher={setting.teacher.replace('{home}', str(home))}"
+    words = [setting.recipe, setting.options, setting.data, "seconds" if setting.seconds_of else setting.steps,
+             setting.teacher]  # fmt: skip
     name = "_".join("".join(c if c.isalnum() else "-" for c in str(word)) for word in words if word)
     folder = given.out / f"{setting.models or 'plain'}_{seed}" / name
     train(given, recipe, folder, overrides)

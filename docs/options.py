@@ -20,13 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_posttrain.methods import METHODS, config_class
-from hf_posttrain.models.section import ModelSection
+from hf_posttrain.methods.distillation import DistillationConfig
+from hf_posttrain.models.section import ModelSection, TeacherSection
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.trainer.config import PostTrainConfig
 
 HERE = Path(__file__).parent
 CONFIGS = [config_class(method) for method in METHODS.values()]
-CLASSES = {cls.__name__: cls for cls in (*CONFIGS, PostTrainConfig, ModelSection, Source)}
+CLASSES = {
+    cls.__name__: cls
+    for cls in (*CONFIGS, PostTrainConfig, DistillationConfig, ModelSection, TeacherSection, Source)
+}
 _HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
 _PART = re.compile(r"(<!-- (options|shared) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 

@@ -10,6 +10,7 @@ from .methods import METHODS
 
 __version__ = "0.1.0"
 _MODULES = {name: method.module for method in METHODS.values() for name in (method.config_name, method.trainer_name)}
+_MODULES["TeacherSection"] = "hf_posttrain.models.section"
 __all__ = sorted(_MODULES)
 
 

@@ -38,7 +38,7 @@ from hf_posttrain.data.formats import detect, our_name
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
-from hf_posttrain.models.section import ModelSection
+from hf_posttrain.models.section import ModelSection, TeacherSection
 from hf_posttrain.recipe import build as parts
 from hf_posttrain.recipe import cli as arguments
 from hf_posttrain.recipe.read import load_recipe, train_config
@@ -124,7 +124,7 @@ def _of_hf_posttrain(words: list[str], runs: bool) -> None:
     if not runs and not Path(asked.recipe).exists():
         return
     recipe = load_recipe(asked.recipe, asked.overrides)
-    if not runs or NEEDS_A_SERVER in words:
+    if not runs or NEEDS_A_SERVER in words or any(section.url for _, section in recipe.taught_by()):
         parts.configure(load_recipe(asked.recipe, [*asked.overrides, "train.use_cpu=true"]))
         return
     assert run.main([*words, *small(recipe)]) in ((0, 1) if asked.check else (0,))  # 1: so few rows are a warning
@@ -309,7 +309,7 @@ def test_an_unknown_command_or_option_fails():
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_keys_in_running_text_exist(page):
     fields = {name for config in CONFIGS.values() for name in config.__dataclass_fields__}
-    sections = {"model": ModelSection, "teacher": ModelSection, "data.train": Source, "data.eval": Source}
+    sections = {"model": ModelSection, "teacher": TeacherSection, "data.train": Source, "data.eval": Source}
     for section, key in re.findall(r"\b(train|model|teacher|data\.train|data\.eval)\.(\w+)", " ".join(spans(page))):
         known = fields if section == "train" else set(sections[section].__dataclass_fields__)
         assert key in known or key in ("jsonl", "py"), f"{section}.{key}"

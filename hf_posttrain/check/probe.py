@@ -14,7 +14,7 @@ import torch
 from ..data.lengths import longest, tokens_of
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
-from ..models.teacher import Itself
+from ..models.own_past import Itself
 from ..recipe import build
 from ..recipe.sections import Recipe
 from ..scoring.forward import eval_mode

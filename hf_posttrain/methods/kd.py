@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from ..errors import InputError
-from ..models.teacher import add_teacher, ask_server, find_across, find_stop_outcome, precompute_top_k
+from ..models.add_teacher import add_teacher, find_across, find_stop_outcome, precompute_top_k
+from ..models.served_teacher import ask_server
+from ..models.teacher import by_teacher
 from ..scoring import teacher_tiles
 from ..scoring.chunks import Chunks, alignment
 from ..scoring.forward import targets
-from ..scoring.layouts import Example
-from ..scoring.teacher_view import reading_of
+from ..scoring.layouts import Example, reading_of
 from ..scoring.top_tokens import top_k
 from ..trainer.base import PostTrainer
 from ..trainer.loss_units import Losses
@@ -84,6 +85,8 @@ class KDTrainer(PostTrainer):
 
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What a server says of all micro-batches, asked for at once."""
+        if self.teacher is None or self.teacher.dense:
+            return batches
         return ask_server(self, batches, self.args.teacher_top_k)
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
@@ -113,7 +116,8 @@ class KDTrainer(PostTrainer):
         if self.stop:  # the data's own end is a token like others to the cross-entropy
             tile = teacher_tiles.beside_cross_entropy(self.stop(tile), tokens, ce_coef)
         scores = self.score(model, batch, tile, weights)
-        metrics = {f"distill/{name}": (scores[name], None) for name in ("ce", "divergence") if name in scores}
+        metrics: dict[str, Any] = {f"distill/{n}": (scores[n], None) for n in ("ce", "divergence") if n in scores}
+        metrics |= by_teacher(self.teacher, batch, "distill/divergence", scores["divergence"], weights)
         return Losses(scores["value"], weights, metrics, scores.get("router_logits"))
 
     def _by_chunk(self, model: nn.Module, batch: dict[str, Any], function: Any) -> Losses:

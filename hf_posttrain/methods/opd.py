@@ -23,14 +23,15 @@ from ..errors import InputError
 from ..generation import rollout, vllm, vllm_server
 from ..losses.divergence import policy_gradient
 from ..losses.token_weights import Tokens, weigh
+from ..models.add_teacher import add_teacher, find_across, find_stop_outcome
 from ..models.prepare import align_generation
-from ..models.teacher import add_teacher, ask_server, find_across, find_stop_outcome
+from ..models.served_teacher import ask_server
+from ..models.teacher import by_teacher
 from ..scoring import teacher_tiles
 from ..scoring.chunks import Chunks, alignment
 from ..scoring.forward import eval_mode, per_branch, targets
 from ..scoring.head import LogProb
-from ..scoring.layouts import IGNORE, Branch, Collator, Example, Later, share_out
-from ..scoring.teacher_view import reading_of
+from ..scoring.layouts import IGNORE, Branch, Collator, Example, Later, reading_of, share_out
 from ..scoring.top_tokens import residual, top_k
 from ..trainer.base import PostTrainer
 from ..trainer.loss_units import Losses, row_weights
@@ -197,7 +198,8 @@ class OPDTrainer(PostTrainer):
             seed, (asked, _) = self._seed(self.state.global_step + 1), self._asked(rows, self.state.global_step + 1)
             longest = self.horizon_at(self.state.global_step + 1)
             self.backend.begin([row["prompt_ids"] for row in asked], seed, longest)
-        batches = ask_server(self, batches, self.top_k)
+        if not self.teacher.dense:
+            batches = ask_server(self, batches, self.top_k)
         if self.args.diagnostics and self.teacher.dense and not self.across and "teacher_ids" not in batches[0]:
             look_at(self, batches)
         return self._weigh(batches) if self.args.token_weights else batches
@@ -406,6 +408,7 @@ class OPDTrainer(PostTrainer):
         if "sampler_logps" in batch:  # an end stands for all ends in the student's, where those are one outcome
             away, one = batch["sampler_logps"] - student, own * ~torch.isin(targets(batch), self.stop.ids)
             metrics |= {"sampling/kl": (away, one), "sampling/logp_difference": (away.abs(), one)}
+        metrics |= by_teacher(self.teacher, batch, "distill/reverse_kl", reverse_kl, own)
         if self.across:
             metrics |= alignment(self.teacher.seen(batch), own)
         if self.reward:

@@ -27,8 +27,7 @@ from ..errors import InputError
 from ..generation import rollout
 from ..models import score_cache
 from ..scoring.forward import targets
-from ..scoring.layouts import Branch, Example
-from ..scoring.teacher_view import reading_of
+from ..scoring.layouts import Branch, Example, reading_of
 
 logger = logging.getLogger(__name__)
 Answered = tuple[list[int], list[list[int]]]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..generation.server import Server, ServerError, at_once, together
+from ..scoring.forward import targets
 from ..scoring.stop_outcome import StopOutcome
 from . import load
 from .prepare import terminal_ids_of
@@ -182,6 +183,17 @@ class ServedTeacher:
 
     def release(self) -> None:
         """It is elsewhere."""
+
+
+def ask_server(trainer: Any, batches: list[dict[str, Any]], k: int | None) -> list[dict[str, Any]]:
+    """The micro-batches of a window with what a served teacher says of them, all asked for at once; unchanged where the
+    teacher is not one server, or has said it before. All ranks call it."""
+    if not isinstance(trainer.teacher, ServedTeacher) or "teacher_ids" in batches[0] or trainer.across:
+        return batches
+    given = [trainer.stop.of(targets(batch)) for batch in batches]
+    asked = trainer.args.temperature, trainer.vocabulary, trainer.stop
+    found = trainer.teacher.top_of_all(batches, k or 0, given, *asked)
+    return [batch | more for batch, more in zip(batches, found, strict=True)]
 
 
 _AT_ONE = (

@@ -62,6 +62,12 @@ class Example:
     reading: Reading | None = None  # what a teacher reads in its place, where that is something else
 
 
+def reading_of(row: dict) -> Reading | None:
+    """What a prepared row says of its teacher, if anything."""
+    teacher, prompt = row.get("teacher"), row.get("teacher_prompt_ids")
+    return Reading(teacher or "", prompt or None) if teacher or prompt else None
+
+
 @dataclass(frozen=True)
 class Later:
     """Items of a batch that are laid out later; what moves batches to a device does not look inside."""

@@ -22,12 +22,6 @@ WHOLE = Reading()
 """Of an example of which the teacher reads what the student does."""
 
 
-def reading_of(row: dict) -> Reading | None:
-    """What a prepared row says of its teacher, if anything."""
-    teacher, prompt = row.get("teacher"), row.get("teacher_prompt_ids")
-    return Reading(teacher or "", prompt or None) if teacher or prompt else None
-
-
 def make_views(
     examples: Sequence[Example], batch: dict[str, Any], lay_out: Callable, served: Collection[str]
 ) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM
 from vllm_for_tests import Serving
 
 from hf_posttrain.errors import InputError
+from hf_posttrain.models.own_past import MovingAverage
 from hf_posttrain.models.section import TeacherSection
-from hf_posttrain.models.teacher import MovingAverage
 
 V = 300
 
@@ -191,11 +191,16 @@ def test_each_row_has_the_teacher_that_it_names(method, served, tmp_path, monkey
     config = {"per_device_train_batch_size": 6} | ({"kd_coef": 1.0} if method == "kd" else {})
     named = {"teacher_names": ["a", "b"]}
     together, _ = one_step(method, tiny_model(), rows, tmp_path, second=teachers, **config, **named)
+    whole = trainer_for(method, tiny_model(), rows, tmp_path, second=teachers, **config, **named)
+    whole.train()
+    key = {"opd": "distill/reverse_kl", "kd": "distill/divergence"}[method]
     total, count = 0.0, 0
     for name, teacher in teachers.items():
         chosen = rows.select([n for n, each in enumerate(names) if each == name]).remove_columns("teacher")
         trainer = trainer_for(method, tiny_model(), chosen, tmp_path, second=teacher, **config)
         trainer.train()
+        log, own = whole.state.log_history[0], trainer.state.log_history[0]
+        assert log[f"{key}_{name}"] == pytest.approx(own[key], rel=1e-5)
         column = "completion_mask" if method == "kd" else None
         answers = fake_generate(None, chosen["prompt_ids"], 6, [258])
         tokens = sum(sum(row[column]) for row in chosen) if column else sum(map(len, answers))

@@ -65,7 +65,7 @@ def recipes(tmp_path, monkeypatch):
         text = path.read_text(encoding="utf-8")
         tree = yaml.safe_load(text)
         renamed = {tree["model"]["name_or_path"]: "student", tree["train"]["output_dir"]: "out"}
-        renamed |= {tree["teacher"]["name_or_path"]: "teacher"} if "teacher" in tree else {}
+        renamed |= {tree["teacher"]["name_or_path"]: "teacher"} if "name_or_path" in tree.get("teacher", {}) else {}
         for split in ("train", "eval"):
             if source := tree["data"].get(split):
                 file = f"{path.parent.name}_{path.stem}_{split}.jsonl"

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from hub_for_tests import ROWS
 from models_for_tests import CONFIGS, tiny_model
-from tokenizers_for_tests import QWEN3, byte_tokenizer
+from tokenizers_for_tests import QWEN3, byte_tokenizer, merging_tokenizer
+from vllm_for_tests import Serving
 
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.recipe.read import load_recipe, train_config
@@ -32,19 +33,30 @@ def name(path):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Folders of two tiny saved models with one tokenizer, whose template is in the shape of Qwen3's."""
-    folders = [tmp_path_factory.mktemp(which) for which in ("student", "teacher")]
+    """Folders of three tiny saved models: two with one tokenizer, whose template is in the shape of Qwen3's, and one
+    with a tokenizer of its own."""
+    folders = [tmp_path_factory.mktemp(which) for which in ("student", "teacher", "other")]
     for seed, folder in enumerate(folders):
-        tiny_model("qwen3", seed).save_pretrained(folder)
-        byte_tokenizer(QWEN3).save_pretrained(folder)
+        tokenizer = merging_tokenizer() if seed == 2 else byte_tokenizer(QWEN3)
+        tokenizer.save_pretrained(folder)
+        tiny_model("qwen3", seed, vocab_size=500 if seed == 2 else 300).save_pretrained(folder)
     return folders
 
 
-def small_overrides(recipe, student, teacher, folder):
+@pytest.fixture
+def servers():
+    """URLs of a server that scores as the teacher, and of one that takes the student's weights."""
+    with Serving(tiny_model("qwen3", 1)) as teacher, Serving(tiny_model("qwen3", 7)) as student:
+        yield teacher.url, student.url
+
+
+def small_overrides(recipe, student, teacher, other, folder, servers):
     """What replaces model, teacher and data of a recipe on the hub by files in `folder`."""
     overrides = [*SMALL, f"model.name_or_path={student}", f"train.output_dir={folder / 'out'}"]
-    if recipe.teacher:
-        overrides += [f"teacher.name_or_path={teacher}"]
+    if recipe.teacher and not recipe.teacher.self:
+        overrides += [f"teacher.name_or_path={other if recipe.teacher.own_tokenizer else teacher}"]
+    if recipe.teacher and recipe.teacher.url:
+        overrides += [f"teacher.url={servers[0]}", f"train.vllm_server_base_url={servers[1]}"]
     if METHODS[recipe.method].rows.sampled:
         overrides += ["train.max_completion_length=8"]
     if recipe.train.get("eval_exact_match"):
@@ -82,11 +94,12 @@ def test_every_line_of_a_real_recipe_says_why(path):
 
 
 @pytest.mark.parametrize("path", [
-    pytest.param(path, marks=[] if path.stem in METHODS else pytest.mark.slow, id=name(path)) for path in REAL
+    pytest.param(path, marks=[] if path.stem in {*METHODS, "opd_served"} else pytest.mark.slow, id=name(path))
+    for path in REAL
 ])  # fmt: skip
-def test_real_recipe_trains_when_model_and_data_are_overridden(path, tiny, tmp_path):
+def test_real_recipe_trains_when_model_and_data_are_overridden(path, tiny, tmp_path, servers):
     recipe = load_recipe(path)
-    assert main([str(path), *small_overrides(recipe, *tiny, tmp_path)]) == 0
+    assert main([str(path), *small_overrides(recipe, *tiny, tmp_path, servers)]) == 0
     out = tmp_path / "out"
     state = json.loads((out / "trainer_state.json").read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]

@@ -12,13 +12,15 @@ import json
 from pathlib import Path
 
 from models_for_tests import tiny_model
-from tokenizers_for_tests import QWEN3, byte_tokenizer
+from tokenizers_for_tests import QWEN3, byte_tokenizer, merging_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_posttrain.methods import METHODS
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B")
+OTHER = "HuggingFaceTB/SmolLM3-3B"
+"""A model with a tokenizer of its own."""
 
 
 def turns(*contents):
@@ -45,6 +47,8 @@ def make_hub(folder: Path) -> None:
     for seed, name in enumerate(MODELS):
         tiny_model("qwen3", seed).save_pretrained(folder / name)
         byte_tokenizer(QWEN3).save_pretrained(folder / name)
+    tiny_model("qwen3", 9, vocab_size=500).save_pretrained(folder / OTHER)
+    merging_tokenizer().save_pretrained(folder / OTHER)
     for stage in ("teacher", "student", "opd"):
         shape = REPOSITORY / "recipes" / "tiny" / ("teacher" if stage == "teacher" else "student")
         saved = folder / "quickstart" / stage
@@ -62,7 +66,7 @@ def make_hub(folder: Path) -> None:
 
 def at_home(folder: Path, hub: Path) -> None:
     """Links in `folder` to the hub's names, to what the quickstart leaves and to the repository's files."""
-    for name in ("Qwen", "openai", "trl-lib"):
+    for name in ("Qwen", "HuggingFaceTB", "openai", "trl-lib"):
         (folder / name).symlink_to(hub / name)
     for name in ("recipes", "accelerate_configs", "benchmarks", "Makefile", "setup.cfg"):
         (folder / name).symlink_to(REPOSITORY / name)

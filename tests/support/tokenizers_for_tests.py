@@ -6,6 +6,7 @@
     words_tokenizer()   single characters and the merges "ab", "cd": merging across a boundary can be provoked
     llama2_tokenizer()  in the manner of sentencepiece: spaces are part of words, one is put before a text; <s> first
     gpt2_tokenizer()    byte BPE with merges, words split as GPT-2 does
+    merging_tokenizer() the same with the special tokens and a template of `byte_tokenizer`, under other ids
 
 Templates: CHATML, CHATML_GENERATION (with generation tags), QWEN3 (thinking), DEEPSEEK (prompt ends in <think>), LLAMA.
 """
@@ -143,3 +144,10 @@ def gpt2_tokenizer(add_prefix_space: bool = False) -> PreTrainedTokenizerFast:
                                   show_progress=False)  # fmt: skip
     backend.train_from_iterator(_WORDS * 20, trainer)
     return _wrap(backend, None, eos_token="<|endoftext|>", bos_token="<|endoftext|>", pad_token="<|endoftext|>")
+
+
+def merging_tokenizer(chat_template: str | None = QWEN3) -> PreTrainedTokenizerFast:
+    tokenizer = gpt2_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", chat_template
+    return tokenizer
