@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-from jinja2 import StrictUndefined, TemplateError, meta
+from jinja2 import StrictUndefined, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers import PreTrainedTokenizerBase
 
@@ -66,8 +66,7 @@ def read_teacher(row: Mapping[str, Any], plan: TeacherPlan) -> str:
         return ""
     name = row.get("teacher")
     if name not in plan.names:
-        hint = nearest(str(name), plan.names)
-        raise InputError(f"column 'teacher': {shown(name)} is none of the teachers {named(plan.names)}{hint}")
+        raise InputError(f"column 'teacher': {shown(name)} is none of the teachers{nearest(str(name), plan.names)}")
     return str(name)
 
 
@@ -100,9 +99,10 @@ def _filled(template: str, row: Mapping[str, Any], prompt: Any) -> Any:
     text = prompt if turn is None else prompt[turn]["content"]
     try:
         written = _environment().from_string(template).render({**row, "prompt": text})
-    except TemplateError as error:
+    except Exception as error:  # a template is a program, and raises what it likes
         known = named(column for column, value in row.items() if value is not None)
-        raise InputError(f"{error.message}; the row has {known}") from error
+        said = " ".join(str(error).split())[:300].rstrip(".")
+        raise InputError(f"{said}; the row has {known}") from error
     check_unicode(written, "its text")
     if turn is None:
         return written

@@ -214,7 +214,7 @@ def test_each_row_has_the_teacher_that_it_names(method, served, tmp_path, monkey
 
 def test_a_row_of_an_unknown_teacher_is_named(tmp_path):
     rows = token_rows("opd", 3).add_column("teacher", ["a", "b", "math"])
-    with pytest.raises(InputError, match=r"row 2: column 'teacher': 'math' is none of the teachers a, b"):
+    with pytest.raises(InputError, match=r"row 2: column 'teacher': 'math' is none of the teachers; valid: a, b"):
         trainer_for("opd", tiny_model(), rows, tmp_path, second={"a": tiny_model(seed=3), "b": tiny_model(seed=9)},
                     teacher_names=["a", "b"])  # fmt: skip
 

@@ -1,0 +1,128 @@
+"""The sections teacher and teachers of a recipe: what they ask of the run, and what is refused in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from models_for_tests import tiny_model
+from tokenizers_for_tests import QWEN3, byte_tokenizer, merging_tokenizer
+from vllm_for_tests import Serving
+
+from hf_posttrain import run
+from hf_posttrain.recipe.read import load_recipe
+
+TRAIN = {"output_dir": "out", "max_steps": 2, "use_cpu": True, "max_length": 200, "report_to": "none",
+         "learning_rate": 1e-3, "logging_steps": 1, "apply_chat_template": True,
+         "per_device_train_batch_size": 4}  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder with a student, teachers and rows, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("student", "teacher", "other")):
+        tiny_model("qwen3", seed, vocab_size=500 if name == "other" else 300).save_pretrained(name)
+        (merging_tokenizer() if name == "other" else byte_tokenizer(QWEN3)).save_pretrained(name)
+    rows = [{"prompt": f"What is {n} + 1?", "completion": f"It is {n + 1}.", "hint": "count on",
+             "teacher": ("maths", "code")[n % 2]} for n in range(8)]  # fmt: skip
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def recipe(method, teacher=None, teachers=None, **train):
+    """The file of a recipe."""
+    more = {"max_completion_length": 8} if method == "opd" else {}
+    tree = {"method": method, "model": {"name_or_path": "student"}, "data": {"train": {"path": "rows.jsonl"}},
+            "train": TRAIN | more | train}  # fmt: skip
+    tree |= {"teacher": teacher} if teacher else {}
+    tree |= {"teachers": teachers} if teachers else {}
+    Path("recipe.yaml").write_text(json.dumps(tree, indent=1))  # JSON is YAML
+    return "recipe.yaml"
+
+
+LOCAL = {"name_or_path": "teacher"}
+HINTED = "{{ prompt }} ({{ hint }}: {{ completion }})"
+
+
+@pytest.mark.parametrize(
+    ("method", "teacher", "teachers", "train"),
+    [
+        ("opd", {"self": "start", "prompt": HINTED}, None, {}),
+        ("opd", {"self": "ema", "ema": 0.9, "prompt": HINTED}, None, {"save_steps": 1}),
+        ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "frozen", "precompute_teacher_top_k": 8}),
+        ("kd", {**LOCAL, "prompt": HINTED}, None, {"precompute_teacher_top_k": 8}),
+        ("opd", None, {"maths": LOCAL, "code": {"self": "start", "prompt": HINTED}}, {"lmbda": 0.5}),
+        ("kd", None, {"maths": LOCAL, "code": LOCAL}, {}),
+        ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, {}),
+        ("opd", {"name_or_path": "other", "own_tokenizer": True, "prompt": HINTED}, None,
+         {"loss_type": "policy_gradient"}),
+        ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {}),
+    ],
+    ids=lambda value: "" if value is None else json.dumps(value)[:40],
+)  # fmt: skip
+def test_teachers_of_a_recipe_train_and_are_resumed(method, teacher, teachers, train, home):
+    """Through the command, with the recipe that a run leaves read back; and --check says nothing against them."""
+    path = recipe(method, teacher, teachers, save_strategy="steps", **{"save_steps": 1} | train)
+    assert run.main([path, "--check"]) in (0, 1)
+    assert run.main([path]) == 0
+    losses = [log["loss"] for log in history("out") if "loss" in log]
+    assert len(losses) == 2
+    again = load_recipe("out/recipe.yaml")
+    assert [*again.taught_by()] == [*load_recipe(path).taught_by()]
+    words = [path, "train.output_dir=resumed", "train.resume_from_checkpoint=out/checkpoint-1"]
+    assert run.main(words) == 0
+    assert [log["loss"] for log in history("resumed") if "loss" in log] == losses
+
+
+def history(folder):
+    return json.loads(Path(folder, "trainer_state.json").read_text())["log_history"]
+
+
+def test_a_served_teacher_of_a_recipe(home):
+    """Trained and cached; --check and --preprocess-only need no answer about rows."""
+    with Serving(tiny_model("qwen3", 1)) as server:
+        served = {"url": server.url, "name_or_path": "teacher"}
+        assert run.main([recipe("kd", served, precompute_teacher_top_k=8), "--check"]) in (0, 1)
+        assert run.main([recipe("kd", served, precompute_teacher_top_k=8)]) == 0
+        path = recipe("opd", served, teacher_top_k=8, output_dir="other_out")
+        assert run.main([path, "--check", "--probe"]) in (0, 1)
+        assert run.main([path]) == 0
+        assert run.main([path, "--preprocess-only"]) == 0
+    assert run.main([recipe("kd", served, precompute_teacher_top_k=8), "--preprocess-only"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "teacher", "teachers", "train", "message"),
+    [
+        ("opd", {"self": "start", "name_or_path": "teacher"}, None, {}, "recipe.yaml:25: teacher.name_or_path: with"),
+        ("opd", {"self": "begin"}, None, {}, "teacher.self must be start, ema or null"),
+        ("opd", {"self": "start", "url": "http://x"}, None, {}, "teacher.self and teacher.url exclude each other"),
+        ("opd", {"self": "start", "ema": 0.5}, None, {}, "teacher.ema is of teacher.self: ema"),
+        ("opd", {"self": "ema", "ema": 1.5}, None, {}, "teacher.ema=1.5 is not in [0, 1)"),
+        ("opd", {"self": "start", "own_tokenizer": True}, None, {}, "the student itself has no other tokens"),
+        ("opd", {}, {"a": {}}, {}, "teachers.a.name_or_path is empty"),
+        ("opd", LOCAL, {"a": LOCAL}, {}, "teacher and teachers exclude each other"),
+        ("sft", None, {"a": LOCAL}, {}, "method sft uses no teacher; that section belongs to kd and opd"),
+        ("opd", {**LOCAL, "prompt": "{{ prompt"}, None, {}, "teacher.prompt: no valid Jinja template"),
+        ("opd", {**LOCAL, "prompt": "{{ solution }}"}, None, {}, "prompt: 'solution' is undefined; the row has prompt"),
+        ("opd", {**LOCAL, "prompt": "{{ prompt.__class__ }}"}, None, {}, "row 0 (line 1): teacher prompt:"),
+        ("opd", {**LOCAL, "prompt": "{{ prompt / 0 }}"}, None, {}, "row 0 (line 1): teacher prompt:"),
+        ("opd", LOCAL, None, {"teacher_prompt": "x"}, "train.teacher_prompt: in a recipe the sections teacher"),
+        ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, {}, "a server gives a teacher's top tokens alone: set"),
+        ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, {"teacher_top_k": 5}, "teacher.url: no server answers"),
+        ("opd", {**LOCAL, "url": "localhost:9"}, None, {"teacher_top_k": 5}, "is not a URL such as http"),
+        ("opd", {**LOCAL, "url": "http://x", "quantization": "4bit"}, None, {}, "the server at teacher.url has loaded"),
+        ("opd", None, {"maths": LOCAL}, {}, "column 'teacher': 'code' is none of the teachers; valid"),
+        ("opd", {"name_or_path": "other"}, None, {}, "student and teacher have different vocabularies"),
+        ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, {"teacher_top_k": 5}, "by chunks of text"),
+        ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {"temperature": 2.0}, "temperature=2: a"),
+        ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "replay"}, "rollouts: replay keeps no rows"),
+        ("kd", {**LOCAL, "prompt": HINTED}, None, {"completion_only_loss": False}, "reads another text before"),
+        ("opd", LOCAL, None, {"rollout_ahead": 1}, "rollout_ahead is an option of rollout: vllm"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line(method, teacher, teachers, train, message, home, capsys):
+    assert run.main([recipe(method, teacher, teachers, **train)]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert message in last
