@@ -8,7 +8,7 @@ A private name of another package that hf_posttrain uses and NEEDS lacks fails
 `test_no_private_name_is_used_that_the_table_lacks`: look for a public way first, else add a row and its canary. When
 code moves, its file in the table moves along; the failure says where it is now.
 
-vLLM is not installed where tests run: tests/generation/test_vllm.py has stand-ins for what generation/vllm.py needs.
+vLLM is not installed where tests run: tests/generation/test_vllm.py has stand-ins for what generation/ needs of it.
 """
 
 import ast
@@ -128,7 +128,7 @@ NEEDS = {need.symbol: need for need in [
     Need("transformers.PreTrainedConfig._attn_implementation",
          "scoring/attention.py scoring/choose_layout.py engines/sequence.py check/placement.py",
          "the name of the attention that the model runs"),
-    Need("transformers.PreTrainedConfig._name_or_path", "models/score_cache.py models/prepare.py models/teacher.py",
+    Need("transformers.PreTrainedConfig._name_or_path", "models/score_cache.py models/prepare.py models/add_teacher.py",
          "where it was loaded from, in to_dict() too"),
     Need("transformers.PreTrainedModel._supports_sdpa", "scoring/choose_layout.py",
          "True where attention takes a custom mask"),
@@ -140,7 +140,7 @@ NEEDS = {need.symbol: need for need in [
          "the backbone: its last_hidden_state through the head is logits; router_logits on request"),
     Need("transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func", "trainer/router.py",
          "its mask weighs tokens, with any numbers"),
-    Need("transformers.core_model_loading.revert_weight_conversion", "generation/vllm.py",
+    Need("transformers.core_model_loading.revert_weight_conversion", "generation/transfer.py",
          "names of memory -> those of the hub's files"),
     Need("transformers.GenerationMixin.prepare_inputs_for_generation", "generation/choose_way.py",
          "overridden by models that keep more than keys and values"),
@@ -159,7 +159,7 @@ NEEDS = {need.symbol: need for need in [
          "one adapter's tensors, which set_peft_model_state_dict takes for another"),
     Need("peft.utils.ModulesToSaveWrapper", "scoring/forward.py",
          "original_module, modules_to_save[name], disable_adapters, active_adapters", "modules_to_save"),
-    Need("peft.tuners.lora", "generation/vllm.py",
+    Need("peft.tuners.lora", "generation/transfer.py",
          "names: .lora_ in an adapter's weights, .base_layer. in what it wraps", ".lora_"),
     # ---- accelerate
     Need("accelerate.Accelerator.is_fsdp2", "engines/engine.py engines/launch.py engines/sharded.py trainer/saving.py",
@@ -197,7 +197,7 @@ NEEDS = {need.symbol: need for need in [
          "the store of the process group, with add()"),
     Need("torch.distributed.fsdp.FSDPModule", "engines/engine.py engines/sharded.py",
          "a wrapped module's class is FSDP<name>, of (FSDPModule, its own class)"),
-    Need("torch.nn.Module._non_persistent_buffers_set", "generation/vllm.py",
+    Need("torch.nn.Module._non_persistent_buffers_set", "generation/transfer.py",
          "names of a module's buffers that are not saved"),
     Need("torch.nn.Module.forward", "scoring/forward.py",
          "an attribute of the instance takes its place, with hooks around it", "forward"),

@@ -12,11 +12,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, count
 
 from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from ..errors import InputError
 from . import chat
@@ -132,7 +131,7 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     single byte, which are written where there is no other."""
     special, added = chat.special_ids(tokenizer), tokenizer.get_added_vocab()
     by_byte = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)  # type: ignore[attr-defined]
-    table = {character: byte for byte, character in bytes_to_unicode().items()}
+    table = {character: byte for byte, character in enumerate(_characters())}
     plain, single = {}, {}
     for token, number in sorted(tokenizer.get_vocab().items(), key=lambda pair: pair[1]):
         if number in special:
@@ -146,3 +145,10 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
         elif all(character in table for character in token):
             plain[number] = bytes(table[character] for character in token)
     return plain | single
+
+
+def _characters() -> list[str]:
+    """What tokenizers of bytes write for each byte: itself where it is visible in Latin-1, else the next from 256 on."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = count(256)
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]

@@ -10,7 +10,7 @@ All have the same methods, which take the student's batch and answer in the orde
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,26 +133,28 @@ class Teachers:
 
     def states(self, batch: dict[str, Any], stop: StopOutcome) -> SharedStates:
         """As `Teacher.states`."""
-        self._keep_step(batch)
-        found = [(view["places"], self.parts[name].states(batch, stop)) for name, view in batch["views"].items()]
+        found = [(places, part.states(batch, stop)) for part, places in self._asked(batch)]
         return SharedStates(found, self.vocabulary)
 
-    def _keep_step(self, batch: dict[str, Any]) -> None:
-        """Teachers that an engine has cut need all ranks, also one that has nothing for them."""
+    def _asked(self, batch: dict[str, Any]) -> Iterator[tuple[Any, Tensor]]:
+        """Each teacher that has tokens of the batch, and their places. One that its engine has cut, or a server, needs
+        all ranks, in the same order: where it has none it is asked for nothing."""
+        plain = {name: values for name, values in batch.items() if name != "views"}
         for name, part in self.parts.items():
-            if name not in batch["views"] and getattr(part, "sharded", False):
-                some = next(iter(batch["views"].values()))
-                part.score({"views": {name: some}}, LogProb(forward.targets(some)))
+            if name in batch["views"]:
+                yield part, batch["views"][name]["places"]
+            elif not part.dense:
+                part.scores([], 0, [])
+            elif part.sharded:
+                part.score(plain, LogProb(forward.targets(plain)))
 
     def top(
         self, batch: dict[str, Any], k: int, tokens: Tensor, temperature: float, vocabulary: int, stop: StopOutcome
     ) -> dict[str, Tensor]:
         """As `Teacher.top`."""
-        self._keep_step(batch)
         whole: dict[str, Tensor] = {}
-        for name, view in batch["views"].items():
-            places = view["places"]
-            found = self.parts[name].top(batch, k, tokens[places], temperature, vocabulary, stop)
+        for part, places in self._asked(batch):
+            found = part.top(batch, k, tokens[places], temperature, vocabulary, stop)
             for column, values in found.items():
                 if column not in whole:
                     whole[column] = values.new_zeros(len(tokens), *values.shape[1:])

@@ -91,6 +91,18 @@ def test_equal_tokenizers_change_nothing():
     assert (found.ids, found.chunks, found.match) == ([195, 3, 258, 7], [0, 1, 2, 3], [0, 1, 2, 3])
 
 
+def test_bytes_are_written_as_tokenizers_writes_them():
+    from tokenizers import pre_tokenizers
+
+    from hf_posttrain.data.align import _characters
+
+    assert {*_characters()} == {*pre_tokenizers.ByteLevel.alphabet()}
+    tokenizer = byte_tokenizer()
+    every = "".join(map(chr, range(1, 1000)))
+    ids = tokenizer(every, add_special_tokens=False)["input_ids"]
+    assert b"".join(bytes_of(tokenizer)[i] for i in ids) == every.encode()
+
+
 def test_shared_ids_stand_for_the_same_bytes():
     for one, other in PAIRS:
         student, teacher = TOKENIZERS[one](), TOKENIZERS[other]()
