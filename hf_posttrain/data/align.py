@@ -59,7 +59,7 @@ class Aligner:
         for tokenizer in (student, teacher):
             if not tokenizer.is_fast:
                 raise InputError(f"{type(tokenizer).__name__} cannot be aligned with another: it is no fast tokenizer")
-        self.student, self.teacher, self.ends, self.their_end = student, teacher, frozenset(ends), their_end
+        self.student, self.teacher, self.ends, self.their_end = student, teacher, list(ends), their_end
         self.same = student.get_vocab() == teacher.get_vocab()
         """Are all ids the same? Then nothing needs to be aligned."""
 
@@ -148,7 +148,7 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 
 
 def _characters() -> list[str]:
-    """What tokenizers of bytes write for each byte: itself where it is visible in Latin-1, else the next from 256 on."""
+    """What tokenizers of bytes write for each byte: itself if it is visible in Latin-1, else the next from 256 on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = count(256)
     return [chr(byte if byte in visible else next(others)) for byte in range(256)]

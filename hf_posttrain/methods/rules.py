@@ -121,6 +121,8 @@ def _of_own_tokenizer(values: Any) -> Iterator[Problem]:
                           ("reward", None), ("lmbda", 1.0)):  # fmt: skip
         if getattr(values, option, usual) != usual:
             yield (option,), f"{option}: {only}: drop it"
+    if not hasattr(values, "loss_type") and values.one_stop_outcome:
+        yield ("one_stop_outcome",), f"one_stop_outcome: {only}, and the end is one in any case: drop it"
     if not hasattr(values, "loss_type") and values.temperature != 1:
         yield ("temperature",), f"temperature={values.temperature:g}: {only}, of which none is known but at 1: drop it"
     if getattr(values, "token_weights", None) and named_options(values.token_weights)[0] in OF_ADVANTAGE:

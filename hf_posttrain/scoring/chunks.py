@@ -33,7 +33,7 @@ class Across:
 
     def __init__(self, aligner: Aligner, stop: StopOutcome, ends: list[int], device: torch.device):
         mine, theirs = shared_ids(aligner.student, aligner.teacher)
-        first = stop.ids[:1].tolist() or sorted(aligner.ends)[:1]
+        first = stop.ids[:1].tolist() or aligner.ends[:1]  # which rows end with
         pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0] not in aligner.ends and pair[1] not in ends]
         pairs += [(end, aligner.their_end) for end in first]
         self.mine, self.theirs = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
