@@ -143,12 +143,11 @@ EXPERIMENTS: dict[str, tuple[str, dict[str, Setting]]] = {
            for loss, said in (("reverse_kl", "reverse KL"), ("forward_kl", "forward KL"))},
         "moving average, 0.99, reverse KL": Setting(SELF, data="solved_prompts.jsonl", models="hints",
                                                     teacher=OWN % ("ema", 0.99)),
-        "without the solution": Setting(SELF, data="solved_prompts.jsonl", models="hints", teacher="{self: start}"),
         "SFT on the solutions": Setting("max_length=48", recipe="sft", data="solved_prompts.jsonl", models="hints"),
     }),
     "k": ("a teacher with a tokenizer of its own", {
         "the same tokenizer": Setting(),
-        "its own, reverse KL": Setting(models="bpe", teacher=BPE),
+        "its own, reverse KL": Setting("learning_rate=5e-4", models="bpe", teacher=BPE),
         "its own, policy gradient": Setting(SAMPLED, models="bpe", teacher=BPE),
         "the same, policy gradient": Setting(SAMPLED),
         "its own, KD on the student's 1,024 rows": Setting(recipe="kd", models="bpe", teacher=BPE),

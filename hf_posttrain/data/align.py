@@ -1,20 +1,19 @@
 """One text in the tokens of two tokenizers: which of them say the same.
 
 Both cut the text at places of their own; the places that both have cut it into chunks, the smallest parts of which both
-models give a probability. Mostly a chunk is one token in both. Texts come from decoding token by token, so that answers
-count as they were sampled, however the tokenizer itself would write them.
+models give a probability. Mostly a chunk is one token in both. A text is the bytes of its tokens, so that answers count
+as they were sampled, however the tokenizer itself would write them.
 
     student   | Str | aw | berry |        chunks  | Straw | berry |
     teacher   |  Straw   | b | erry |
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, count
 
-from tokenizers.decoders import DecodeStream
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError
@@ -22,8 +21,8 @@ from . import chat
 
 SPECIAL = -1
 """Where a special token ends in a text: nowhere."""
-BEFORE = 8
-"""Tokens of the prompt that are read before an answer: a first word has its space only behind another."""
+TRIED = "1+23=24"
+"""A text that every tokenizer can write: is it there again in the bytes of its tokens?"""
 
 
 @dataclass(frozen=True)
@@ -33,13 +32,20 @@ class Aligned:
     ids: list[int]  # the teacher's
     chunks: list[int]  # of each of the student's tokens: the chunk that it is of, -1 where none is common to both
     their_chunks: list[int]  # the same of the teacher's
-    count: int  # of chunks
+    settled: list[bool]  # of each chunk: was its beginning known before what it says? See `Aligner`
+
+    @property
+    def count(self) -> int:
+        """Of chunks."""
+        return len(self.settled)
 
     @cached_property
     def match(self) -> list[int]:
-        """Of each of the student's tokens the teacher's token that says the same alone, -1 where there is none."""
+        """Of each of the student's tokens the teacher's token that says the same alone and can be compared with it in
+        full, -1 where there is none."""
         mine, theirs = _by_chunk(self.chunks), _by_chunk(self.their_chunks)
-        alone = {chunk: places[0] for chunk, places in theirs.items() if len(places) == len(mine.get(chunk, ())) == 1}
+        alone = {chunk: places[0] for chunk, places in theirs.items()
+                 if self.settled[chunk] and len(places) == len(mine.get(chunk, ())) == 1}  # fmt: skip
         return [alone.get(chunk, -1) for chunk in self.chunks]
 
 
@@ -52,57 +58,65 @@ def _by_chunk(chunks: Sequence[int]) -> dict[int, list[int]]:
 
 
 class Aligner:
-    """Answers of a student, in the tokens of a teacher. Raises InputError for a tokenizer that is not a fast one."""
+    """Answers of a student, in the tokens of a teacher. ends: the student's terminal ids, what rows end with first;
+    their_end: the teacher's. Raises InputError for a tokenizer whose tokens are not the bytes of a text.
+
+    A teacher that has tokens 9 and 95 writes 9 only where the number ends: behind its 9 it expects no digit. A student
+    that writes digit by digit has decided nothing yet. So the teacher's distribution there tells what comes next, and
+    is none for the student. The beginning of a chunk is settled where no token of the teacher's alone goes on from the
+    one before.
+    """
 
     def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, ends: Sequence[int],
                  their_end: int):  # fmt: skip
-        for tokenizer in (student, teacher):
-            if not tokenizer.is_fast:
-                raise InputError(f"{type(tokenizer).__name__} cannot be aligned with another: it is no fast tokenizer")
         self.student, self.teacher, self.ends, self.their_end = student, teacher, list(ends), their_end
-        self.same = student.get_vocab() == teacher.get_vocab()
-        """Are all ids the same? Then nothing needs to be aligned."""
+        self.mine, self.theirs = (_spellings(tokenizer) for tokenizer in (student, teacher))
+        alone = {*self.theirs.values()} - {*self.mine.values()}
+        self.going_on = {spelt[:end] for spelt in alone for end in range(1, len(spelt))}
+        """What some token of the teacher's alone begins with."""
 
-    def __call__(self, prompt: Sequence[int], ids: Sequence[int], their_prompt: Sequence[int]) -> Aligned:
-        """An answer behind its prompt as the student has it, and behind that of the teacher."""
-        if self.same:
-            return Aligned(list(ids), [*range(len(ids))], [*range(len(ids))], len(ids))
+    def __call__(self, ids: Sequence[int]) -> Aligned:
+        """An answer, which stands behind some prompt."""
         ended = bool(ids) and ids[-1] in self.ends
-        said = list(ids[:-1] if ended else ids)
-        text, cuts = spell(self.student, prompt, said)
-        theirs = self._tokens(their_prompt, text)
-        their_text, their_cuts = spell(self.teacher, their_prompt, theirs)
-        # behind the first character that differs nothing is common
-        same = next((n for n, pair in enumerate(zip(text, their_text, strict=False)) if pair[0] != pair[1]),
-                    min(len(text), len(their_text)))  # fmt: skip
-        common = sorted({cut for cut in cuts if cut is not None and 0 < cut <= same} & set(their_cuts))
+        said, cuts = spell(self.mine, ids[:-1] if ended else ids)
+        theirs = self._tokens(said)
+        their_text, their_cuts = spell(self.theirs, theirs)
+        # behind the first byte that differs nothing is common: there the answer is no valid text
+        same = chat.shared_length(said, their_text)
+        common = sorted({cut for cut in cuts if 0 < cut <= same} & {*their_cuts})
         mine, others = _chunks(cuts, common), _chunks(their_cuts, common)
-        count = len(common)
         if ended:  # by whatever token: a chunk of its own
-            theirs, mine, others, count = [*theirs, self.their_end], [*mine, count], [*others, count], count + 1
-        return Aligned(theirs, mine, others, count)
+            theirs, mine, others = [*theirs, self.their_end], [*mine, len(common)], [*others, len(common)]
+        last = {chunk: token for token, chunk in zip(theirs, others, strict=True)}
+        before = (self.theirs.get(last[chunk - 1]) for chunk in range(1, len(common) + ended))
+        settled = [True, *(spelt not in self.going_on for spelt in before)]
+        return Aligned(theirs, mine, others, settled[: len(common) + ended])
 
-    def _tokens(self, prompt: Sequence[int], text: str) -> list[int]:
-        """The teacher's tokens of a text behind its prompt: of several ways those that say it."""
-        ways = chat.ways_behind(self.teacher, text)
-        return next((ids for ids in ways if spell(self.teacher, prompt, ids)[0] == text), ways[0])
-
-
-def spell(
-    tokenizer: PreTrainedTokenizerBase, before: Sequence[int], ids: Sequence[int]
-) -> tuple[str, list[int | None]]:
-    """The text of tokens behind others, special ones left out; and where in it each of them ends: None of one that ends
-    within a character, SPECIAL of a special one."""
-    backend, special = tokenizer.backend_tokenizer, chat.special_ids(tokenizer)  # type: ignore[attr-defined]
-    stream = DecodeStream(ids=list(before[-BEFORE:]), skip_special_tokens=True)
-    said = ["" if token in special else stream.step(backend, token) for token in ids]
-    ends = accumulate(len(piece or "") for piece in said)
-    cuts = [None if piece is None else end for piece, end in zip(said, ends, strict=True)]
-    named = [SPECIAL if token in special else cut for token, cut in zip(ids, cuts, strict=True)]
-    return "".join(piece or "" for piece in said), named
+    def _tokens(self, said: bytes) -> list[int]:
+        """The teacher's tokens of a text that stands behind a prompt: of several ways those that say it."""
+        ways = chat.ways_behind(self.teacher, said.decode(errors="replace"))
+        return next((ids for ids in ways if spell(self.theirs, ids)[0] == said), ways[0])
 
 
-def _chunks(cuts: Sequence[int | None], common: Sequence[int]) -> list[int]:
+def _spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """`bytes_of` a tokenizer, tried on a text."""
+    if tokenizer.is_fast:
+        spellings = bytes_of(tokenizer)
+        if any(spell(spellings, ids)[0] == TRIED.encode() for ids in chat.ways_behind(tokenizer, TRIED)):
+            return spellings
+    said = f"{type(tokenizer).__name__} {tokenizer.name_or_path}".strip()
+    kinds = "only fast tokenizers of bytes, or in the manner of sentencepiece"
+    raise InputError(f"{said} cannot be aligned with another: {kinds}")
+
+
+def spell(spellings: Mapping[int, bytes], ids: Sequence[int]) -> tuple[bytes, list[int]]:
+    """The text of tokens, special ones left out; and where in it each of them ends, SPECIAL of a special one."""
+    said = [spellings.get(token, b"") for token in ids]
+    ends = accumulate(map(len, said))
+    return b"".join(said), [end if token in spellings else SPECIAL for token, end in zip(ids, ends, strict=True)]
+
+
+def _chunks(cuts: Sequence[int], common: Sequence[int]) -> list[int]:
     """Of each token the number of the chunk that it is of, by where it ends; `common` are the ends of the chunks."""
     found, chunk = [-1] * len(cuts), 0
     start = 0  # the first token of the chunk

@@ -188,6 +188,8 @@ def teachers_prompts(
     own = plan._replace(assistant_only=False)
     for row, sample, number in zip(raw, samples, rows, strict=True):
         with error_context(f"{plan.name}, row {number}"):
+            if asked.tokenizers and not all(sample.mask or ()):
+                raise InputError("a teacher with its own tokenizer trains whole answers, and the row masks some of one")
             teacher, given = read_teacher(row, asked), row.get("teacher_prompt_ids") or []
             if "_ids" not in plan.form:
                 other = for_teacher(row, sample, asked, teacher)

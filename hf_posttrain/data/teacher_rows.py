@@ -46,7 +46,11 @@ def _by_name(option: Any) -> dict[str, str]:
 def _tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise InputError(f"teacher_tokenizer: {path} has no tokenizer that can be read: {first}") from error
 
 
 def columns_for_teacher(config: Any, columns: Sequence[str]) -> set[str]:
@@ -98,11 +102,14 @@ def _filled(template: str, row: Mapping[str, Any], prompt: Any) -> Any:
         turn = users[-1]
     text = prompt if turn is None else prompt[turn]["content"]
     try:
-        written = _environment().from_string(template).render({**row, "prompt": text})
+        given = {column: value for column, value in row.items() if value is not None}
+        written = _environment().from_string(template).render({**given, "prompt": text})
     except Exception as error:  # a template is a program, and raises what it likes
         known = named(column for column, value in row.items() if value is not None)
         said = " ".join(str(error).split())[:300].rstrip(".")
         raise InputError(f"{said}; the row has {known}") from error
+    if not written.strip():
+        raise InputError("the template writes nothing for this row")
     check_unicode(written, "its text")
     if turn is None:
         return written

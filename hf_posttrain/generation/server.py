@@ -109,12 +109,16 @@ def at_once(function: Callable[[Asked], Found], asked: Sequence[Asked]) -> list[
 
 
 def together(ask: Callable[[], Found]) -> Found:
-    """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait for it."""
+    """What `ask` gives on each rank. Raises the ServerError of any rank on all of them, which would wait for it; an
+    answer that lacks what it must have is one too."""
     found, error = None, None
     try:
         found = ask()
     except ServerError as raised:
         error = raised
+    except (LookupError, TypeError, ValueError) as raised:
+        said = f"{type(raised).__name__}: {raised}"
+        error = ServerError(f"a server answered otherwise than vLLM does ({said}): is it one, and of which version?")
     told = gather_object([error and (str(error), error.status)])
     if first := next(filter(None, told), None):
         raise ServerError(*first) from error

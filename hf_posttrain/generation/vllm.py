@@ -95,7 +95,8 @@ class Backend:
         if self.count == 0:
             self._open()
         self._send()
-        if self.count == 1 or self.count % self.trainer.args.vllm_check_steps == 0:
+        # a new adapter changes nothing yet: of it the second transfer is the first that shows
+        if self.count <= (2 if self.lora else 1) or self.count % self.trainer.args.vllm_check_steps == 0:
             self._check()
 
     def _open(self) -> None:
@@ -123,9 +124,9 @@ class Backend:
             values = scoring.score(model, batch, tile)["value"].float()
         ours = torch.cat([values[batch["owner"] == number] for number in range(PROBES)]).cpu()
         gap = (ours - torch.tensor([logp for answer in logps for logp in answer])).abs()
-        mean, most = max(gather_object([(gap.mean().item(), gap.max().item())]))  # each rank may have its own engine
-        dtype = self.dtype or "bfloat16"
-        if not mean <= ROUNDING[dtype]:
+        found = gather_object([(gap.mean().item(), gap.max().item())])  # each rank may have its own engine
+        (mean, most), dtype = max(found), self.dtype or "bfloat16"
+        if any(not each <= ROUNDING[dtype] for each, _ in found):
             raise InputError(
                 f"vLLM samples from another model than the student: log-probabilities of the same tokens differ by "
                 f"{mean:.2g} on average, and rounding in {dtype} by {ROUNDING[dtype]:g} at most. {self._likely()}"

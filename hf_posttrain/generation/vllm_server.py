@@ -87,6 +87,7 @@ class Served(Backend):
     """A server that `vllm serve` started; the first rank sends weights, and each rank asks for its own rollouts."""
 
     begun: Any = None
+    checking = False
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
@@ -159,6 +160,8 @@ class Served(Backend):
                 return found
             logger.warning("the vLLM server %s has started again: it gets the weights once more", self.server.url)
             self._send()
+            if not self.checking:
+                self._check()
         raise ServerError(f"the vLLM server {self.server.url} starts again and again: see its log")
 
     def begin(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> None:
@@ -166,6 +169,13 @@ class Served(Backend):
         assert self.ahead is not None
         sample = partial(self._sample, prompts, seeds_of(prompts, seed), longest)
         self.ahead.begin((prompts, seed, longest), sample, self.process)
+
+    def _check(self) -> None:
+        self.checking = True
+        try:
+            super()._check()
+        finally:
+            self.checking = False
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
         """As the other backends; what was begun is waited for."""

@@ -7,7 +7,7 @@ from typing import Any
 from ..errors import InputError
 from ..models.section import TeacherSection
 from ..trainer.config import PostTrainConfig
-from .rules import served_problem
+from .rules import section_problems, teacher_problems
 
 
 @dataclass
@@ -26,10 +26,18 @@ class DistillationConfig(PostTrainConfig):
     """Names of several teachers, of which each row has one in its column `teacher`. A recipe's teachers."""
 
 
-def check_teacher(trainer: Any, given: Any) -> None:
-    """What a trainer is given as `teacher_model`, before anything is loaded: names of several are the Config's. Raises
-    InputError for a server that cannot give what the Config wants."""
+def check_teacher(args: Any, given: Any) -> None:
+    """What a trainer is given as `teacher_model`, before anything is loaded. Raises InputError for a section that says
+    what the Config does not, or that goes with nothing that the Config wants."""
     several = dict(given) if isinstance(given, Mapping) else {"": given}
-    served = any(isinstance(one, TeacherSection) and one.url for one in several.values())
-    if served and (problem := served_problem(trainer.args)):
-        raise InputError(problem[1])
+    for name, one in several.items():
+        if not isinstance(one, TeacherSection):
+            continue
+        key = f"teacher_model[{name!r}]" if name else "teacher_model"
+        for _, problem in (*section_problems(key, one), *teacher_problems(args, one)):
+            raise InputError(problem)
+        for option, value in (("teacher_prompt", one.prompt), ("teacher_tokenizer", one.own_tokenizer or None)):
+            asked = getattr(args, option)
+            if value is not None and (asked.get(name) if isinstance(asked, Mapping) else asked) is None:
+                why = "rows are prepared before the teacher is known"
+                raise InputError(f"{key}: {why}: set {option} of the Config too")

@@ -68,7 +68,7 @@ class KDTrainer(PostTrainer):
 
     def __init__(self, *args: Any, teacher_model: Any = None, teacher_offload: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        check_teacher(self, teacher_model)
+        check_teacher(self.args, teacher_model)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         _, self.stop = find_stop_outcome(self, self.args.one_stop_outcome)
         self.across = find_across(self)
@@ -124,11 +124,11 @@ class KDTrainer(PostTrainer):
         """The mixed loss with a teacher that has its own tokenizer: see `scoring.chunks`."""
         config, weights, view = self.args, self.weights(batch), self.teacher.seen(batch)
         theirs = self.across.teachers_own(self.teacher, batch, 1.0)
-        alone = view["match"] >= 0 if self.teacher.dense else torch.zeros_like(view["match"], dtype=torch.bool)
         tokens, of_one = self.stop.of(targets(batch)), function if self.teacher.dense else None
         ce_coef = 1 - config.kd_coef
         tile = self.across.tile(of_one, self.teacher, batch, tokens, 1.0, ce_coef)
         scores = self.score(model, batch, tile)
+        alone = scores["alone"] > 0
         # of a token that is not alone its ln q is known, which makes both parts of the loss
         chunks = Chunks.of(view, torch.where(alone, scores["student"], scores["value"]), theirs)
         apart = chunks.on_data(function)

@@ -148,7 +148,7 @@ class OPDTrainer(PostTrainer):
 
     def __init__(self, *args: Any, teacher_model: Any = None, teacher_offload: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        check_teacher(self, teacher_model)
+        check_teacher(self.args, teacher_model)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         self.terminal_ids, self.stop = find_stop_outcome(self, self.args.one_stop_outcome)
         self.across = find_across(self)
@@ -240,7 +240,7 @@ class OPDTrainer(PostTrainer):
         if self.reward:
             grades = self.reward.grades(self.tokenizer, asked, answered).tolist()
             columns = [{"sampled": True, "grades": own} for own in grades]
-        done, examples = iter(zip(answered, columns, scores or columns, strict=True)), []
+        done, examples = iter(zip(answered, columns, columns if scores is None else scores, strict=True)), []
         known: list[Any] = []
         for row, own in zip(rows, sampled, strict=True):
             ids = row["completion_ids"]
@@ -250,7 +250,7 @@ class OPDTrainer(PostTrainer):
             known.append(of_each)
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")
-        return self._lay_out(batches, examples, known if scores else None)
+        return self._lay_out(batches, examples, None if scores is None else known)
 
     def _seed(self, *seed: int) -> tuple[int, ...]:
         """Of this rank's rollouts of a step, or of an evaluation."""
@@ -354,11 +354,10 @@ class OPDTrainer(PostTrainer):
         tile = self.across.tile(function, self.teacher, batch, tokens, args.temperature)
         scores = self.score(model, batch, tile)
         chunks = Chunks.of(view, scores["student"], theirs)
-        alone = (view["match"] >= 0) & (function is not None)
-        value, divergence = chunks.on_rollouts(scores["value"], alone)
+        value, divergence = chunks.on_rollouts(scores["value"], scores["alone"] > 0)
         if function is None:
-            value = -chunks.advantage * scores["value"]
-        teacher = scores["student"] + chunks.advantage / chunks.size
+            value = -chunks.credit * scores["value"]
+        teacher = scores["student"] + chunks.gap
         return scores | {"value": value, "divergence": divergence, "teacher": teacher}
 
     def _policy_gradient(self, model: nn.Module, batch: dict, tokens: Tensor, weights: Tensor | None) -> dict[str, Any]:
@@ -385,7 +384,11 @@ class OPDTrainer(PostTrainer):
         """ln q of the tokens [N] as they were sampled, where that was by other weights; NaN where it does not count."""
         if not self.args.rollout_ahead or "sampler_logps" not in batch:
             return None
-        return batch["sampler_logps"].masked_fill(torch.isin(targets(batch), self.stop.ids), math.nan)
+        return batch["sampler_logps"].masked_fill(self._merged(targets(batch)), math.nan)
+
+    def _merged(self, tokens: Tensor) -> Tensor:
+        """Which tokens are one of several ends that count as one outcome: their ln q is that of all together."""
+        return torch.isin(tokens, self.stop.ids) if self.stop else torch.zeros_like(tokens, dtype=torch.bool)
 
     def _metrics(self, scores: dict, batch: dict, lengths: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Means over the tokens that the student sampled itself (not over the data's completions) and over rollouts."""
@@ -405,8 +408,8 @@ class OPDTrainer(PostTrainer):
             "generation/length": (lengths, rolled), "generation/stopped": (stopped, rolled * ~cut),
             "generation/repeated": (batch["repeated"], rolled),
         }  # fmt: skip
-        if "sampler_logps" in batch:  # an end stands for all ends in the student's, where those are one outcome
-            away, one = batch["sampler_logps"] - student, own * ~torch.isin(targets(batch), self.stop.ids)
+        if "sampler_logps" in batch:
+            away, one = batch["sampler_logps"] - student, own * ~self._merged(targets(batch))
             metrics |= {"sampling/kl": (away, one), "sampling/logp_difference": (away.abs(), one)}
         metrics |= by_teacher(self.teacher, batch, "distill/reverse_kl", reverse_kl, own)
         if self.across:

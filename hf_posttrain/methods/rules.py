@@ -7,6 +7,10 @@ holds the names of losses equal to the tables of functions in `losses`.
 from collections.abc import Iterator
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
+from ..data.template import parsed
+from ..models.section import TeacherSection
 from ..trainer.method import Problem
 from ..trainer.rules import one_of
 from ..watch.symptoms import listed
@@ -118,7 +122,7 @@ def _of_own_tokenizer(values: Any) -> Iterator[Problem]:
     """What a teacher with a tokenizer of its own excludes."""
     only = "a teacher with its own tokenizer is compared by chunks of text"
     for option, usual in (("teacher_top_k", None), ("precompute_teacher_top_k", None), ("discount", 0.0),
-                          ("reward", None), ("lmbda", 1.0)):  # fmt: skip
+                          ("reward", None), ("lmbda", 1.0), ("rollout_ahead", 0)):  # fmt: skip
         if getattr(values, option, usual) != usual:
             yield (option,), f"{option}: {only}: drop it"
     if not hasattr(values, "loss_type") and values.one_stop_outcome:
@@ -129,9 +133,59 @@ def _of_own_tokenizer(values: Any) -> Iterator[Problem]:
         yield ("token_weights",), f"token_weights: {only}: choose another"
 
 
+def section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
+    """What makes no sense in a teacher's section, which is `key`: keys of another kind of teacher than it is."""
+    loading = ("from_scratch", "dtype", "attn_implementation", "quantization", "adapter", "offload")
+    plain = TeacherSection()
+    given = {name for name in loading if getattr(section, name) != getattr(plain, name)}
+    if section.self is not None:
+        yield from one_of(f"{key}.self", section.self, ("start", "ema"))
+    if section.url and section.self:
+        problem = f"{key}.self and {key}.url exclude each other: the student, or a server"
+        yield (f"{key}.self", f"{key}.url"), problem
+    elif section.url and given:
+        name = min(given)
+        yield (f"{key}.{name}",), f"{key}.{name}: the server at {key}.url has loaded the model: drop it"
+    elif section.self and (given | ({"name_or_path"} if section.name_or_path else set())) - {"offload"}:
+        name = min((given | ({"name_or_path"} if section.name_or_path else set())) - {"offload"})
+        yield (f"{key}.{name}",), f"{key}.{name}: with {key}.self the student is the teacher: drop it"
+    if section.url and not section.url.startswith(("http://", "https://")):
+        yield (f"{key}.url",), f"{key}.url={section.url!r} is not a URL such as http://localhost:8000"
+    if section.ema != plain.ema and section.self != "ema":
+        yield (f"{key}.ema",), f"{key}.ema is of {key}.self: ema: set that, or drop it"
+    if not 0 <= section.ema < 1:
+        yield (f"{key}.ema",), f"{key}.ema={section.ema:g} is not in [0, 1)"
+    if section.own_tokenizer and section.self:
+        yield (f"{key}.own_tokenizer",), f"{key}.own_tokenizer: the student itself has no other tokens: drop it"
+    if section.prompt is not None and (wrong := prompt_problem(section.prompt)):
+        yield (f"{key}.prompt",), f"{key}.prompt: {wrong}"
+
+
+def prompt_problem(template: str) -> str | None:
+    """What is wrong with the template of a teacher's prompt."""
+    try:
+        parsed(template)
+    except TemplateSyntaxError as error:
+        return f"no valid Jinja template: {(error.message or '').rstrip('.')}"
+    return None if template.strip() else "is empty"
+
+
+def teacher_problems(values: Any, section: TeacherSection) -> Iterator[Problem]:
+    """What a teacher's section wants of a Config, or excludes in it."""
+    if section.url and (found := served_problem(values)):
+        yield found
+    if section.self == "ema" and values.precompute_teacher_top_k is not None:
+        yield ("precompute_teacher_top_k",), "self: ema moves on, and its scores would be those of the start: drop it"
+    if section.self and not values.teacher_prompt and hasattr(values, "loss_type") and not values.reward:
+        problem = "self: behind its own prompt the student has nothing to learn from itself: set prompt"
+        yield ("teacher_prompt",), problem
+
+
 def served_problem(values: Any) -> Problem | None:
     """What a served teacher wants of a Config: it gives its top tokens, and those of the text, alone."""
     by_token = getattr(values, "loss_type", None) == POLICY_GRADIENT
+    if values.temperature != 1 and (by_token or values.teacher_tokenizer):
+        return ("temperature",), "a server gives log-probabilities at temperature 1: set train.temperature: 1"
     if values.teacher_tokenizer:
         if hasattr(values, "loss_type") and not by_token:
             problem = "with its own tokenizer it scores the text alone: set train.loss_type: policy_gradient"

@@ -31,7 +31,9 @@ Given = nn.Module | str | TeacherSection
 """A teacher as users give it: a model, its name or folder, or a section of a recipe."""
 
 
-def add_teacher(trainer: Any, given: Given | Mapping[str, Given] | None, offload: bool) -> tuple[Any, int]:
+def add_teacher(
+    trainer: Any, given: Given | Mapping[str, Given] | None, offload: bool | Mapping[str, bool]
+) -> tuple[Any, int]:
     """The trainer's teacher, or several by name, and the number of token ids that all models have.
 
     A model that is a name is loaded. Raises InputError for a missing teacher, the student itself, names that the Config
@@ -46,9 +48,9 @@ def add_teacher(trainer: Any, given: Given | Mapping[str, Given] | None, offload
         raise InputError(f"teacher_model names {', '.join(given)}, and teacher_names is {names}: they must be the same")
     if names and not isinstance(given, Mapping):
         raise InputError(f"teacher_names is {names}: pass teacher_model as a dict of them")
-    made = {name: _made(trainer, one, name, offload) for name, one in several.items()}
+    made = {name: _made(trainer, one, name, _by_name(offload, name)) for name, one in several.items()}
     sizes = [forward.causal_lm(trainer.model).config.get_text_config().vocab_size]
-    sizes += [size for part, size in made.values() if part.aligner is None or part.aligner.same]
+    sizes += [size for part, size in made.values() if part.aligner is None]
     parts = {name: part for name, (part, _) in made.items()}
     seconds = [part for part in parts.values() if isinstance(part, Frozen) and not isinstance(part, Itself)]
     for part in seconds:
@@ -58,8 +60,8 @@ def add_teacher(trainer: Any, given: Given | Mapping[str, Given] | None, offload
     served = {name for name, part in parts.items() if not part.dense}
     if names or served or aligners or trainer.args.teacher_prompt:
         trainer.data_collator.views = partial(_views, aligners, served)
-    elsewhere = [part.described for part in parts.values() if not isinstance(part, Frozen) or isinstance(part, Itself)]
-    trainer.second_key = " ".join(filter(None, [trainer.second_key, *elsewhere])) or None
+    described = [part.described for part in parts.values()]
+    trainer.second_key = " ".join(filter(None, [trainer.second_key, *described])) or None
     whole = Teachers(parts, min(sizes)) if names else parts[""]
     return whole, min(sizes)
 
@@ -71,9 +73,8 @@ def _views(
     read = []
     for example in examples:
         reading = example.reading or Reading()
-        if (aligner := aligners.get(reading.teacher)) is not None and not aligner.same:
-            theirs = reading.prompt or []
-            aligned = [aligner(example.prompt, branch.ids, theirs) for branch in example.branches]
+        if (aligner := aligners.get(reading.teacher)) is not None:
+            aligned = [aligner(branch.ids) for branch in example.branches]
             example = replace(example, reading=replace(reading, aligned=aligned))
         read.append(example)
     return make_views(read, batch, lay_out, served)
@@ -117,6 +118,9 @@ def _aligner(trainer: Any, tokenizer: Any, own: str | None, ends: Callable[[Any]
             load.check_same_vocabulary(trainer.tokenizer, tokenizer)
         return None
     theirs = load.load_tokenizer(ModelSection(name_or_path=own))
+    if trainer.tokenizer.get_vocab() == theirs.get_vocab():  # then tokens are compared as they are
+        logger.info("the teacher's tokenizer is the student's: nothing needs to be aligned")
+        return None
     return Aligner(trainer.tokenizer, theirs, trainer.terminal_ids, ends(theirs)[0])
 
 
@@ -141,7 +145,7 @@ def find_stop_outcome(trainer: Any, wanted: bool) -> tuple[list[int], StopOutcom
 def find_across(trainer: Any) -> Any:
     """The `Across` of a trainer whose teacher has its own tokenizer; None: it has the student's."""
     aligner = getattr(trainer.teacher, "aligner", None)
-    if aligner is None or aligner.same:
+    if aligner is None:
         return None
     ends = trainer.teacher.ends(aligner.teacher, trainer.args.chat_template_kwargs)
     return Across(aligner, trainer.stop, ends, trainer.args.device)

@@ -55,8 +55,9 @@ class Itself(Teacher):
         return self.sharded or hasattr(head, "base_layer") or hasattr(head, "modules_to_save")
 
     def key(self) -> Any:
-        with self.inside(forward.unwrapped(self.model)):
-            return score_cache.model_key(self.model)
+        with self.inside(forward.unwrapped(self.model)):  # what is off does not count
+            off = self.inside is peft.PeftModel.disable_adapter
+            return score_cache.model_key(self.model, with_adapter=not off)
 
     def release(self) -> None:
         """It is where the policy is."""
@@ -109,15 +110,19 @@ def own_past(trainer: Any, section: TeacherSection) -> Teacher:
     policy, accelerator, follows = trainer.model, trainer.accelerator, section.self == "ema"
     if follows and engine.changes_weights(accelerator):
         raise InputError("teacher.self: ema: its weights are kept whole: use one GPU or DDP, or self: start")
-    inside = None
+    inside, described = None, f"self: {section.self}" + f" {section.ema:g}" * follows
     if isinstance(policy, peft.PeftModel):  # a moving average needs a copy of the adapter
         inside = adapter_reference(policy, trainer.new_adapter and not follows)
+    # before training its engine has yet to cut or cast the policy, which cannot score for itself then
+    if engine.changes_weights(accelerator) and trainer.args.precompute_teacher_top_k is not None:
+        inside = None
     if inside is not None:
         if follows:
             _follow(trainer, partial(_adapter_pairs, policy, inside), section.ema)
-        return Itself(trainer, inside, f"self: {section.self}")
+        return Itself(trainer, inside, described)
     whole = sharded.copied(policy, accelerator)
     teacher = Teacher(whole if follows else round_products(whole, accelerator), accelerator, section.offload)
+    teacher.described = described
     if follows:
         _follow(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)
     return teacher

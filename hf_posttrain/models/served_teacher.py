@@ -88,7 +88,8 @@ class ServedTeacher:
     ) -> dict[str, Tensor]:  # fmt: skip
         """What a server has said of a micro-batch, by token of its texts, as `top` has it."""
         order, device = self.seen(batch)["order"].cpu(), batch["input_ids"].device
-        if temperature != 1 and any(len(row) < vocabulary for row in rows):
+        whole = all(len(row) >= vocabulary for row in rows)
+        if temperature != 1 and not whole:
             raise InputError(f"temperature={temperature:g}: {_AT_ONE}")
         width = max([k, *map(len, rows)])
         ids = torch.zeros(len(rows), width, dtype=torch.long)
@@ -97,9 +98,9 @@ class ServedTeacher:
             ids[n, : len(row)] = torch.tensor([*row], dtype=torch.long)
             logps[n, : len(row)] = torch.tensor([*row.values()])
         ids, logps = ids[order].to(device), logps[order].to(device)
-        # as a local teacher has them: ids that the student lacks are none, and probabilities add up without them
+        # ids that the student lacks are none; where all others are known, their probabilities add up without them
         logps = logps.masked_fill(ids >= vocabulary, -torch.inf)
-        if temperature != 1:
+        if whole and len(rows):
             logps = torch.log_softmax(logps / temperature, -1)
         if stop:  # all ends count as the first of them, with what is known of each
             end = torch.isin(ids, stop.ids)
@@ -108,9 +109,12 @@ class ServedTeacher:
             logps = torch.where(first, mass, logps.masked_fill(end, -torch.inf))
             ids = ids.where(~first, stop.ids[0])
         found = {"teacher_own": logps.masked_fill(ids != tokens[:, None], -torch.inf).amax(-1)}
-        if k:  # as many as are known of each token: two ends among the best are one
-            best = logps.topk(min(k, int((logps > -torch.inf).sum(-1).min())), dim=-1)
-            found |= {"teacher_logps": best.values, "teacher_ids": ids.gather(-1, best.indices)}
+        if k:
+            best = logps.topk(min(k, width), dim=-1)
+            chosen = ids.gather(-1, best.indices)
+            if stop:  # two ends among the best are one: in the place of the other an end without probability in both
+                chosen = chosen.where(best.values > -torch.inf, stop.ids[1])
+            found |= {"teacher_logps": best.values, "teacher_ids": chosen.clamp(max=vocabulary - 1)}
         return found
 
     def own(self, batch: dict[str, Any], ends: Sequence[int]) -> Tensor:
@@ -171,11 +175,11 @@ class ServedTeacher:
         together(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
 
     def key(self) -> Any:
-        """What tells its scores from those of another teacher: its model's name, and a few scores, roughly."""
+        """What tells its scores from those of another teacher: its model's name, and four scores, roughly."""
         ids = [token % self.vocabulary for token in range(11, 11 + 24)]
         rows = together(lambda: self._score(ids[:8], ids[8:], None, 0, []))
-        mean = sum(row[token] for row, token in zip(rows, ids[8:], strict=True)) / len(rows)
-        return f"served {self.model} {self.root} {gather_object([round(mean, 1)])[0]}"
+        some = [round(row[token], 1) for row, token in zip(rows[::4], ids[8::4], strict=True)]
+        return f"served {self.model} {self.root} {gather_object([some])[0]}"
 
     def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
         """The ids that end an answer, as far as its folder says."""

@@ -34,6 +34,8 @@ class Teacher(Frozen, TrainerCallback):
 
     name = ""
     """Which of several it is."""
+    described = ""
+    """What a checkpoint says of it, besides a hash of its weights."""
     dense = True
     """Does it give its whole distribution, by `states`? Otherwise its top tokens."""
     aligner: Aligner | None = None

@@ -148,6 +148,7 @@ def load_models(recipe: Recipe, config: Any) -> dict[str, Any]:
     if not taught:
         return {"model": loaded["model"]}
     several = {name.partition(".")[2]: teacher for name, teacher in taught.items()}
-    offload = any(section.offload for _, section in recipe.taught_by())
-    teacher = several if recipe.teachers else taught["teacher"]
-    return {"model": loaded["model"], "teacher_model": teacher, "teacher_offload": offload}
+    offload = {name.partition(".")[2]: section.offload for name, section in recipe.taught_by()}
+    if not recipe.teachers:
+        return {"model": loaded["model"], "teacher_model": several[""], "teacher_offload": offload[""]}
+    return {"model": loaded["model"], "teacher_model": several, "teacher_offload": offload}

@@ -18,8 +18,8 @@ from ..data.suggest import misspelt
 from ..data.template import parsed
 from ..errors import nearest_path
 from ..methods import METHODS
-from ..methods.rules import served_problem
-from ..models.section import TeacherSection, has_tokenizer, is_local
+from ..methods.rules import section_problems, teacher_problems
+from ..models.section import has_tokenizer, is_local
 from ..trainer.method import BELOW_ONE, COUNT, Limit, Problem
 from ..trainer.rules import REPORTERS, beyond, merge_problem, one_of, problems
 from ..watch.symptoms import listed
@@ -59,7 +59,8 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
         yield ("teachers", "teacher"), "teacher and teachers exclude each other: one, or several by name"
     if recipe.teachers == {}:
         yield ("teachers",), "teachers is empty: name one at least, {NAME: {name_or_path: ...}}"
-    yield from _of_teachers(recipe)
+    for key, taught in recipe.taught_by():
+        yield from section_problems(key, taught)
     for key, section in (("model", recipe.model), *recipe.taught_by()):
         if not section.name_or_path.strip() and not getattr(section, "self", None):
             yield (f"{key}.name_or_path",), f"{key}.name_or_path is empty"
@@ -100,41 +101,6 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
             yield (f"{key}.columns",), f"{key}.columns: {wrong}"
 
 
-def _of_teachers(recipe: Recipe) -> Iterator[Problem]:
-    """What makes no sense in a teacher section: keys of another kind of teacher than it is."""
-    loading = ("from_scratch", "dtype", "attn_implementation", "quantization", "adapter", "offload")
-    plain = TeacherSection()
-    for key, section in recipe.taught_by():
-        given = [name for name in loading if getattr(section, name) != getattr(plain, name)]
-        if section.url and section.self:
-            problem = f"{key}.self and {key}.url exclude each other: the student, or a server"
-            yield (f"{key}.self", f"{key}.url"), problem
-        elif section.url and given:
-            yield (f"{key}.{given[0]}",), f"{key}.{given[0]}: the server at {key}.url has loaded the model: drop it"
-        elif section.self and (named := {*given, *(["name_or_path"] if section.name_or_path else [])} - {"offload"}):
-            name = min(named)
-            yield (f"{key}.{name}",), f"{key}.{name}: with {key}.self the student is the teacher: drop it"
-        if section.url and not section.url.startswith(("http://", "https://")):
-            yield (f"{key}.url",), f"{key}.url={section.url!r} is not a URL such as http://localhost:8000"
-        if section.ema != plain.ema and section.self != "ema":
-            yield (f"{key}.ema",), f"{key}.ema is of {key}.self: ema: set that, or drop it"
-        if not 0 <= section.ema < 1:
-            yield (f"{key}.ema",), f"{key}.ema={section.ema:g} is not in [0, 1)"
-        if section.own_tokenizer and section.self:
-            yield (f"{key}.own_tokenizer",), f"{key}.own_tokenizer: the student itself has no other tokens: drop it"
-        if section.prompt is not None and (wrong := prompt_problem(section.prompt)):
-            yield (f"{key}.prompt",), f"{key}.prompt: {wrong}"
-
-
-def prompt_problem(template: str) -> str | None:
-    """What is wrong with the template of a teacher's prompt."""
-    try:
-        parsed(template)
-    except TemplateSyntaxError as error:
-        return f"no valid Jinja template: {(error.message or '').rstrip('.')}"
-    return None if template.strip() else "is empty"
-
-
 def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
     """What makes no sense in the train section, read into `values`; HF's Trainer would find some of it much later."""
     for name, wanting in _WANTS_EVAL.items():
@@ -166,8 +132,8 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
             problem = "in a recipe the sections teacher and teachers say it: prompt, own_tokenizer, and names"
             yield (f"train.{name}",), f"train.{name}: {problem}"
     for key, section in recipe.taught_by():
-        if section.url and (found := served_problem(values)):
-            yield (f"{key}.url", *(f"train.{name}" for name in found[0])), f"{key}.url: {found[1]}"
+        for names, problem in teacher_problems(values, section):
+            yield (key, *(f"train.{name}" for name in names)), f"{key}: {problem}"
     yield from _below("train", problems(values, METHODS[recipe.method]))
 
 

@@ -1,12 +1,21 @@
 """Student against a teacher with a tokenizer of its own, by chunks of common text (`data.align`).
 
-    one token against one    the divergence over the ids that both have, each side's distribution over those alone
+    one token against one    the divergence over the ids that both have, each side's distribution over those alone,
+                             where both models have SHARED of their probability on them and the chunk's beginning is
+                             settled (`data.align`); elsewhere as the next
     n tokens against m       the chunk as a whole: ln q and ln p of it are the sums over its tokens
-                             on rollouts  -sg(A) ln q of each token, A = ln p - ln q of the chunk: in expectation the
-                                          gradient of the reverse KL of chunks
+                             on rollouts  -sg(A) ln q of each token, with the advantage A = ln p - ln q of the chunk and
+                                          of those before and behind it
                              on data      the divergence of two outcomes, this chunk or anything else: a lower bound,
                                           never below 0, 0 where both give it the same probability
-    no common text           nothing
+    no common text           on rollouts  a token that the teacher cannot say: ln p is UNSAID, or a student that is told
+                                          off elsewhere would end there
+                             on data      nothing
+
+Why those around it: where a chunk ends is not known before the next one begins. To a teacher that writes 95 as one
+token, 9 is a number that ends there; a student that writes digit by digit decides that with the token behind it, which
+so bears on both chunks. For the same reason a teacher with all its probability on tokens that the student lacks says
+nothing by the few that both have.
 
 Legend: N tokens of the student, M of the teacher, n of a tile, V vocabulary, S ids that both have.
 """
@@ -24,6 +33,10 @@ from .head import LogProb, Tile, TileFunction
 from .stop_outcome import StopOutcome
 from .teacher_tiles import TeacherStates, at_temperature, differentiated
 
+SHARED = 0.9
+"""Of the probability of both models, what must be on common ids for a divergence over them."""
+UNSAID = -14.0
+"""ln p of what a teacher cannot say: special tokens within an answer, and what is no text."""
 LEAST = 1e-6
 """What of a chunk's probability is left to anything else at least, so that its logarithm is finite."""
 
@@ -51,26 +64,33 @@ class Across:
         temperature: float, ce_coef: float = 0.0,
     ) -> TileFunction:  # fmt: skip
         """Tile function: of one token against one the divergence, mixed with the cross-entropy by `ce_coef`; of others
-        (without a function of all) ln q. stats: `student`, ln q of `tokens`, and `divergence`."""
+        (without a function of all) ln q. stats: `student`, ln q of `tokens`, `divergence`, and `alone`: which of both
+        the value is."""
         match = teacher.seen(batch)["match"]
         if function is None:
 
             def own_alone(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
                 found = LogProb(tokens, temperature)(logits, rows, need_grad, buffer)
-                return Tile(found.value, found.grad, {"student": found.value})
+                return Tile(found.value, found.grad, {"student": found.value, "alone": torch.zeros_like(found.value)})
 
             return self.stop(own_alone)
         whole = teacher.states(batch, self.their_stop)
+        if not len(whole.hidden):  # nothing of the answers is a text
+            return self.tile(None, teacher, batch, tokens, temperature)
         states = TeacherStates(whole.head, whole.hidden[match.clamp(min=0)], whole.stop)
         both = function
 
         def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-            own = torch.log_softmax(at_temperature(logits, temperature), -1).gather(-1, tokens[rows, None])[:, 0]
-            q = torch.log_softmax(at_temperature(logits[:, self.mine], temperature), -1)
-            p = torch.log_softmax(at_temperature(states.logits(rows)[:, self.theirs], temperature), -1)
+            whole_q = torch.log_softmax(at_temperature(logits, temperature), -1)
+            whole_p = torch.log_softmax(at_temperature(states.logits(rows), temperature), -1)
+            own, q, p = whole_q.gather(-1, tokens[rows, None])[:, 0], whole_q[:, self.mine], whole_p[:, self.theirs]
+            on_mine, on_theirs = (side.detach().exp().sum(-1) for side in (q, p))
+            q, p = torch.log_softmax(q, -1), torch.log_softmax(p, -1)
             apart = both(q, p)
             mixed = (1 - ce_coef) * apart - ce_coef * own if ce_coef else apart
-            return torch.where(match[rows] >= 0, mixed, own), {"student": own, "divergence": apart}
+            alone = (match[rows] >= 0) & (torch.minimum(on_mine, on_theirs) >= SHARED)
+            stats = {"student": own, "divergence": apart, "alone": alone.float()}
+            return torch.where(alone, mixed, own), stats
 
         return self.stop(differentiated(value))
 
@@ -83,30 +103,31 @@ class Chunks:
     teacher: Tensor  # ln p
     size: Tensor  # how many of the student's tokens it has
     known: Tensor  # is there one?
+    gap: Tensor  # A in equal parts over the chunk's tokens, without gradient
+    credit: Tensor  # A of the chunk and of those before and behind it, without gradient
 
     @classmethod
     def of(cls, view: dict[str, Any], student: Tensor, teacher: Tensor) -> "Chunks":
         """student [N] and teacher [M]: ln q and ln p of each token."""
-        mine, theirs, last = view["chunk"], view["their_chunk"], len(student)
-        where = [numbers.where(numbers >= 0, last) for numbers in (mine, theirs)]
-        table = student.new_zeros(last + 1)
-        total = table.index_add(0, where[0], student)[where[0]]
-        size = table.index_add(0, where[0], torch.ones_like(student))[where[0]]
-        return cls(total, table.index_add(0, where[1], teacher)[where[0]], size, mine >= 0)
-
-    @property
-    def advantage(self) -> Tensor:
-        """A of the chunk, 0 where there is none."""
-        return torch.where(self.known, self.teacher - self.student, 0.0).detach()
+        mine, theirs, around = view["chunk"], view["their_chunk"], (view["before"], view["behind"])
+        none = len(student)  # chunks are fewer than the student's tokens: a place for what is in none
+        where = mine.where(mine >= 0, none)
+        zeros = student.new_zeros(none + 1)
+        q = zeros.index_add(0, where, student)
+        p = zeros.index_add(0, theirs.where(theirs >= 0, none), teacher.to(student.dtype))
+        size = zeros.index_add(0, where, torch.ones_like(student))
+        advantage = (p - q).detach().masked_fill(torch.arange(none + 1, device=q.device) == none, 0.0)
+        credit = advantage[where] + sum(advantage[other.where(other >= 0, none)] for other in around)
+        foreign, known = (UNSAID - student).detach(), mine >= 0
+        gap = torch.where(known, (p - q).detach()[where] / size[where], foreign)
+        return cls(q[where], p[where], size[where], known, gap, torch.where(known, credit, foreign))
 
     def on_rollouts(self, value: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:
         """(loss of each token, its divergence without gradient), where `value` is ln q of tokens that are not `alone`,
         and of those that are their divergence already."""
-        estimate = -self.advantage / self.size
-        moving = -self.advantage * value
-        estimated = moving + (estimate - moving).detach()
-        loss = torch.where(alone, value, estimated)
-        return loss, torch.where(alone, value, estimate).detach()
+        moving = -self.credit * value
+        estimated = moving + (-self.gap - moving).detach()
+        return torch.where(alone, value, estimated), torch.where(alone, value, -self.gap).detach()
 
     def on_data(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """The divergence of two outcomes, each of a chunk's tokens an equal part of it, [N]."""

@@ -104,9 +104,7 @@ class Collator:
         if "teacher_ids" in rows[0]:  # [N, top tokens], in the order in which the batch has its branches
             order = torch.unique_consecutive(batch["owner"]).tolist()
             for name in ("teacher_ids", "teacher_logps"):
-                tops = [torch.tensor(rows[i][name]) for i in order]
-                least = min((top.shape[1] for top in tops if len(top)), default=0)  # a server may know fewer of some
-                batch[name] = torch.cat([top[:, :least] for top in tops if len(top)])
+                batch[name] = torch.cat([torch.tensor(rows[i][name]) for i in order])
         return batch
 
 

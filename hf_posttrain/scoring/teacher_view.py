@@ -78,17 +78,23 @@ def _across(batch: dict[str, Any], view: dict[str, Any], aligned: Sequence[Any])
     """The view of a teacher with its own tokenizer, with what lays its M tokens alongside the student's N:
 
     chunk [N] and their_chunk [M], the number of the chunk of text that a token is of, -1 where none is common to both;
-    match [N], of a token that alone makes up a chunk in both, the teacher's token, else -1.
+    before and behind [N], those of the chunks before and behind it in the same answer, -1 where there is none;
+    match [N], of a token that may be compared with one of the teacher's in full, that token, else -1.
     """
-    base, mine, theirs, match, tokens = 0, [], [], [], 0
+    base, tokens = 0, 0
+    mine, before, behind, theirs, match = [], [], [], [], []
     for one in aligned:
         mine.append(_moved(one.chunks, base))
+        before.append(_moved([max(n - 1, -1) for n in one.chunks], base))
+        behind.append(_moved([n + 1 if 0 <= n < one.count - 1 else -1 for n in one.chunks], base))
         theirs.append(_moved(one.their_chunks, base))
         match.append(_moved(one.match, tokens))
         base, tokens = base + one.count, tokens + len(one.ids)
     order = torch.argsort(batch["owner"], stable=True)
     back = torch.argsort(order)
-    found = {"chunk": torch.cat(mine)[back], "match": torch.cat(match)[back], "their_chunk": torch.cat(theirs)}
+    of_mine = {"chunk": mine, "before": before, "behind": behind, "match": match}
+    found = {name: torch.cat(parts)[back] for name, parts in of_mine.items()}
+    found["their_chunk"] = torch.cat(theirs)
     if not view:
         return found
     theirs_first = torch.argsort(view["owner"], stable=True)

@@ -1,5 +1,7 @@
 """KD and OPD by a teacher with a tokenizer of its own: the losses of chunks by their definition."""
 
+import collections
+
 import pytest
 import torch
 from models_for_tests import tiny_model
@@ -12,12 +14,13 @@ from hf_posttrain.data.align import Aligner, shared_ids
 from hf_posttrain.errors import InputError
 from hf_posttrain.losses.divergence import forward_kl, reverse_kl
 from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.scoring.chunks import SHARED
 
 ROWS = [
     {"prompt": "Question: capital of France? ", "completion": "Answer: Paris"},
     {"prompt": "What is 42? ", "completion": "The answer is 42, not 7."},
     {"prompt": "two  spaces: ", "completion": "two  spaces\nlines"},
-    {"prompt": "Say: ", "completion": "the capital is 7"},
+    {"prompt": "Say: ", "completion": "zzz QKQ the zz"},  # with tokens that stand alone in both
 ]
 OTHERS = {"gpt2": gpt2_tokenizer, "llama": llama2_tokenizer}
 
@@ -28,8 +31,24 @@ def other(request, tmp_path):
     tokenizer = OTHERS[request.param]()
     tokenizer.save_pretrained(tmp_path / "other")
     teacher = tiny_model(seed=9, vocab_size=520, eos_token_id=tokenizer.eos_token_id)
+    with torch.no_grad():  # mostly, but not everywhere, on tokens that both have
+        shared = {*shared_ids(byte_tokenizer(), tokenizer)[1], tokenizer.eos_token_id}
+        teacher.get_output_embeddings().weight[:] *= 1.6
+        teacher.get_output_embeddings().weight[[n for n in range(520) if n not in shared]] = 0
     teacher.config.save_pretrained(tmp_path / "other")
     return str(tmp_path / "other"), tokenizer, teacher
+
+
+counts = collections.Counter()
+"""How many chunks of `by_definition` were compared in full."""
+
+
+def tiny_student():
+    """It hardly uses ids that its tokenizer lacks."""
+    model = tiny_model()
+    with torch.no_grad():
+        model.get_output_embeddings().weight[259:] = 0
+    return model
 
 
 def renormalised(logps, ids):
@@ -39,23 +58,35 @@ def renormalised(logps, ids):
 def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, function, on_data, kd_coef=None):
     """The summed loss of an answer, token by token, with a loop over chunks."""
     mine = byte_tokenizer()
-    found = Aligner(mine, tokenizer, [258], tokenizer.eos_token_id)(prompt, answer, their_prompt)
+    found = Aligner(mine, tokenizer, [258], tokenizer.eos_token_id)(answer)
     q, p = token_logps(student, prompt, answer), token_logps(teacher, their_prompt, found.ids).detach()
     own, theirs = q[range(len(answer)), answer], p[range(len(found.ids)), found.ids]
     shared, of_teacher = shared_ids(mine, tokenizer)
     shared, of_teacher = [*shared, 258], [*of_teacher, tokenizer.eos_token_id]
-    total = 0.0
+    total, gaps = 0.0, []
     for chunk in range(found.count):
         a = [n for n, c in enumerate(found.chunks) if c == chunk]
         b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
-        if len(a) == len(b) == 1 and function is not None:
+        gaps.append((own[a].sum() - theirs[b].sum()).detach())
+    for chunk in range(found.count):
+        a = [n for n, c in enumerate(found.chunks) if c == chunk]
+        b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
+        masses = [min(q[n, shared].exp().sum() for n in a), min(p[n, of_teacher].exp().sum() for n in b)]
+        alone = len(a) == len(b) == 1 and found.settled[chunk]
+        if alone and function is not None and min(masses) >= SHARED:
+            counts["alone"] += 1
             total = total + function(renormalised(q[a], shared), renormalised(p[b], of_teacher)).sum()
         elif on_data:
             pair = [torch.stack([x, torch.log1p(-x.exp())])[None] for x in (own[a].sum(), theirs[b].sum())]
             total = total + function(*pair).sum()
         else:
-            gap = (own[a].sum() - theirs[b].sum()).detach()
-            moving = gap * own[a].sum()
+            # what the chunk and those around it cost
+            moving = sum(gaps[max(chunk - 1, 0) : chunk + 2]) * own[a].sum()
+            total = total + (moving if function is None else moving + (gaps[chunk] - moving).detach())
+    for n, chunk in enumerate(found.chunks):
+        if chunk < 0 and not on_data:  # what the teacher cannot say
+            gap = (own[n] + 14.0).detach()
+            moving = gap * own[n]
             total = total + (moving if function is None else moving + (gap - moving).detach())
     if kd_coef is not None:
         total = kd_coef * total - (1 - kd_coef) * own.sum()
@@ -75,8 +106,9 @@ def test_opd_by_its_definition(loss_type, other, tmp_path, monkeypatch):
     monkeypatch.setattr("hf_posttrain.generation.rollout.generate", generate)
     config = {"loss_type": loss_type, "per_device_train_batch_size": 8, "max_completion_length": 30, "max_length": 200,
               "teacher_tokenizer": folder}  # fmt: skip
-    rows, student = ROWS + ROWS, tiny_model()
-    trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=teacher, **config)
+    counts.clear()
+    rows, student = ROWS + ROWS, tiny_student()
+    trainer = trainer_for("opd", tiny_student(), rows, tmp_path, second=teacher, **config)
     prepared = trainer.train_dataset
     loss, gradients = one_step("opd", student, rows, tmp_path, second=teacher, **config)
     answers = generate(None, prepared["prompt_ids"])
@@ -90,7 +122,9 @@ def test_opd_by_its_definition(loss_type, other, tmp_path, monkeypatch):
     value = total / count
     value.backward()
     expected = {name: weight.grad for name, weight in student.named_parameters()}
-    assert_same_step((loss, gradients), (value.item(), expected), relative=1e-4)
+    assert loss == pytest.approx(value.item(), rel=1e-4)
+    assert_same_step((0.0, gradients), (0.0, expected), relative=1e-4)
+    assert (counts["alone"] > 0) == (loss_type == "reverse_kl")
 
 
 def tokenizer_text(row):
@@ -101,8 +135,8 @@ def test_kd_by_its_definition(other, tmp_path):
     """Both parts, with gradients: chunks of several tokens by the divergence of two outcomes."""
     folder, tokenizer, teacher = other
     config = {"per_device_train_batch_size": 4, "teacher_tokenizer": folder, "kd_coef": 0.7}
-    trainer = trainer_for("kd", tiny_model(), ROWS, tmp_path, second=teacher, **config)
-    student, prepared = tiny_model(), trainer.train_dataset
+    trainer = trainer_for("kd", tiny_student(), ROWS, tmp_path, second=teacher, **config)
+    student, prepared = tiny_student(), trainer.train_dataset
     step = one_step("kd", student, ROWS, tmp_path, second=teacher, **config)
     total, count = 0.0, 0
     for row in prepared:
@@ -139,8 +173,8 @@ def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other
         {"loss_type": "policy_gradient", "max_completion_length": 20} if method == "opd" else {})  # fmt: skip
     with Serving(teacher) as server:
         section = TeacherSection(url=server.url, name_or_path=folder)
-        served = one_step(method, tiny_model(), ROWS, tmp_path, second=section, **config)
-    local = one_step(method, tiny_model(), ROWS, tmp_path, second=teacher, **config)
+        served = one_step(method, tiny_student(), ROWS, tmp_path, second=section, **config)
+    local = one_step(method, tiny_student(), ROWS, tmp_path, second=teacher, **config)
     if method == "opd":
         assert_same_step(served, local, relative=1e-4)
     else:
