@@ -110,11 +110,14 @@ class ServedTeacher:
             ids = ids.where(~first, stop.ids[0])
         found = {"teacher_own": logps.masked_fill(ids != tokens[:, None], -torch.inf).amax(-1)}
         if k:
-            best = logps.topk(min(k, width), dim=-1)
+            best = logps.topk(min(k, width, vocabulary), dim=-1)
             chosen = ids.gather(-1, best.indices)
             if stop:  # two ends among the best are one: in the place of the other an end without probability in both
                 chosen = chosen.where(best.values > -torch.inf, stop.ids[1])
-            found |= {"teacher_logps": best.values, "teacher_ids": chosen.clamp(max=vocabulary - 1)}
+            elif best.values.isinf().any():
+                lacks = f"ids from {vocabulary} on, which the student lacks, are among the teacher's best {k}"
+                raise InputError(f"teacher.url: {lacks}: lower teacher_top_k")
+            found |= {"teacher_logps": best.values, "teacher_ids": chosen}
         return found
 
     def own(self, batch: dict[str, Any], ends: Sequence[int]) -> Tensor:

@@ -1,5 +1,6 @@
 """OPD's rollouts by vLLM, against stand-ins that have vLLM's interface: weights on both sides, samples, refusals."""
 
+import collections
 import copy
 import dataclasses
 import importlib.util
@@ -253,7 +254,7 @@ def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(b
     trainer.backend.generate([[1, 2], [3]], (0,), 4)
     # scrambled ones before all others, and a look at what arrived
     log = ["weights", "weights", "reset", ("generate", 4, 1 if lora else None)]
-    log += ["reset"] if lora else ["weights", "reset"]
+    log += ["reset", ("generate", 4, 2)] if lora else ["weights", "reset"]  # of an adapter at the second one too
     assert trainer.backend.llm.log == [*log, ("generate", 2, 2 if lora else None)]
     assert trainer.backend.generate([], (0,), 4) == []  # a rank whose prompts are all answered by the data
 
@@ -366,6 +367,21 @@ def test_a_policy_gradient_ahead_weighs_tokens_by_how_much_likelier_they_are_now
     student, sampler = torch.tensor([-1.0, -1.0, -1.0, -1.0]), torch.tensor([-1.0, -0.5, -3.0, float("nan")])
     torch.testing.assert_close(importance(student, sampler), torch.tensor([1.0, 0.6065307, 2.0, 1.0]))
     assert importance(student, None) == 1.0
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_server_that_ignores_what_it_gets_is_found_by_the_second_transfer(lora, tmp_path, monkeypatch):
+    """Of all weights by the first; a new adapter changes nothing before it has been trained."""
+    with Serving(tiny_model() if lora else untied(seed=77)) as server:
+        base = copy.deepcopy(server.model)
+        ignored = (lambda **_: "Success") if lora else (lambda *_, **__: {"results": [None]})
+        monkeypatch.setattr(server, "load_lora_adapter" if lora else "collective_rpc", ignored)
+        server.adapters = collections.defaultdict(lambda: base)
+        options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        trainer, _ = opd(options | {"peft_config": peft.LoraConfig(**LORA) if lora else None}, tmp_path)
+        with pytest.raises(InputError, match="samples from another model than the student"):
+            trainer.train()
+        assert trainer.state.global_step == int(lora)
 
 
 # ---- several processes

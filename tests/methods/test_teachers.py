@@ -290,6 +290,57 @@ def test_a_moving_average_follows_and_is_resumed(lora, tmp_path):
 
 def test_an_average_of_low_precision_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"an average of torch\.bfloat16 weights does not move"):
-        trainer_for("opd", tiny_model().to(torch.bfloat16), token_rows("opd"), tmp_path,
+        trainer_for("opd", tiny_model().to(torch.bfloat16), privileged("opd"), tmp_path,
                     second=TeacherSection(self="ema"), teacher_prompt="x")  # fmt: skip
     assert math.isclose(TeacherSection().ema, 0.99)
+
+
+# ---- what a section says and a Config does not
+
+
+@pytest.mark.parametrize(
+    ("section", "config", "message"),
+    [
+        ({"self": "start", "prompt": "{{ prompt }}!"}, {}, "behind its own prompt the student has nothing to learn"),
+        ({"name_or_path": "x", "prompt": "{{ prompt }}!"}, {}, "rows are prepared before .*: set teacher_prompt"),
+        ({"name_or_path": "x", "own_tokenizer": True}, {}, "set teacher_tokenizer of the Config too"),
+        ({"self": "emaa"}, {}, "teacher_model.self='emaa' is not one of start, ema"),
+        ({"self": "ema", "ema": 7.0}, {"teacher_prompt": "x"}, "teacher_model.ema=7 is not in"),
+        ({"self": "start", "name_or_path": "x"}, {"teacher_prompt": "x"}, "with teacher_model.self the student is"),
+        ({"self": "ema"}, {"teacher_prompt": "x", "rollouts": "frozen", "precompute_teacher_top_k": 4},
+         "self: ema moves on, and its scores would be those of the start"),
+    ],
+)  # fmt: skip
+def test_a_section_that_would_be_ignored_is_refused(section, config, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        trainer_for("opd", tiny_model(), privileged("opd"), tmp_path, second=TeacherSection(**section), **config)
+
+
+def test_a_template_that_writes_nothing_or_needs_what_a_row_lacks_is_told(tmp_path):
+    rows = [{"prompt": "1+1=", "hint": "even"}, {"prompt": "1+2=", "hint": None}]
+    for template, message in (("{{ hint }}", r"row 1: teacher prompt: 'hint' is undefined"),
+                              ("{% if false %}x{% endif %}", "row 0: teacher prompt: the template writes nothing")):
+        with pytest.raises(InputError, match=message):
+            trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), teacher_prompt=template)
+
+
+def test_a_served_teacher_with_more_ids_is_as_a_local_one(tmp_path, tmp_path_factory, monkeypatch):
+    """Where all are known, probabilities add up over those that the student has."""
+    fix_rollouts(monkeypatch)
+    folder, teacher = tmp_path_factory.mktemp("larger"), tiny_model(seed=9, vocab_size=320)
+    byte_tokenizer().save_pretrained(folder)
+    teacher.config.save_pretrained(folder)
+    rows = token_rows("opd", 6)
+    with Serving(teacher) as server:
+        section = TeacherSection(url=server.url, name_or_path=str(folder))
+        found = one_step("opd", tiny_model(), rows, tmp_path, second=section, teacher_top_k=320)
+    local = one_step("opd", tiny_model(), rows, tmp_path, second=teacher)
+    assert found[0] == pytest.approx(local[0], rel=1e-4)
+
+
+def test_an_answer_of_another_form_is_one_line(served, tmp_path, monkeypatch):
+    server, section = served
+    monkeypatch.setattr(server, "scores", lambda prompt, **how: {"token_ids": [0], "prompt_token_ids": prompt,
+                                                                 "prompt_logprobs": [None, *[{"x": {}}] * 99]})
+    with pytest.raises(InputError, match=r"gives no prompt_logprobs|answered otherwise than vLLM does"):
+        trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=section, teacher_top_k=4)
