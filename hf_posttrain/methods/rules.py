@@ -7,8 +7,6 @@ holds the names of losses equal to the tables of functions in `losses`.
 from collections.abc import Iterator
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-
 from ..data.template import parsed
 from ..models.section import TeacherSection
 from ..trainer.method import Problem
@@ -163,6 +161,8 @@ def section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
 
 def prompt_problem(template: str) -> str | None:
     """What is wrong with the template of a teacher's prompt."""
+    from jinja2 import TemplateSyntaxError  # reports are read without it
+
     try:
         parsed(template)
     except TemplateSyntaxError as error:
