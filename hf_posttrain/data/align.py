@@ -127,12 +127,12 @@ def _chunks(cuts: Sequence[int], common: Sequence[int]) -> list[int]:
     return [-1 if cut == SPECIAL else chunk for cut, chunk in zip(cuts, found, strict=True)]
 
 
-def shared_ids(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """The ids of both that stand for the same bytes, the student's and the teacher's; special ones are left out."""
+def shared_ids(student: Mapping[int, bytes], teacher: Mapping[int, bytes]) -> tuple[list[int], list[int]]:
+    """The ids, the student's and the teacher's, that stand for the same bytes by the `bytes_of` both tokenizers."""
     sides = []
-    for tokenizer in (student, teacher):
+    for spellings in (student, teacher):
         by_bytes: dict[bytes, int] = {}
-        for token, spelt in bytes_of(tokenizer).items():
+        for token, spelt in spellings.items():
             by_bytes.setdefault(spelt, token)
         sides.append(by_bytes)
     mine, theirs = sides

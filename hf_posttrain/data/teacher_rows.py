@@ -32,14 +32,17 @@ def teacher_plan(config: Any) -> TeacherPlan | None:
     """What a Config asks of rows, if anything."""
     names = tuple(getattr(config, "teacher_names", None) or ())
     options = "teacher_prompt", "teacher_tokenizer"
-    prompts, tokenizers = (_by_name(getattr(config, option, None)) for option in options)
+    prompts, tokenizers = (by_name(getattr(config, option, None)) for option in options)
     if not (names or prompts or tokenizers):
         return None
     return TeacherPlan(names, prompts, {name: _tokenizer(path) for name, path in tokenizers.items()})
 
 
-def _by_name(option: Any) -> dict[str, str]:
-    return {"": option} if isinstance(option, str) else dict(option or {})
+def by_name(given: Any) -> dict[str, Any]:
+    """What is given for one teacher, under "", or for several by name; {} of None."""
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else {"": given}
 
 
 @cache

@@ -1,9 +1,9 @@
 """What KD and OPD have in common: options for teachers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..data.teacher_rows import by_name
 from ..errors import InputError
 from ..models.section import TeacherSection
 from ..trainer.config import PostTrainConfig
@@ -29,15 +29,13 @@ class DistillationConfig(PostTrainConfig):
 def check_teacher(args: Any, given: Any) -> None:
     """What a trainer is given as `teacher_model`, before anything is loaded. Raises InputError for a section that says
     what the Config does not, or that goes with nothing that the Config wants."""
-    several = dict(given) if isinstance(given, Mapping) else {"": given}
-    for name, one in several.items():
+    for name, one in by_name(given).items():
         if not isinstance(one, TeacherSection):
             continue
         key = f"teacher_model[{name!r}]" if name else "teacher_model"
         for _, problem in (*section_problems(key, one), *teacher_problems(args, one)):
             raise InputError(problem)
         for option, value in (("teacher_prompt", one.prompt), ("teacher_tokenizer", one.own_tokenizer or None)):
-            asked = getattr(args, option)
-            if value is not None and (asked.get(name) if isinstance(asked, Mapping) else asked) is None:
+            if value is not None and by_name(getattr(args, option)).get(name) is None:
                 why = "rows are prepared before the teacher is known"
                 raise InputError(f"{key}: {why}: set {option} of the Config too")

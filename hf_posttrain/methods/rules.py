@@ -136,6 +136,7 @@ def section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
     loading = ("from_scratch", "dtype", "attn_implementation", "quantization", "adapter", "offload")
     plain = TeacherSection()
     given = {name for name in loading if getattr(section, name) != getattr(plain, name)}
+    named = (given | ({"name_or_path"} if section.name_or_path else set())) - {"offload"}  # of another model
     if section.self is not None:
         yield from one_of(f"{key}.self", section.self, ("start", "ema"))
     if section.url and section.self:
@@ -144,8 +145,8 @@ def section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
     elif section.url and given:
         name = min(given)
         yield (f"{key}.{name}",), f"{key}.{name}: the server at {key}.url has loaded the model: drop it"
-    elif section.self and (given | ({"name_or_path"} if section.name_or_path else set())) - {"offload"}:
-        name = min((given | ({"name_or_path"} if section.name_or_path else set())) - {"offload"})
+    elif section.self and named:
+        name = min(named)
         yield (f"{key}.{name}",), f"{key}.{name}: with {key}.self the student is the teacher: drop it"
     if section.url and not section.url.startswith(("http://", "https://")):
         yield (f"{key}.url",), f"{key}.url={section.url!r} is not a URL such as http://localhost:8000"

@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from ..data.align import Aligner
+from ..data.teacher_rows import by_name
 from ..engines import launch
 from ..errors import InputError
 from ..scoring import forward
 from ..scoring.chunks import Across
-from ..scoring.layouts import Example, Reading
+from ..scoring.layouts import Example
 from ..scoring.stop_outcome import StopOutcome
-from ..scoring.teacher_view import make_views
+from ..scoring.teacher_view import WHOLE, make_views
 from . import load, score_cache
 from .frozen import Frozen, shares_trained_weights
 from .own_past import Itself, own_past
@@ -42,13 +43,14 @@ def add_teacher(
     """
     if given is None:
         raise InputError("teacher_model is missing: pass a model, its name or folder, or a TeacherSection")
-    several = given if isinstance(given, Mapping) else {"": given}
     names = trainer.args.teacher_names or []
     if isinstance(given, Mapping) and {*names} != {*given}:
         raise InputError(f"teacher_model names {', '.join(given)}, and teacher_names is {names}: they must be the same")
     if names and not isinstance(given, Mapping):
         raise InputError(f"teacher_names is {names}: pass teacher_model as a dict of them")
-    made = {name: _made(trainer, one, name, _by_name(offload, name)) for name, one in several.items()}
+    several = by_name(given)
+    offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(several, offload)
+    made = {name: _made(trainer, one, name, offloaded.get(name, False)) for name, one in several.items()}
     sizes = [forward.causal_lm(trainer.model).config.get_text_config().vocab_size]
     sizes += [size for part, size in made.values() if part.aligner is None]
     parts = {name: part for name, (part, _) in made.items()}
@@ -72,7 +74,7 @@ def _views(
     """`make_views`, of answers in the tokens of the teachers that have their own."""
     read = []
     for example in examples:
-        reading = example.reading or Reading()
+        reading = example.reading or WHOLE
         if (aligner := aligners.get(reading.teacher)) is not None:
             aligned = [aligner(branch.ids) for branch in example.branches]
             example = replace(example, reading=replace(reading, aligned=aligned))
@@ -82,7 +84,7 @@ def _views(
 
 def _made(trainer: Any, given: Given, name: str, offload: bool) -> tuple[Any, int]:
     """A teacher, and its number of token ids."""
-    own = _by_name(trainer.args.teacher_tokenizer, name)
+    own = by_name(trainer.args.teacher_tokenizer).get(name)
     if isinstance(given, TeacherSection) and given.self:
         return own_past(trainer, given), forward.causal_lm(trainer.model).config.get_text_config().vocab_size
     if isinstance(given, TeacherSection) and given.url:
@@ -124,15 +126,10 @@ def _aligner(trainer: Any, tokenizer: Any, own: str | None, ends: Callable[[Any]
     return Aligner(trainer.tokenizer, theirs, trainer.terminal_ids, ends(theirs)[0])
 
 
-def _by_name(option: Any, name: str) -> Any:
-    """What an option says of one of several teachers: it has one value, or a dict by name."""
-    return option.get(name) if isinstance(option, Mapping) else option
-
-
 def find_stop_outcome(trainer: Any, wanted: bool) -> tuple[list[int], StopOutcome]:
     """The terminal ids of the trainer's student and teacher, and which of them are one outcome. wanted: as the option
     `one_stop_outcome`. A teacher with its own tokenizer has its own ids, which `data.align` lays alongside."""
-    other = getattr(trainer.teacher, "aligner", None) is not None
+    other = trainer.teacher.aligner is not None
     theirs = [] if other else trainer.teacher.ends(trainer.tokenizer, trainer.args.chat_template_kwargs)
     both = list(dict.fromkeys(trainer.terminal_ids + theirs))
     one = [i for i in both if i < trainer.vocabulary] if wanted else []
@@ -144,7 +141,7 @@ def find_stop_outcome(trainer: Any, wanted: bool) -> tuple[list[int], StopOutcom
 
 def find_across(trainer: Any) -> Any:
     """The `Across` of a trainer whose teacher has its own tokenizer; None: it has the student's."""
-    aligner = getattr(trainer.teacher, "aligner", None)
+    aligner = trainer.teacher.aligner
     if aligner is None:
         return None
     ends = trainer.teacher.ends(aligner.teacher, trainer.args.chat_template_kwargs)

@@ -43,12 +43,11 @@ class ServedTeacher:
         self.model, self.root, self.longest = first["id"], first.get("root"), first.get("max_model_len")
         tokens = ModelSection(section.name_or_path, trust_remote_code=section.trust_remote_code)
         self.tokenizer = load.load_tokenizer(tokens)
-        self.config = None
+        own = None
         try:
-            self.config = load.check_model(tokens)
+            own = load.check_model(tokens).get_text_config().vocab_size
         except InputError:  # a tokenizer alone
             logger.info("teacher.name_or_path has no config.json: its vocabulary is that of the tokenizer")
-        own = self.config and self.config.get_text_config().vocab_size
         self.vocabulary = own or max(self.tokenizer.get_vocab().values()) + 1
 
     @property

@@ -9,7 +9,6 @@ All have the same methods, which take the student's batch and answer in the orde
     Teachers        several of these, of which each example has one
 """
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from . import score_cache
 from .frozen import Frozen
 from .prepare import find_terminal_ids
 
-logger = logging.getLogger(__name__)
+
 class Teacher(Frozen, TrainerCallback):
     """A second model that scores for a tile function; as a callback it leaves the device when training ends."""
 
@@ -66,7 +65,12 @@ class Teacher(Frozen, TrainerCallback):
     ) -> dict[str, Tensor]:
         """`teacher_own` [N], the log-probabilities of `tokens`; with a k also `teacher_ids` and `teacher_logps` [N, k],
         of its top tokens."""
-        return columns_of(self.score(batch, stop(asked(k, tokens, temperature, vocabulary))))
+        tile: TileFunction = LogProb(tokens, temperature, vocabulary=vocabulary)
+        if k:
+            tile = TopTokens(k, temperature, vocabulary, tokens)
+        found = self.score(batch, stop(tile))
+        names = {"value": "teacher_own", "ids": "teacher_ids", "logps": "teacher_logps"}
+        return {column: found[name] for name, column in names.items() if name in found}
 
     def key(self) -> Any:
         """What tells its scores from those of another teacher."""
@@ -79,19 +83,6 @@ class Teacher(Frozen, TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Give back the device's memory; a later evaluation brings the teacher back by itself."""
         self.release()
-
-
-def asked(k: int, tokens: Tensor, temperature: float, vocabulary: int) -> TileFunction:
-    """The tile function of `Teacher.top`."""
-    if not k:
-        return LogProb(tokens, temperature, vocabulary=vocabulary)
-    return TopTokens(k, temperature, vocabulary, tokens)
-
-
-def columns_of(found: dict[str, Any]) -> dict[str, Tensor]:
-    """What `asked` finds, as columns of a batch."""
-    names = {"value": "teacher_own", "ids": "teacher_ids", "logps": "teacher_logps"}
-    return {column: found[name] for name, column in names.items() if name in found}
 
 
 # ---- several

@@ -45,7 +45,7 @@ class Across:
     """How a student is compared with such a teacher. temperature: of both models' tokens."""
 
     def __init__(self, aligner: Aligner, stop: StopOutcome, ends: list[int], device: torch.device):
-        mine, theirs = shared_ids(aligner.student, aligner.teacher)
+        mine, theirs = shared_ids(aligner.mine, aligner.theirs)
         first = stop.ids[:1].tolist() or aligner.ends[:1]  # which rows end with
         pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0] not in aligner.ends and pair[1] not in ends]
         pairs += [(end, aligner.their_end) for end in first]
@@ -119,7 +119,7 @@ class Chunks:
         advantage = (p - q).detach().masked_fill(torch.arange(none + 1, device=q.device) == none, 0.0)
         credit = advantage[where] + sum(advantage[other.where(other >= 0, none)] for other in around)
         foreign, known = (UNSAID - student).detach(), mine >= 0
-        gap = torch.where(known, (p - q).detach()[where] / size[where], foreign)
+        gap = torch.where(known, advantage[where] / size[where], foreign)
         return cls(q[where], p[where], size[where], known, gap, torch.where(known, credit, foreign))
 
     def on_rollouts(self, value: Tensor, alone: Tensor) -> tuple[Tensor, Tensor]:

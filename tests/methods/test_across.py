@@ -10,7 +10,7 @@ from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer, llama2_tokenize
 from training_for_tests import assert_same_step, fake_generate, fix_rollouts, one_step, trainer_for
 from vllm_for_tests import Serving
 
-from hf_posttrain.data.align import Aligner, shared_ids
+from hf_posttrain.data.align import Aligner, bytes_of, shared_ids
 from hf_posttrain.errors import InputError
 from hf_posttrain.losses.divergence import forward_kl, reverse_kl
 from hf_posttrain.models.section import TeacherSection
@@ -32,7 +32,7 @@ def other(request, tmp_path):
     tokenizer.save_pretrained(tmp_path / "other")
     teacher = tiny_model(seed=9, vocab_size=520, eos_token_id=tokenizer.eos_token_id)
     with torch.no_grad():  # mostly, but not everywhere, on tokens that both have
-        shared = {*shared_ids(byte_tokenizer(), tokenizer)[1], tokenizer.eos_token_id}
+        shared = {*shared_ids(bytes_of(byte_tokenizer()), bytes_of(tokenizer))[1], tokenizer.eos_token_id}
         teacher.get_output_embeddings().weight[:] *= 1.6
         teacher.get_output_embeddings().weight[[n for n in range(520) if n not in shared]] = 0
     teacher.config.save_pretrained(tmp_path / "other")
@@ -61,7 +61,7 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
     found = Aligner(mine, tokenizer, [258], tokenizer.eos_token_id)(answer)
     q, p = token_logps(student, prompt, answer), token_logps(teacher, their_prompt, found.ids).detach()
     own, theirs = q[range(len(answer)), answer], p[range(len(found.ids)), found.ids]
-    shared, of_teacher = shared_ids(mine, tokenizer)
+    shared, of_teacher = shared_ids(bytes_of(mine), bytes_of(tokenizer))
     shared, of_teacher = [*shared, 258], [*of_teacher, tokenizer.eos_token_id]
     total, gaps = 0.0, []
     for chunk in range(found.count):
