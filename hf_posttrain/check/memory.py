@@ -112,8 +112,8 @@ class Run:
         taught = [section for _, section in self.recipe.taught_by()]
         if taught:
             stays = [section for section in taught if not section.url and not (section.self and by_adapter)]
-            offloaded = leaves and any(section.offload for section in taught)
-            return bool(stays) and getattr(config, "precompute_teacher_top_k", None) is None and not offloaded
+            stays = [section for section in stays if not (leaves and section.offload)]
+            return bool(stays) and getattr(config, "precompute_teacher_top_k", None) is None
         reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False

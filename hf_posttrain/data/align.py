@@ -2,17 +2,21 @@
 
 Both cut the text at places of their own; the places that both have cut it into chunks, the smallest parts of which both
 models give a probability. Mostly a chunk is one token in both. A text is the bytes of its tokens, so that answers count
-as they were sampled, however the tokenizer itself would write them.
+as they were sampled, however the tokenizer itself would write them. Where the teacher's tokenizer changes a text (one é
+for e and an accent) both say the same all the same; where it has no words for something (a special token, half a
+character) that place alone has no chunk.
 
     student   | Str | aw | berry |        chunks  | Straw | berry |
     teacher   |  Straw   | b | erry |
 """
 
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cached_property
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 
 from transformers import PreTrainedTokenizerBase
 
@@ -21,7 +25,9 @@ from . import chat
 
 SPECIAL = -1
 """Where a special token ends in a text: nowhere."""
-TRIED = "1+23=24"
+LEFT_OUT = -2
+"""The chunk of tokens of an unfinished last character, which a rollout's end has cut: nobody is told anything there."""
+TRIED = "1 + 23 = 24 \u00e9"
 """A text that every tokenizer can write: is it there again in the bytes of its tokens?"""
 
 
@@ -30,7 +36,8 @@ class Aligned:
     """An answer in the teacher's tokens, and how they lie alongside the student's."""
 
     ids: list[int]  # the teacher's
-    chunks: list[int]  # of each of the student's tokens: the chunk that it is of, -1 where none is common to both
+    chunks: list[int]  # of each of the student's tokens: the chunk that it is of, -1 where none is common to both; or
+    # LEFT_OUT
     their_chunks: list[int]  # the same of the teacher's
     settled: list[bool]  # of each chunk: was its beginning known before what it says? See `Aligner`
 
@@ -79,30 +86,88 @@ class Aligner:
         """An answer, which stands behind some prompt."""
         ended = bool(ids) and ids[-1] in self.ends
         said, cuts = spell(self.mine, ids[:-1] if ended else ids)
-        theirs = self._tokens(said)
+        whole = len(said) if ended else len(said) - _unfinished(said)
+        theirs = self._tokens(said[:whole])
         their_text, their_cuts = spell(self.theirs, theirs)
-        # behind the first byte that differs nothing is common: there the answer is no valid text
-        same = chat.shared_length(said, their_text)
-        common = sorted({cut for cut in cuts if 0 < cut <= same} & {*their_cuts})
-        mine, others = _chunks(cuts, common), _chunks(their_cuts, common)
+        common = _common_cuts((said[:whole], cuts), (their_text, their_cuts))
+        mine, others = (_chunks(each, [pair[side] for pair in common]) for side, each in enumerate((cuts, their_cuts)))
+        # of the parts between common cuts those that say the same are chunks
+        parts = ((said[a:b], their_text[c:d]) for (a, c), (b, d) in pairwise([(0, 0), *common]))
+        number, of_part = 0, [-1]
+        for one, other in parts:
+            of_part.insert(-1, number if (same := _say_the_same(one, other)) else -1)
+            number += same
+        mine, others = ([of_part[part] for part in side] for side in (mine, others))
+        mine = [LEFT_OUT if cut > whole else chunk for cut, chunk in zip(cuts, mine, strict=True)]
         if ended:  # by whatever token: a chunk of its own
-            theirs, mine, others = [*theirs, self.their_end], [*mine, len(common)], [*others, len(common)]
-        last = {chunk: token for token, chunk in zip(theirs, others, strict=True)}
-        before = (self.theirs.get(last[chunk - 1]) for chunk in range(1, len(common) + ended))
-        settled = [True, *(spelt not in self.going_on for spelt in before)]
-        return Aligned(theirs, mine, others, settled[: len(common) + ended])
+            theirs, mine, others = [*theirs, self.their_end], [*mine, number], [*others, number]
+        settled = [place == 0 or self.theirs.get(theirs[place - 1]) not in self.going_on
+                   for place in (others.index(chunk) for chunk in range(number + ended))]  # fmt: skip
+        return Aligned(theirs, mine, others, settled)
 
     def _tokens(self, said: bytes) -> list[int]:
-        """The teacher's tokens of a text that stands behind a prompt: of several ways those that say it."""
-        ways = chat.ways_behind(self.teacher, said.decode(errors="replace"))
-        return next((ids for ids in ways if spell(self.theirs, ids)[0] == said), ways[0])
+        """The teacher's tokens of a text that stands behind a prompt: of several ways those that say it, or most."""
+        found, most = [], -1
+        for ids in chat.ways_behind(self.teacher, said.decode(errors="replace")):
+            text = spell(self.theirs, ids)[0]
+            if text == said:
+                return ids
+            if (same := chat.shared_length(said, text)) > most:
+                found, most = ids, same
+        return found
+
+
+def _unfinished(said: bytes) -> int:
+    """How many bytes at the end are the beginning of a character."""
+    for size in range(1, min(len(said), 3) + 1):
+        first = said[-size]
+        if first >= 0xC0:
+            wanted = 2 + (first >= 0xE0) + (first >= 0xF0)
+            return size if size < wanted else 0
+        if first < 0x80:
+            return 0
+    return 0
+
+
+def _common_cuts(mine: tuple[bytes, list[int]], theirs: tuple[bytes, list[int]]) -> list[tuple[int, int]]:
+    """Where both sides, texts with the ends of their tokens, have cut at the same place of what they have in common:
+    (in mine, in theirs), growing in both."""
+    (said, cuts), (their_text, their_cuts) = mine, theirs
+    if said == their_text:
+        return [(cut, cut) for cut in sorted({*cuts} & {*their_cuts}) if cut > 0]
+    # equal beginnings and ends need no search, which costs most where texts are long
+    head = chat.shared_length(said, their_text)
+    tail = chat.shared_length(said[: head - 1 if head else None : -1], their_text[: head - 1 if head else None : -1])
+    inner, other = said[head : len(said) - tail], their_text[head : len(their_text) - tail]
+    blocks = [(0, 0, head), (len(said) - tail, len(their_text) - tail, tail)]
+    found = SequenceMatcher(None, inner, other, autojunk=False).get_matching_blocks()
+    blocks += [(head + block.a, head + block.b, block.size) for block in found if block.size]
+    ends, common = {*their_cuts}, {(0, 0)}
+    for a, b, size in sorted(blocks):
+        common |= {(cut, b + cut - a) for cut in cuts if a <= cut <= a + size and b + cut - a in ends}
+    grown: list[tuple[int, int]] = [(0, 0)]
+    for pair in sorted(common):
+        if pair[0] > grown[-1][0] and pair[1] > grown[-1][1]:
+            grown.append(pair)
+    return grown[1:]
+
+
+def _say_the_same(one: bytes, other: bytes) -> bool:
+    """Are they one text, in whatever form Unicode has it?"""
+    if one == other:
+        return True
+    try:
+        texts = one.decode(), other.decode()
+    except UnicodeDecodeError:
+        return False
+    return len({unicodedata.normalize("NFKC", text) for text in texts}) == 1
 
 
 def _spellings(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """`bytes_of` a tokenizer, tried on a text."""
     if tokenizer.is_fast:
         spellings = bytes_of(tokenizer)
-        if any(spell(spellings, ids)[0] == TRIED.encode() for ids in chat.ways_behind(tokenizer, TRIED)):
+        if any(_say_the_same(spell(spellings, ids)[0], TRIED.encode()) for ids in chat.ways_behind(tokenizer, TRIED)):
             return spellings
     said = f"{type(tokenizer).__name__} {tokenizer.name_or_path}".strip()
     kinds = "only fast tokenizers of bytes, or in the manner of sentencepiece"

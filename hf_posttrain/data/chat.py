@@ -8,9 +8,9 @@ import datetime
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import lru_cache
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from jinja2 import meta
@@ -335,16 +335,17 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, prompts: list[str], complet
 def _ids_behind(tokenizer: PreTrainedTokenizerBase, head: list[int], full: list[int], completion: str) -> list[int]:
     """Ids of the completion that with `head` say what `full` says."""
     ways, whole = ways_behind(tokenizer, completion), tokenizer.decode(full)
-    return next((ids for ids in ways if tokenizer.decode(head + ids) == whole), ways[0])
+    first = next(ways)
+    return next((ids for ids in chain([first], ways) if tokenizer.decode(head + ids) == whole), first)
 
 
-def ways_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> list[list[int]]:
+def ways_behind(tokenizer: PreTrainedTokenizerBase, text: str) -> Iterator[list[int]]:
     """Ids of a text that stands behind another: as it is alone, and behind characters that nothing merges with.
 
     A tokenizer in the manner of sentencepiece puts a space before any text, which one that goes on must not gain.
     """
-    ways = [plain_ids(tokenizer, [text])[0]]
+    yield plain_ids(tokenizer, [text])[0]
     for anchor in ("\n", ".", "|"):
         before, both = plain_ids(tokenizer, [anchor, anchor + text])
-        ways += [both[len(before) :]] * (both[: len(before)] == before)
-    return ways
+        if both[: len(before)] == before:
+            yield both[len(before) :]

@@ -91,19 +91,23 @@ def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> datasets.Data
     return rows.select(np.argsort(-tokens_of(rows, columns), kind="stable")[:count])
 
 
+def full_lengths(rows: datasets.Dataset, args: Any) -> np.ndarray:
+    """Of each example of prepared rows the tokens of its prompt and its longest answer; answers that are sampled while
+    training may become as long as max_completion_length."""
+    if longest := getattr(args, "max_completion_length", None):
+        return lengths_of(rows, "prompt_ids") + longest
+    branches = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
+    return example_lengths(rows, branches)
+
+
 def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
     """Warn of prepared rows, not of a stream, that are longer than the positions that the model's config names."""
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is None or not isinstance(rows, datasets.Dataset):
         return
-    # answers that are sampled while training may become as long as max_completion_length
-    longest, what, remedy = getattr(args, "max_completion_length", None), "are", f"set train.max_length={positions}"
-    if longest:
+    lengths, what, remedy = full_lengths(rows, args), "are", f"set train.max_length={positions}"
+    if getattr(args, "max_completion_length", None):
         what, remedy = "may become", f"{remedy}, and train.max_completion_length below it"
-        lengths = lengths_of(rows, "prompt_ids") + longest
-    else:
-        branches = [name for name in ("completion_ids", "chosen_ids", "rejected_ids") if name in rows.column_names]
-        lengths = example_lengths(rows, branches)
     if positions > 0 and (count := int((lengths > positions).sum())):
         logger.warning(
             "train: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",

@@ -5,9 +5,10 @@ Written against vLLM 0.32 and tested with it (tests/served): entrypoints/openai/
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 import urllib3
@@ -25,6 +26,11 @@ PATIENCE = urllib3.Retry(
 """Of a server that has answered before: a minute and a half for one that is not there, which may be starting again."""
 TIMEOUT = urllib3.Timeout(connect=10, read=1800)
 """Seconds; a rollout waits for those before it."""
+PLAIN = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+}  # fmt: skip
+"""Sampling from the model's own distribution, whatever its generation config says."""
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 
@@ -42,7 +48,8 @@ class Server:
     path was started without."""
 
     def __init__(self, url: str, option: str, needs: Mapping[str, str] | None = None):
-        self.url, self.option, self.needs = url.rstrip("/"), option, needs or {}
+        self.url = url.rstrip("/").removesuffix("/v1")  # which some clients want at its end
+        self.option, self.needs = option, needs or {}
         self.pool = urllib3.PoolManager(maxsize=OPEN, timeout=TIMEOUT, retries=PATIENCE)
 
     def get(self, path: str, **options: Any) -> Any:
@@ -100,12 +107,56 @@ class Server:
         return choices
 
 
+def in_background(function: Callable[[], Found]) -> Future[Found]:
+    """What `function` gives, from a thread that the end of the process does not wait for (it would for an executor's,
+    and a server may take half an hour to answer)."""
+    future: Future[Found] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # for whoever asks for the result
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
+
+
 def at_once(function: Callable[[Asked], Found], asked: Sequence[Asked]) -> list[Found]:
-    """`function` of each, in order; requests wait for the server together."""
-    if not asked:
-        return []
-    with ThreadPoolExecutor(min(OPEN, len(asked))) as pool:
-        return list(pool.map(function, asked))
+    """`function` of each, in order; requests wait for the server together. After an error no more are begun."""
+    left, lock, found = list(enumerate(asked))[::-1], Lock(), [None] * len(asked)
+
+    def work() -> None:
+        try:
+            while True:
+                with lock:
+                    if not left:
+                        return
+                    number, each = left.pop()
+                found[number] = function(each)  # type: ignore[call-overload]
+        except BaseException:
+            left.clear()
+            raise
+
+    workers = [in_background(work) for _ in range(min(OPEN, len(asked)))]
+    wait(workers)
+    for worker in workers:
+        worker.result()
+    return found  # type: ignore[return-value]
+
+
+@contextmanager
+def as_server_error() -> Iterator[None]:
+    """Makes a ServerError of what is raised of an answer that lacks what it must have, or of a file not written."""
+    try:
+        yield
+    except InputError as error:
+        raise error if isinstance(error, ServerError) else ServerError(str(error)) from error
+    except OSError as error:
+        raise ServerError(f"{error.filename or 'a file for the server'}: {error.strerror or error}") from error
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ServerError(f"a server answered otherwise than vLLM does ({said}): is it one, and which?") from error
 
 
 def together(ask: Callable[[], Found]) -> Found:
@@ -113,12 +164,10 @@ def together(ask: Callable[[], Found]) -> Found:
     answer that lacks what it must have is one too."""
     found, error = None, None
     try:
-        found = ask()
+        with as_server_error():
+            found = ask()
     except ServerError as raised:
         error = raised
-    except (LookupError, TypeError, ValueError) as raised:
-        said = f"{type(raised).__name__}: {raised}"
-        error = ServerError(f"a server answered otherwise than vLLM does ({said}): is it one, and of which version?")
     told = gather_object([error and (str(error), error.status)])
     if first := next(filter(None, told), None):
         raise ServerError(*first) from error

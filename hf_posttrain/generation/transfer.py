@@ -13,8 +13,8 @@ from ..scoring import forward as scoring
 
 
 def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """The causal LM's weights and saved buffers, as they are, {name: tensor}, a tied one under each of its names and
-    without those of an adapter."""
+    """The causal LM's weights and saved buffers themselves, which DeepSpeed may have cut, {name: tensor}, a tied one
+    under each of its names and without those of an adapter."""
     # not by state_dict(), which would cut FSDP2's weights again: parameters, and the buffers that are saved
     inner = scoring.causal_lm(model)
     tensors: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
@@ -22,7 +22,7 @@ def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:
                 tensors[f"{prefix}.{name}"] = buffer
-    plain = {re.sub(r"(\.base_layer)+\.", ".", name): tensor.detach() for name, tensor in tensors.items()}
+    plain = {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in tensors.items()}
     return {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
 
 
@@ -33,19 +33,26 @@ def hub_weights(inner: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def whole_weights_on_first(trainer: Any, dtype: str | None, change: Any = None) -> dict[str, Tensor]:
     """The policy's weights in the hub's format on CPU, in `dtype` (None: their own), on the first rank; others get
-    none. Never more than one of them is whole on a GPU. All ranks call it. change: of each, on its way."""
+    none. Never more than one of them is whole on a GPU. All ranks call it. change: (name, weight) -> another."""
     first, found = trainer.is_world_process_zero(), {}
     with torch.no_grad():
         for name, whole in sharded.each_whole(named_weights(trainer.model_wrapped)):
             if first:
                 cast = whole.to(getattr(torch, dtype)) if dtype and whole.is_floating_point() else whole
-                found[name] = (change(cast) if change else cast).cpu().clone(memory_format=torch.contiguous_format)
+                here = (change(name, cast) if change else cast).detach()
+                copy = here.clone if here.device.type == "cpu" else here.cpu
+                found[name] = copy(memory_format=torch.contiguous_format)
         return hub_weights(scoring.causal_lm(trainer.model_wrapped), found) if first else {}
 
 
-def scrambled(weight: Tensor) -> Tensor:
+def scrambled(name: str, weight: Tensor) -> Tensor:
     """Other values of the same size, so that a model with one such weight is another model."""
     return weight.roll(1, 0) + 0.05 if weight.dim() and weight.is_floating_point() else weight
+
+
+def scrambled_adapter(name: str, weight: Tensor) -> Tensor:
+    """Of a LoRA adapter the second matrices, which are 0 in a new one, far from that."""
+    return weight.roll(1, 0) + 0.5 if "lora_B" in name else weight
 
 
 def has_tied_head(config: Any) -> bool:

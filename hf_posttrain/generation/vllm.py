@@ -8,9 +8,9 @@ loading.
     all             in memory                                       a file in output_dir, which the server must see
     LoRA            base in memory once, then adapters by folder    adapters by folder, on the student's own base
 
-That they arrive is not taken on trust. Before the first transfer of whole weights scrambled ones are sent: what vLLM
-keeps of those shows in its log-probabilities, which are compared with the student's own after the first transfer and
-every `vllm_check_steps` steps.
+That they arrive is not taken on trust. Before the first transfer scrambled weights are sent, or a scrambled adapter:
+what vLLM keeps of those, and whether it reads adapters at all, shows in its log-probabilities. They are compared with
+the student's own then, after the first transfers, and every `vllm_check_steps` steps.
 
 Tested with vLLM 0.32 on CPU (tests/served), and against stand-ins that have its interface.
 """
@@ -29,7 +29,7 @@ from typing import Any
 import peft
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from ..engines import engine, sharded
 from ..errors import InputError
@@ -38,7 +38,8 @@ from ..scoring.choose_layout import some_ids
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from . import rollout
-from .transfer import hub_weights, named_weights, scrambled, whole_weights_on_first
+from .server import PLAIN, together
+from .transfer import hub_weights, named_weights, scrambled, scrambled_adapter, whole_weights_on_first
 
 logger = logging.getLogger(__name__)
 # vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
@@ -74,7 +75,8 @@ class Backend:
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
         if self.lora:
             max_rank(self.lora)
-        self.trainer, self.sampling, self.count = trainer, sampling(trainer), 0
+        self.trainer, self.sampling = trainer, sampling(trainer)
+        self.count, self.sent = 0, 0  # what was written, and how often vLLM got the policy
         self.adapter: Any = None
         self.logps: list[list[float]] | None = None
         """Of the rollouts of the last `generate`."""
@@ -92,23 +94,48 @@ class Backend:
     def synchronise(self) -> None:
         """Give vLLM the policy as it is now, and see now and then that it has arrived. All ranks call it. Raises
         InputError where it has not."""
-        if self.count == 0:
+        if self.sent == 0:
             self._open()
+            if self.lora:
+                self._send(scrambled_adapter)
+                self._check_otherwise()
         self._send()
-        # a new adapter changes nothing yet: of it the second transfer is the first that shows
-        if self.count <= (2 if self.lora else 1) or self.count % self.trainer.args.vllm_check_steps == 0:
+        self.sent += 1
+        if self.sent == 1 or self.sent % self.trainer.args.vllm_check_steps == 0:
             self._check()
 
     def _open(self) -> None:
         """Before the first transfer."""
         raise NotImplementedError
 
-    def _send(self) -> None:
-        """Give vLLM the weights, or the adapter; counts."""
+    def _send(self, change: Any = None) -> None:
+        """Give vLLM the weights, or the adapter. change: (name, weight) -> what it gets in its place."""
         raise NotImplementedError
 
     def _check(self) -> None:
-        """Compare log-probabilities that vLLM gives for what it samples with the student's own. All ranks call it."""
+        """Raises InputError where vLLM has another model than the student, by `_gaps`. All ranks call it."""
+        found, rounding, dtype = self._gaps()
+        mean, most = max(found)
+        if any(not each <= rounding for each, _ in found):
+            raise InputError(
+                f"vLLM samples from another model than the student: log-probabilities of the same tokens differ by "
+                f"{mean:.2g} on average, and rounding in {dtype} by {rounding:g} at most. {self._likely()}"
+            )
+        said = "vLLM has the student's weights: log-probabilities of %d tokens differ by %.1e at most (%s)"
+        logger.info(said, PROBES * PROBE_TOKENS, most, dtype)
+
+    def _check_otherwise(self) -> None:
+        """Raises InputError where vLLM has the student's model in spite of a scrambled adapter. All ranks call it."""
+        found, rounding, _ = self._gaps()
+        if any(each <= rounding for each, _ in found):
+            raise InputError(
+                "vLLM passes over the student's adapter: with a scrambled one it gives the log-probabilities of the "
+                "student as it is: see what the server's log says of it"
+            )
+
+    def _gaps(self) -> tuple[list[tuple[float, float]], float, str]:
+        """By how much log-probabilities that vLLM gives for what it samples differ from the student's own, as ([(mean,
+        largest) of each rank], what rounding may do, in which dtype). All ranks call it."""
         trainer, inner = self.trainer, scoring.causal_lm(self.trainer.model)
         draw = some_ids(inner)
         size = min(trainer.vocabulary, inner.config.get_text_config().vocab_size)
@@ -125,14 +152,9 @@ class Backend:
         ours = torch.cat([values[batch["owner"] == number] for number in range(PROBES)]).cpu()
         gap = (ours - torch.tensor([logp for answer in logps for logp in answer])).abs()
         found = gather_object([(gap.mean().item(), gap.max().item())])  # each rank may have its own engine
-        (mean, most), dtype = max(found), self.dtype or "bfloat16"
-        if any(not each <= ROUNDING[dtype] for each, _ in found):
-            raise InputError(
-                f"vLLM samples from another model than the student: log-probabilities of the same tokens differ by "
-                f"{mean:.2g} on average, and rounding in {dtype} by {ROUNDING[dtype]:g} at most. {self._likely()}"
-            )
-        said = "vLLM has the student's weights: log-probabilities of %d tokens differ by %.1e at most (%s)"
-        logger.info(said, len(gap), most, dtype)
+        # the coarser of both sides
+        dtype = max(self.dtype or "bfloat16", computed_in(trainer), key=lambda name: ROUNDING[name])
+        return found, ROUNDING[dtype], dtype
 
     def _likely(self) -> str:
         """Why vLLM may have another model."""
@@ -169,17 +191,24 @@ class Backend:
         """The policy as it is now, or its adapter alone, to a new folder, which is returned. All ranks call it. change:
         of each weight, on its way."""
         self.count += 1
-        folder = self.folder / str(self.count)
+        first, folder = self.trainer.is_world_process_zero(), self.folder / str(self.count)
+        name = scoring.unwrapped(self.trainer.model).active_adapter if self.lora else "default"
+        place = folder if name == "default" else folder / name  # as PEFT has it
         if self.lora:
             self.trainer.save_model(str(folder), _internal_call=True)
+            weights, file = {}, place / "adapter_model.safetensors"
+            if first and change:
+                weights = {name: change(name, weight) for name, weight in load_file(file).items()}
         else:
-            weights = whole_weights_on_first(self.trainer, self.dtype, change)
-            if self.trainer.is_world_process_zero():
-                folder.mkdir()
-                save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        self.trainer.accelerator.wait_for_everyone()
-        name = scoring.unwrapped(self.trainer.model).active_adapter if self.lora else "default"
-        return folder if name == "default" else folder / name  # as PEFT has it
+            weights, file = whole_weights_on_first(self.trainer, self.dtype, change), place / "model.safetensors"
+
+        def write() -> None:
+            if first and weights:
+                place.mkdir(exist_ok=True)
+                save_file(weights, file, metadata={"format": "pt"})
+
+        together(write)  # the disk may be full
+        return place
 
     def _remove(self, number: int) -> None:
         """Remove the weights that were written as `number`. All ranks call it, the first one waits for all others."""
@@ -201,17 +230,16 @@ class Colocated(Backend):
         if self.lora:
             self._give_weights()
 
-    def _send(self) -> None:
+    def _send(self, change: Any = None) -> None:
         """Weights in memory, or a newly written adapter."""
         from vllm.lora.request import LoRARequest
 
         if self.lora:
-            written = self._write()
+            written = self._write(change)
             self.adapter = LoRARequest(lora_name=str(self.count), lora_int_id=self.count, lora_path=str(written))
             self._remove(self.count - 1)  # the newest stays: vLLM may read it again
         else:
-            self.count += 1
-            self._give_weights()
+            self._give_weights(change)
         # what is cached of prompts is of the old weights
         self.llm.reset_prefix_cache()
 
@@ -232,8 +260,7 @@ class Colocated(Backend):
         accelerator.wait_for_everyone()
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
         lengths = trainer.args.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-        names = {"bf16": "bfloat16", "fp16": "float16"}
-        self.dtype = names.get(accelerator.mixed_precision, str(inner.dtype).removeprefix("torch."))
+        self.dtype = computed_in(trainer)
         lora = {"enable_lora": True, "max_lora_rank": max_rank(self.lora)} if self.lora else {}
         with rollout.seeded(accelerator.device, trainer.args.seed):  # vLLM seeds the process
             return LLM(
@@ -246,10 +273,10 @@ class Colocated(Backend):
             )  # fmt: skip
 
     def _give_weights(self, change: Any = None) -> None:
-        """All weights but the adapter's, from memory to memory. All ranks call it. change: of each, on its way."""
+        """All weights but the adapter's, in memory. All ranks call it. change: (name, weight) -> another."""
         with torch.no_grad(), engine.whole_weights(self.trainer.model_wrapped, self.trainer.accelerator) as model:
             weights = hub_weights(scoring.causal_lm(model), dict(named_weights(model)))
-            given = ((name, change(weight) if change else weight) for name, weight in weights.items())
+            given = ((name, (change(name, weight) if change else weight).detach()) for name, weight in weights.items())
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
 
     def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
@@ -274,6 +301,12 @@ def _of_engine(output: Any) -> Sampled:
     return ids, [given[token].logprob for token, given in zip(ids, output.logprobs, strict=True)]
 
 
+def computed_in(trainer: Any) -> str:
+    """The dtype of the policy's products, by torch's name."""
+    own = str(scoring.causal_lm(trainer.model).dtype).removeprefix("torch.")
+    return {"bf16": "bfloat16", "fp16": "float16"}.get(trainer.accelerator.mixed_precision, own)
+
+
 def seeds_of(prompts: Sequence[Any], seed: Sequence[int]) -> list[int]:
     """A seed for each prompt, of 62 bits, since vLLM adds the number of the rollout to it."""
     return [rollout.mix_seed(*seed, number) >> 2 for number in range(len(prompts))]
@@ -290,9 +323,7 @@ def sampling(trainer: Any) -> dict[str, Any]:
         lacks = f"the student's vocabulary has {len(padding)} ids that the teacher lacks"
         raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set rollout: transformers")
     return {
-        "n": args.num_generations, "temperature": args.temperature,
-        "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+        "n": args.num_generations, "temperature": args.temperature, **PLAIN,
         "stop_token_ids": trainer.terminal_ids, "ignore_eos": True,  # ours alone, and they stay in the rollout
         "logit_bias": {token: _NEVER for token in padding} or None,
     }  # fmt: skip

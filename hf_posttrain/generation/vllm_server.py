@@ -2,9 +2,10 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from accelerate.utils import gather_object
 
 from ..errors import InputError
 from ..scoring import forward as scoring
-from .server import Server, ServerError, at_once, together
+from .server import Server, ServerError, as_server_error, at_once, in_background, together
 from .transfer import has_tied_head, scrambled
 from .vllm import Backend, Sampled, max_rank, seeds_of
 
@@ -36,14 +37,13 @@ class Ahead:
 
     def __init__(self, accelerator: Any, writes: bool):
         self.accelerator, self.writes = accelerator, writes
-        self.pool = ThreadPoolExecutor(1, "rollouts ahead")
         self.asked: Any = None
         self.process: str | None = None
         self.future: Future[Any] | None = None
 
     def begin(self, asked: Any, sample: Callable[[], Any], process: str | None) -> None:
         """Sample in the background. asked: what identifies it; process: which start of the server samples."""
-        self.asked, self.process, self.future = _as_json(asked), process, self.pool.submit(sample)
+        self.asked, self.process, self.future = _as_json(asked), process, in_background(sample)
 
     def take(self, asked: Any, process: str | None) -> Callable[[], Any] | None:
         """What gives the rollouts that were begun for this, where any were: they are gone then. None too where the
@@ -60,8 +60,9 @@ class Ahead:
 
     def save(self, folder: str) -> None:
         """Into a checkpoint; all ranks call it."""
-        mine = None if self.future is None else [self.asked, together(self.future.result)]
-        everyone = gather_object([mine])
+        future = self.future
+        found = together(lambda: None if future is None else future.result())  # on the ranks with none too
+        everyone = gather_object([None if future is None else [self.asked, found]])
         if self.writes:
             Path(folder, self.FILE).write_text(json.dumps(everyone), encoding="utf-8")
 
@@ -71,6 +72,7 @@ class Ahead:
 
     def begin_run(self, folder: str | None) -> None:
         """Nothing, or what a checkpoint has of this rank."""
+        self.wait()  # an earlier run's requests would have this one's weights
         self.future, file = None, Path(folder or "", self.FILE)
         if folder is None or not file.exists():
             return
@@ -91,7 +93,7 @@ class Served(Backend):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.card = card = check(trainer.args, self.lora)
+        self.card = card = together(lambda: check(trainer.args, self.lora))
         self.server = _server(trainer.args)
         self.model, base = card["id"], scoring.causal_lm(trainer.model).name_or_path
         self.dtype, self.process = card.get("dtype"), card.get("process")
@@ -109,7 +111,6 @@ class Served(Backend):
         """Send scrambled weights; the base of a LoRA policy is the server's own."""
         if not self.lora:
             self._send(scrambled)
-            self.count = 0
 
     def _send(self, change: Any = None) -> None:
         """The server reads the weights, or the adapter under a new name, from a folder. Raises ServerError."""
@@ -234,11 +235,17 @@ def check(config: Any, peft_config: Any = None) -> dict[str, Any]:
     rank = None if peft_config is None else max_rank(peft_config)
     if config.vllm_mode != "server":
         return {}
-    server = _server(config)
+    with as_server_error():
+        return _checked(_server(config), config, rank)
+
+
+def _checked(server: Server, config: Any, rank: int | None) -> dict[str, Any]:
+    """`check` of a server that serves an adapter of this rank, None for whole weights."""
     card, told = server.card(), server.settings()
-    if config.max_length is not None and card["max_model_len"] < config.max_length:
-        longest = f"the vLLM server's --max-model-len {card['max_model_len']}: lower max_length, or start it with more"
-        raise InputError(f"max_length={config.max_length} is more than {longest}")
+    longest = card.get("max_model_len") or math.inf  # others than vLLM may not say
+    if config.max_length is not None and longest < config.max_length:
+        problem = f"the vLLM server's --max-model-len {longest}: lower max_length, or start it with more"
+        raise ServerError(f"max_length={config.max_length} is more than {problem}")
     if told is None:
         if rank is None:
             how = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, so that it takes weights"

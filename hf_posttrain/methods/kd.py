@@ -123,10 +123,9 @@ class KDTrainer(PostTrainer):
     def _by_chunk(self, model: nn.Module, batch: dict[str, Any], function: Any) -> Losses:
         """The mixed loss with a teacher that has its own tokenizer: see `scoring.chunks`."""
         config, weights, view = self.args, self.weights(batch), self.teacher.seen(batch)
-        theirs = self.across.teachers_own(self.teacher, batch, 1.0)
-        tokens, of_one = self.stop.of(targets(batch)), function if self.teacher.dense else None
-        ce_coef = 1 - config.kd_coef
-        tile = self.across.tile(of_one, self.teacher, batch, tokens, 1.0, ce_coef)
+        theirs, whole = self.across.read(self.teacher, batch, self.teacher.dense, 1.0)
+        tokens, ce_coef = self.stop.of(targets(batch)), 1 - config.kd_coef
+        tile = self.across.tile(function, whole, view["match"], tokens, 1.0, ce_coef)
         scores = self.score(model, batch, tile)
         alone = scores["alone"] > 0
         # of a token that is not alone its ln q is known, which makes both parts of the loss

@@ -347,15 +347,14 @@ class OPDTrainer(PostTrainer):
     def _by_chunk(self, model: nn.Module, batch: dict, tokens: Tensor) -> dict[str, Any]:
         """`compare` with a teacher that has its own tokenizer: see `scoring.chunks`."""
         args, view = self.args, self.teacher.seen(batch)
-        theirs = self.across.teachers_own(self.teacher, batch, args.temperature)
-        function = None
-        if args.loss_type != POLICY_GRADIENT:
-            function = teacher_tiles.divergence(args.loss_type, args.beta, args.skew_alpha)
-        tile = self.across.tile(function, self.teacher, batch, tokens, args.temperature)
+        sampled = args.loss_type == POLICY_GRADIENT
+        theirs, whole = self.across.read(self.teacher, batch, not sampled, args.temperature)
+        function = teacher_tiles.divergence("reverse_kl" if sampled else args.loss_type, args.beta, args.skew_alpha)
+        tile = self.across.tile(function, whole, view["match"], tokens, args.temperature)
         scores = self.score(model, batch, tile)
         chunks = Chunks.of(view, scores["student"], theirs)
         value, divergence = chunks.on_rollouts(scores["value"], scores["alone"] > 0)
-        if function is None:
+        if sampled:
             value = -chunks.credit * scores["value"]
         teacher = scores["student"] + chunks.gap
         return scores | {"value": value, "divergence": divergence, "teacher": teacher}

@@ -64,6 +64,7 @@ class Replay(Live, TrainerCallback, ExportableState):
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.windows: deque[list[Answered]] = deque(maxlen=trainer.args.replay_windows)
+        self.newest: list[Answered] | None = None  # of a step that is not done yet
         trainer.add_callback(self)
 
     def answer(self, rows: Sequence[dict], seed: Sequence[int], longest: int) -> list[Answered]:
@@ -74,7 +75,7 @@ class Replay(Live, TrainerCallback, ExportableState):
         wanted = len(rows) - count  # none a second time before all were chosen
         rounds = [torch.randperm(len(kept)) for _ in range(-(-wanted // len(kept)) if kept else 0)]
         chosen = torch.cat(rounds)[:wanted].tolist() if rounds else []
-        self.windows.append(gather_object(live))
+        self.newest = gather_object(live)
         return live + [kept[number] for number in chosen]
 
     def scores(self, rows: Sequence[dict]) -> list[list[dict[str, list]]] | None:
@@ -86,11 +87,18 @@ class Replay(Live, TrainerCallback, ExportableState):
         sets it as an attribute when training resumes."""
         return {"args": {}, "attributes": {"text": json.dumps(list(self.windows), separators=(",", ":"))}}
 
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Now it is one of the last: a checkpoint that is saved while a step is under way does not have it twice."""
+        if self.newest is not None:
+            self.windows.append(self.newest)
+        self.newest = None
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin anew, or with the windows of the checkpoint that training resumes from."""
         kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         kept = kept[-1] if isinstance(kept, list) else kept
         self.windows.clear()
+        self.newest = None
         self.windows.extend(json.loads(kept["attributes"]["text"]) if kept else [])
 
 

@@ -94,7 +94,10 @@ def kd(values: Any) -> Iterator[Problem]:
 
 def taught(values: Any) -> Iterator[Problem]:
     """What options for teachers exclude."""
-    own, prompt, names = values.teacher_tokenizer, values.teacher_prompt, values.teacher_names
+    own, prompt, names = values.teacher_tokenizer, values.teacher_prompt, values.teacher_names or []
+    if not isinstance(names, list) or not all(isinstance(name, str) and name.strip() for name in names):
+        yield ("teacher_names",), f"teacher_names={names!r}: a list of names is wanted, each a text"
+        return
     for option, value in (("teacher_tokenizer", own), ("teacher_prompt", prompt)):
         if isinstance(value, dict) != bool(names) and value is not None:
             yield (option, "teacher_names"), f"{option} has a value for each of teacher_names, and one without them"
@@ -106,7 +109,9 @@ def taught(values: Any) -> Iterator[Problem]:
         return
     what = "a teacher with a prompt of its own" if prompt else "one of several teachers"
     what = "a teacher with its own tokenizer" if own else what
-    if getattr(values, "rollouts", "live") == "replay":
+    if own and getattr(values, "rollouts", "live") != "live":
+        yield ("rollouts",), f"rollouts: {what} estimates from tokens that the policy of now sampled: set live"
+    elif getattr(values, "rollouts", "live") == "replay":
         yield ("rollouts",), f"rollouts: replay keeps no rows, which {what} needs: set live or frozen"
     if prompt or own:
         for option, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
@@ -186,16 +191,16 @@ def served_problem(values: Any) -> Problem | None:
     """What a served teacher wants of a Config: it gives its top tokens, and those of the text, alone."""
     by_token = getattr(values, "loss_type", None) == POLICY_GRADIENT
     if values.temperature != 1 and (by_token or values.teacher_tokenizer):
-        return ("temperature",), "a server gives log-probabilities at temperature 1: set train.temperature: 1"
+        return ("temperature",), "a server gives log-probabilities at temperature 1: set temperature: 1"
     if values.teacher_tokenizer:
         if hasattr(values, "loss_type") and not by_token:
-            problem = "with its own tokenizer it scores the text alone: set train.loss_type: policy_gradient"
+            problem = "with its own tokenizer it scores the text alone: set loss_type: policy_gradient"
             return ("loss_type",), problem
         return None
     if by_token or values.teacher_top_k or values.precompute_teacher_top_k:
         return None
-    other = ", or train.loss_type: policy_gradient" if hasattr(values, "loss_type") else ""
-    return ("teacher_top_k",), f"a server gives a teacher's top tokens alone: set train.teacher_top_k (20){other}"
+    other = ", or loss_type: policy_gradient" if hasattr(values, "loss_type") else ""
+    return ("teacher_top_k",), f"a server gives a teacher's top tokens alone: set teacher_top_k (20){other}"
 
 
 def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
@@ -267,9 +272,10 @@ def _of_teacher_top_k(values: Any) -> Iterator[Problem]:
         if values.loss_type != "reverse_kl":
             problem = f"teacher_rest: residual is of loss_type reverse_kl, not {values.loss_type}: set tail"
             yield ("teacher_rest", "loss_type"), problem
-        if values.rollouts != "live" or values.lmbda < 1:
-            problem = "teacher_rest: residual is of tokens that the policy of now sampled: set tail, or rollouts: live"
-            yield ("teacher_rest", "rollouts"), problem
+        for option, usual in (("rollouts", "live"), ("lmbda", 1), ("rollout_ahead", 0)):
+            if getattr(values, option) != usual:
+                problem = "teacher_rest: residual is of tokens that the policy of now sampled: set tail"
+                yield ("teacher_rest", option), f"{problem}, or {option}: {usual}"
 
 
 def _of_token_weights(values: Any) -> Iterator[Problem]:

@@ -84,13 +84,13 @@ def _views(
 
 def _made(trainer: Any, given: Given, name: str, offload: bool) -> tuple[Any, int]:
     """A teacher, and its number of token ids."""
-    own = by_name(trainer.args.teacher_tokenizer).get(name)
+    own, switches = by_name(trainer.args.teacher_tokenizer).get(name), trainer.args.chat_template_kwargs
     if isinstance(given, TeacherSection) and given.self:
         return own_past(trainer, given), forward.causal_lm(trainer.model).config.get_text_config().vocab_size
     if isinstance(given, TeacherSection) and given.url:
-        served = ServedTeacher(trainer, given)
+        served = ServedTeacher(trainer, given, f"teachers.{name}" if name else "teacher")
         served.check(trainer.args.teacher_top_k or trainer.args.precompute_teacher_top_k or 0)
-        served.aligner = _aligner(trainer, served.tokenizer, own, lambda tokenizer: served.ends(tokenizer, None))
+        served.aligner = _aligner(trainer, served.tokenizer, own, lambda tokenizer: served.ends(tokenizer, switches))
         return served, served.vocabulary
     model: Any = given
     if isinstance(given, str | TeacherSection):
@@ -108,7 +108,7 @@ def _made(trainer: Any, given: Given, name: str, offload: bool) -> tuple[Any, in
     if offload and getattr(model, "is_loaded_in_8bit", False):
         raise InputError("teacher offload: bitsandbytes keeps 8-bit weights on the GPU: use 4bit, or do not offload")
     teacher = Teacher(model, trainer.accelerator, offload)
-    teacher.aligner = _aligner(trainer, theirs, own, lambda tokenizer: find_terminal_ids(model, tokenizer, None))
+    teacher.aligner = _aligner(trainer, theirs, own, lambda tokenizer: find_terminal_ids(model, tokenizer, switches))
     return teacher, forward.causal_lm(model).config.get_text_config().vocab_size
 
 

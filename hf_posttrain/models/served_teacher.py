@@ -13,12 +13,14 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+import datasets
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from ..data.lengths import full_lengths
 from ..errors import InputError
-from ..generation.server import Server, ServerError, at_once, together
+from ..generation.server import PLAIN, Server, ServerError, at_once, together
 from ..scoring.forward import targets
 from ..scoring.stop_outcome import StopOutcome
 from . import load
@@ -26,6 +28,8 @@ from .prepare import terminal_ids_of
 from .section import ModelSection, TeacherSection
 
 logger = logging.getLogger(__name__)
+TRIED = "1 + 23 = 24, café\n"
+"""A text of which other tokenizers make other ids."""
 _NEEDS = {"/v1/completions": "it has no such path, or no such model: see /v1/models"}
 
 
@@ -36,19 +40,32 @@ class ServedTeacher:
     dense = False
     aligner: Any = None
 
-    def __init__(self, trainer: Any, section: TeacherSection):
-        self.trainer, self.section = trainer, section
-        self.server = Server(str(section.url), "teacher.url", _NEEDS)
-        first = self.server.card()
+    def __init__(self, trainer: Any, section: TeacherSection, key: str = "teacher"):
+        self.trainer, self.section, self.key_of_url = trainer, section, f"{key}.url"
+        self.server = Server(str(section.url), self.key_of_url, _NEEDS)
+        first = together(self.server.card)
         self.model, self.root, self.longest = first["id"], first.get("root"), first.get("max_model_len")
+        if not (trainer.args.teacher_prompt or trainer.args.teacher_tokenizer):
+            self._check_lengths(trainer.train_dataset, trainer.args)
+        if self.root not in (None, section.name_or_path):
+            logger.info("%s serves %s; its tokenizer is read from %s", section.url, self.root, section.name_or_path)
         tokens = ModelSection(section.name_or_path, trust_remote_code=section.trust_remote_code)
         self.tokenizer = load.load_tokenizer(tokens)
         own = None
         try:
             own = load.check_model(tokens).get_text_config().vocab_size
         except InputError:  # a tokenizer alone
-            logger.info("teacher.name_or_path has no config.json: its vocabulary is that of the tokenizer")
+            logger.info("%s has no config.json: its vocabulary is that of the tokenizer", section.name_or_path)
         self.vocabulary = own or max(self.tokenizer.get_vocab().values()) + 1
+
+    def _check_lengths(self, rows: Any, args: Any) -> None:
+        """Raises InputError where training rows may be longer than what the server scores: it wants space for a token
+        behind them."""
+        if isinstance(self.longest, int) and isinstance(rows, datasets.Dataset) and len(rows):
+            longest = int(full_lengths(rows, args).max())
+            if longest >= self.longest:
+                problem = f"rows have up to {longest} tokens, and {self.server.url} a --max-model-len of {self.longest}"
+                raise InputError(f"{self.key_of_url}: {problem}: start it with {longest + 1}, or lower max_length")
 
     @property
     def described(self) -> str:
@@ -76,10 +93,11 @@ class ServedTeacher:
     ) -> list[dict[str, Tensor]]:  # fmt: skip
         """`top` of several micro-batches, with all requests open at once. All ranks call it."""
         found = self.scores(batches, k, stop.ids.tolist() if stop else [])
-        return [
+        # an answer that will not do ends all ranks, not the one whose rows it is of
+        return together(lambda: [
             self._columns(rows, batch, k, own, temperature, vocabulary, stop)
             for rows, batch, own in zip(found, batches, tokens, strict=True)
-        ]
+        ])  # fmt: skip
 
     def _columns(
         self, rows: Sequence[dict[int, float]], batch: dict[str, Any], k: int, tokens: Tensor, temperature: float,
@@ -115,7 +133,7 @@ class ServedTeacher:
                 chosen = chosen.where(best.values > -torch.inf, stop.ids[1])
             elif best.values.isinf().any():
                 lacks = f"ids from {vocabulary} on, which the student lacks, are among the teacher's best {k}"
-                raise InputError(f"teacher.url: {lacks}: lower teacher_top_k")
+                raise InputError(f"{self.key_of_url}: {lacks}: lower teacher_top_k")
             found |= {"teacher_logps": best.values, "teacher_ids": chosen}
         return found
 
@@ -143,38 +161,47 @@ class ServedTeacher:
         given = [*prompt, *answer]
         if self.longest and len(given) >= self.longest:
             problem = f"{len(prompt)} tokens of prompt and {len(answer)} of answer are too long for {self.server.url}"
-            raise ServerError(f"teacher.url: {problem}: start it with a --max-model-len above {len(given)}")
+            raise ServerError(f"{self.key_of_url}: {problem}: start it with a --max-model-len above {len(given)}")
         body = {"model": self.model, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
         [choice] = self.server.complete(body, given)
         told = choice.get("prompt_logprobs")
         if not isinstance(told, list) or len(told) != len(given):
-            raise ServerError(f"teacher.url: {self.server.url} gives no prompt_logprobs: it must be vLLM, or alike")
+            what = f"{self.server.url} gives no prompt_logprobs: it must be vLLM, or alike"
+            raise ServerError(f"{self.key_of_url}: {what}")
         scored = [place for place, on in enumerate(mask or [1] * len(answer), len(prompt)) if on]
         rows = [{int(token): each["logprob"] for token, each in told[place].items()} for place in scored]
         for place, row in zip(scored, rows, strict=True):
             if given[place] not in row or len(row) < min(k, self.vocabulary):
-                raise ServerError(f"teacher.url: {self.server.url} gives {len(row)} log-probabilities of token {place} "
-                                  f"where {k} and its own were asked for")  # fmt: skip
+                given_up = f"{self.server.url} gives {len(row)} log-probabilities of token {place}"
+                raise ServerError(f"{self.key_of_url}: {given_up} where {k} and its own were asked for")
         if scored and scored[-1] == len(given) - 1 and given[-1] in ends and not {*ends} <= rows[-1].keys():
             rows[-1] |= self._score_next(given[:-1], ends)
         return rows
 
     def _score_next(self, given: Sequence[int], wanted: Sequence[int]) -> dict[int, float]:
         """The log-probabilities of some tokens behind others: the prompt's are at hand at the server."""
-        body = {"model": self.model, "max_tokens": 1, "temperature": 1.0, "logprobs": 1}
+        body = {"model": self.model, "max_tokens": 1, "temperature": 1.0, "logprobs": 1} | PLAIN
         how = {"logprob_token_ids": list(wanted), "return_tokens_as_token_ids": True}
         [choice] = self.server.complete(body | how, given)
         told = ((choice.get("logprobs") or {}).get("top_logprobs") or [{}])[0]
         found = {token: told[name] for token in wanted if (name := f"token_id:{token}") in told}
         if len(found) < len({*wanted}):
             problem = f"gives no log-probabilities of {list(wanted)} (logprob_token_ids)"
-            raise ServerError(f"teacher.url: {self.server.url} {problem}: set one_stop_outcome: false, or take vLLM")
+            mend = "set one_stop_outcome: false, or take vLLM"
+            raise ServerError(f"{self.key_of_url}: {self.server.url} {problem}: {mend}")
         return found
 
     def check(self, k: int) -> None:
-        """Raises InputError where the server does not give k log-probabilities of each token. All ranks call it."""
-        ids = self.tokenizer("a b", add_special_tokens=False)["input_ids"][:2] or [0]
+        """Raises InputError where the server does not give k log-probabilities of each token, or reads a text as other
+        ids than the tokenizer of `name_or_path` does. All ranks call it."""
+        ids = self.tokenizer(TRIED)["input_ids"]
         together(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
+        told = together(lambda: self.server.post("/v1/completions", {
+            "model": self.model, "prompt": TRIED, "max_tokens": 1, "return_token_ids": True,
+        })["choices"][0].get("prompt_token_ids"))  # fmt: skip
+        if told not in (None, ids):
+            read = f"{self.server.url} reads {TRIED!r} as ids {told}, and {self.section.name_or_path} has {ids}"
+            raise InputError(f"{self.key_of_url}: {read}: name the tokenizer of the model that it serves")
 
     def key(self) -> Any:
         """What tells its scores from those of another teacher: its model's name, and four scores, roughly."""

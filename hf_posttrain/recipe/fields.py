@@ -145,6 +145,8 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
         if typing.get_origin(kind) is dict and isinstance(value, dict):
             item = typing.get_args(kind)[1]
             if dataclasses.is_dataclass(item):
+                if odd := [name for name in value if not isinstance(name, str) or not name.strip()]:
+                    raise InputError(f"{where(key)}: {key}: {odd[0]!r} is no name: write a text")
                 return {name: _typed(each, item, join(key, name), where, advice) for name, each in value.items()}
     try:
         coerced = _coerced(value, kinds)

@@ -9,7 +9,8 @@
                              on data      the divergence of two outcomes, this chunk or anything else: a lower bound,
                                           never below 0, 0 where both give it the same probability
     no common text           on rollouts  a token that the teacher cannot say: ln p is UNSAID, or a student that is told
-                                          off elsewhere would end there
+                                          off elsewhere would end there; nothing of a character that the rollout's end
+                                          has cut
                              on data      nothing
 
 Why those around it: where a chunk ends is not known before the next one begins. To a teacher that writes 95 as one
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.align import Aligner, shared_ids
+from ..data.align import LEFT_OUT, Aligner, shared_ids
 from .forward import targets
 from .head import LogProb, Tile, TileFunction
 from .stop_outcome import StopOutcome
@@ -52,33 +53,33 @@ class Across:
         self.mine, self.theirs = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
         self.stop, self.their_stop = stop, StopOutcome(torch.tensor(ends, device=device), stop.temperature)
 
-    def teachers_own(self, teacher: Any, batch: dict[str, Any], temperature: float) -> Tensor:
-        """ln p of each of the teacher's tokens, [M]."""
+    def read(
+        self, teacher: Any, batch: dict[str, Any], whole: bool, temperature: float
+    ) -> tuple[Tensor, TeacherStates | None]:
+        """(ln p of each of the teacher's tokens [M], its whole distributions where asked for), by one forward."""
         if not teacher.dense:
-            return teacher.own(batch, self.their_stop.ids.tolist())
+            return teacher.own(batch, self.their_stop.ids.tolist()), None
         tokens = self.their_stop.of(targets(teacher.seen(batch)))
-        return teacher.score(batch, self.their_stop(LogProb(tokens, temperature)))["value"].float()
+        if whole:
+            states = teacher.states(batch, self.their_stop)
+            return states.logps(tokens, temperature), states
+        return teacher.score(batch, self.their_stop(LogProb(tokens, temperature)))["value"].float(), None
 
     def tile(
-        self, function: Callable[[Tensor, Tensor], Tensor] | None, teacher: Any, batch: dict[str, Any], tokens: Tensor,
+        self, function: Callable[[Tensor, Tensor], Tensor], whole: TeacherStates | None, match: Tensor, tokens: Tensor,
         temperature: float, ce_coef: float = 0.0,
     ) -> TileFunction:  # fmt: skip
-        """Tile function: of one token against one the divergence, mixed with the cross-entropy by `ce_coef`; of others
-        (without a function of all) ln q. stats: `student`, ln q of `tokens`, `divergence`, and `alone`: which of both
-        the value is."""
-        match = teacher.seen(batch)["match"]
-        if function is None:
+        """Tile function: of one token against one, by `match` [N], the divergence, mixed with the cross-entropy by
+        `ce_coef`; of others (of all, without whole distributions) ln q. stats: `student`, ln q of `tokens`,
+        `divergence`, and `alone`: which of both the value is."""
+        if whole is None or not len(whole.hidden):  # none: nothing of the answers is a text
 
             def own_alone(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
                 found = LogProb(tokens, temperature)(logits, rows, need_grad, buffer)
                 return Tile(found.value, found.grad, {"student": found.value, "alone": torch.zeros_like(found.value)})
 
             return self.stop(own_alone)
-        whole = teacher.states(batch, self.their_stop)
-        if not len(whole.hidden):  # nothing of the answers is a text
-            return self.tile(None, teacher, batch, tokens, temperature)
         states = TeacherStates(whole.head, whole.hidden[match.clamp(min=0)], whole.stop)
-        both = function
 
         def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
             whole_q = torch.log_softmax(at_temperature(logits, temperature), -1)
@@ -86,7 +87,7 @@ class Across:
             own, q, p = whole_q.gather(-1, tokens[rows, None])[:, 0], whole_q[:, self.mine], whole_p[:, self.theirs]
             on_mine, on_theirs = (side.detach().exp().sum(-1) for side in (q, p))
             q, p = torch.log_softmax(q, -1), torch.log_softmax(p, -1)
-            apart = both(q, p)
+            apart = function(q, p)
             mixed = (1 - ce_coef) * apart - ce_coef * own if ce_coef else apart
             alone = (match[rows] >= 0) & (torch.minimum(on_mine, on_theirs) >= SHARED)
             stats = {"student": own, "divergence": apart, "alone": alone.float()}
@@ -118,7 +119,7 @@ class Chunks:
         size = zeros.index_add(0, where, torch.ones_like(student))
         advantage = (p - q).detach().masked_fill(torch.arange(none + 1, device=q.device) == none, 0.0)
         credit = advantage[where] + sum(advantage[other.where(other >= 0, none)] for other in around)
-        foreign, known = (UNSAID - student).detach(), mine >= 0
+        foreign, known = (UNSAID - student).detach().masked_fill(mine == LEFT_OUT, 0.0), mine >= 0
         gap = torch.where(known, advantage[where] / size[where], foreign)
         return cls(q[where], p[where], size[where], known, gap, torch.where(known, credit, foreign))
 

@@ -21,7 +21,7 @@ from ..errors import InputError
 from ..losses.divergence import DIVERGENCES, by_rollout, discounted, forward_kl, jsd, reverse_kl
 from .cpu import expectation
 from .forward import LMHead, run, scored_states
-from .head import LogProb, Tile, TileFunction, kernels, softmax
+from .head import LogProb, Tile, TileFunction, kernels, softmax, tiles
 from .stop_outcome import StopOutcome
 
 IMPORTANCE = 2.0
@@ -70,6 +70,14 @@ class TeacherStates:
             if self.stop:
                 self.stop.merge(logits)
             return logits
+
+    def logps(self, tokens: Tensor, temperature: float) -> Tensor:
+        """ln p of tokens [N], float32."""
+        size, found = getattr(self.head.module, "out_features", self.hidden.shape[-1]), []
+        for rows in tiles(self.hidden, size):
+            p = torch.log_softmax(at_temperature(self.logits(rows), temperature), -1)
+            found.append(p.gather(-1, tokens[rows, None])[:, 0])
+        return torch.cat(found).float()
 
 
 def _copied(head: LMHead) -> LMHead:

@@ -77,7 +77,8 @@ def _in_order(batch: dict[str, Any], view: dict[str, Any], branches: Tensor) -> 
 def _across(batch: dict[str, Any], view: dict[str, Any], aligned: Sequence[Any]) -> dict[str, Any]:
     """The view of a teacher with its own tokenizer, with what lays its M tokens alongside the student's N:
 
-    chunk [N] and their_chunk [M], the number of the chunk of text that a token is of, -1 where none is common to both;
+    chunk [N] and their_chunk [M], the number of the chunk of text that a token is of, -1 where none is common to both,
+    LEFT_OUT of half a character at the end;
     before and behind [N], those of the chunks before and behind it in the same answer, -1 where there is none;
     match [N], of a token that may be compared with one of the teacher's in full, that token, else -1.
     """

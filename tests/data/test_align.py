@@ -5,7 +5,8 @@ import random
 import pytest
 from tokenizers_for_tests import base_tokenizer, byte_tokenizer, gpt2_tokenizer, llama2_tokenizer, words_tokenizer
 
-from hf_posttrain.data.align import Aligner, bytes_of, shared_ids, spell
+from hf_posttrain.data.align import LEFT_OUT, Aligner, bytes_of, shared_ids, spell
+from hf_posttrain.errors import InputError
 
 TOKENIZERS = {"byte": byte_tokenizer, "gpt2": gpt2_tokenizer, "llama": llama2_tokenizer}
 PAIRS = [(one, other) for one in TOKENIZERS for other in TOKENIZERS if one != other]
@@ -108,3 +109,66 @@ def test_shared_ids_stand_for_the_same_bytes():
         assert all(spelt[0][a] == spelt[1][b] for a, b in zip(mine, theirs, strict=True))
     mine, theirs = shared_ids(bytes_of(byte_tokenizer()), bytes_of(base_tokenizer()))
     assert mine == theirs == [*range(256)]
+
+
+# ---- what is no common text stays where it is
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_a_rollout_that_ends_within_a_character_is_aligned_up_to_there(one, other):
+    both = aligner(one, other)
+    ids = both.student("costs 42 \u20ac", add_special_tokens=False)["input_ids"]
+    whole = both(ids)
+    assert min(whole.chunks) == 0
+    if (cut := ids[:-1]) and spell(both.mine, cut)[0].endswith(b"42 \xe2\x82"):  # the character is of several tokens
+        found = both(cut)
+        inside = found.chunks.count(LEFT_OUT)
+        assert 1 <= inside <= 2
+        assert min(found.chunks[:-inside]) >= 0
+        assert found.chunks[-inside:] == [LEFT_OUT] * inside
+        assert max(found.their_chunks) == max(found.chunks)
+    ended = both([*cut, both.student.eos_token_id])  # there it stays, and is no text
+    assert LEFT_OUT not in ended.chunks
+    assert ended.chunks[-1] == ended.count - 1
+
+
+def test_a_text_that_a_tokenizer_reads_as_special_leaves_that_alone_out():
+    both = aligner("byte", "llama")
+    ids = list(b"before <s> after it")
+    found = both(ids)
+    left = [n for n, chunk in enumerate(found.chunks) if chunk < 0]
+    assert bytes(ids[n] for n in left) in (b"<s>", b"<s> ", b" <s>", b" <s> ", b"")
+    assert found.chunks[-1] == found.count - 1
+
+
+def test_a_normalised_text_says_the_same():
+    """e and an accent, which a teacher with NFC writes as one letter."""
+    from tokenizers import normalizers
+
+    student, teacher = byte_tokenizer(), gpt2_tokenizer()
+    teacher.backend_tokenizer.normalizer = normalizers.NFC()
+    both = Aligner(student, teacher, [258], teacher.eos_token_id)
+    found = both([*"caf\u0065\u0301 at the end".encode(), 258])
+    assert min(found.chunks) == 0
+    assert min(found.their_chunks) == 0
+    assert {*found.chunks} == {*found.their_chunks} == {*range(found.count)}
+    assert found.count > 5
+
+
+def test_special_tokens_in_the_midst_cost_no_more_than_themselves():
+    both = aligner("byte", "llama")
+    ids = [*b"one two", 257, *b" three four", 258]
+    found = both(ids)
+    assert [n for n, chunk in enumerate(found.chunks) if chunk < 0] == [7]
+
+
+def test_wordpiece_is_refused():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["[UNK]", "[PAD]", *"abcdefghijklmnopqrstuvwxyz0123456789+=", *(f"##{c}" for c in "abc0123456789+=")]
+    backend = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    teacher = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[PAD]")
+    with pytest.raises(InputError, match="cannot be aligned with another"):
+        Aligner(byte_tokenizer(), teacher, [258], 1)

@@ -6,7 +6,9 @@ import dataclasses
 import importlib.util
 import inspect
 import itertools
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import peft
@@ -207,9 +209,9 @@ def test_what_was_written_is_removed(backend, tmp_path):
     trainer, server = opd(backend, tmp_path)
     trainer.train()
     left = {path.name for path in trainer.backend.folder.iterdir()} - {"model"}
-    assert left == ({"3"} if trainer.backend.lora else set())  # vLLM may read the newest adapter again
+    assert left == ({"4"} if trainer.backend.lora else set())  # vLLM may read the newest adapter again
     if server and trainer.backend.lora:
-        assert list(server.adapters) == [f"{trainer.backend.folder.name}-3"]
+        assert list(server.adapters) == [f"{trainer.backend.folder.name}-4"]
 
 
 @pytest.mark.parametrize("backend", [("colocate", False), ("server", False)], ids=["colocate", "server"], indirect=True)
@@ -253,9 +255,9 @@ def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(b
     trainer.backend.synchronise()
     trainer.backend.generate([[1, 2], [3]], (0,), 4)
     # scrambled ones before all others, and a look at what arrived
-    log = ["weights", "weights", "reset", ("generate", 4, 1 if lora else None)]
-    log += ["reset", ("generate", 4, 2)] if lora else ["weights", "reset"]  # of an adapter at the second one too
-    assert trainer.backend.llm.log == [*log, ("generate", 2, 2 if lora else None)]
+    log = ["weights", "weights", *(["reset", ("generate", 4, 1)] if lora else [])]  # and a scrambled adapter
+    log += ["reset", ("generate", 4, 2 if lora else None), *([] if lora else ["weights"]), "reset"]
+    assert trainer.backend.llm.log == [*log, ("generate", 2, 3 if lora else None)]
     assert trainer.backend.generate([], (0,), 4) == []  # a rank whose prompts are all answered by the data
 
 
@@ -370,8 +372,8 @@ def test_a_policy_gradient_ahead_weighs_tokens_by_how_much_likelier_they_are_now
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_a_server_that_ignores_what_it_gets_is_found_by_the_second_transfer(lora, tmp_path, monkeypatch):
-    """Of all weights by the first; a new adapter changes nothing before it has been trained."""
+def test_a_server_that_ignores_what_it_gets_is_found_before_the_first_step(lora, tmp_path, monkeypatch):
+    """A new adapter changes nothing before it has been trained, and little after a step: a scrambled one does."""
     with Serving(tiny_model() if lora else untied(seed=77)) as server:
         base = copy.deepcopy(server.model)
         ignored = (lambda **_: "Success") if lora else (lambda *_, **__: {"results": [None]})
@@ -379,9 +381,58 @@ def test_a_server_that_ignores_what_it_gets_is_found_by_the_second_transfer(lora
         server.adapters = collections.defaultdict(lambda: base)
         options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
         trainer, _ = opd(options | {"peft_config": peft.LoraConfig(**LORA) if lora else None}, tmp_path)
-        with pytest.raises(InputError, match="samples from another model than the student"):
+        problem = "passes over the student's adapter" if lora else "samples from another model than the student"
+        with pytest.raises(InputError, match=problem):
             trainer.train()
-        assert trainer.state.global_step == int(lora)
+        assert trainer.state.global_step == 0
+
+
+def test_a_student_in_bf16_may_have_a_server_in_float32(tmp_path):
+    with Serving(untied(seed=77)) as server:
+        trainer, _ = opd({"vllm_mode": "server", "vllm_server_base_url": server.url}, tmp_path, bf16=True, max_steps=1)
+        trainer.train()
+        assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("part", ["max_model_len", "model_config"])
+def test_a_server_that_says_less_of_itself(part, tmp_path, monkeypatch):
+    with Serving(untied(seed=77)) as server:
+        told = server.models() if part == "max_model_len" else server.server_info()
+        (told["data"][0] if part == "max_model_len" else told["vllm_config"]).pop(part)
+        monkeypatch.setattr(server, "models" if part == "max_model_len" else "server_info", lambda **_: told)
+        options = {"vllm_mode": "server", "vllm_server_base_url": f"{server.url}/v1/"}
+        if part == "max_model_len":  # others than vLLM may not say it
+            opd(options, tmp_path)
+            return
+        with pytest.raises(InputError, match=r"answered otherwise than vLLM does \(KeyError: 'model_config'"):
+            opd(options, tmp_path)
+
+
+def test_what_waits_for_a_server_does_not_keep_a_process_alive():
+    """An executor's threads would: a run that has failed would wait for its rollouts, and other ranks for it."""
+    lines = [
+        "import time; from hf_posttrain.generation.server import at_once, in_background",
+        "in_background(lambda: at_once(time.sleep, [600, 600]))",
+        "time.sleep(0.5); raise SystemExit(7)",
+    ]
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=120).returncode == 7
+
+
+def test_at_once_keeps_order_and_ends_after_an_error():
+    from hf_posttrain.generation.server import at_once
+
+    assert at_once(lambda n: n * n, range(1000)) == [n * n for n in range(1000)]
+    assert at_once(len, []) == []
+    begun = []
+
+    def fail(number):
+        begun.append(number)
+        time.sleep(0.01)
+        raise InputError("no")
+
+    with pytest.raises(InputError, match="no"):
+        at_once(fail, range(10_000))
+    assert len(begun) < 1000
 
 
 # ---- several processes
@@ -432,7 +483,7 @@ def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
         options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
         (_, wholes, rollouts), (_, _, other) = on_two(trained, engine, engine, str(tmp_path), lora, options)
     sent = [path for path, body in server.log if path == "/v1/load_lora_adapter" or "reload" in str(body)]
-    assert len(sent) == len(wholes) + (not lora) == 2 + (not lora)  # scrambled ones before all
+    assert len(sent) == len(wholes) + 1 == 3  # scrambled ones before all
     [model] = server.adapters.values() if lora else [server.model]
     assert_equal_weights(weights(model), wholes[-1])
     asked = [body for path, body in server.log if path == "/v1/completions" and body["seed"] >= vllm_rollout.PROBES]

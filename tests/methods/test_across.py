@@ -186,7 +186,10 @@ def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other
     [
         ("opd", {"teacher_top_k": 5}, "teacher_top_k: a teacher with its own tokenizer is compared by chunks"),
         ("opd", {"loss_type": "policy_gradient", "discount": 0.5}, "discount: a teacher with its own tokenizer"),
-        ("opd", {"rollouts": "replay"}, "rollouts: replay keeps no rows, which a teacher with its own tokenizer needs"),
+        ("opd", {"rollouts": "replay"}, "tokenizer estimates from tokens that the policy of now sampled: set live"),
+        ("opd", {"rollouts": "frozen"}, "tokenizer estimates from tokens that the policy of now sampled: set live"),
+        ("opd", {"teacher_tokenizer": None, "teacher_names": "maths"}, "teacher_names='maths': a list of names"),
+        ("kd", {"teacher_tokenizer": None, "teacher_names": [1]}, "a list of names is wanted, each a text"),
         ("kd", {"temperature": 2.0}, "temperature=2: a teacher with its own tokenizer"),
         ("kd", {"completion_only_loss": False}, "reads another text before the answer"),
         ("kd", {"teacher_names": ["a"], "teacher_tokenizer": {"a": "x"}}, "none may have a tokenizer of its own yet"),
@@ -202,3 +205,17 @@ def test_another_tokenizer_that_nobody_asked_for_is_refused(other, tmp_path):
     teacher.save_pretrained(folder)
     with pytest.raises(InputError, match="student and teacher have different vocabularies"):
         trainer_for("opd", tiny_model(), ROWS, tmp_path, second=folder, max_length=200)
+
+
+@pytest.mark.parametrize("method", ["kd", "opd"])
+def test_the_teacher_reads_each_batch_once(method, other, tmp_path, monkeypatch):
+    folder, _, teacher = other
+    fix_rollouts(monkeypatch)
+    trainer = trainer_for(method, tiny_student(), ROWS, tmp_path, second=teacher, teacher_tokenizer=folder,
+                          max_length=200)  # fmt: skip
+    trainer.check_scoring(trainer.model)
+    calls = []
+    teacher.get_input_embeddings().register_forward_hook(lambda *_: calls.append(1))
+    monkeypatch.setattr(trainer, "check_scoring", lambda model: None)
+    trainer.train()
+    assert len(calls) == 1

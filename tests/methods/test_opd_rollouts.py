@@ -115,6 +115,17 @@ def test_a_resumed_replay_has_the_same_rollouts(tmp_path):
         assert torch.equal(weight, again.model.state_dict()[name])
 
 
+def test_a_step_that_is_not_done_is_not_kept(tmp_path):
+    """A lost server ends a run within a step: the checkpoint of the last whole one has no rollouts of the next."""
+    trainer = opd(tmp_path, 24, max_steps=4, rollouts="replay")
+    trainer.train()
+    kept = trainer.source.state()
+    trainer.source.answer([{"prompt_ids": [5, 6, 7]}], (0,), 4)
+    assert trainer.source.state() == kept
+    trainer.source.on_step_end(None, trainer.state, None)
+    assert trainer.source.state() != kept
+
+
 # ---- frozen
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from models_for_tests import tiny_model
 from plain_for_tests import token_logps
-from tokenizers_for_tests import byte_tokenizer
+from tokenizers_for_tests import byte_tokenizer, llama2_tokenizer
 from training_for_tests import (
     LORA,
     assert_same_step,
@@ -79,7 +79,7 @@ def test_scores_by_a_server_come_from_the_cache_the_second_time(served, tmp_path
     trainer_for("kd", tiny_model(), rows, tmp_path, second=section, precompute_teacher_top_k=4)
     before = asked()
     trainer_for("kd", tiny_model(), rows, tmp_path, second=section, precompute_teacher_top_k=4)
-    assert asked() - before == 2  # does it give 4 of each token, and which model is it?
+    assert asked() - before == 3  # does it give 4 of each token, has it these tokens, and which model is it?
 
 
 def test_several_ends_are_one_outcome_to_a_served_teacher_as_well(tmp_path, monkeypatch, tmp_path_factory):
@@ -105,7 +105,7 @@ def test_several_ends_are_one_outcome_to_a_served_teacher_as_well(tmp_path, monk
 @pytest.mark.parametrize(
     ("method", "config", "message"),
     [
-        ("opd", {}, "a server gives a teacher's top tokens alone: set train.teacher_top_k"),
+        ("opd", {}, "a server gives a teacher's top tokens alone: set teacher_top_k"),
         ("kd", {}, "a server gives a teacher's top tokens alone"),
         ("opd", {"teacher_top_k": 5, "temperature": 0.7}, "at temperature 1, from whose top tokens others do not"),
     ],
@@ -336,6 +336,27 @@ def test_a_served_teacher_with_more_ids_is_as_a_local_one(tmp_path, tmp_path_fac
         found = one_step("opd", tiny_model(), rows, tmp_path, second=section, teacher_top_k=320)
     local = one_step("opd", tiny_model(), rows, tmp_path, second=teacher)
     assert found[0] == pytest.approx(local[0], rel=1e-4)
+
+
+def test_a_server_of_another_tokenizer_is_refused(tmp_path):
+    byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    section = TeacherSection(name_or_path=str(tmp_path / "tokenizer"))
+    for tokenizer in (byte_tokenizer(), llama2_tokenizer()):
+        with Serving(tiny_model(seed=9), tokenizer=tokenizer) as server:
+            section.url = f"{server.url}/v1"  # as some clients want it
+            given = {"second": section, "teacher_top_k": 4}
+            if tokenizer.vocab_size == byte_tokenizer().vocab_size:
+                trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, **given)
+                continue
+            with pytest.raises(InputError, match=r"teacher\.url: .* reads '1 \+ 23 .* name the tokenizer of the model"):
+                trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, **given)
+
+
+def test_rows_that_are_too_long_for_a_server_are_refused_before_training(served, tmp_path):
+    with Serving(tiny_model(seed=9), max_model_len=12) as server:
+        section = TeacherSection(url=server.url, name_or_path=served[1].name_or_path)
+        with pytest.raises(InputError, match=r"rows have up to 1\d tokens, and .* --max-model-len of 12: start"):
+            trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=section, teacher_top_k=4)
 
 
 def test_an_answer_of_another_form_is_one_line(served, tmp_path, monkeypatch):

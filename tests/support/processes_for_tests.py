@@ -34,8 +34,11 @@ def engine_arguments(engine: str, layer: str = "Qwen3DecoderLayer", **fsdp: Any)
         wrap = {"version": 2, "transformer_layer_cls_to_wrap": [layer], "state_dict_type": "FULL_STATE_DICT"}
         return {"fsdp": True, "fsdp_config": wrap | fsdp}
     if engine.startswith("zero"):
+        stage = {"stage": int(engine[-1])}
+        if engine == "zero3":  # small weights would stay whole otherwise, as those of a real model do not
+            stage["stage3_param_persistence_threshold"] = 0
         return {"deepspeed": {
-            "zero_optimization": {"stage": int(engine[-1])}, "zero_allow_untested_optimizer": True,
+            "zero_optimization": stage, "zero_allow_untested_optimizer": True,
             "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
             "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
         }}  # fmt: skip

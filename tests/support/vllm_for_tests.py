@@ -38,11 +38,13 @@ ENGINE_FIELDS = {
 """Those of EngineArgs that LLM passes on."""
 
 
+NEUTRAL = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
+           "frequency_penalty": 0.0}  # fmt: skip
+
+
 def sampled(model, prompt, n, seed, max_tokens, temperature, stop_token_ids, logit_bias=None, **others):
     """[n][tokens], and their log-probabilities: rollout i is drawn by seed + i, as vLLM numbers them."""
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "logprobs": 0}
-    assert others == neutral
+    assert others == NEUTRAL | {"ignore_eos": True, "logprobs": 0}
     bias = torch.zeros(model.config.vocab_size)
     for token, value in (logit_bias or {}).items():
         bias[int(token)] = value
@@ -74,7 +76,8 @@ class _Server(ThreadingHTTPServer):
 class Serving:
     """A server of `model` on a port of its own; `without` are endpoints that it lacks, as without their environment."""
 
-    def __init__(self, model, max_model_len=1024, without=()):
+    def __init__(self, model, max_model_len=1024, without=(), tokenizer=None):
+        self.tokenizer = tokenizer  # of texts, which only a question for ids has
         self.model, self.base, self.adapters, self.log = model, model, {}, []
         self.max_model_len, self.without, self.busy = max_model_len, without, False
         self.process, self.logprobs_mode, self.max_lora_rank = "first", "processed_logprobs", 64
@@ -129,6 +132,9 @@ class Serving:
     def completions(self, model, prompt, return_token_ids, **how):
         assert how.keys() | {"model", "prompt", "return_token_ids"} <= COMPLETION_FIELDS
         assert return_token_ids is True
+        if isinstance(prompt, str):
+            ids = self.tokenizer and self.tokenizer(prompt)["input_ids"]
+            return {"choices": [{"index": 0, "token_ids": [0], "prompt_token_ids": ids}]}
         if "prompt_logprobs" in how:
             return {"choices": [self.scores(prompt, **how)]}
         if "logprob_token_ids" in how:
@@ -139,7 +145,6 @@ class Serving:
         told = {"prompt_token_ids": prompt}
         return {"choices": [told | {"index": i, "token_ids": ids, "logprobs": {"token_logprobs": logps[i]}}
                             for i, ids in enumerate(rollouts)]}  # fmt: skip
-
 
     def scores(self, prompt, prompt_logprobs, max_tokens, temperature):
         """The choice of a request for scores: at temperature 1, as vLLM gives them whatever it is asked for."""
@@ -153,10 +158,10 @@ class Serving:
             told.append({str(i): {"logprob": row[i].item(), "rank": 1, "decoded_token": "x"} for i in ids})
         return {"index": 0, "token_ids": [0], "prompt_token_ids": prompt, "prompt_logprobs": told}
 
-
     def next_scores(self, prompt, how):
         """The choice of a request for some tokens' scores behind a prompt."""
         assert (how["max_tokens"], how["temperature"], how["return_tokens_as_token_ids"]) == (1, 1.0, True)
+        assert how.items() >= NEUTRAL.items()  # or the model's own generation config would hold
         with self.lock, torch.no_grad():
             row = torch.log_softmax(self.model(input_ids=torch.tensor([prompt])).logits[0, -1].float(), -1)
         told = {f"token_id:{token}": row[token].item() for token in how["logprob_token_ids"]}
