@@ -41,6 +41,8 @@ class Check:
     memory: Any  # MemoryEstimate
     probe: Any = None  # Probe, with --probe
     notes: list[str] = field(default_factory=list)  # warnings that were logged on the way and do no harm to training
+    servers: list[str] = field(default_factory=list)  # what is wrong with those that the run would ask, now
+    teachers: list[str] = field(default_factory=list)  # each in a line
 
     @property
     def warnings(self) -> list[str]:
@@ -49,7 +51,7 @@ class Check:
 
     @property
     def status(self) -> int:
-        return 1 if self.warnings else 0  # the exit code
+        return 1 if self.warnings or self.servers else 0  # the exit code
 
     def to_json(self) -> str:
         """Everything, with null in place of numbers that are not finite."""
@@ -68,6 +70,7 @@ class Check:
             f"method {self.method}, model {self.recipe['model']['name_or_path']}, read from {self.path}",
             "given: " + ", ".join(f"{name}={value}" for name, value in self.given.items()),
             "defaulted: " + ", ".join(f"{name}={value}" for name, value in self.defaulted.items()),
+            *self.teachers,
         ])]  # fmt: skip
         sections += [(f"Data: {audit.name}", audit.lines()) for audit in self.data.values()]
         sections.append(("Tokens", self.tokens.lines()))
@@ -80,8 +83,9 @@ class Check:
         for title, lines in sections:
             page += ["", paint(title, BOLD), *(part for line in lines for part in _WRAPPER.wrap(line) or [""])]
         page += ["", *(f"{paint('note', YELLOW)}: {note}" for note in self.notes)]
-        page += [f"{paint('warning', RED)}: {warning}" for warning in self.warnings]
-        verdict = "It can run, but would not train well." if self.status else "It can run."
+        page += [f"{paint('warning', RED)}: {warning}" for warning in (*self.warnings, *self.servers)]
+        verdict = "It can run, but would not train well." if self.warnings else "It can run."
+        verdict = "It could not run now: see what is said of its servers." if self.servers else verdict
         return "\n".join([*page, paint(verdict, BOLD)])
 
 
@@ -148,7 +152,22 @@ def check(
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=estimate, probe=probed,
         notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0]),
+        servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
+        teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
     )  # fmt: skip
+
+
+def describe_teacher(name: str, section: Any) -> str:
+    """A teacher of a recipe in a line."""
+    said = section.name_or_path
+    if section.self:
+        average = f"the moving average of the student's weights ({section.ema:g})"
+        said = "the student as training starts" if section.self == "start" else average
+    elif section.url:
+        said = f"on the server {section.url}, tokens of {section.name_or_path}"
+    more = ["with its own tokenizer"] if section.own_tokenizer else []
+    more += [f"reads {section.prompt!r} in place of the prompt"] if section.prompt is not None else []
+    return f"{name}: {', '.join([said, *more])}"
 
 
 def quicker_on_cpu(recipe: Recipe, config: Any, engine: Any, model: Any) -> list[str]:

@@ -45,6 +45,7 @@ class Sample:
     row: int  # number among the examples of the source that were looked at, from 0
     label: bool | None  # where answers are labelled: is this one desirable?
     pieces: list[Piece]  # the prompt, then every answer
+    read_by_teacher: str | None = None  # in place of the prompt, where that is something else
 
     @property
     def boundary(self) -> str:
@@ -69,6 +70,8 @@ class Sample:
         whole = marked([piece for piece in self.pieces if piece.role not in paired], colour)
         for role in paired:
             whole += f"\n{role}: {marked([piece for piece in self.pieces if piece.role == role], colour)}"
+        if self.read_by_teacher is not None:
+            whole += f"\nthe teacher reads: {self.read_by_teacher}"
         return whole.split("\n")
 
 
@@ -182,13 +185,18 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
 
     # the examples of all sources, and samples of each: the first, the middle and the last
     examples: list[list[Part]] = []
+    decode = {name.partition(".")[2]: (load_tokenizer(section) if section.own_tokenizer else tokenizer).decode
+              for name, section in recipe.taught_by()}  # fmt: skip
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
             rows = _first_examples(raws[key], method, tokenizer, config, key, LOOKED_AT)
         rows = [row for row in rows if not row["state"] & NO_TARGET]
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
             shown = pieces(parts(rows[n], kind), tokenizer.decode)
-            found.samples.append(Sample(f"{key} ({source.path})", n, rows[n].get("label"), shown))
+            reads, source_name = rows[n].get("teacher_prompt_ids"), f"{key} ({source.path})"
+            written = decode[rows[n].get("teacher") or ""](reads) if reads else None
+            read = None if written is None else printable(written)[:LONGEST]
+            found.samples.append(Sample(source_name, n, rows[n].get("label"), shown, read))
         examples += [list(parts(row, kind)) for row in rows]
 
     # what is at their edges; a prompt is read once with each answer

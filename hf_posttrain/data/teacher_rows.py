@@ -72,6 +72,8 @@ def read_teacher(row: Mapping[str, Any], plan: TeacherPlan) -> str:
     if not plan.names:
         return ""
     name = row.get("teacher")
+    if name is None:
+        raise InputError(f"column 'teacher': missing or null, and each row names one of {', '.join(plan.names)}")
     if name not in plan.names:
         raise InputError(f"column 'teacher': {shown(name)} is none of the teachers{nearest(str(name), plan.names)}")
     return str(name)

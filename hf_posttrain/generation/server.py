@@ -5,6 +5,9 @@ Written against vLLM 0.32 and tested with it (tests/served): entrypoints/openai/
 """
 
 import json
+import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
@@ -19,6 +22,8 @@ from ..errors import InputError
 
 OPEN = 256
 """Requests that a process has open at a server."""
+QUIET = 10.0
+"""Seconds between two lines about lost connections: each of many requests has its own."""
 PATIENCE = urllib3.Retry(
     total=8, read=1, backoff_factor=0.5, backoff_max=30, status_forcelist=(429, 502, 503, 504),
     allowed_methods=None, raise_on_status=False,
@@ -33,6 +38,22 @@ PLAIN = {
 """Sampling from the model's own distribution, whatever its generation config says."""
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
+
+
+class _NowAndThen(logging.Filter):
+    """Passes one of urllib3's lines about a try that failed, and no other for QUIET seconds."""
+
+    last = -math.inf
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not str(record.msg).startswith("Retrying"):
+            return True
+        now = time.monotonic()
+        passes, self.last = now - self.last > QUIET, now if now - self.last > QUIET else self.last
+        return passes
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_NowAndThen())
 
 
 class ServerError(InputError):

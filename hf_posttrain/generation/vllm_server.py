@@ -31,7 +31,11 @@ _NEEDS = {
 
 
 class Ahead:
-    """Rollouts of the next window, which are sampled while this one trains. They are saved with a checkpoint."""
+    """Rollouts of the next window, which are sampled while this one trains. They are saved with a checkpoint.
+
+    Those of the step that is under way are kept as well: after an error the last whole step is saved, and what is next
+    after that are they.
+    """
 
     FILE = "rollouts_ahead.json"
 
@@ -40,17 +44,19 @@ class Ahead:
         self.asked: Any = None
         self.process: str | None = None
         self.future: Future[Any] | None = None
+        self.taken: tuple[int, Any, Future[Any]] | None = None  # steps that were done then, asked, future
 
     def begin(self, asked: Any, sample: Callable[[], Any], process: str | None) -> None:
         """Sample in the background. asked: what identifies it; process: which start of the server samples."""
         self.asked, self.process, self.future = _as_json(asked), process, in_background(sample)
 
-    def take(self, asked: Any, process: str | None) -> Callable[[], Any] | None:
+    def take(self, asked: Any, process: str | None, steps: int) -> Callable[[], Any] | None:
         """What gives the rollouts that were begun for this, where any were: they are gone then. None too where the
-        server has started again meanwhile, so that it may have had other weights."""
+        server has started again meanwhile, so that it may have had other weights. steps: that are done."""
         if self.future is None or self.asked != _as_json(asked):
             return None
         future, self.future = self.future, None
+        self.taken = steps, self.asked, future
         return future.result if self.process in (None, process) else None
 
     def wait(self) -> None:
@@ -66,9 +72,14 @@ class Ahead:
         if self.writes:
             Path(folder, self.FILE).write_text(json.dumps(everyone), encoding="utf-8")
 
-    def give_up(self) -> None:
-        """What is under way is lost with its server."""
-        self.future = None
+    def give_up(self, steps: int) -> None:
+        """Go back to what was under way after as many steps, which will be saved; what is lost with its server is
+        none."""
+        if self.taken is not None and self.taken[0] == steps:
+            _, self.asked, self.future = self.taken
+        self.wait()
+        if self.future is not None and self.future.exception() is not None:
+            self.future = None
 
     def begin_run(self, folder: str | None) -> None:
         """Nothing, or what a checkpoint has of this rank."""
@@ -181,7 +192,8 @@ class Served(Backend):
     def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
         """As the other backends; what was begun is waited for."""
         if self.ahead:
-            self.begun = self.ahead.take((prompts, seed, longest), self.process)
+            done = self.trainer.state.global_step
+            self.begun = self.ahead.take((prompts, seed, longest), self.process, done)
         return super().generate(prompts, seed, longest)
 
     def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:

@@ -4,6 +4,7 @@ Each rule takes an object with the fields of the method's Config, as given, and 
 holds the names of losses equal to the tables of functions in `losses`.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -163,17 +164,24 @@ def section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
         yield (f"{key}.own_tokenizer",), f"{key}.own_tokenizer: the student itself has no other tokens: drop it"
     if section.prompt is not None and (wrong := prompt_problem(section.prompt)):
         yield (f"{key}.prompt",), f"{key}.prompt: {wrong}"
+    elif section.self and re.fullmatch(r"\s*\{\{-?\s*prompt\s*-?\}\}\s*", section.prompt or ""):
+        problem = "behind its own prompt the student has nothing to learn from itself: add what it does not see"
+        yield (f"{key}.prompt",), f"{key}.prompt: {problem}"
 
 
 def prompt_problem(template: str) -> str | None:
     """What is wrong with the template of a teacher's prompt."""
-    from jinja2 import TemplateSyntaxError  # reports are read without it
+    from jinja2 import TemplateSyntaxError, meta  # reports are read without it
 
     try:
-        parsed(template)
+        read = meta.find_undeclared_variables(parsed(template))
     except TemplateSyntaxError as error:
         return f"no valid Jinja template: {(error.message or '').rstrip('.')}"
-    return None if template.strip() else "is empty"
+    if not template.strip():
+        return "is empty"
+    if not read:
+        return f"{template!r} names no column, so each row would have the same: write {{{{ prompt }}}} and what is more"
+    return None
 
 
 def teacher_problems(values: Any, section: TeacherSection) -> Iterator[Problem]:

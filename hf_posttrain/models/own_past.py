@@ -94,7 +94,7 @@ class MovingAverage(TrainerCallback):
         for name, (average, _) in self.pairs().items():
             average.copy_(saved[name])
 
-    def give_up(self) -> None:
+    def give_up(self, steps: int) -> None:
         """Nothing of it is elsewhere."""
 
     def save(self, folder: str) -> None:

@@ -11,6 +11,7 @@ which each gives wrong numbers without an error:
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import datasets
@@ -107,7 +108,7 @@ class ServedTeacher:
         order, device = self.seen(batch)["order"].cpu(), batch["input_ids"].device
         whole = all(len(row) >= vocabulary for row in rows)
         if temperature != 1 and not whole:
-            raise InputError(f"temperature={temperature:g}: {_AT_ONE}")
+            raise ServerError(f"temperature={temperature:g}: {_AT_ONE}")
         width = max([k, *map(len, rows)])
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         logps = torch.full((len(rows), width), -torch.inf)
@@ -194,8 +195,14 @@ class ServedTeacher:
     def check(self, k: int) -> None:
         """Raises InputError where the server does not give k log-probabilities of each token, or reads a text as other
         ids than the tokenizer of `name_or_path` does. All ranks call it."""
+        if k:
+            _check_temperature(self.trainer.args.temperature, k, self.vocabulary)
         ids = self.tokenizer(TRIED)["input_ids"]
-        together(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
+        try:
+            together(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
+        except ServerError as error:
+            hint = f": start it with --max-logprobs {k}, or lower teacher_top_k" if error.status == 400 and k else ""
+            raise ServerError(f"{error}{hint}", error.status) from error
         told = together(lambda: self.server.post("/v1/completions", {
             "model": self.model, "prompt": TRIED, "max_tokens": 1, "return_token_ids": True,
         })["choices"][0].get("prompt_token_ids"))  # fmt: skip
@@ -216,6 +223,24 @@ class ServedTeacher:
 
     def release(self) -> None:
         """It is elsewhere."""
+
+
+def look_at(section: TeacherSection, key: str, config: Any) -> None:
+    """Raises InputError for a served teacher that is not there, or does not go with the Config, before anything else is
+    loaded. key: the option that names it."""
+    Server(str(section.url), key, _NEEDS).card()
+    top_k = config.teacher_top_k or config.precompute_teacher_top_k
+    if top_k and config.temperature != 1 and not section.own_tokenizer:
+        size = top_k
+        with suppress(InputError):  # a tokenizer alone: the trainer knows
+            size = load.check_model(ModelSection(section.name_or_path)).get_text_config().vocab_size
+        _check_temperature(config.temperature, top_k, size)
+
+
+def _check_temperature(temperature: float, top_k: int, vocabulary: int) -> None:
+    """Raises ServerError where only the whole distribution would do."""
+    if temperature != 1 and top_k < vocabulary:
+        raise ServerError(f"temperature={temperature:g}: {_AT_ONE}")
 
 
 def ask_server(trainer: Any, batches: list[dict[str, Any]], k: int | None) -> list[dict[str, Any]]:

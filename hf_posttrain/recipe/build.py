@@ -6,6 +6,7 @@ Heavy imports come with the first use, so that errors of the recipe are quick. M
 import gc
 import importlib
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,6 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     of a run, its vLLM server must be there and serve such adapters. Raises InputError."""
     import torch
 
-    from ..generation import vllm_server
-    from ..generation.server import Server
     from ..models import adapters
     from ..models import load as models
 
@@ -90,9 +89,6 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
         if not (taught.own_tokenizer or taught.self):
             with error_context(recipe.where(f"{name}.name_or_path")):
                 models.check_same_vocabulary(tokenizer, models.load_tokenizer(taught))
-        if taught.url and config is not None:
-            with error_context(recipe.where(f"{name}.url")):
-                Server(taught.url, f"{name}.url").card()
     # an attention that the model or the machine may not have: eager and sdpa are always there
     for key, section in recipe.models():
         if section.attn_implementation not in ("auto", "eager", "sdpa"):
@@ -110,11 +106,30 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
         except InputError as error:
             option = str(error).split(": ")[1]
             raise InputError(f"{recipe.where(f'model.lora.{option}')}: {error}") from error
+    for problem in server_problems(recipe, config, peft_config) if config is not None else ():
+        raise problem
+    return tokenizer, peft_config
+
+
+def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[InputError]:
+    """What is wrong with the servers that a run would ask: one that is not there, or cannot do what is needed."""
+    from ..generation import vllm_server
+    from ..models import served_teacher
+
+    for name, taught in recipe.taught_by():
+        if taught.url:
+            try:
+                with error_context(recipe.where(f"{name}.url")):
+                    served_teacher.look_at(taught, f"{name}.url", config)
+            except InputError as error:
+                yield error
     if getattr(config, "rollout", None) == "vllm":
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
-        with error_context(recipe.where(key)):
-            vllm_server.check(config, peft_config)
-    return tokenizer, peft_config
+        try:
+            with error_context(recipe.where(key)):
+                vllm_server.check(config, peft_config)
+        except InputError as error:
+            yield error
 
 
 def make_output_dir(recipe: Recipe, config: Any) -> None:

@@ -105,7 +105,9 @@ def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, dict[str, str]]
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error).splitlines()[0]
         context = f" {said}" if (said := getattr(error, "context", None)) else ""
-        raise InputError(f"{place(mark.line + 1 if mark else 1)}: YAML syntax error{context}: {problem}") from None
+        hint = "; a text with {{ in it wants quotes" if "{{" in text else ""
+        where = place(mark.line + 1 if mark else 1)
+        raise InputError(f"{where}: YAML syntax error{context}: {problem}{hint}") from None
 
 
 def _note_lines(node: yaml.Node, key: str, place: Callable[[int], str], lines: dict[str, int], above: tuple) -> None:

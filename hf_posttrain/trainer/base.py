@@ -105,7 +105,8 @@ class PostTrainer(Trainer):
         self.scored = [forward.causal_lm(model)]
         self.second_models: Sequence[Frozen] = ()
         self.kept_in_checkpoints: list[Any] = []
-        """What else a run goes on from: each with save(folder), begin_run(folder or None), give_up(), on all ranks."""
+        """What else a run goes on from: each with save(folder), begin_run(folder or None) and, before a save after an
+        error, give_up(steps done), on all ranks."""
         self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)

@@ -114,7 +114,7 @@ def keep_last_step(trainer: Any) -> str:
         return ""
     if not (run / f"checkpoint-{step}").exists():
         for kept in trainer.kept_in_checkpoints:
-            kept.give_up()
+            kept.give_up(step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
     return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
 
