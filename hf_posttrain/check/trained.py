@@ -194,8 +194,7 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
             shown = pieces(parts(rows[n], kind), tokenizer.decode)
             reads, source_name = rows[n].get("teacher_prompt_ids"), f"{key} ({source.path})"
-            written = decode[rows[n].get("teacher") or ""](reads) if reads else None
-            read = None if written is None else printable(written)[:LONGEST]
+            read = printable(str(decode[rows[n].get("teacher") or ""](reads)))[:LONGEST] if reads else None
             found.samples.append(Sample(source_name, n, rows[n].get("label"), shown, read))
         examples += [list(parts(row, kind)) for row in rows]
 

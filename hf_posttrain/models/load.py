@@ -95,7 +95,7 @@ def check_same_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedT
         i, counts = differing[0], f"{len(ours)} and {len(theirs)} ids, {len(differing)} differ"
         example = f"id {i} is {ours.get(i)!r} for the student, {theirs.get(i)!r} for the teacher"
         raise InputError(
-            f"student and teacher have different vocabularies ({counts}; {example}): take a teacher of the student's, or"
+            f"student and teacher have different vocabularies ({counts}; {example}): take one of the same, or"
             " set own_tokenizer: true of the teacher (teacher_tokenizer in Python), so that texts are compared"
         )
 

@@ -25,6 +25,7 @@ from hf_posttrain import OPDConfig
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.generation import vllm as vllm_rollout
+from hf_posttrain.generation.server import ServerError
 from hf_posttrain.losses.divergence import DIVERGENCES
 from hf_posttrain.methods.rules import POLICY_GRADIENT
 from hf_posttrain.trainer import saving
@@ -345,6 +346,30 @@ def test_a_run_ahead_is_resumed_with_the_rollouts_that_were_under_way(tmp_path):
             resumed = ahead(server, tmp_path / f"resumed-{step}", **config)
             resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
         assert losses_of(resumed) == losses_of(whole)
+
+
+def test_an_error_within_a_step_keeps_the_rollouts_of_that_step(tmp_path):
+    """As where the teacher's server is lost: the checkpoint is of the step before, which goes on with them."""
+    config = {"max_steps": 6, "save_strategy": "steps", "save_steps": 100}
+    with Serving(untied(seed=77)) as server:
+        whole = ahead(server, tmp_path / "whole", **config)
+        whole.train()
+    with Serving(untied(seed=77)) as server:
+        broken = ahead(server, tmp_path / "broken", **config)
+        compare = broken.compare
+
+        def fail(*args):
+            if broken.state.global_step == 3:
+                raise ServerError("the teacher is gone")
+            return compare(*args)
+
+        broken.compare = fail
+        with pytest.raises(ServerError, match=r"the teacher is gone; checkpoint-3 is saved"):
+            broken.train()
+    with Serving(untied(seed=77)) as server:
+        resumed = ahead(server, tmp_path / "resumed", **config)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-3"))
+    assert losses_of(resumed) == losses_of(whole)
 
 
 def test_rollouts_of_a_server_that_has_started_again_are_sampled_anew(tmp_path):

@@ -91,6 +91,28 @@ def test_a_served_teacher_of_a_recipe(home):
     assert run.main([recipe("kd", served, precompute_teacher_top_k=8), "--preprocess-only"]) == 0
 
 
+def test_check_says_what_a_teacher_is_and_what_it_reads(home, capsys):
+    path = recipe("opd", {"self": "start", "prompt": HINTED})
+    assert run.main([path, "--check"]) in (0, 1)
+    page = " ".join(capsys.readouterr().out.split())
+    assert "teacher: the student as training starts, reads" in page
+    assert "the teacher reads: " in page
+
+
+def test_check_says_that_a_server_is_not_there(home, capsys):
+    """Or does not go with the recipe: then the run would end at once."""
+    served = {"url": "http://127.0.0.1:9", "name_or_path": "teacher"}
+    assert run.main([recipe("kd", served, teacher_top_k=8), "--check"]) == 1
+    page = " ".join(capsys.readouterr().out.split())
+    assert "teacher.url: no server answers at http://127.0.0.1:9" in page
+    assert page.endswith("It could not run now: see what is said of its servers.")
+    with Serving(tiny_model("qwen3", 1)) as server:
+        path = recipe("kd", {**served, "url": server.url}, teacher_top_k=8, temperature=0.7)
+        assert run.main([path, "--check"]) == 1
+        assert "temperature=0.7: a server gives log-probabilities at temperature 1" in capsys.readouterr().out
+        assert run.main([path]) == 2
+
+
 @pytest.mark.parametrize(
     ("method", "teacher", "teachers", "train", "message"),
     [
@@ -104,6 +126,9 @@ def test_a_served_teacher_of_a_recipe(home):
         ("opd", LOCAL, {"a": LOCAL}, {}, "teacher and teachers exclude each other"),
         ("sft", None, {"a": LOCAL}, {}, "method sft uses no teacher; that section belongs to kd and opd"),
         ("opd", {**LOCAL, "prompt": "{{ prompt"}, None, {}, "teacher.prompt: no valid Jinja template"),
+        ("opd", {**LOCAL, "prompt": "Think."}, None, {}, "teacher.prompt: 'Think.' names no column, so each row would"),
+        ("opd", {"self": "start", "prompt": " {{ prompt }}"}, None, {}, "the student has nothing to learn from itself"),
+        ("opd", None, {"": LOCAL}, {}, "teachers: '' is no name: write a text"),
         ("opd", {**LOCAL, "prompt": "{{ solution }}"}, None, {}, "prompt: 'solution' is undefined; the row has prompt"),
         ("opd", {**LOCAL, "prompt": "{{ prompt.__class__ }}"}, None, {}, "row 0 (line 1): teacher prompt:"),
         ("opd", {**LOCAL, "prompt": "{{ prompt / 0 }}"}, None, {}, "row 0 (line 1): teacher prompt:"),
