@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from vllm_for_tests import Serving
 
 from hf_posttrain.errors import InputError
+from hf_posttrain.generation.server import ServerError
 from hf_posttrain.models.own_past import MovingAverage
 from hf_posttrain.models.section import TeacherSection
 
@@ -357,6 +358,17 @@ def test_rows_that_are_too_long_for_a_server_are_refused_before_training(served,
         section = TeacherSection(url=server.url, name_or_path=served[1].name_or_path)
         with pytest.raises(InputError, match=r"rows have up to 1\d tokens, and .* --max-model-len of 12: start"):
             trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=section, teacher_top_k=4)
+
+
+def test_a_prompt_of_the_teachers_own_that_is_too_long_is_told(served, tmp_path):
+    """How long those are shows only when they are asked for."""
+    with Serving(tiny_model(seed=9), max_model_len=40) as server:
+        section = TeacherSection(url=server.url, name_or_path=served[1].name_or_path)
+        rows = [{"prompt": "a question", "completion": "yes"}] * 4
+        trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=section, teacher_top_k=4,
+                              teacher_prompt="{{ prompt }}, and a solution that is long")  # fmt: skip
+        with pytest.raises(ServerError, match=r"3\d tokens of prompt and 4 of answer are too long for http"):
+            trainer.train()
 
 
 def test_an_answer_of_another_form_is_one_line(served, tmp_path, monkeypatch):
