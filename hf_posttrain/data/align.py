@@ -93,16 +93,19 @@ class Aligner:
         mine, others = (_chunks(each, [pair[side] for pair in common]) for side, each in enumerate((cuts, their_cuts)))
         # of the parts between common cuts those that say the same are chunks
         parts = ((said[a:b], their_text[c:d]) for (a, c), (b, d) in pairwise([(0, 0), *common]))
-        number, of_part = 0, [-1]
+        number, of_part = 0, []
         for one, other in parts:
-            of_part.insert(-1, number if (same := _say_the_same(one, other)) else -1)
+            same = _say_the_same(one, other)
+            of_part.append(number if same else -1)
             number += same
+        of_part.append(-1)  # at the place -1: what is of no part
         mine, others = ([of_part[part] for part in side] for side in (mine, others))
         mine = [LEFT_OUT if cut > whole else chunk for cut, chunk in zip(cuts, mine, strict=True)]
         if ended:  # by whatever token: a chunk of its own
             theirs, mine, others = [*theirs, self.their_end], [*mine, number], [*others, number]
-        settled = [place == 0 or self.theirs.get(theirs[place - 1]) not in self.going_on
-                   for place in (others.index(chunk) for chunk in range(number + ended))]  # fmt: skip
+        first = {chunk: place for place, chunk in reversed([*enumerate(others)])}  # where each begins
+        settled = [first[chunk] == 0 or self.theirs.get(theirs[first[chunk] - 1]) not in self.going_on
+                   for chunk in range(number + ended)]  # fmt: skip
         return Aligned(theirs, mine, others, settled)
 
     def _tokens(self, said: bytes) -> list[int]:

@@ -49,8 +49,10 @@ class _NowAndThen(logging.Filter):
         if not str(record.msg).startswith("Retrying"):
             return True
         now = time.monotonic()
-        passes, self.last = now - self.last > QUIET, now if now - self.last > QUIET else self.last
-        return passes
+        if now - self.last <= QUIET:
+            return False
+        self.last = now
+        return True
 
 
 logging.getLogger("urllib3.connectionpool").addFilter(_NowAndThen())

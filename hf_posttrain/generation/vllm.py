@@ -189,11 +189,11 @@ class Backend:
 
     def _write(self, change: Any = None) -> Path:
         """The policy as it is now, or its adapter alone, to a new folder, which is returned. All ranks call it. change:
-        of each weight, on its way."""
+        (name, weight) -> what is written in its place."""
         self.count += 1
         first, folder = self.trainer.is_world_process_zero(), self.folder / str(self.count)
-        name = scoring.unwrapped(self.trainer.model).active_adapter if self.lora else "default"
-        place = folder if name == "default" else folder / name  # as PEFT has it
+        adapter = scoring.unwrapped(self.trainer.model).active_adapter if self.lora else "default"
+        place = folder if adapter == "default" else folder / adapter  # as PEFT has it
         if self.lora:
             self.trainer.save_model(str(folder), _internal_call=True)
             weights, file = {}, place / "adapter_model.safetensors"

@@ -52,10 +52,8 @@ class ServedTeacher:
             logger.info("%s serves %s; its tokenizer is read from %s", section.url, self.root, section.name_or_path)
         tokens = ModelSection(section.name_or_path, trust_remote_code=section.trust_remote_code)
         self.tokenizer = load.load_tokenizer(tokens)
-        own = None
-        try:
-            own = load.check_model(tokens).get_text_config().vocab_size
-        except InputError:  # a tokenizer alone
+        own = _vocabulary_of(tokens)
+        if own is None:
             logger.info("%s has no config.json: its vocabulary is that of the tokenizer", section.name_or_path)
         self.vocabulary = own or max(self.tokenizer.get_vocab().values()) + 1
 
@@ -106,9 +104,8 @@ class ServedTeacher:
     ) -> dict[str, Tensor]:  # fmt: skip
         """What a server has said of a micro-batch, by token of its texts, as `top` has it."""
         order, device = self.seen(batch)["order"].cpu(), batch["input_ids"].device
-        whole = all(len(row) >= vocabulary for row in rows)
-        if temperature != 1 and not whole:
-            raise ServerError(f"temperature={temperature:g}: {_AT_ONE}")
+        fewest = min(map(len, rows), default=vocabulary)
+        _check_temperature(temperature, fewest, vocabulary)
         width = max([k, *map(len, rows)])
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         logps = torch.full((len(rows), width), -torch.inf)
@@ -118,7 +115,7 @@ class ServedTeacher:
         ids, logps = ids[order].to(device), logps[order].to(device)
         # ids that the student lacks are none; where all others are known, their probabilities add up without them
         logps = logps.masked_fill(ids >= vocabulary, -torch.inf)
-        if whole and len(rows):
+        if rows and fewest >= vocabulary:
             logps = torch.log_softmax(logps / temperature, -1)
         if stop:  # all ends count as the first of them, with what is known of each
             end = torch.isin(ids, stop.ids)
@@ -173,8 +170,8 @@ class ServedTeacher:
         rows = [{int(token): each["logprob"] for token, each in told[place].items()} for place in scored]
         for place, row in zip(scored, rows, strict=True):
             if given[place] not in row or len(row) < min(k, self.vocabulary):
-                given_up = f"{self.server.url} gives {len(row)} log-probabilities of token {place}"
-                raise ServerError(f"{self.key_of_url}: {given_up} where {k} and its own were asked for")
+                problem = f"{self.server.url} gives {len(row)} log-probabilities of token {place}"
+                raise ServerError(f"{self.key_of_url}: {problem} where {k} and its own were asked for")
         if scored and scored[-1] == len(given) - 1 and given[-1] in ends and not {*ends} <= rows[-1].keys():
             rows[-1] |= self._score_next(given[:-1], ends)
         return rows
@@ -231,15 +228,20 @@ def look_at(section: TeacherSection, key: str, config: Any) -> None:
     Server(str(section.url), key, _NEEDS).card()
     top_k = config.teacher_top_k or config.precompute_teacher_top_k
     if top_k and config.temperature != 1 and not section.own_tokenizer:
-        size = top_k
-        with suppress(InputError):  # a tokenizer alone: the trainer knows
-            size = load.check_model(ModelSection(section.name_or_path)).get_text_config().vocab_size
-        _check_temperature(config.temperature, top_k, size)
+        size = _vocabulary_of(ModelSection(section.name_or_path))
+        _check_temperature(config.temperature, top_k, top_k if size is None else size)  # the trainer knows
 
 
-def _check_temperature(temperature: float, top_k: int, vocabulary: int) -> None:
-    """Raises ServerError where only the whole distribution would do."""
-    if temperature != 1 and top_k < vocabulary:
+def _vocabulary_of(section: ModelSection) -> int | None:
+    """The number of token ids by config.json; None: there is a tokenizer alone."""
+    with suppress(InputError):
+        return load.check_model(section).get_text_config().vocab_size
+    return None
+
+
+def _check_temperature(temperature: float, known: int, vocabulary: int) -> None:
+    """Raises ServerError where only the whole distribution would do, and `known` tokens of it are there."""
+    if temperature != 1 and known < vocabulary:
         raise ServerError(f"temperature={temperature:g}: {_AT_ONE}")
 
 

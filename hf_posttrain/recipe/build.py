@@ -6,8 +6,9 @@ Heavy imports come with the first use, so that errors of the recipe are quick. M
 import gc
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,18 +117,17 @@ def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[I
     from ..generation import vllm_server
     from ..models import served_teacher
 
-    for name, taught in recipe.taught_by():
-        if taught.url:
-            try:
-                with error_context(recipe.where(f"{name}.url")):
-                    served_teacher.look_at(taught, f"{name}.url", config)
-            except InputError as error:
-                yield error
+    asked: list[tuple[str, Callable[[], Any]]] = [
+        (f"{name}.url", partial(served_teacher.look_at, taught, f"{name}.url", config))
+        for name, taught in recipe.taught_by() if taught.url
+    ]  # fmt: skip
     if getattr(config, "rollout", None) == "vllm":
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
+        asked.append((key, partial(vllm_server.check, config, peft_config)))
+    for key, ask in asked:
         try:
             with error_context(recipe.where(key)):
-                vllm_server.check(config, peft_config)
+                ask()
         except InputError as error:
             yield error
 
