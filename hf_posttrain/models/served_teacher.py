@@ -91,12 +91,17 @@ class ServedTeacher:
         stop: StopOutcome,
     ) -> list[dict[str, Tensor]]:  # fmt: skip
         """`top` of several micro-batches, with all requests open at once. All ranks call it."""
-        found = self.scores(batches, k, stop.ids.tolist() if stop else [])
-        # an answer that will not do ends all ranks, not the one whose rows it is of
-        return together(lambda: [
-            self._columns(rows, batch, k, own, temperature, vocabulary, stop)
-            for rows, batch, own in zip(found, batches, tokens, strict=True)
-        ])  # fmt: skip
+        def ask() -> list[dict[str, Tensor]]:
+            found = self._scores(batches, k, stop.ids.tolist() if stop else [])
+            return [self._columns(rows, batch, k, own, temperature, vocabulary, stop)
+                    for rows, batch, own in zip(found, batches, tokens, strict=True)]  # fmt: skip
+
+        return together(ask)  # an answer that will not do ends all ranks, not the one whose rows it is of
+
+    @staticmethod
+    def ask_nothing() -> None:
+        """`top` on a rank that has no token of this teacher, where others ask."""
+        together(lambda: None)
 
     def _columns(
         self, rows: Sequence[dict[int, float]], batch: dict[str, Any], k: int, tokens: Tensor, temperature: float,
@@ -138,18 +143,22 @@ class ServedTeacher:
     def own(self, batch: dict[str, Any], ends: Sequence[int]) -> Tensor:
         """The log-probability of each of the teacher's own tokens of a batch, [M], where it has its own tokenizer; all
         of its `ends` are one."""
-        [rows] = self.scores([batch], 0, ends)
         tokens = [ids for _, answer, _ in self.seen(batch)["texts"].items for ids in answer]
-        own = [[row[end] for end in ends] if token in ends else [row[token]]
-               for row, token in zip(rows, tokens, strict=True)]  # fmt: skip
-        return torch.stack([torch.tensor(each).logsumexp(0) for each in own]).to(batch["input_ids"].device)
 
-    def scores(self, batches: Sequence[dict[str, Any]], k: int, ends: Sequence[int]) -> list[list[dict[int, float]]]:
+        def ask() -> list[Tensor]:
+            [rows] = self._scores([batch], 0, ends)
+            own = [[row[end] for end in ends] if token in ends else [row[token]]
+                   for row, token in zip(rows, tokens, strict=True)]  # fmt: skip
+            return [torch.tensor(each).logsumexp(0) for each in own]
+
+        return torch.stack(together(ask)).to(batch["input_ids"].device)
+
+    def _scores(self, batches: Sequence[dict[str, Any]], k: int, ends: Sequence[int]) -> list[list[dict[int, float]]]:
         """Of each scored token of each batch, one answer behind the other: ids -> log-probabilities, the k best and its
         own, and those of all `ends` where it is one."""
         texts = [self.seen(batch)["texts"].items for batch in batches]
         flat = [text for of_batch in texts for text in of_batch]
-        found = iter(together(lambda: at_once(lambda text: self._score(text[0], text[1], text[2], k, ends), flat)))
+        found = iter(at_once(lambda text: self._score(text[0], text[1], text[2], k, ends), flat))
         return [[row for _ in of_batch for row in next(found)] for of_batch in texts]
 
     def _score(

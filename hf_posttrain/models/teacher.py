@@ -137,7 +137,7 @@ class Teachers:
             if name in batch["views"]:
                 yield part, batch["views"][name]["places"]
             elif not part.dense:
-                part.scores([], 0, [])
+                part.ask_nothing()
             elif part.sharded:
                 part.score(plain, LogProb(forward.targets(plain)))
 
