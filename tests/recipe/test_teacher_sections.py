@@ -48,12 +48,14 @@ HINTED = "{{ prompt }} ({{ hint }}: {{ completion }})"
     ("method", "teacher", "teachers", "train"),
     [
         ("opd", {"self": "start", "prompt": HINTED}, None, {}),
-        ("opd", {"self": "ema", "ema": 0.9, "prompt": HINTED}, None, {"save_steps": 1}),
+        pytest.param(
+            "opd", {"self": "ema", "ema": 0.9, "prompt": HINTED}, None, {"save_steps": 1}, marks=pytest.mark.slow
+        ),
         ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "frozen", "precompute_teacher_top_k": 8}),
-        ("kd", {**LOCAL, "prompt": HINTED}, None, {"precompute_teacher_top_k": 8}),
+        pytest.param("kd", {**LOCAL, "prompt": HINTED}, None, {"precompute_teacher_top_k": 8}, marks=pytest.mark.slow),
         ("opd", None, {"maths": LOCAL, "code": {"self": "start", "prompt": HINTED}}, {"lmbda": 0.5}),
-        ("kd", None, {"maths": LOCAL, "code": LOCAL}, {}),
-        ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, {}),
+        pytest.param("kd", None, {"maths": LOCAL, "code": LOCAL}, {}, marks=pytest.mark.slow),
+        pytest.param("opd", {"name_or_path": "other", "own_tokenizer": True}, None, {}, marks=pytest.mark.slow),
         ("opd", {"name_or_path": "other", "own_tokenizer": True, "prompt": HINTED}, None,
          {"loss_type": "policy_gradient"}),
         ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {}),

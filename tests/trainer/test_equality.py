@@ -5,7 +5,7 @@ matters, so that no loss sits at its starting value.
 """
 
 import copy
-from itertools import repeat
+import itertools
 
 import peft
 import pytest
@@ -59,6 +59,13 @@ def partners_of(method, rows, tmp_path):
     return find_partners(trainer.train_dataset, trainer.args.seed)
 
 
+def cases(methods):
+    """Each method with each architecture; quick are one architecture, and two methods with all."""
+    for method, architecture in itertools.product(methods, ARCHITECTURES):
+        slow = architecture != "qwen3" and method not in ("dpo", "opd")
+        yield pytest.param(method, architecture, marks=[pytest.mark.slow] * slow)
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("method", PLAIN)
 def test_trainer_equals_plain_full_logits(method, architecture, tmp_path):
@@ -72,8 +79,7 @@ def test_trainer_equals_plain_full_logits(method, architecture, tmp_path):
     assert_same_step(step(method, architecture, tmp_path, rows), (plain.item(), expected))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", names_where(lambda method: method.second != "teacher"))
+@pytest.mark.parametrize(("method", "architecture"), cases(names_where(lambda method: method.second != "teacher")))
 def test_fused_scores_train_as_full_logits_do(method, architecture, tmp_path, monkeypatch):
     """A method's own losses, on scores of each answer alone from the model's own forward."""
     found = step(method, architecture, tmp_path)
@@ -81,8 +87,7 @@ def test_fused_scores_train_as_full_logits_do(method, architecture, tmp_path, mo
     assert_same_step(found, step(method, architecture, tmp_path, layout="padded"))
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "architecture"), cases(METHODS))
 def test_layouts_agree(method, architecture, tmp_path):
     expected = step(method, architecture, tmp_path, layout="padded")
     for layout in ("shared", "packed"):
@@ -149,7 +154,7 @@ def lora():
     [
         pytest.param(method, name, adapted, marks=[] if name == "qwen3" or method == "dpo" else pytest.mark.slow)
         for method in METHODS
-        for name, adapted in [*zip(ARCHITECTURES, repeat(False)), ("qwen3", True), ("gemma3", True)]
+        for name, adapted in [*zip(ARCHITECTURES, itertools.repeat(False)), ("qwen3", True), ("gemma3", True)]
     ],
 )  # fmt: skip
 def test_accumulation_does_not_matter(method, architecture, adapted, tmp_path):
