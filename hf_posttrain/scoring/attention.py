@@ -31,6 +31,7 @@ from transformers.masking_utils import sdpa_mask
 from .cpu import multiplies_bf16
 from .flex import BLOCK, attend_by_block, block_mask
 from .head import LOW
+from .states import Pieces, stateful_layers
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -223,12 +224,13 @@ def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
     if "document" not in batch:
         return {"attention_mask": batch.get("attention_mask")}  # of padding [R, L], or None
     config: Any = model.config.get_text_config()
-    implementation, segments = config._attn_implementation or "", batch.get("segments")
+    implementation, segments, ids = config._attn_implementation or "", batch.get("segments"), batch["input_ids"]
+    pieces = {"pieces": Pieces.of(segments["sizes"], ids.device)} if segments and stateful_layers(model) else {}
     if "flash" in implementation and segments:
-        return {"attention_mask": None} | {name: segments[name] for name in VARLEN}
+        return {"attention_mask": None} | {name: segments[name] for name in VARLEN} | pieces
     if implementation == BY_SEGMENT and segments:
         # transformers takes a 4D mask as it is: with this one it makes none
-        return {"attention_mask": batch["input_ids"].new_ones(1, 1, 1, 1, dtype=torch.bool), "segments": segments}
+        return {"attention_mask": ids.new_ones(1, 1, 1, 1, dtype=torch.bool), "segments": segments} | pieces
     kinds, window = {*(getattr(config, "layer_types", None) or ())}, getattr(config, "sliding_window", None)
 
     def made(seen_back: int | None) -> Any:

@@ -23,6 +23,7 @@ from .attention import BY_BLOCK, BY_SEGMENT, has_varlen_kernel, row_multiple, un
 from .head import LOW, LogProb, score_tokens
 from .layouts import Branch, Example, collate
 from .rotary import rope_switch
+from .states import got_pieces, stateful_layers
 
 logger = logging.getLogger(__name__)
 # in the names of config fields that say how far a layer sees
@@ -64,12 +65,15 @@ def _able(model: PreTrainedModel, max_length: int | None) -> tuple[list[str], st
     config = model.config.get_text_config()
     implementation = config._attn_implementation or "eager"
     kinds = set(getattr(config, "layer_types", None) or ())
-    if kinds - {"full_attention", "sliding_attention"}:
+    keeps_state = bool(stateful_layers(model))
+    if kinds - {"full_attention", "sliding_attention"} and not keeps_state:
         return ["padded"], f"it has layers that take no custom mask: {', '.join(sorted(kinds))}"
     if not getattr(model, "_supports_sdpa", False) and not getattr(model, "_supports_flex_attn", False):
         return ["padded"], "the architecture declares no attention that takes a custom mask"
     if "flash" in implementation:
         return ["packed", "padded"], "FlashAttention keeps packed documents apart and takes no custom mask"
+    if keeps_state and implementation not in ("sdpa", BY_SEGMENT):
+        return ["padded"], f"layers that keep a state take the pieces of a row with sdpa, not {implementation}"
     if implementation in ("sdpa", BY_SEGMENT, "eager", "flex_attention", BY_BLOCK):
         name = {BY_SEGMENT: "sdpa", BY_BLOCK: "flex_attention"}.get(implementation, implementation)
         return ["shared", "packed", "padded"], f"{name} takes a custom mask, so a prompt is computed once"
@@ -127,6 +131,8 @@ def check(
     batch: dict[str, Any] = send_to_device(collate(examples, layout, row_multiple=row_multiple([inner])), device)
     with torch.no_grad(), forward.eval_mode(model):
         values = token_logps(model, batch, in_float32)
+        if layout != "padded" and not got_pieces(inner):
+            return math.inf  # of weights that are not trained yet states are too small to show in the values
         for k, (before, ids) in enumerate(alone):
             logps = torch.log_softmax(own_logits(model, [*before, *ids[:-1]], len(ids)), dim=-1)
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from . import attention, rotary
+from . import attention, rotary, states
 from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
 
@@ -92,6 +92,7 @@ def enable_scoring(model: nn.Module) -> None:
     # a bound method, so that a deepcopy is bound to itself
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
     rotary.rotate_by_row(inner)
+    states.compute_by_piece(inner)
 
 
 @functools.cache

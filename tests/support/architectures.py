@@ -36,8 +36,9 @@ SPECIAL = {
     "minicpm3": MLA, "deepseek_v32": MLA, "glm_moe_dsa": MLA, "youtu": MLA,
     "bamba": {"attn_layer_indices": [1, 3]}, "bart": DECODER, "bigbird_pegasus": DECODER, "blenderbot": DECODER,
     "blenderbot-small": DECODER, "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2} | MLA,
+    "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_expert_group": 1,
+                       "num_experts_per_token": 2} | MLA,
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_experts_per_token": 2} | MLA,
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"block_auto_adjust_ff_dim": False},
@@ -45,9 +46,12 @@ SPECIAL = {
     "longcat_flash": {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2} | MLA,
     "mamba2": {"num_heads": 8}, "marian": DECODER, "mbart": DECODER, "mvp": DECODER, "nemotron_h": {"n_groups": 1},
     "pegasus": DECODER, "plbart": DECODER, "recurrent_gemma": {"block_types": ["recurrent", "recurrent", "attention"]},
-    "reformer": {"is_decoder": True}, "xlm": {"emb_dim": 32}, "xlstm": {"qk_dim_factor": 1.0},
-    "zamba2": {"n_mamba_heads": 4},
-    "qwen4_exp_text": {"ngram_vocab_size_base": 500},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]}, "xlm": {"emb_dim": 32}, "xlstm": {"qk_dim_factor": 1.0},
+    "zamba2": {"n_mamba_heads": 4, "num_key_value_heads": 4, "attention_head_dim": 16, "attention_hidden_size": 64,
+               "mamba_headdim": 16, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "xmod": {"default_language": "en_XX"},
+    "qwen4_exp_text": {"ngram_vocab_size_base": 500, "indexer_n_heads": 2, "indexer_kv_heads": 1,
+                       "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4},
 }  # fmt: skip
 """What an architecture needs besides."""
 

@@ -1,0 +1,161 @@
+"""Layers that keep a state (linear attention, state spaces, short convolutions) over one row in pieces.
+
+Attention is told by a mask what a token sees; such a layer sees whatever stands before. So inside it the pieces of a row
+(a prompt, a branch: `attention.find_segments`) become rows of their own: prompts first, and each branch goes on from
+the convolution and recurrent states that its prompt left, with gradients through them. All else of the model still
+computes the one row, without padding and each prompt once.
+
+It is done by the layer's own forward and the cache that it takes for generation, which is all we know of it.
+
+Legend: L row length, P prompts, B branches, H hidden size.
+"""
+
+import functools
+import inspect
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+CACHE, MASK = ("cache_params", "past_key_values"), ("attention_mask", "conv_mask")
+"""The names that forwards have for their cache, and for a mask of padding."""
+
+
+def stateful_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that keep a state in a cache: by what their forwards ask the cache for."""
+    return [module for module in model.modules() if "update_conv_state" in _names_in_forward(type(module))]
+
+
+@functools.cache
+def _names_in_forward(kind: Any) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code.co_names if code else ()
+
+
+def compute_by_piece(model: nn.Module) -> None:
+    """Let layers that keep a state take the pieces of a row."""
+    module: Any
+    for module in stateful_layers(model):
+        module.forward = MethodType(_by_piece(type(module)), module)
+
+
+def got_pieces(model: nn.Module) -> bool:
+    """Was each layer that keeps a state told of pieces in the model's last forward? Some models do not hand on what
+    they are called with."""
+    return all(getattr(layer, "got_pieces", False) for layer in stateful_layers(model))
+
+
+@dataclass
+class Pieces:
+    """Where the pieces of a row are. An index of -1 is padding: of prompts on the left, of branches on the right."""
+
+    prompts: Tensor | None  # [P, longest]: places in the row; None where no branch has another piece before it
+    branches: Tensor  # [B, longest]
+    begins: Tensor  # [B]: the prompt that a branch goes on from, P for none
+    back: Tensor  # [L]: the place of each token among those of `prompts` and then `branches`
+
+    @classmethod
+    def of(cls, sizes: Sequence[tuple[int, int]], device: torch.device) -> "Pieces":
+        """sizes: (queries, keys) of each piece, as `attention.find_segments` has them."""
+        starts = np.cumsum([0, *(queries for queries, _ in sizes)])
+        places = [np.arange(start, start + queries) for start, (queries, _) in zip(starts, sizes, strict=False)]
+        # a piece that is followed by one with more keys than queries is its prompt
+        goes_on = [keys > queries for queries, keys in sizes]
+        prompts = [n for n, (later, after) in enumerate(pairwise([*goes_on, False])) if after and not later]
+        branches = sorted({*range(len(sizes))} - {*prompts})
+        # the number of the last prompt up to each piece
+        begins = [bisect(prompts, n) - 1 if goes_on[n] else len(prompts) for n in branches]
+        left, right = (_table([places[n] for n in chosen], side) for chosen, side in ((prompts, 0), (branches, 1)))
+        both = np.concatenate([left.ravel(), right.ravel()])
+        back = np.empty(starts[-1], dtype=np.int64)
+        back[both[both >= 0]] = np.flatnonzero(both >= 0)
+        tensors = [torch.from_numpy(a).to(device) for a in (left, right, np.array(begins), back)]
+        return cls(tensors[0] if prompts else None, *tensors[1:])
+
+
+def _table(places: list[np.ndarray], padded_side: int) -> np.ndarray:
+    """Rows of equal length, at least 2 (of a single token layers write into the state that they are given)."""
+    longest = max([2, *map(len, places)])
+    ends = [(longest - len(row), 0) if padded_side == 0 else (0, longest - len(row)) for row in places]
+    rows = [np.pad(row, end, constant_values=-1) for row, end in zip(places, ends, strict=True)]
+    return np.stack(rows) if rows else np.empty((0, longest), dtype=np.int64)
+
+
+class States:
+    """The cache of one layer that it is given in place of the model's: by number of the state."""
+
+    def __init__(self) -> None:
+        self.conv: dict[int, Tensor] = {}
+        self.recurrent: dict[int, Tensor] = {}
+
+    def continued(self, begins: Tensor) -> "States":
+        """The states that branches begin with: those of their prompts, or zeros, which is what none means."""
+        new = States()
+        for name in ("conv", "recurrent"):
+            for number, state in getattr(self, name).items():
+                padding = [0, 0] * (state.ndim - 1) + [0, 1]
+                getattr(new, name)[number] = pad(state, padding).index_select(0, begins)
+        return new
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        return self.recurrent.get(state_idx)
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+    ) -> Tensor:
+        """Keep the last inputs of a convolution, [n, channels, kernel size]; all that it needs now are returned."""
+        before = self.conv.get(state_idx)
+        whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        size = conv_kernel_size or whole.shape[-1]
+        whole = pad(whole, (max(size - whole.shape[-1], 0), 0))
+        self.conv[state_idx] = whole[..., -size:]
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> Tensor:
+        self.recurrent[state_idx] = recurrent_states
+        return recurrent_states
+
+
+@functools.cache
+def _by_piece(kind: Any) -> Callable:
+    """The forward of a layer class that takes `pieces`."""
+    signature = inspect.signature(inspect.unwrap(kind.forward))
+    cache, mask = (next(name for name in names if name in signature.parameters) for names in (CACHE, MASK))
+    first = list(signature.parameters)[1]
+
+    @functools.wraps(kind.forward)
+    def forward(self, *args, pieces: Pieces | None = None, **kwargs):
+        self.got_pieces = pieces is not None
+        if pieces is None:
+            return kind.forward(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        more = given.pop("kwargs", {})
+        row = given.pop(first).squeeze(0)  # [L, H]
+        del given["self"]
+        rows = lambda table: row[table.clamp(min=0)]  # noqa: E731
+
+        def compute(table: Tensor, states: States | None, padding: Tensor | None) -> Tensor:
+            options = given | {first: rows(table), cache: states, mask: padding}
+            return kind.forward(self, **options).flatten(0, 1)
+
+        found, states = [], None
+        if pieces.prompts is not None:
+            states = States()
+            found.append(compute(pieces.prompts, states, (pieces.prompts >= 0).to(row.dtype)))
+            states = states.continued(pieces.begins)
+        found.append(compute(pieces.branches, states, None))
+        return torch.cat(found).index_select(0, pieces.back)[None]
+
+    return forward

@@ -1,0 +1,162 @@
+"""Layers that keep a state, in one row of pieces: each answer's values and gradients are those of it alone."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from architectures import tiny
+from hunt_architectures import examples, scored_alone
+from peft import LoraConfig
+from plain_for_tests import token_logps
+from training_for_tests import LORA, METHODS, TABLE, assert_same_step, fix_rollouts, one_step, quick, token_rows
+
+from hf_posttrain.errors import InputError
+from hf_posttrain.generation import rollout
+from hf_posttrain.scoring import forward
+from hf_posttrain.scoring.attention import choose_attention, row_multiple
+from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layout
+from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.layouts import Branch, Example, collate
+from hf_posttrain.scoring.states import Pieces, stateful_layers
+
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2_moe", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
+           "falcon_h1", "bamba", "lfm3", "qwen3_5_moe_text")  # fmt: skip
+CPU = torch.device("cpu")
+ROWS = [*examples(), Example([7], [Branch([9, 8, 7]), Branch([5])]), Example([7, 9], [Branch([9])])]
+"""Prompts with several answers, of one token and none shared, answers of one token and with masked ends."""
+ROWS.append(Example([7, 9, 11, 12], [Branch([9, 6, 5], [1, 0, 0]), Branch([8, 8], [0, 0]), Branch([8, 5, 5, 6])]))
+
+
+def build(name, **changes):
+    """A tiny hybrid as a trainer has it."""
+    model = tiny(name, scale=1.0, **changes)
+    forward.enable_scoring(model)
+    choose_attention(model, CPU)
+    return model
+
+
+def gradient(model):
+    """All gradients in one vector; they are cleared."""
+    found = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return found
+
+
+def together(model, layout, rows=ROWS):
+    """Values of the tokens, branch by branch, and the gradient of their sum."""
+    batch = collate(rows, layout, row_multiple=row_multiple([model]))
+    values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    values.sum().backward()
+    return values.detach()[batch["owner"].argsort(stable=True)], gradient(model)
+
+
+def alone(model, rows=ROWS):
+    """The same, each answer by the model's own forward."""
+    found = []
+    for row in rows:
+        for branch in row.branches:
+            table = token_logps(model, row.prompt, list(branch.ids))
+            trained = torch.tensor(branch.mask or [1] * len(branch.ids)).bool()
+            found.append(table[torch.arange(len(branch.ids)), branch.ids][trained])
+    torch.cat(found).sum().backward()
+    return torch.cat(found).detach(), gradient(model)
+
+
+def assert_equal(found, expected):
+    assert (found[0] - expected[0]).abs().max() < 1e-5
+    assert (found[1] - expected[1]).norm() < 1e-5 * expected[1].norm()
+
+
+@pytest.mark.parametrize("name", quick("qwen3_5_text", "granitemoehybrid", "lfm2_moe", among=HYBRIDS))
+def test_values_and_gradients_are_those_of_each_answer_alone(name):
+    model = build(name)
+    assert stateful_layers(model)
+    assert able([model])[0] == ["shared", "packed", "padded"]
+    assert choose_layout([model], "auto") == "shared"
+    expected = alone(model)
+    for layout in ("shared", "packed", "padded"):
+        assert_equal(together(model, layout), expected)
+
+
+def test_without_the_pieces_documents_run_into_each_other(monkeypatch):
+    model = build("qwen3_5_text")
+    expected = alone(model)
+    monkeypatch.setattr("hf_posttrain.scoring.attention.stateful_layers", lambda _: [])
+    assert (together(model, "packed")[0] - expected[0]).abs().max() > 1e-3
+    assert trusted_layout([model], "packed", explicit=False) == "padded"
+
+
+def test_no_state_is_left_from_a_batch_before():
+    model, longer = build("qwen3_5_text"), [Example(list(range(5, 105)), [Branch(list(range(9, 99)))])]
+    first = together(model, "shared")
+    together(model, "shared", longer)
+    again = together(model, "shared")
+    assert torch.equal(first[0], again[0])
+    assert torch.equal(first[1], again[1])
+
+
+def test_checkpointed_layers_have_the_same_gradient():
+    model = build("qwen3_5_text").train()
+    expected = together(model, "shared")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equal(together(model, "shared"), expected)
+
+
+@pytest.mark.parametrize("name", quick("lfm2_moe", among=HYBRIDS))
+def test_answers_to_prompts_of_unequal_length_are_those_of_each_alone(name):
+    model = build(name)
+    prompts = [[7, 8, 9], [5], list(range(5, 40)), [6, 5]]
+    found = rollout.generate(model, prompts, 8, [299], 0)
+    assert found == [rollout.generate(model, [prompt], 8, [299], 0)[0] for prompt in prompts]
+    for prompt, answer in zip(prompts, found, strict=True):
+        assert token_logps(model, prompt, answer).argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("method", quick("dpo", among=METHODS))
+def test_a_step_is_the_same_in_all_layouts(method, lora, tmp_path, monkeypatch):
+    """Qwen3.5: the loss and the gradient of each weight, without and with an adapter on all its linear layers."""
+    fix_rollouts(monkeypatch)
+    options = {"peft_config": LoraConfig(**LORA)} if lora else {}
+    if TABLE[method].second == "teacher":
+        options["second"] = tiny("qwen3_5_text", seed=9, scale=1.0)
+    model, rows = tiny("qwen3_5_text", scale=1.0), token_rows(method)
+    expected = one_step(method, model, rows, tmp_path, layout="padded", **options)
+    for layout in ("packed", "shared"):
+        assert_same_step(one_step(method, model, rows, tmp_path, layout=layout, **options), expected)
+
+
+def test_a_layer_that_is_not_told_of_pieces_ends_in_the_padded_layout(caplog):
+    """Jamba's decoder layers do not hand on what the model was called with."""
+    model = build("jamba")
+    with caplog.at_level(logging.WARNING):
+        assert trusted_layout([model], "shared", explicit=False) == "padded"
+    assert "scores wrongly in layout shared: using padded" in caplog.text
+    with pytest.raises(InputError, match="gives JambaForCausalLM other numbers than its own forward"):
+        trusted_layout([copy.deepcopy(model)], "shared", explicit=True)
+
+
+def test_other_attention_leaves_such_layers_padded():
+    model = tiny("qwen3_5_text", scale=1.0)
+    model.set_attn_implementation("eager")
+    fitting, why = able([model])
+    assert fitting == ["padded"]
+    assert "take the pieces of a row with sdpa, not eager" in why
+
+
+def test_pieces_go_on_where_their_prompt_ended():
+    # a prompt of 3 with branches of 2 and 1, one without a prompt, a prompt of 1 with a branch, padding
+    pieces = Pieces.of([(3, 3), (2, 5), (1, 4), (4, 4), (1, 1), (2, 3), (3, 3)], CPU)
+    assert pieces.prompts.tolist() == [[0, 1, 2], [-1, -1, 10]]
+    assert pieces.branches.tolist() == [[3, 4, -1, -1], [5, -1, -1, -1], [6, 7, 8, 9], [11, 12, -1, -1],
+                                        [13, 14, 15, -1]]  # fmt: skip
+    assert pieces.begins.tolist() == [0, 0, 2, 1, 2]
+    flat = torch.cat([pieces.prompts.flatten(), pieces.branches.flatten()])
+    assert flat[pieces.back].tolist() == list(range(16))
+
+
+def test_scores_of_tokens_are_those_of_the_plain_version():
+    """The two slow versions of these tests agree."""
+    model = build("lfm2_moe")
+    assert (scored_alone(model, ROWS[:2]) - alone(model, ROWS[:2])[0]).abs().max() < 1e-6
