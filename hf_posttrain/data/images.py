@@ -1,0 +1,283 @@
+"""Pictures of rows: where they stand in messages, reading them, and the tokens that they become.
+
+A row has pictures in a column `image` or `images`, or inside messages as parts of a content. Within this package a
+content stays a string, and MARK stands in it where a picture is. The processor of the model says what text a picture of
+some size becomes (`PictureReader.expansion`), and gives the tensors that the model's vision tower reads.
+"""
+
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from ..errors import InputError, error_context, shown
+
+MARK = "\ufdd0"
+"""Stands in a content for a picture: a character that no text has."""
+COLUMNS = ("image", "images")
+PLACEHOLDER = "<image>"
+"""What contents that are plain text have in the place of a picture, in the format of LLaVA and others."""
+STORED = datasets.List({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
+"""The type of the column `images` of prepared rows."""
+_DATA = "data:image/"
+
+
+# ---- rows
+
+
+def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict, list[dict]]:
+    """The row with MARK in its contents where pictures are, and its pictures in that order, as prepared rows have them.
+
+    form: the row's format. folder: where relative paths start. Raises InputError for what is no picture, and where
+    places and pictures are not equally many.
+    """
+    listed = [value for name in COLUMNS if row.get(name) is not None for value in _as_list(row[name])]
+    columns = [name for name in form.split(" + ") if name in ("messages", "prompt", "instruction", "chosen", "rejected",
+                                                              "completion", "output")]  # fmt: skip
+    found: dict[str, list] = {}
+    row = dict(row)
+    for name in columns:
+        with error_context(f"column {name!r}"):
+            row[name], found[name] = _marked(row[name])
+    # whole conversations that answer each other begin with the same pictures
+    if found.get("chosen") and not found.get("prompt") and not found.get("messages"):
+        if found["chosen"] != found.get("rejected"):
+            raise InputError("columns 'chosen' and 'rejected': their conversations have other pictures")
+        del found["rejected"]
+    places = [value for name in found for value in found[name]]
+    asked = next((name for name in ("messages", "prompt", "instruction", "chosen") if name in columns), "")
+    if listed and not places:
+        count = _places_in_text(row[asked])
+        for name in ("chosen", "rejected") if asked == "chosen" else (asked,):
+            row[name] = _placed(row[name], count, len(listed))
+        places = [None] * len(listed)
+    own = iter(listed)
+    values = [next(own, None) if value is None else value for value in places]
+    if len(places) != len([value for value in places if value is not None]) + len(listed) or None in values:
+        given, empty = len(listed), len([value for value in places if value is None])
+        raise InputError(f"there are {empty} places for pictures without one of their own, and {given} in 'images'")
+    with error_context("column 'images'" if listed else "a picture"):
+        return row, [stored(value, folder) for value in values]
+
+
+def _as_list(value: Any) -> list:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+def _marked(value: Any) -> tuple[Any, list]:
+    """A column with MARK as text in place of the parts that are pictures, and their values, None where they have
+    none."""
+    found: list[Any] = []
+    if isinstance(value, str) and MARK in value:
+        raise InputError(f"character {value.index(MARK)} is U+FDD0, which no text has: take it out")
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list):
+        return value, found
+
+    def part(item: Any) -> Any:
+        if isinstance(item, dict) and item.get("type") in ("image", "image_url"):
+            found.append(_value_of(item))
+            return {"type": "text", "text": MARK}
+        return item
+
+    def turn(message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        content = message.get("content", message.get("value"))
+        if isinstance(content, str) and MARK in content:
+            raise InputError(f"character {content.index(MARK)} is U+FDD0, which no text has: take it out")
+        return message | {"content": list(map(part, content))} if isinstance(content, list) else message
+
+    marked = list(map(turn, turns))
+    return (marked[0] if isinstance(value, dict) else marked), found
+
+
+def _value_of(part: dict) -> Any:
+    """The picture of a part of a content, by the keys of transformers and of OpenAI; None where it has none."""
+    value = next((part[key] for key in ("image", "image_url", "url", "path", "base64", "bytes") if part.get(key)), None)
+    if isinstance(value, dict) and "url" in value:
+        value = value["url"]
+    return f"{_DATA};base64,{value}" if part.get("base64") and value == part["base64"] else value
+
+
+def _texts_of(value: Any) -> Iterator[tuple[dict | None, str]]:
+    """(turn, text) of each text of a column that may have a placeholder: those of turns that are not an assistant's."""
+    if isinstance(value, str):
+        yield None, value
+    for turn in value if isinstance(value, list) else ():
+        role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else "assistant"
+        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
+        if role not in ("assistant", "gpt") and isinstance(content, str):
+            yield turn, content
+
+
+def _places_in_text(value: Any) -> int:
+    return sum(text.count(PLACEHOLDER) for _, text in _texts_of(value))
+
+
+def _placed(value: Any, count: int, pictures: int) -> Any:
+    """A column with MARKs for `pictures` in its text: in place of its `count` placeholders, or, where it has none, at
+    the beginning of the first turn of a user."""
+    if count not in (0, pictures):
+        raise InputError(f"the text has {count} {PLACEHOLDER}, and there are {pictures} pictures")
+    if isinstance(value, str):
+        return value.replace(PLACEHOLDER, MARK) if count else MARK * pictures + value
+    turns, left = [], 0 if count else pictures
+    for turn in value if isinstance(value, list) else []:
+        texts = [text for owner, text in _texts_of([turn])]
+        if texts:
+            user = turn.get("role", turn.get("from")) in ("user", "human")
+            text = MARK * left * user + texts[0].replace(PLACEHOLDER, MARK if count else PLACEHOLDER)
+            left *= not user
+            turn = {**turn, ("content" if turn.get("content") is not None else "value"): text}
+        elif left and isinstance(turn.get("content"), list) and turn.get("role") == "user":
+            turn, left = turn | {"content": [{"type": "text", "text": MARK * left}, *turn["content"]]}, 0
+        turns.append(turn)
+    if left:
+        raise InputError("there is no turn of a user for the pictures to stand in")
+    return turns
+
+
+# ---- pictures
+
+
+def stored(value: Any, folder: str | None = None) -> dict[str, Any]:
+    """A picture as prepared rows have it: {bytes, path}, one of them None. Paths are absolute then.
+
+    value: a PIL image, bytes, a path, a data URL, or a mapping with bytes or path as `datasets` has it. Raises
+    InputError for anything else, for a URL and for a file that is no picture.
+    """
+    if isinstance(value, Mapping) and (value.get("bytes") or value.get("path")):
+        value = value.get("bytes") or value["path"]
+    if isinstance(value, Image.Image):
+        buffer = io.BytesIO()
+        value.save(buffer, format="PNG")
+        value = buffer.getvalue()
+    if isinstance(value, str) and value.startswith(_DATA):
+        try:
+            value = base64.b64decode(value.partition(",")[2], validate=True)
+        except ValueError:
+            raise InputError(f"{shown(value)} is no base64") from None
+    found: dict[str, Any] = {"bytes": None, "path": None}
+    if isinstance(value, bytes):
+        found["bytes"] = value
+    elif isinstance(value, str) and value.partition("://")[0] in ("http", "https", "ftp", "s3", "gs", "hf"):
+        raise InputError(f"{shown(value)}: nothing is fetched while training: download it, and give its path")
+    elif isinstance(value, str) and value:
+        path = Path(folder or "", value.removeprefix("file://")).expanduser()
+        if not path.is_file():
+            start = f"relative paths start at {folder or 'the current folder'}, see image_folder"
+            raise InputError(f"{value}: no such file" + f" ({start})" * (not Path(value).is_absolute()))
+        found["path"] = str(path.absolute())
+    else:
+        raise InputError(f"expected a picture (path, bytes or PIL image), found {shown(value)}")
+    picture_size(found)
+    return found
+
+
+def _source(picture: Mapping[str, Any]) -> Any:
+    return io.BytesIO(picture["bytes"]) if picture["bytes"] else picture["path"]
+
+
+def picture_size(picture: Mapping[str, Any]) -> tuple[int, int]:
+    """(width, height) without decoding it. Raises InputError for what is no picture."""
+    with _told(picture), Image.open(_source(picture)) as image:
+        width, height = image.size
+    # a phone writes a picture as it was held, and says how to turn it
+    return width, height
+
+
+def open_picture(picture: Mapping[str, Any]) -> Image.Image:
+    """A stored picture, decoded, in RGB. Raises InputError for what is no picture."""
+    with _told(picture), Image.open(_source(picture)) as image:
+        return image.convert("RGB")
+
+
+class _told:  # noqa: N801 (a context manager, used as a function)
+    """Makes one line of what PIL raises."""
+
+    def __init__(self, picture: Mapping[str, Any]):
+        self.name = picture["path"] or f"{len(picture['bytes'])} bytes"
+
+    def __enter__(self) -> None:
+        """Nothing to do before."""
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, UnidentifiedImageError | OSError | SyntaxError | ValueError | Image.DecompressionBombError):
+            what = "is no picture that PIL reads" if isinstance(error, UnidentifiedImageError) else str(error)
+            raise InputError(f"{self.name}: {what}") from error
+
+
+# ---- what a model makes of them
+
+
+class PictureReader:
+    """What a processor makes of pictures: the text that stands for one, and the tensors that the model reads."""
+
+    def __init__(self, processor: Any):
+        self.processor = processor
+        self.place = getattr(processor, "image_token", None) or getattr(processor, "boi_token", None)
+        """What the chat template writes in the place of a picture."""
+        if not self.place or not hasattr(processor, "image_processor"):
+            raise InputError(f"{type(processor).__name__} reads no pictures")
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The ids that become features of a picture."""
+        found = [*self.processor.image_token_ids, getattr(self.processor, "image_token_id", None)]
+        return sorted({i for i in found if i is not None})
+
+    def expansion(self, picture: Mapping[str, Any]) -> str:
+        """The text that stands for a picture, which depends on its size alone."""
+        return _of_size(self, *picture_size(picture))[1]
+
+    def tensors(self, pictures: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """What the model's forward takes besides ids, of pictures in the order in which the ids have them."""
+        return {name: torch.as_tensor(value) for name, value in self._process([*map(open_picture, pictures)])[0].items()
+                if name not in self.processor.unused_input_names}  # fmt: skip
+
+    def grid(self, picture: Mapping[str, Any]) -> list[int] | None:
+        """Frames, rows and columns of patches of a picture, where the model's positions depend on them."""
+        found = _of_size(self, *picture_size(picture))[0].get("image_grid_thw")
+        return None if found is None else [int(n) for n in found[0]]
+
+    def _process(self, images: list[Image.Image]) -> tuple[Any, list[str]]:
+        options = self.processor._merge_kwargs(tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs)
+        kwargs = options["images_kwargs"] | {"return_tensors": "pt"}
+        # one list of pictures for one text, as processors of several texts want it
+        nested = [images] if "rows" in self._probe else images
+        return self.processor._process_images(nested, **kwargs)
+
+    @property
+    def _probe(self) -> frozenset[str]:
+        return frozenset(("rows",)) if type(self.processor).__name__.startswith(("Idefics", "SmolVLM")) else frozenset()
+
+
+@lru_cache(maxsize=4096)
+def _of_size(reader: PictureReader, width: int, height: int) -> tuple[dict[str, Any], str]:
+    """What the processor says of a picture of this size besides its pixels, and the text that stands for it."""
+    # not black: some models take a picture of zeros for padding
+    blank = Image.fromarray(np.full((height, width, 3), 127, dtype=np.uint8))
+    found, texts = reader._process([blank])
+    return {name: value for name, value in found.items() if name != "pixel_values"}, texts[0]
+
+
+def read_by(tokenizer: Any) -> PictureReader | None:
+    """What reads pictures for a tokenizer, if its model does: `with_pictures` has put it there."""
+    return getattr(tokenizer, "picture_reader", None)
+
+
+def with_pictures(processor: Any) -> Any:
+    """The tokenizer of a processor, which knows what reads its pictures. Raises InputError where that reads none."""
+    tokenizer = processor.tokenizer
+    tokenizer.picture_reader = PictureReader(processor)
+    tokenizer.chat_template = getattr(processor, "chat_template", None) or tokenizer.chat_template
+    return tokenizer
