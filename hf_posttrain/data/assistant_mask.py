@@ -28,7 +28,8 @@ def assistant_mask(template: chat.ChatTemplate, messages: Messages, full: str = 
     end_id = chat.turn_end_id(tokenizer, template.kwargs)
     # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
     full = full or template.render(messages)
-    find_mask = _tagged_mask if GENERATION.search(template.text) else _rendered_mask
+    tagged = GENERATION.search(template.text) and not template.pictures  # of which transformers knows no text
+    find_mask = _tagged_mask if tagged else _rendered_mask
     ids, mask, offsets = find_mask(template, messages, end_id, full)
     # 2. of each turn, nothing behind its end (a line break, a second end); no turn that is an end alone, which would
     # teach empty answers. Where a template writes no headers, turns of assistants follow one another in one run

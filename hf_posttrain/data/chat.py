@@ -17,6 +17,7 @@ from jinja2 import meta
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, nearest, shown
+from .images import MARK, read_by
 from .messages import Messages, call_names, check_unicode
 from .template import parsed
 
@@ -35,6 +36,7 @@ class ChatTemplate(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
     tools: list | None = None
     kwargs: dict | None = None
+    pictures: tuple[str, ...] = ()  # the text of each picture, in the order in which MARK stands in messages
 
     @property
     def text(self) -> str:
@@ -55,7 +57,15 @@ class ChatTemplate(NamedTuple):
             problem = " ".join(str(error).split())[:300]
             raise InputError(f"the chat template refuses messages with roles [{roles}]: {problem}") from error
         check_unicode(text, "the rendered conversation")
-        return text
+        return self._with_pictures(text, messages) if self.pictures else text
+
+    def _with_pictures(self, text: str, messages: Messages) -> str:
+        """A rendering with the text of each picture in its place. Raises InputError where the template lacks places."""
+        place, wanted = read_by(self.tokenizer).place, sum(message["content"].count(MARK) for message in messages)
+        parts = text.split(place)
+        if len(parts) - 1 != wanted:
+            raise InputError(f"the chat template writes {len(parts) - 1} places ({place}) for {wanted} pictures")
+        return "".join(part + picture for part, picture in zip(parts, (*self.pictures[:wanted], ""), strict=True))
 
     def prompt_text(self, prompt: Messages) -> str:
         """The text that generation starts from; a prompt that ends in an assistant turn (prefill) is left open."""
@@ -76,8 +86,8 @@ class ChatTemplate(NamedTuple):
         """`tokenizer.apply_chat_template` on the day _DAY, of contents as parts and arguments of calls as JSON text for
         the templates that write these alone."""
         template, _ = _on_the_day(self.text)
-        if _reads_parts(self.tokenizer, template):
-            messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+        always = _reads_parts(self.tokenizer, template)
+        messages = [{**m, "content": _parts(m["content"])} if always or MARK in m["content"] else m for m in messages]
         if any("tool_calls" in m for m in messages) and _reads_text_arguments(self.tokenizer, template):
             messages = [_with_calls(m, lambda arguments, _: {"arguments": json.dumps(arguments, ensure_ascii=False)})
                         for m in messages]  # fmt: skip
@@ -100,7 +110,8 @@ class ChatTemplate(NamedTuple):
             if any(mark not in probed for mark in re.findall(rf"{_PROBE}\w+", str(probe.get("tool_calls")))):
                 raise InputError(f"{where}: the chat template does not write its call of {named(call_names(message))}")
             if not content or probe["content"] in probed:
-                found += [f"a part of the text of {message['role']} turns"] * (not _stands_in(content, full))
+                whole = all(_stands_in(part.strip(), full) for part in content.split(MARK))
+                found += [f"a part of the text of {message['role']} turns"] * (not whole)
             elif not call_names(message):
                 raise InputError(f"{where}: the chat template does not write its text, {shown(content)}")
             else:
@@ -114,6 +125,15 @@ class ChatTemplate(NamedTuple):
         if any(isinstance(tool, dict) and str(tool.get("name")) not in full for tool in names):
             found.append("column 'tools'")
         return sorted({*found})
+
+
+def _parts(content: str) -> list[dict[str, str]]:
+    """A content as parts, with a picture in the place of each MARK."""
+    found = []
+    for n, text in enumerate(content.split(MARK)):
+        found += [{"type": "image"}] if n else []
+        found += [{"type": "text", "text": text}] if text or MARK not in content else []
+    return found
 
 
 def _with_calls(message: dict[str, Any], change: Callable[[Any, int], dict]) -> dict[str, Any]:

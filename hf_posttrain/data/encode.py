@@ -7,17 +7,17 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, shown
-from . import chat
+from . import chat, images
 from .assistant_mask import assistant_mask
 from .formats import Sample, add_system, read_format, read_template_kwargs
 from .kinds import RowKind
 from .messages import are_written_messages, text_of
 from .teacher_rows import TeacherPlan, for_teacher, read_teacher
 
-PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS = 1, 2, 4, 8, 16, 32
+PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS, PICTURE_CUT = 1, 2, 4, 8, 16, 32, 64
 CUT = PROMPT_CUT | COMPLETION_CUT
 """Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages; turns
-of users or tools count as a part of an answer."""
+of users or tools count as a part of an answer; a picture would be cut, so that the row is left out."""
 VERSION = 8
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
@@ -39,14 +39,31 @@ class Plan(NamedTuple):
     bos: int | None = None  # the id that a prompt keeps at its beginning when it is cut
     masks: tuple[str, ...] = ()  # columns of masks, which rows of ids all have or all lack
     teacher: TeacherPlan | None = None  # what rows hold for teachers besides
+    image_ids: tuple[int, ...] = ()  # tokens that become features of pictures, where the model sees
+    image_folder: str | None = None  # where relative paths of pictures start
     version: int = VERSION
 
 
 def read(row: dict, plan: Plan) -> list[Sample]:
     """The samples of a row for this method: one, or of labelled rows two where the row is a pair.
 
-    Raises InputError for a missing column, for a value of the wrong kind, and for ids outside the vocabulary.
+    Raises InputError for a missing column, for a value of the wrong kind, for ids outside the vocabulary, and for
+    pictures in plain text or in one of several answers.
     """
+    if not plan.image_ids:
+        return _read(row, plan)
+    row, pictures = images.take_pictures(row, plan.form, plan.image_folder)
+    samples = _read(row, plan)
+    for sample in samples if pictures and "_ids" not in plan.form else ():
+        if not sample.is_chat:
+            raise InputError("a row with pictures needs messages: set apply_chat_template: true, or write messages")
+        if sample.prompt is not None and images.MARK in text_of(sample.branches):
+            raise InputError("a picture stands in an answer: they may stand before it alone")
+    return [sample._replace(pictures=tuple(pictures)) for sample in samples]
+
+
+def _read(row: dict, plan: Plan) -> list[Sample]:
+    """`read` of a row with MARK in the place of pictures."""
     # `datasets` puts None where only some rows of a file have a column
     present = [column for column, value in row.items() if value is not None]
     for column in (*plan.form.split(" + "), *plan.masks):
@@ -205,7 +222,7 @@ def teachers_prompts(
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
     """Messages -> text; plain strings stay as they are. A whole text is a branch of the empty prompt. White space at
     the end of a rendering is dropped: an end token that is appended would follow it."""
-    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs)
+    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs, sample.expansions)
     if _is_empty(sample):
         sample = sample._replace(prompt="", branches=["" for _ in sample.branches])
     if not sample.is_chat:
@@ -230,8 +247,8 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
     if not sample.is_chat:
         raise InputError(f"assistant_only_loss needs messages, {plan.form} holds plain text")
     if _is_empty(sample):
-        return Sample([], [[]])
-    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs)
+        return sample._replace(prompt=[], branches=[[]])
+    template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs, sample.expansions)
     turns = sample.branches[0] if sample.prompt is None else chat.join_messages(sample.prompt, sample.branches[0])
     full = template.render(turns).rstrip()
     unread = tuple(template.find_unread(turns, full))
@@ -241,7 +258,7 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         chat.text_behind(start, full)  # or the answer would not begin behind as many tokens
         before = len(chat.encode(tokenizer, [start])[0])
         mask = [0] * before + mask[before:]
-    return Sample([], [ids], mask=mask, unread=unread)
+    return sample._replace(prompt=[], branches=[ids], mask=mask, unread=unread)
 
 
 def _is_empty(sample: Sample) -> bool:
@@ -267,6 +284,8 @@ def context(sample: Sample, plan: Plan) -> Sample:
     ids = prompt + branches[0]
     mask = [int(all_trained)] * len(prompt) + (sample.mask or [1] * len(branches[0]))
     n = len(prompt) if prompt and not all_trained else max(1, mask.index(1) if 1 in mask else 1)
+    if plan.image_ids:  # what becomes a picture's features is never trained
+        mask = [int(on and token not in plan.image_ids) for on, token in zip(mask, ids, strict=True)]
     return sample._replace(prompt=ids[:n], branches=[ids[n:]], mask=mask[n:])
 
 
@@ -281,8 +300,13 @@ def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
         prompt = _without_left(prompt, size, plan.bos)
         branches = [branch[: plan.max_length - len(prompt)] for branch in branches]
         mask = mask and mask[: len(branches[0])]
-    lost = not all(branches) or not (plan.rows.sampled or mask is None or any(mask))
-    bits = PROMPT_CUT * (prompt != sample.prompt) + COMPLETION_CUT * (branches != sample.branches) + NO_TARGET * lost
+    def seen(prompt: list[int], branches: list[list[int]]) -> int:
+        return sum(token in plan.image_ids for part in (prompt, *branches) for token in part)
+
+    cut = bool(plan.image_ids) and seen(prompt, branches) < seen(sample.prompt, sample.branches)
+    lost = cut or not all(branches) or not (plan.rows.sampled or mask is None or any(mask))
+    bits = PICTURE_CUT * cut + NO_TARGET * lost
+    bits += PROMPT_CUT * (prompt != sample.prompt) + COMPLETION_CUT * (branches != sample.branches)
     alike = len(branches) == 2 and branches[0] == branches[1]
     return sample._replace(prompt=prompt, branches=branches, mask=mask), bits + ALIKE * alike
 

@@ -31,6 +31,8 @@ class Sample(NamedTuple):
     tools: list | None = None
     template_kwargs: dict | None = None  # what the template gets: the row's options over those of all rows
     unread: tuple[str, ...] = ()  # what of its messages the chat template does not write
+    pictures: tuple[dict, ...] = ()  # as `images.stored`, in the order in which they stand in its text
+    expansions: tuple[str, ...] = ()  # the text that stands for each
 
     @property
     def is_chat(self) -> bool:

@@ -201,7 +201,7 @@ def open_picture(picture: Mapping[str, Any]) -> Image.Image:
         return image.convert("RGB")
 
 
-class _told:  # noqa: N801 (a context manager, used as a function)
+class _told:
     """Makes one line of what PIL raises."""
 
     def __init__(self, picture: Mapping[str, Any]):
@@ -211,7 +211,7 @@ class _told:  # noqa: N801 (a context manager, used as a function)
         """Nothing to do before."""
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, UnidentifiedImageError | OSError | SyntaxError | ValueError | Image.DecompressionBombError):
+        if isinstance(error, OSError | SyntaxError | ValueError | Image.DecompressionBombError):
             what = "is no picture that PIL reads" if isinstance(error, UnidentifiedImageError) else str(error)
             raise InputError(f"{self.name}: {what}") from error
 
@@ -232,8 +232,11 @@ class PictureReader:
     @property
     def token_ids(self) -> list[int]:
         """The ids that become features of a picture."""
-        found = [*self.processor.image_token_ids, getattr(self.processor, "image_token_id", None)]
-        return sorted({i for i in found if i is not None})
+        return sorted(i for i in self.processor.image_token_ids if i is not None)
+
+    def features(self, text: str) -> int:
+        """How many of these tokens a text has."""
+        return sum(text.count(token) for token in self.processor.tokenizer.convert_ids_to_tokens(self.token_ids))
 
     def expansion(self, picture: Mapping[str, Any]) -> str:
         """The text that stands for a picture, which depends on its size alone."""
@@ -241,8 +244,9 @@ class PictureReader:
 
     def tensors(self, pictures: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """What the model's forward takes besides ids, of pictures in the order in which the ids have them."""
-        return {name: torch.as_tensor(value) for name, value in self._process([*map(open_picture, pictures)])[0].items()
-                if name not in self.processor.unused_input_names}  # fmt: skip
+        found = self._process([*map(open_picture, pictures)])[0]
+        unused = {"rows", "cols", *self.processor.unused_input_names}
+        return {name: torch.as_tensor(value) for name, value in found.items() if name not in unused}
 
     def grid(self, picture: Mapping[str, Any]) -> list[int] | None:
         """Frames, rows and columns of patches of a picture, where the model's positions depend on them."""

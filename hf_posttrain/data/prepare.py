@@ -19,6 +19,7 @@ from .encode import (
     CUT,
     NO_TARGET,
     OTHERS,
+    PICTURE_CUT,
     Plan,
     context,
     encode,
@@ -28,7 +29,9 @@ from .encode import (
     refuse_misread,
     teachers_prompts,
 )
-from .formats import detect, our_name, renamed, unread
+from .formats import Sample, detect, our_name, renamed, unread
+from .images import COLUMNS as PICTURES
+from .images import STORED, PictureReader, read_by
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
 from .packing import example_lengths
@@ -48,7 +51,7 @@ FACTS = {  # what is known of each example: its type in Arrow
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
 }
 SCORES = {"ref_logps", "teacher_ids", "teacher_logps"}
-ADDED = {"mismatch_ids", "length", *FOR_TEACHER} | SCORES
+ADDED = {"mismatch_ids", "length", "images", *FOR_TEACHER} | SCORES
 """Columns that trainers and teachers add to prepared rows."""
 _FIRST = 20
 """Rows that are looked at for a prompt in columns that are not read."""
@@ -65,14 +68,15 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     of streams). Raises InputError for the first bad row.
     """
     # rows that are prepared have these types too, or lists of them where packed: other rows of ids are yet to be cut
-    more = FOR_TEACHER if teacher_plan(config) else ()
+    more: tuple[str, ...] = FOR_TEACHER if teacher_plan(config) else ()
+    more += ("images",) if read_by(tokenizer) else ()
     own, kinds = {*method.rows.columns, "index", *more}, dict(dataset.features or {})
     typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items())
     if typed and own <= {*kinds} <= own | ADDED:
         _refuse_long(dataset, method.rows, config, name)
         return dataset
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), [*method.rows.columns, *more]
-    streamed, told = isinstance(dataset, datasets.IterableDataset), ["state", "row", "unknown", "unread"]
+    streamed, told = isinstance(dataset, datasets.IterableDataset), ["state", "row", "unknown", "unread", "uncut"]
     facts: Any = None if streamed else mapped.select_columns(told).to_pandas()
     for note, level in notes(dataset, method, config, facts).items():
         noted.log(level, "%s: %s", name, note)
@@ -90,6 +94,10 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     if len(dropped):
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
     logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
+    if (cut := state & PICTURE_CUT > 0).any():
+        longest, rows_cut = facts["uncut"].to_numpy()[cut].max(), ", ".join(map(str, row[cut][:5]))
+        said = "%s: %d rows are left out: max_length would cut their pictures (first rows %s; up to %d tokens): raise it"
+        logger.warning(said, name, cut.sum(), rows_cut, longest)
     if len(dropped) == len(mapped):
         raise InputError(f"{line}: nothing to train on; raise max_length, or mend empty answers or masks")
     if len(strange := np.unique(row[~lost & unknown])):
@@ -117,7 +125,7 @@ def _columns(dataset: Any) -> list[str]:
 
 def _features(rows: RowKind, facts: bool = True, more: Sequence[str] = ()) -> datasets.Features:
     types = {"label": datasets.Value("bool"), "prompt_key": datasets.Value("int64"), **FACTS}
-    types["teacher"] = datasets.Value("string")
+    types |= {"teacher": datasets.Value("string"), "images": STORED}
     ids = datasets.List(datasets.Value("int32"))
     names = (*rows.columns, *more, *(FACTS if facts else ()))
     return datasets.Features({name: types.get(name, ids) for name in names})
@@ -136,11 +144,14 @@ def tokenised(
         # null in all rows is absent; in some it would train all tokens of these rows
         masks = [column for column in ("labels", "completion_mask") if method.rows.masked and "_ids" in form
                  and column in columns and (dataset.features or {}).get(column) != datasets.Value("null")]  # fmt: skip
-        asked = teacher_plan(config)
+        asked, sees = teacher_plan(config), read_by(tokenizer) is not None
         plan = plan_for(form, method, tokenizer, config, name)._replace(masks=tuple(masks), teacher=asked)
-        _refuse_pictures(dataset, columns, form)
+        if sees:
+            dataset = _undecoded(dataset)
+        else:
+            _refuse_pictures(dataset, columns, form)
         _refuse_lost_prompt(dataset, columns, form, name)
-    features = _features(method.rows, more=FOR_TEACHER if asked else ())
+    features = _features(method.rows, more=(*(FOR_TEACHER if asked else ()), *(["images"] if sees else [])))
     kwargs = {
         "batched": True, "with_indices": True, "remove_columns": columns, "features": features,
         "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled_by_arrow(dataset)},
@@ -186,8 +197,22 @@ def columns_read(dataset: Any, name: str, method: Reader, config: Any) -> list[s
     """The columns of a data set `name` that `method` reads. Raises InputError where it can read none, or not all."""
     renamed, columns, form = _opened(dataset, method, config)
     _refuse_lost_prompt(renamed, columns, form, name)
-    left = {*unread(columns, form)} - columns_for_teacher(config, columns)
+    left = {*unread(columns, form)} - columns_for_teacher(config, columns) - {*PICTURES}
     return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in left]
+
+
+def _undecoded(dataset: Any) -> Any:
+    """The data set with its pictures as files or bytes: nothing is decoded before it is looked at."""
+
+    def plain(kind: Any) -> Any:
+        if isinstance(kind, datasets.Image):
+            return datasets.Image(decode=False)
+        if isinstance(kind, datasets.List):
+            return datasets.List(plain(kind.feature))
+        return {key: plain(value) for key, value in kind.items()} if isinstance(kind, dict) else kind
+
+    found = {column: plain(kind) for column, kind in (dataset.features or {}).items() if _holds(kind, datasets.Image)}
+    return dataset.cast(datasets.Features(dataset.features | found)) if found else dataset
 
 
 def _refuse_pictures(dataset: Any, columns: list[str], form: str) -> None:
@@ -227,7 +252,7 @@ def notes(dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None 
         if written and any(map(holds_null, islice(dataset[column], 1000))):
             why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
             found[f"column {column!r} has nulls inside calls or tools, which are trained; {why}"] = logging.WARNING
-    used = {"index", "prompt_key", *ADDED} | columns_for_teacher(config, columns)
+    used = {"index", "prompt_key", *ADDED, *PICTURES} | columns_for_teacher(config, columns)
     if aside := [column for column in unread(columns, form) if column not in used]:
         found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO
     alone = "; assistant_only_loss: true trains the assistant's alone" if method.rows.masked else ""
@@ -294,10 +319,12 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         raise InputError(f"assistant_only_loss needs a fast tokenizer: {slow}")
     if method.rows.sampled and max_length:
         max_length -= option("max_completion_length") or 0
+    reader = read_by(tokenizer)
     return Plan(
         method.name, method.rows, form, name, max_length, completion_only, assistant_only,
         option("chat_template_kwargs"), as_chat, max(tokenizer.get_vocab().values()) + 1 if is_ids else None,
-        tokenizer.bos_token_id,
+        tokenizer.bos_token_id, image_ids=tuple(reader.token_ids) if reader else (),
+        image_folder=option("image_folder"),
     )  # fmt: skip
 
 
@@ -306,13 +333,16 @@ def tokenise(
 ) -> dict:
     """A batch of raw rows -> columns of ids, and FACTS. rows: their numbers. filled: columns with keys that are None
     where Arrow has put them."""
-    batch = without_filled(batch, filled)
+    batch, reader = without_filled(batch, filled), read_by(tokenizer)
     # 1. raw rows -> samples, of which a row may give two; `origin` has the row of each
     samples, origin, raw = [], [], []
     for row, *values in zip(rows, *batch.values(), strict=True):
         given = dict(zip(batch, values, strict=True))
         with error_context(f"{plan.name}, row {row}"):
             found = read(given, plan)
+            if reader and found[0].pictures:
+                texts = tuple(map(reader.expansion, found[0].pictures))
+                found = [sample._replace(expansions=texts) for sample in found]
         samples += found
         origin += [row] * len(found)
         raw += [given] * len(found)
@@ -330,6 +360,8 @@ def tokenise(
     for row, sample, kind in zip(origin, samples, kinds, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
+            if reader:
+                _check_features(whole, reader, plan)
         # where a prompt is trained too, it still gives way to its answer
         first, cut = fit(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
         kept, state = fit(context(first, plan), plan)
@@ -338,20 +370,35 @@ def tokenise(
         compared = [[]] if plan.rows.sampled else whole.branches
         examples.append({
             "prompt_ids": kept.prompt, **dict(zip(plan.rows.answers, branches, strict=True)),
-            "completion_mask": kept.mask, "label": kept.label, "prompt_key": _key(whole.prompt),
+            "completion_mask": kept.mask, "label": kept.label, "prompt_key": _key(whole.prompt, whole.pictures),
             "row": row, "state": state | cut & CUT | kind,
             "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
             "unread": ", ".join(kept.unread),
             "uncut": len(whole.prompt) + max(map(len, whole.branches), default=0),
             "trained": 0 if plan.rows.sampled else trained,
-            "keys": [_key([*whole.prompt, -1, *branch]) for branch in compared],
+            "keys": [_key([*whole.prompt, -1, *branch], whole.pictures) for branch in compared],
+            "images": list(kept.pictures),
         })  # fmt: skip
-    return {column: [example[column] for example in examples] for column in (*plan.rows.columns, *FACTS)} | more
+    columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []))
+    return {column: [example[column] for example in examples] for column in columns} | more
 
 
-def _key(ids: list[int]) -> int:
-    """A hash of ids that is the same in every process, as a signed 64-bit number."""
-    return xxhash.xxh64_intdigest(np.array(ids, dtype="<i4").tobytes()) - 2**63
+def _check_features(sample: Sample, reader: PictureReader, plan: Plan) -> None:
+    """Raises InputError where ids have other tokens for features than pictures bring: a text may hold such a token."""
+    brought = sum(map(reader.features, sample.expansions or map(reader.expansion, sample.pictures)))
+    for branch in sample.branches or [[]]:
+        held = sum(token in plan.image_ids for token in (*sample.prompt, *branch))
+        if held != brought:
+            problem = f"its tokens have {held} places for features of pictures, and its pictures bring {brought}"
+            raise InputError(f"{problem}: take the token of pictures out of the text")
+
+
+def _key(ids: list[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:
+    """A hash of ids and pictures that is the same in every process, as a signed 64-bit number."""
+    digest = xxhash.xxh64(np.array(ids, dtype="<i4").tobytes())
+    for picture in pictures:
+        digest.update(picture["bytes"] or picture["path"])
+    return digest.intdigest() - 2**63
 
 
 def _keep_streamed(state: int, row: int, name: str, told: set[int]) -> bool:

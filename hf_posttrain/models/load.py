@@ -60,6 +60,18 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     return with_pad(tokenizer)
 
 
+def without_videos(kind: Any) -> Any:
+    """A class of processors without its part for videos, which wants torchvision even where no video is read."""
+
+    class PicturesAlone(kind):
+        @classmethod
+        def get_attributes(cls) -> list[str]:
+            return [name for name in kind.get_attributes() if name != "video_processor"]
+
+    PicturesAlone.__name__ = PicturesAlone.__qualname__ = kind.__name__
+    return PicturesAlone
+
+
 def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """The tokenizer itself, with a pad token: an unused one of its vocabulary, or eos. Raises InputError without."""
     # it may be a trained token, since the masks of this package come from lengths, never from the pad id

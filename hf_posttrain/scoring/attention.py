@@ -157,21 +157,26 @@ def attend_by_segment(
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [L, heads, D]
     if segments["gathered"] is not None:
         k, v = (states.index_select(0, segments["gathered"]) for states in (k, v))
-    if not dropout and _takes_varlen(q, v):
+    if not dropout and "picture" not in segments and _takes_varlen(q, v):
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast some norms leave float32
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = [segments[name] for name in VARLEN]
         found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
         return found.unsqueeze(0), None
-    return _attend_one_by_one(module, (q, k, v), segments["sizes"], sliding_window, scaling, dropout), None
+    given = (q, k, v), segments["sizes"], sliding_window, scaling, dropout
+    if (picture := segments.get("picture")) is None:
+        return _attend_one_by_one(module, *given), None
+    theirs = picture if segments["gathered"] is None else picture[segments["gathered"]]
+    return _attend_one_by_one(module, *given, (picture, theirs)), None
 
 
 @torch.compiler.disable  # it would be compiled anew for each list of sizes
 def _attend_one_by_one(
     module: nn.Module, states: tuple[Tensor, ...], sizes: list[tuple[int, int]], window: int | None,
-    scaling: float | None, dropout: float,
+    scaling: float | None, dropout: float, picture: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """sdpa of each piece: queries, gathered keys and values [L, heads, D] -> [1, L, heads, D]."""
+    """sdpa of each piece: queries, gathered keys and values [L, heads, D] -> [1, L, heads, D]. picture: of each query
+    and key the number of its picture, where their tokens see each other."""
     found: list[Tensor] = []
     # in one dtype, at once: autocast would cast each piece; without AMX a CPU is slower in bf16, 1.05x in KTO
     kind = dtype = states[2].dtype
@@ -179,9 +184,16 @@ def _attend_one_by_one(
         dtype = torch.float32
     states = tuple(each.to(dtype) for each in states)
     queries, keys = map(list, zip(*sizes, strict=True))
-    for parts in zip(states[0].split(queries), states[1].split(keys), states[2].split(keys), strict=True):
+    pieces = zip(states[0].split(queries), states[1].split(keys), states[2].split(keys), strict=True)
+    of_pictures = None if picture is None else [*zip(picture[0].split(queries), picture[1].split(keys), strict=True)]
+    for n, parts in enumerate(pieces):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)  # [1, heads, length, D]
         mask = _behind(q.shape[2], k.shape[2], window, q.device)
+        if of_pictures is not None:
+            mine, theirs = of_pictures[n]
+            if mask is None:
+                mask = torch.ones(1, 1, len(mine), len(theirs), dtype=torch.bool, device=q.device).tril()
+            mask = mask | ((mine[:, None] == theirs) & (mine[:, None] > 0))
         options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "is_causal": mask is None}
         with torch.autocast(q.device.type, enabled=False):
             found.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
@@ -222,12 +234,15 @@ FORMS: dict[str, Callable] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by
 def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
     """What to call the model with besides ids and positions, so that tokens see what the batch's layout lets them."""
     if "document" not in batch:
-        return {"attention_mask": batch.get("attention_mask")}  # of padding [R, L], or None
+        more = {"token_type_ids": (batch["picture"] > 0).long()} if "picture" in batch else {}
+        return {"attention_mask": batch.get("attention_mask")} | more  # of padding [R, L], or None
     config: Any = model.config.get_text_config()
     implementation, segments, ids = config._attn_implementation or "", batch.get("segments"), batch["input_ids"]
     pieces = {"pieces": Pieces.of(segments["sizes"], ids.device)} if segments and stateful_layers(model) else {}
     if "flash" in implementation and segments:
         return {"attention_mask": None} | {name: segments[name] for name in VARLEN} | pieces
+    if implementation == BY_SEGMENT and segments and "picture" in batch:
+        segments = segments | {"picture": batch["picture"][0]}
     if implementation == BY_SEGMENT and segments:
         # transformers takes a 4D mask as it is: with this one it makes none
         return {"attention_mask": ids.new_ones(1, 1, 1, 1, dtype=torch.bool), "segments": segments} | pieces
@@ -260,4 +275,8 @@ def _sees(batch: dict[str, Tensor], window: int | Tensor | None, r: Any, i: Tens
     document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
     own_branch = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
     mask = (j <= i) & (document[r, i] == document[r, j]) & own_branch
-    return mask if window is None else mask & (position[r, i] - position[r, j] < window)
+    mask = mask if window is None else mask & (position[r, i] - position[r, j] < window)
+    if (picture := batch.get("picture")) is None:
+        return mask
+    same = (picture[r, i] == picture[r, j]) & (picture[r, i] > 0)
+    return mask | (same & (document[r, i] == document[r, j]) & own_branch)

@@ -100,14 +100,17 @@ def _scoring_forward(model_class: Any) -> Callable:
     """The forward of a model class that takes a scorer."""
 
     @functools.wraps(model_class.forward)
-    def forward(self, *args, scorer: Scorer | None = None, **kwargs):
+    def forward(self, *args, scorer: Scorer | None = None, visual: dict[str, Tensor] | None = None, **kwargs):
         if scorer is None:
             return model_class.forward(self, *args, **kwargs)
         head = LMHead.of(self)
         if getattr(self, OWN_LOGITS, False):
-            return scorer(head, model_class.forward(self, *args, **kwargs).logits)
+            return scorer(head, model_class.forward(self, *args, **kwargs | (visual or {})).logits)
         # PEFT passes every argument on, most of them None
         backbone = self.model if self.base_model is self else self.base_model  # Llama 4 names another prefix
+        if visual:  # the tower by itself: what attention is told of the row is not for it
+            features = backbone.get_image_features(**visual, return_dict=True)
+            kwargs["mm_encoder_outputs"] = {"image": features}
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
         # the head module is called, so that ZeRO-3's hooks gather its weights; what runs inside is the scorer
         with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
@@ -204,12 +207,16 @@ def full_logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
 
 def run(model: nn.Module, batch: dict[str, Any], scorer: Scorer, **kwargs: Any) -> dict[str, Any]:
     """One forward over the batch's tokens with the mask of its layout."""
+    positions = batch["position_ids"]
+    if "rope_positions" in batch:  # that of a text first, and one for each axis of pictures
+        positions = torch.cat([positions[None], batch["rope_positions"]])
     return model(
         input_ids=batch["input_ids"],
-        position_ids=batch["position_ids"],
+        position_ids=positions,
         use_cache=False,
         scorer=scorer,
         **attention.arguments(causal_lm(model), batch),
+        **({"visual": batch["visual"]} if "visual" in batch else {}),
         **kwargs,
     )
 

@@ -17,7 +17,7 @@ Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from typing import Any
@@ -59,6 +59,7 @@ class Example:
     prompt: Sequence[int]
     branches: Sequence[Branch]
     columns: Mapping[str, Any] = field(default_factory=dict)  # more values, such as a label; each name a tensor [B]
+    pictures: Sequence[Any] = ()  # in the order in which the tokens of their features stand in prompt and branch
     reading: Reading | None = None  # what a teacher reads in its place, where that is something else
 
 
@@ -84,17 +85,18 @@ class Collator:
     row_multiple: int | None = None  # see `collate`
     views: Callable[[Sequence[Example], dict[str, Any], Callable], dict[str, Any]] | None = None
     """What else a batch holds for teachers: (examples, their batch, `collate` in this layout) -> more of the batch."""
+    pictures: Any = None  # `pictures.Pictures` of a model that sees
 
     def lay_out(self, examples: Sequence[Example]) -> dict[str, Any]:
         """`collate`, in this layout."""
-        plain = partial(collate, layout=self.layout, row_multiple=self.row_multiple)
+        plain = partial(collate, layout=self.layout, row_multiple=self.row_multiple, pictures=self.pictures)
         batch = plain(examples)
         return batch | self.views(examples, batch, plain) if self.views else batch
 
     def __call__(self, rows: list[dict]) -> dict[str, Any]:
         """What `collate` gives, with `row` [branches] the place of each branch's row in this list, and `index` [rows],
         the number of each row in its data set (-1 where it has none). Scores that rows got beforehand come along."""
-        made = [self.examples(row) for row in rows]
+        made = [_with_pictures(self.examples(row), row.get("images")) for row in rows]
         batch = {"index": torch.tensor([row.get("index", -1) for row in rows])}
         batch |= self.lay_out([example for examples in made for example in examples])
         numbers = [n for n, examples in enumerate(made) for example in examples for _ in example.branches]
@@ -108,6 +110,14 @@ class Collator:
         return batch
 
 
+def _with_pictures(examples: list[Example], pictures: Any) -> list[Example]:
+    """The examples of a row with its pictures, which are a list of lists where several are packed."""
+    if not pictures:
+        return examples
+    each = pictures if isinstance(pictures[0], list) else [pictures]
+    return [replace(example, pictures=own) for example, own in zip(examples, each, strict=True)]
+
+
 @dataclass
 class Document:
     """One attention document: parallel arrays over its tokens."""
@@ -118,14 +128,18 @@ class Document:
     targets: np.ndarray  # the token that a position predicts where that is trained, else IGNORE
     weights: np.ndarray  # how many branches share the token: `router_weights`, which are 0 on padding
     owners: np.ndarray  # for each scored position, in order: the number of its branch, counted over all examples
+    rope: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))  # three positions of each token, for M-RoPE
+    pictures: Sequence[Any] = ()
 
 
 def collate(
-    examples: Sequence[Example], layout: str, pad_id: int = 0, row_multiple: int | None = None
+    examples: Sequence[Example], layout: str, pad_id: int = 0, row_multiple: int | None = None, pictures: Any = None
 ) -> dict[str, Any]:
     """B examples -> the tensors of a micro-batch. The examples may differ in their number of branches.
 
     row_multiple: where the shared and packed layouts are to be one row, what its length is made a multiple of.
+    pictures: `pictures.Pictures`, for examples that have some: then also `visual`, what the model's forward takes of
+    them, and where its positions depend on them `rope_positions` [3, R, L].
     Returns input_ids, position_ids, shift_labels, router_weights [R, L]; document, branch [R, L] where a mask is
     needed (document is -1 on padding), and `attention.find_segments` of one row; attention_mask [R, L] in the padded
     layout;
@@ -134,8 +148,8 @@ def collate(
     the examples' own columns, [B] each. Raises InputError where there is no token at all.
     """
     # in the other layouts each branch is a document with its own copy of the prompt
-    alone = [Example(example.prompt, [branch]) for example in examples for branch in example.branches]
-    documents = _documents(examples if layout == "shared" else alone)
+    alone = [replace(example, branches=[branch]) for example in examples for branch in example.branches]
+    documents = _documents(examples if layout == "shared" else alone, pictures)
     if not any(len(document.ids) for document in documents):
         raise InputError("a micro-batch has no token: no answer has one to train on, no prompt more than one")
     if layout == "padded":
@@ -160,10 +174,14 @@ def collate(
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
         # no position beyond the row's own: some models choose their rotary frequencies by the largest
         batch["position_ids"] = torch.minimum(batch["position_ids"], (lengths - 1).clamp(min=0)[:, None])
+    if pictures is not None and any(document.pictures for document in documents):
+        batch |= pictures.of_batch([one for row in rows for document in row for one in document.pictures], batch)
+    else:
+        batch.pop("rope_positions", None)
     return batch
 
 
-def _documents(examples: Sequence[Example]) -> list[Document]:
+def _documents(examples: Sequence[Example], pictures: Any = None) -> list[Document]:
     """One document an example: its prompt once, then its branches."""
     documents, owner = [], count()
     for example in examples:
@@ -175,8 +193,18 @@ def _documents(examples: Sequence[Example]) -> list[Document]:
         parts = [Document(prompt[:-1], np.arange(start), seen_by_all, untrained, shared_by, none)]
         for k, branch in enumerate(example.branches):
             parts.append(_continued(prompt[-1:], branch, start, k + 1 if several else 0, next(owner)))
-        columns = zip(*(vars(part).values() for part in parts), strict=True)
-        documents.append(Document(*map(np.concatenate, columns)))
+        columns = zip(*(list(vars(part).values())[:6] for part in parts), strict=True)
+        document = Document(*map(np.concatenate, columns))
+        document.rope = np.repeat(document.positions[:, None], 3, axis=1)
+        if example.pictures:
+            assert pictures is not None, "a picture needs a model that sees"
+            document.pictures = example.pictures
+            place = 0
+            for part, answer in zip(parts, [[], *(branch.ids for branch in example.branches)], strict=True):
+                whole = pictures.positions([*example.prompt, *answer], example.pictures)
+                document.rope[place : place + len(part.ids)] = whole[part.positions]
+                place += len(part.ids)
+        documents.append(document)
     return documents
 
 
@@ -234,12 +262,14 @@ def _to_tensors(rows: list[list[Document]], pad_id: int, multiple: int) -> dict[
     shape = len(rows), -(-longest // multiple) * multiple
     fill = {"ids": pad_id, "positions": 0, "targets": IGNORE, "weights": 0, "branch": 0}
     columns = {name: np.full(shape, value, dtype=np.int64) for name, value in fill.items()}
+    rope = np.zeros((*shape, 3), dtype=np.int64)
     document_ids = np.full(shape, -1)
     top = max((int(document.positions.max(initial=0)) for row in rows for document in row), default=0)
     for r, row in enumerate(rows):
         for name, table in columns.items():
             values = np.concatenate([getattr(document, name) for document in row])
             table[r, : len(values)] = values
+        rope[r, : len(values)] = np.concatenate([document.rope for document in row])
         # padding behind the row
         end = len(values)
         document_ids[r, :end] = np.repeat(np.arange(len(row)), [len(document.ids) for document in row])
@@ -250,6 +280,7 @@ def _to_tensors(rows: list[list[Document]], pad_id: int, multiple: int) -> dict[
         "input_ids": torch.from_numpy(columns["ids"]),
         "position_ids": torch.from_numpy(columns["positions"]),
         "shift_labels": shift_labels,
+        "rope_positions": torch.from_numpy(rope).permute(2, 0, 1),
         "router_weights": torch.from_numpy(columns["weights"]),
         "document": torch.from_numpy(document_ids),
         "branch": torch.from_numpy(columns["branch"]),

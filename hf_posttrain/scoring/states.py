@@ -1,8 +1,8 @@
 """Layers that keep a state (linear attention, state spaces, short convolutions) over one row in pieces.
 
-Attention is told by a mask what a token sees; such a layer sees whatever stands before. So inside it the pieces of a row
-(a prompt, a branch: `attention.find_segments`) become rows of their own: prompts first, and each branch goes on from
-the convolution and recurrent states that its prompt left, with gradients through them. All else of the model still
+Attention is told by a mask what a token sees; such a layer sees whatever stands before. So inside it the pieces of a
+row (a prompt, a branch: `attention.find_segments`) become rows of their own: prompts first, and each branch goes on
+from the convolution and recurrent states that its prompt left, with gradients through them. All else of the model still
 computes the one row, without padding and each prompt once.
 
 It is done by the layer's own forward and the cache that it takes for generation, which is all we know of it.
@@ -35,6 +35,7 @@ def stateful_layers(model: nn.Module) -> list[nn.Module]:
 
 @functools.cache
 def _names_in_forward(kind: Any) -> tuple[str, ...]:
+    """What the code of a class's forward names."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code.co_names if code else ()
 
@@ -105,9 +106,11 @@ class States:
         return new
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """None: there is none before."""
         return self.conv.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """None: there is none before."""
         return self.recurrent.get(state_idx)
 
     def update_conv_state(
@@ -121,9 +124,8 @@ class States:
         self.conv[state_idx] = whole[..., -size:]
         return whole
 
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> Tensor:
+    def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
+        """Keep a state; it is returned."""
         self.recurrent[state_idx] = recurrent_states
         return recurrent_states
 
@@ -141,7 +143,7 @@ def _by_piece(kind: Any) -> Callable:
         if pieces is None:
             return kind.forward(self, *args, **kwargs)
         given = signature.bind(self, *args, **kwargs).arguments
-        more = given.pop("kwargs", {})
+        given.pop("kwargs", None)  # bounds of documents, for kernels that are not asked
         row = given.pop(first).squeeze(0)  # [L, H]
         del given["self"]
         rows = lambda table: row[table.clamp(min=0)]  # noqa: E731

@@ -1,0 +1,69 @@
+"""What pictures add to a micro-batch: the tensors that the model's tower reads, positions, and who sees whom in them.
+
+A picture is read once for all answers to its prompt: in the shared layout it stands in the row once. Its features take
+the place of tokens of their own, in the order of the row, which is the one order that all models agree on.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..data.images import PictureReader
+from ..errors import InputError
+
+
+@dataclass
+class Pictures:
+    """How a model takes pictures. rope: an empty model of its class, whose method says positions, or None."""
+
+    reader: PictureReader
+    rope: Any = None
+    whole: bool = False  # do the tokens of a picture see each other, those behind them too?
+
+    @classmethod
+    def of(cls, model: Any, reader: PictureReader) -> "Pictures":
+        """Of a causal LM with a tower."""
+        inner = model.base_model
+        empty = None
+        if hasattr(inner, "get_rope_index"):
+            empty = type(inner).__new__(type(inner))  # without weights: a worker of the data loader has a copy
+            nn.Module.__init__(empty)
+            empty.config = inner.config
+        return cls(reader, empty, sees_whole_pictures(inner))
+
+    def positions(self, ids: Sequence[int], pictures: Sequence[Any]) -> np.ndarray:
+        """Three positions of each token of a text, [tokens, 3]."""
+        if self.rope is None:
+            return np.repeat(np.arange(len(ids))[:, None], 3, axis=1)
+        tokens = torch.tensor([ids])
+        kinds = torch.isin(tokens, torch.tensor(self.reader.token_ids)).int()
+        grids = torch.tensor([self.reader.grid(picture) for picture in pictures])
+        found, _ = self.rope.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grids)
+        return found[:, 0].T.numpy()
+
+    def of_batch(self, pictures: Sequence[Any], batch: dict[str, Any]) -> dict[str, Any]:
+        """What a batch has more for its pictures, in the order of its rows. Raises InputError where they bring other
+        numbers of features than its ids have places for: a file has changed since its row was prepared."""
+        places = torch.isin(batch["input_ids"], torch.tensor(self.reader.token_ids))
+        brought = sum(self.reader.features(self.reader.expansion(picture)) for picture in pictures)
+        if brought != int(places.sum()):
+            names = ", ".join(sorted({str(picture["path"] or "bytes") for picture in pictures}))[:200]
+            raise InputError(f"pictures have changed since their rows were prepared ({names}): prepare them again")
+        found: dict[str, Any] = {"visual": self.reader.tensors(pictures)}
+        if self.whole:
+            begins = places & ~places.roll(1, -1)
+            begins[:, 0] = places[:, 0]
+            found["picture"] = begins.cumsum(-1) * places  # its number in the row, 0 of text
+        if self.rope is None:
+            batch.pop("rope_positions", None)
+        return found
+
+
+def sees_whole_pictures(inner: nn.Module) -> bool:
+    """Does a model let the tokens of a picture see those behind them (Gemma 3)?"""
+    return "token_type_ids" in inspect.signature(type(inner).forward).parameters

@@ -1,0 +1,116 @@
+"""Tiny models that see, with processors, in the manner of four families; and real pictures.
+
+    seeing(kind) -> (model, tokenizer with what reads pictures), kind one of KINDS
+    pictures()   -> paths of photographs that matplotlib ships, of several sizes
+"""
+
+import functools
+from pathlib import Path
+
+import matplotlib
+import torch
+import transformers as tf
+from tokenizers_for_tests import _bytes_and, _wrap
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from hf_posttrain.data.images import with_pictures
+from hf_posttrain.models.load import without_videos
+
+KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "idefics3")
+SPECIAL = {
+    "qwen": "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>",
+    "gemma3": "<pad> <bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token>",
+    "idefics3": "<pad> <|im_start|> <end_of_utterance> <fake_token_around_image> <image> <global-img> <row_1_col_1> "
+                "<row_1_col_2> <row_2_col_1> <row_2_col_2>",
+}  # fmt: skip
+PLACE = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "gemma3": "<start_of_image>", "idefics3": "<image>"}
+TURN = {"qwen": ("<|im_start|>", "<|im_end|>\n"), "gemma3": ("<start_of_turn>", "<end_of_turn>\n"),
+        "idefics3": ("<|im_start|>", "<end_of_utterance>\n")}  # fmt: skip
+TEXT = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def template(family):
+    """ChatML, or Gemma's turns, with contents as text or parts."""
+    begin, end = TURN[family]
+    bos = "{{ bos_token }}" if family == "gemma3" else ""
+    content = ("{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}"
+               f"{PLACE[family]}{{% else %}}{{{{ p.text }}}}{{% endif %}}{{% endfor %}}{{% endif %}}")  # fmt: skip
+    opened = f"{{% if add_generation_prompt %}}{begin}assistant\n{{% endif %}}"
+    return f"{bos}{{% for m in messages %}}{begin}{{{{ m.role }}}}\n{content}{end}{{% endfor %}}{opened}"
+
+
+def tokenizer_of(family):
+    special = SPECIAL[family].split()
+    end = TURN[family][1].strip()
+    bos = {"bos_token": "<bos>"} if family == "gemma3" else {}
+    made = _wrap(_bytes_and(special), template(family), eos_token=end, pad_token=special[0], **bos)
+    if family == "gemma3":
+        names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+        for name, token in names.items():
+            setattr(made, name, token)
+            setattr(made, f"{name}_id", made.convert_tokens_to_ids(token))
+    return made
+
+
+def processor_of(kind):
+    family = "qwen" if kind.startswith("qwen") else kind
+    tokenizer = tokenizer_of(family)
+    if family == "qwen":
+        images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+        return without_videos(tf.Qwen3VLProcessor)(images, tokenizer, chat_template=tokenizer.chat_template)
+    if kind == "gemma3":
+        images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
+        return tf.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    return tf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
+
+
+@functools.cache
+def config_of(kind):
+    tokenizer = tokenizer_of("qwen" if kind.startswith("qwen") else kind)
+    token = lambda text: tokenizer.convert_tokens_to_ids(text)  # noqa: E731
+    if kind.startswith("qwen"):
+        ids = {f"{name}_token_id": token(f"<|{name}_pad|>") for name in ("image", "video")}
+        ids |= {f"vision_{name}_token_id": token(f"<|vision_{name}|>") for name in ("start", "end")}
+        vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "patch_size": 4,
+                  "out_hidden_size": 32, "num_position_embeddings": 64}  # fmt: skip
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        text = TEXT | {"rope_parameters": rope}
+        if kind == "qwen3_vl":
+            return tf.Qwen3VLConfig(text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0]}, **ids)
+        text |= {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_key_head_dim": 8,
+                 "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+                 "rope_parameters": rope | {"partial_rotary_factor": 1.0}}  # fmt: skip
+        return tf.Qwen3_5Config(text_config=text, vision_config=vision, **ids)
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "image_size": 16, "patch_size": 4}  # fmt: skip
+    if kind == "gemma3":
+        text = TEXT | {"sliding_window": 12, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention",
+                                                                                       "full_attention"] * 2}
+        return tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4,
+                               image_token_index=token("<image_soft_token>"), image_token_id=token("<image_soft_token>"),
+                               boi_token_index=token("<start_of_image>"), eoi_token_index=token("<end_of_image>"))  # fmt: skip
+    text = {"model_type": "llama", **TEXT}
+    return tf.Idefics3Config(text_config=text, vision_config=vision, scale_factor=2, image_token_id=token("<image>"))
+
+
+def seeing(kind, seed=0, scale=1.0):
+    """(a float32 model in eval mode, its tokenizer)"""
+    torch.manual_seed(seed)
+    model = tf.AutoModelForImageTextToText.from_config(config_of(kind)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(scale)
+    return model.eval(), with_pictures(processor_of(kind))
+
+
+def pictures():
+    """A portrait and a wide logo."""
+    folder = Path(matplotlib.__file__).parent / "mpl-data"
+    return [str(folder / "sample_data" / "grace_hopper.jpg"), str(folder / "sample_data" / "logo2.png")]
