@@ -96,7 +96,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
     if (cut := state & PICTURE_CUT > 0).any():
         longest, rows_cut = facts["uncut"].to_numpy()[cut].max(), ", ".join(map(str, row[cut][:5]))
-        said = "%s: %d rows are left out: max_length would cut their pictures (first rows %s; up to %d tokens): raise it"
+        said = "%s: %d rows are left out, whose pictures max_length cuts (first rows %s; up to %d tokens): raise it"
         logger.warning(said, name, cut.sum(), rows_cut, longest)
     if len(dropped) == len(mapped):
         raise InputError(f"{line}: nothing to train on; raise max_length, or mend empty answers or masks")
@@ -397,7 +397,7 @@ def _key(ids: list[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:
     """A hash of ids and pictures that is the same in every process, as a signed 64-bit number."""
     digest = xxhash.xxh64(np.array(ids, dtype="<i4").tobytes())
     for picture in pictures:
-        digest.update(picture["bytes"] or picture["path"])
+        digest.update(picture["bytes"] or picture["path"].encode())
     return digest.intdigest() - 2**63
 
 

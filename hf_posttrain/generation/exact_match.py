@@ -11,6 +11,7 @@ import torch
 import xxhash
 
 from ..errors import InputError
+from ..scoring.layouts import Prompt
 from .final_answer import final_answer
 from .rollout import until_terminal
 
@@ -36,7 +37,7 @@ def answerable(rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]]]:
     Raises InputError for rows without a prompt or an answer.
     """
     kept = [row for row in rows if row.get("label", True)]
-    prompts = [row["prompt_ids"] for row in kept]
+    prompts = [Prompt.of(row) for row in kept]
     gold = [first_turn(row) for row in kept]
     if not kept or not all(gold) or all(len(prompt) < 2 for prompt in prompts):
         raise InputError("eval_exact_match needs eval rows with a prompt and an answer")

@@ -82,11 +82,13 @@ def generate(
     temperature: float | None = None,
     batch_size: int | None = None,
     vocabulary: int | None = None,
+    see: Any = None,
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
-    temperature, vocabulary: see `Sampler`, whatever the model's generation config says (a teacher may lack ids that pad
-    the student's vocabulary). Draws from the global generator: see `seeded`.
+    see: the `Pictures` of a model whose prompts are `layouts.Prompt`s. temperature, vocabulary: see `Sampler`, whatever
+    the model's generation config says (a teacher may lack ids that pad the student's vocabulary). Draws from the global
+    generator: see `seeded`.
     Prompts are sorted by length and generated batch_size at a time (None: all at once, on a GPU as many as fit).
     """
     inner = causal_lm(model)
@@ -106,7 +108,7 @@ def generate(
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
-            found = answer(model, way, given, max_new_tokens, terminal_ids, pad_id, sampler)
+            found = answer(model, way, given, max_new_tokens, terminal_ids, pad_id, sampler, see)
             for i, ids in zip(chosen, found, strict=True):
                 completions[i] = ids
     return completions
@@ -147,14 +149,16 @@ def growing_cache(model: PreTrainedModel) -> DynamicCache:
 
 def answer(
     model: nn.Module, way: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, terminal_ids: list[int],
-    pad_id: int, sampler: Sampler,
+    pad_id: int, sampler: Sampler, see: Any = None,
 ) -> list[list[int]]:  # fmt: skip
     """`generate` for one batch, in a way of `choose_way`."""
-    if way == choose_way.DECODE:
+    pictures = [one for prompt in prompts for one in getattr(prompt, "pictures", ())]
+    if way == choose_way.DECODE and not pictures:
         with few_rows(model):
             return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler)
     padded = left_padded(prompts, pad_id, causal_lm(model).device)
-    rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler)
+    visual = see.of_prompts(pictures, padded[0], causal_lm(model)) if pictures else {}
+    rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler, visual)
     return [until_terminal(row, terminal_ids) for row in rows]
 
 

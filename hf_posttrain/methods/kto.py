@@ -10,7 +10,7 @@ The KL of a window must be known before its first backward, so y' is scored befo
 """
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import datasets
@@ -67,7 +67,8 @@ class KTOCollator(Collator):
         batch = super().__call__(rows)
         if "mismatch_ids" in rows[0]:
             answers = [[Branch(row["completion_ids"]), Branch(row["mismatch_ids"])] for row in rows]
-            batch["pairs"] = Later([Example(row["prompt_ids"], a) for row, a in zip(rows, answers, strict=True)])
+            batch["pairs"] = Later([Example(row["prompt_ids"], both, pictures=row.get("images") or ())
+                                    for row, both in zip(rows, answers, strict=True)])  # fmt: skip
         return batch
 
 
@@ -152,7 +153,7 @@ class KTOTrainer(PostTrainer):
 
     def _lay_out(self, pairs: Later, first: int) -> dict[str, Any]:
         """The prompts with their completions from number `first` on."""
-        examples = [Example(one.prompt, one.branches[first:]) for one in pairs.items]
+        examples = [replace(one, branches=one.branches[first:]) for one in pairs.items]
         return self._prepare_inputs(self.data_collator.lay_out(examples))
 
     # ---- losses

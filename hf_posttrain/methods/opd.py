@@ -246,7 +246,8 @@ class OPDTrainer(PostTrainer):
             ids = row["completion_ids"]
             given = (row["prompt_ids"], [ids]), {"sampled": False}, [{"sampler_logps": [math.nan] * len(ids)}]
             (prompt, answers), more, of_each = next(done) if own else given
-            examples.append(Example(prompt, [Branch(ids[:longest]) for ids in answers], more, reading_of(row)))
+            seen = row.get("images") or ()
+            examples.append(Example(prompt, [Branch(ids[:longest]) for ids in answers], more, seen, reading_of(row)))
             known.append(of_each)
         if not all(branch.ids for example in examples for branch in example.branches):
             raise InputError("lmbda below 1 trains on completions of the data, and a row has none")

@@ -27,11 +27,13 @@ from ..errors import InputError
 from ..generation import rollout
 from ..models import score_cache
 from ..scoring.forward import targets
-from ..scoring.layouts import Branch, Example, reading_of
+from ..scoring.layouts import Branch, Example, Prompt, reading_of
 
 logger = logging.getLogger(__name__)
 Answered = tuple[list[int], list[list[int]]]
 """A prompt and its rollouts, token ids."""
+PROMPT = ("prompt_ids", "images")
+"""Columns of what is answered."""
 PIECE = 64
 """Prompts that frozen rollouts are sampled for at once: random numbers depend on it, and not on the ranks."""
 
@@ -44,7 +46,7 @@ class Live:
 
     def answer(self, rows: Sequence[dict], seed: Sequence[int], longest: int) -> list[Answered]:
         """Each row's prompt and K rollouts of at most `longest` tokens."""
-        prompts, count = [row["prompt_ids"] for row in rows], self.trainer.args.num_generations
+        prompts, count = [Prompt.of(row) for row in rows], self.trainer.args.num_generations
         found = self.trainer.backend.generate(prompts, seed, longest)
         return [(prompt, found[n * count : (n + 1) * count]) for n, prompt in enumerate(prompts)]
 
@@ -135,7 +137,7 @@ class Frozen(Live):
     def _sampled(self, moved: bool) -> datasets.Dataset:
         """`rollout_ids` of all rows: K each. moved: has the policy been trained since it began? All ranks call it."""
         trainer, args = self.trainer, self.trainer.args
-        prompts = self.of.select_columns("prompt_ids")
+        prompts = self.of.select_columns([name for name in PROMPT if name in self.of.column_names])
         key = [
             self.start, score_cache.rows_key(prompts), args.num_generations, args.temperature, self.longest(),
             args.seed, trainer.terminal_ids, trainer.vocabulary, args.rollout, args.bf16, args.fp16,
@@ -148,18 +150,19 @@ class Frozen(Live):
                     "been trained since it began: train from the start, with a new trainer"
                 )
             logger.info("sampling %d rollouts of each of %d prompts, once", args.num_generations, len(prompts))
-            return self._sample(prompts["prompt_ids"][:])
+            return self._sample(prompts)
 
         return score_cache.cached(key, sample, "rollouts", trainer.accelerator)
 
-    def _sample(self, prompts: list[list[int]]) -> datasets.Dataset:
+    def _sample(self, prompts: datasets.Dataset) -> datasets.Dataset:
         """In pieces, which the ranks share out; each piece has random numbers of its own."""
         self.trainer.backend.synchronise()
         accelerator, starts = self.trainer.accelerator, range(0, len(prompts), PIECE)
         world, rank, found = accelerator.num_processes, accelerator.process_index, {}
         for first in range(0, len(starts), world):  # as many calls on every rank: some end with an empty piece
             number = first + rank
-            rows = [{"prompt_ids": ids} for ids in prompts[number * PIECE : (number + 1) * PIECE]]
+            piece = range(number * PIECE, min((number + 1) * PIECE, len(prompts)))
+            rows = prompts.select(piece).to_list() if piece else []
             seed = (self.trainer.args.seed, number)
             with rollout.seeded(accelerator.device, *seed):
                 found[number] = super().answer(rows, seed, self.longest())
@@ -171,7 +174,7 @@ class Frozen(Live):
     def _scored(self, sampled: datasets.Dataset) -> datasets.Dataset:
         """`teacher` of all rows: K x {teacher_ids, ...} each. All ranks call it."""
         trainer, args = self.trainer, self.trainer.args
-        read = [name for name in ("prompt_ids", *FOR_TEACHER) if name in self.of.column_names]
+        read = [name for name in (*PROMPT, *FOR_TEACHER) if name in self.of.column_names]
         rows = datasets.concatenate_datasets([self.of.select_columns(read), sampled], axis=1)
         one = trainer.stop.ids.tolist()
         top_k = args.precompute_teacher_top_k
@@ -182,8 +185,10 @@ class Frozen(Live):
 
         def score(prompts: dict) -> list[dict]:
             given = prompts["prompts"].items
-            examples = [Example(row["prompt_ids"], [Branch(ids) for ids in row["rollout_ids"]], reading=reading_of(row))
-                        for row in given]  # fmt: skip
+            examples = [
+                Example(row["prompt_ids"], [*map(Branch, row["rollout_ids"])], pictures=row.get("images") or (),
+                        reading=reading_of(row)) for row in given
+            ]  # fmt: skip
             batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
             tokens = trainer.stop.of(targets(batch))
             columns = trainer.teacher.top(batch, top_k, tokens, args.temperature, trainer.vocabulary, trainer.stop)

@@ -54,9 +54,10 @@ def check_adapter_kind(config: peft.PeftConfig) -> None:
         raise InputError(f"init_lora_weights: {init} {problem}")
 
 
-def add_adapter(model: nn.Module, config: Any) -> nn.Module:
-    """The model, which may be on the meta device, with a new adapter. Raises InputError where it has one, for what PEFT
-    refuses, and for names in the config that nothing in the model has."""
+def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Module:
+    """The model, which may be on the meta device, with a new adapter, for all-linear not on a tower for pictures unless
+    `vision`. Raises InputError where it has one, for what PEFT refuses, and for names in the config that nothing in the
+    model has."""
     if isinstance(model, peft.PeftModel):
         raise InputError(
             "the model already has an adapter: merge it first, or drop peft_config (model.lora) to continue it"
@@ -73,6 +74,10 @@ def add_adapter(model: nn.Module, config: Any) -> nn.Module:
     if routers and getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
         config.exclude_modules = sorted(routers)
         logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
+    if not vision and forward.sees(model) and getattr(config, "target_modules", None) == "all-linear":
+        outside = [name for name in linear if forward.is_vision(model, name)]
+        config.exclude_modules = [*(config.exclude_modules or ()), *outside]
+        logger.info("all-linear: no adapter on the tower for pictures (train_vision: false)")
     modules, what = [name for name, _ in model.named_modules()], "peft_config (model.lora)"
     # PEFT reads these rows of the embedding at once
     tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []

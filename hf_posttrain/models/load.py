@@ -16,7 +16,10 @@ import transformers
 from safetensors import SafetensorError
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as hf_deepspeed
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.utils import is_torchvision_available
 
+from ..data.images import read_by, with_pictures
 from ..data.lengths import largest_id
 from ..errors import InputError, nearest_path
 from .adapters import check_adapter_kind
@@ -50,14 +53,29 @@ def load_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     own = Path(section.adapter or "")
     name = str(own) if section.adapter and has_tokenizer(own) else section.name_or_path
     with names_the_source("tokenizer", name):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
+        if section.images:
+            tokenizer = with_pictures(load_processor(name, section))
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=section.trust_remote_code)
     # of a folder with config.json alone transformers makes an empty tokenizer
     if Path(name).is_dir() and not has_tokenizer(Path(name)):
         raise InputError(f"folder {name} has no tokenizer (tokenizer.json and tokenizer_config.json)")
     theirs = own / "chat_template.jinja"
     if section.chat_template or (section.adapter and theirs.is_file()):
         tokenizer.chat_template = Path(section.chat_template or theirs).read_text(encoding="utf-8")
+    if reader := read_by(tokenizer):
+        reader.processor.chat_template = tokenizer.chat_template  # it is what is saved
     return with_pad(tokenizer)
+
+
+def load_processor(name: str, section: ModelSection) -> Any:
+    """The processor of a model that sees. Raises what from_pretrained does."""
+    options = {"trust_remote_code": section.trust_remote_code}
+    config = transformers.AutoConfig.from_pretrained(section.name_or_path, **options)
+    known = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type, ""), None)
+    if known is not None and not is_torchvision_available() and "video_processor" in known.get_attributes():
+        return without_videos(known).from_pretrained(name, **options)
+    return transformers.AutoProcessor.from_pretrained(name, **options)
 
 
 def without_videos(kind: Any) -> Any:
@@ -134,7 +152,7 @@ def load_model(
     with names_the_source("model", section.name_or_path):
         if section.from_scratch:
             with whole_weights():
-                model = transformers.AutoModelForCausalLM.from_config(config, **kwargs)
+                model = _kind(section, config).from_config(config, **kwargs)
         else:
             # pickled weights can run code, as a model's own code can
             kwargs |= {"config": config, "use_safetensors": None if section.trust_remote_code else True}
@@ -146,7 +164,7 @@ def load_model(
                 )  # fmt: skip
                 # on GPU such weights must be placed while they are loaded
                 kwargs |= {} if device.type == "cpu" else {"device_map": {"": device}}
-            model = transformers.AutoModelForCausalLM.from_pretrained(section.name_or_path, **kwargs)
+            model = _kind(section, config).from_pretrained(section.name_or_path, **kwargs)
     if section.adapter:
         try:
             model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
@@ -165,7 +183,7 @@ def load_skeleton(section: ModelSection) -> PreTrainedModel:
     """The model of `section` without weights, on the meta device, with its generation config."""
     config = check_model(section)
     with names_the_source("model", section.name_or_path), whole_weights(), torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, **_options(section))
+        model = _kind(section, config).from_config(config, **_options(section))
     if own := generation_config_of(section):
         model.generation_config = own
     return model
@@ -176,6 +194,15 @@ def generation_config_of(section: ModelSection) -> transformers.GenerationConfig
     with suppress(OSError):
         return transformers.GenerationConfig.from_pretrained(section.name_or_path)
     return None
+
+
+def _kind(section: ModelSection, config: PretrainedConfig) -> Any:
+    """The auto class of a section's model. Raises InputError where it is to see pictures and cannot."""
+    if not section.images:
+        return transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise InputError(f"images: {section.name_or_path} ({config.model_type}) sees no pictures: set images: false")
+    return transformers.AutoModelForImageTextToText
 
 
 def _options(section: ModelSection) -> dict[str, Any]:

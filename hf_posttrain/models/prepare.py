@@ -11,9 +11,10 @@ import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..data import chat
+from ..data.images import read_by, with_pictures
 from ..errors import InputError
 from ..scoring import forward
 from ..scoring.attention import avoid_cudnn, choose_attention
@@ -31,8 +32,11 @@ def resolve_model(
     model: nn.Module | str, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any = None
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found."""
+    sees = isinstance(tokenizer, ProcessorMixin)
+    if sees:
+        tokenizer = with_pictures(tokenizer)
     if isinstance(model, str):
-        section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
+        section = ModelSection(name_or_path=model, lora=None if peft_config is None else {}, images=sees)
         model, tokenizer = load.load_model(section), tokenizer or load.load_tokenizer(section)
     if tokenizer is None:
         name = getattr(getattr(model, "config", None), "_name_or_path", None)
@@ -40,8 +44,10 @@ def resolve_model(
             raise InputError("processing_class is missing: pass the model's tokenizer")
         tokenizer = load.load_tokenizer(ModelSection(name_or_path=name))
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        what = f"processing_class is no tokenizer but of class {type(tokenizer).__name__}"
-        raise InputError(f"{what}: of a processor pass processor.tokenizer")
+        raise InputError(f"processing_class is no tokenizer or processor but of class {type(tokenizer).__name__}")
+    if read_by(tokenizer) and not forward.sees(model):
+        name = type(forward.causal_lm(model)).__name__
+        raise InputError(f"{name} sees no pictures: load it with AutoModelForImageTextToText, or pass its tokenizer")
     return model, load.with_pad(tokenizer)
 
 
@@ -122,8 +128,10 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         check_adapter_kind(adapter)
     if peft_config is not None or isinstance(model, peft.PeftModel):
         warn_if_base_changed(model)
+    if not args.train_vision:
+        freeze_vision(model)
     if peft_config is not None:
-        model = add_adapter(model, peft_config)
+        model = add_adapter(model, peft_config, vision=args.train_vision)
     elif isinstance(model, peft.PeftModel) and (base := forward.causal_lm(model).config.name_or_path):
         for adapter in model.peft_config.values():  # what is saved names the base that it is trained on from now on
             if adapter.base_model_name_or_path != base:
@@ -173,6 +181,14 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         choose_attention(forward.causal_lm(model), args.device)
     warn_if_not_compiled(forward.causal_lm(model), args)
     return model
+
+
+def freeze_vision(model: nn.Module) -> None:
+    """Leave all of a model that sees as it is, but its language model and head."""
+    if forward.sees(model):
+        for name, parameter in forward.causal_lm(model).named_parameters():
+            if forward.is_vision(model, name):
+                parameter.requires_grad_(False)
 
 
 def with_supported_checkpointing(model: nn.Module, args: Any) -> Any:

@@ -15,6 +15,8 @@ class ModelSection:
     """Random weights from the folder's config.json instead of saved ones; the tokenizer is in the same folder."""
     dtype: Literal["default", "auto", "float32", "bfloat16", "float16"] = "default"
     """`default`: float32 if all weights are trained; a LoRA base or frozen model bfloat16 on GPU, float32 on CPU."""
+    images: bool = False
+    """Load it with its tower and its processor, for rows with pictures."""
     attn_implementation: str = "auto"
     """`auto` leaves the choice to transformers; otherwise eager, sdpa, flex_attention, flash_attention_2, ..."""
     quantization: Literal["none", "4bit", "8bit"] = "none"

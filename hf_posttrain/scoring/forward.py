@@ -86,6 +86,19 @@ def causal_lm(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def sees(model: Any) -> bool:
+    """Has a model a tower for pictures?"""
+    return hasattr(getattr(causal_lm(model), "base_model", None), "get_image_features")
+
+
+def is_vision(model: Any, name: str) -> bool:
+    """Is a parameter or module, by its name in a causal LM that sees, none of its language model or head?"""
+    inner = causal_lm(model)
+    language = (inner.get_decoder(), inner.get_output_embeddings(), inner.get_input_embeddings())
+    own = [place for place, module in inner.named_modules() if any(module is part for part in language)]
+    return not any(name == place or name.startswith(f"{place}.") for place in own)
+
+
 def enable_scoring(model: nn.Module) -> None:
     """Let the causal LM inside `model` take `scorer=`."""
     inner = causal_lm(model)

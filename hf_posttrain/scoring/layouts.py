@@ -63,6 +63,19 @@ class Example:
     reading: Reading | None = None  # what a teacher reads in its place, where that is something else
 
 
+class Prompt(tuple):
+    """Ids of a prompt, with its pictures."""
+
+    pictures: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Prompt":
+        """That of a prepared row."""
+        prompt = cls(row["prompt_ids"])
+        prompt.pictures = row.get("images") or ()
+        return prompt
+
+
 def reading_of(row: dict) -> Reading | None:
     """What a prepared row says of its teacher, if anything."""
     teacher, prompt = row.get("teacher"), row.get("teacher_prompt_ids")

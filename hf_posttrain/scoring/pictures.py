@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..data.images import PictureReader
 from ..errors import InputError
@@ -62,6 +62,14 @@ class Pictures:
         if self.rope is None:
             batch.pop("rope_positions", None)
         return found
+
+
+    def of_prompts(self, pictures: Sequence[Any], ids: Tensor, model: Any) -> dict[str, Tensor]:
+        """What transformers' generate takes of the pictures of prompts [n, L], on their device."""
+        kinds = torch.isin(ids, torch.tensor(self.reader.token_ids, device=ids.device)).long()
+        taken = inspect.signature(type(model).forward).parameters
+        more = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
+        return {name: value.to(ids.device) for name, value in self.reader.tensors(pictures).items()} | more
 
 
 def sees_whole_pictures(inner: nn.Module) -> bool:

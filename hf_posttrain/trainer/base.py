@@ -21,6 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from ..data.as_written import from_rows
+from ..data.images import read_by
 from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
@@ -34,6 +35,7 @@ from ..scoring import forward
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import choose_layout, trusted_layout
 from ..scoring.layouts import Collator, Example
+from ..scoring.pictures import Pictures
 from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
@@ -51,7 +53,8 @@ Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
 class PostTrainer(Trainer):
     """Base of the methods' trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
 
-    model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model.
+    model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model; its
+    processor for rows with pictures.
     train_dataset, eval_dataset: rows in any format of `data`: raw, streaming or already tokenised.
     To change a loss, override `losses`, which training and evaluation both read (an own `compute_loss` only trains).
     What stands in its metrics has no gradient.
@@ -111,7 +114,9 @@ class PostTrainer(Trainer):
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         sequence.check_model(self.scored[0], self.router_coef, args)
         layout = choose_layout(self.scored, args.layout, args.max_length)
-        collator = self.collator_class(self.examples, layout, row_multiple(self.scored))
+        reader = read_by(self.tokenizer)
+        seen = None if reader is None else Pictures.of(self.scored[0], reader)
+        collator = self.collator_class(self.examples, layout, row_multiple(self.scored), pictures=seen)
         with launch.main_process_first(args):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
             warn_if_too_long(train, self.scored[0].config, args)
@@ -123,7 +128,8 @@ class PostTrainer(Trainer):
             saving.check_mergeable(model)
         config = self.scored[0].config
         cached = getattr(config, "use_cache", None)
-        super().__init__(model, args, collator, train, evaluated, self.tokenizer, **kwargs)
+        saved = self.tokenizer if reader is None else reader.processor
+        super().__init__(model, args, collator, train, evaluated, saved, **kwargs)
         if cached is not None:
             config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it

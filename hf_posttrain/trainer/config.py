@@ -81,6 +81,10 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """Passed to the chat template, for instance {enable_thinking: false}."""
     apply_chat_template: bool = False
     """Plain-string prompts become a user turn and their answers an assistant's, in the model's chat template."""
+    image_folder: str | None = None
+    """Folder where relative paths of pictures start; None: the current one."""
+    train_vision: bool = False
+    """Train the tower for pictures too, and what joins it to the language model, with LoRA or without."""
     disable_dropout: bool = False
     """Set every dropout of the policy to 0, LoRA's included, and routers to no jitter."""
     router_aux_loss_coef: float | None = None

@@ -220,7 +220,7 @@ def save_merged(trainer: Any, folder: str) -> None:
         if equal := torch.equal(head.weight, embedding.weight):
             head.weight = embedding.weight
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
-    for saved in (merged, trainer.tokenizer, generation_config(policy, trainer.terminal_ids)):
+    for saved in (merged, trainer.processing_class, generation_config(policy, trainer.terminal_ids)):
         saved.save_pretrained(folder)
     check_saved(merged, folder)
 

@@ -68,8 +68,8 @@ def generate(self: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, *
     """`rollout.generate` with the policy; ranks may bring different numbers of prompts, but all must call it."""
     plain, whole = as_written(self.args), engine.whole_weights(self.model_wrapped, self.accelerator)
     with self.accelerator.autocast(), plain, whole as model:
-        ends, pad_id = self.terminal_ids, self.tokenizer.pad_token_id
-        return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, **options)
+        ends, pad_id, see = self.terminal_ids, self.tokenizer.pad_token_id, self.data_collator.pictures
+        return rollout.generate(model, prompts, max_new_tokens, ends, pad_id, see=see, **options)
 
 
 def score(
