@@ -16,6 +16,7 @@ from datasets.features.features import register_feature
 
 from ..errors import InputError
 from .files import rows_of
+from .images import data_url
 from .kinds import OPTIONAL
 from .messages import without_none
 
@@ -35,7 +36,7 @@ class AsWritten:
         return pa.string()
 
     def encode_example(self, value: Any) -> str | None:
-        return None if value is None else json.dumps(value, default=str)
+        return None if value is None else json.dumps(value, default=_written)
 
     def cast_storage(self, values: pa.Array) -> pa.Array:
         if pa.types.is_string(values.type):
@@ -46,6 +47,13 @@ class AsWritten:
 
     def decode_example(self, text: str | None, token_per_repo_id: Any = None) -> Any:
         return None if text is None else json.loads(text)
+
+
+def _written(value: Any) -> str:
+    """What JSON has in place of a value that it cannot write: of a picture the picture."""
+    if isinstance(value, bytes) or type(value).__module__.startswith("PIL."):
+        return data_url(value)
+    return str(value)
 
 
 with warnings.catch_warnings(action="ignore"):  # that it is experimental

@@ -61,8 +61,9 @@ class ChatTemplate(NamedTuple):
 
     def _with_pictures(self, text: str, messages: Messages) -> str:
         """A rendering with the text of each picture in its place. Raises InputError where the template lacks places."""
-        place, wanted = read_by(self.tokenizer).place, sum(message["content"].count(MARK) for message in messages)
-        parts = text.split(place)
+        reader, wanted = read_by(self.tokenizer), sum(message["content"].count(MARK) for message in messages)
+        assert reader is not None  # who else has expanded them?
+        place, parts = reader.place, text.split(reader.place)
         if len(parts) - 1 != wanted:
             raise InputError(f"the chat template writes {len(parts) - 1} places ({place}) for {wanted} pictures")
         return "".join(part + picture for part, picture in zip(parts, (*self.pictures[:wanted], ""), strict=True))

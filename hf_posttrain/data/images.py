@@ -8,7 +8,7 @@ some size becomes (`PictureReader.expansion`), and gives the tensors that the mo
 import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import InputError, error_context, shown
+from .messages import text_of
 
 MARK = "\ufdd0"
 """Stands in a content for a picture: a character that no text has."""
@@ -48,8 +49,8 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
         with error_context(f"column {name!r}"):
             row[name], found[name] = _marked(row[name])
     # whole conversations that answer each other begin with the same pictures
-    if found.get("chosen") and not found.get("prompt") and not found.get("messages"):
-        if found["chosen"] != found.get("rejected"):
+    if "chosen" in columns and not {"prompt", "messages", "instruction"} & {*columns}:
+        if found["chosen"] != found["rejected"]:
             raise InputError("columns 'chosen' and 'rejected': their conversations have other pictures")
         del found["rejected"]
     places = [value for name in found for value in found[name]]
@@ -69,15 +70,15 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
 
 
 def _as_list(value: Any) -> list:
-    return value if isinstance(value, list | tuple) else [value]
+    return [*value] if isinstance(value, list | tuple) else [value]
 
 
 def _marked(value: Any) -> tuple[Any, list]:
     """A column with MARK as text in place of the parts that are pictures, and their values, None where they have
     none."""
     found: list[Any] = []
-    if isinstance(value, str) and MARK in value:
-        raise InputError(f"character {value.index(MARK)} is U+FDD0, which no text has: take it out")
+    if MARK in text_of(value):
+        raise InputError("it has the character U+FDD0, which no text has: take it out")
     turns = [value] if isinstance(value, dict) else value
     if not isinstance(turns, list):
         return value, found
@@ -92,8 +93,6 @@ def _marked(value: Any) -> tuple[Any, list]:
         if not isinstance(message, dict):
             return message
         content = message.get("content", message.get("value"))
-        if isinstance(content, str) and MARK in content:
-            raise InputError(f"character {content.index(MARK)} is U+FDD0, which no text has: take it out")
         return message | {"content": list(map(part, content))} if isinstance(content, list) else message
 
     marked = list(map(turn, turns))
@@ -158,9 +157,7 @@ def stored(value: Any, folder: str | None = None) -> dict[str, Any]:
     if isinstance(value, Mapping) and (value.get("bytes") or value.get("path")):
         value = value.get("bytes") or value["path"]
     if isinstance(value, Image.Image):
-        buffer = io.BytesIO()
-        value.save(buffer, format="PNG")
-        value = buffer.getvalue()
+        value = stored_bytes(value)
     if isinstance(value, str) and value.startswith(_DATA):
         try:
             value = base64.b64decode(value.partition(",")[2], validate=True)
@@ -183,6 +180,19 @@ def stored(value: Any, folder: str | None = None) -> dict[str, Any]:
     return found
 
 
+def data_url(value: Any) -> str:
+    """A PIL image, or the bytes of a file, as text."""
+    found = stored_bytes(value) if isinstance(value, Image.Image) else value
+    return f"{_DATA};base64,{base64.b64encode(found).decode()}"
+
+
+def stored_bytes(image: Image.Image) -> bytes:
+    """A PIL image as a file, without loss."""
+    buffer = io.BytesIO()
+    image.save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
 def _source(picture: Mapping[str, Any]) -> Any:
     return io.BytesIO(picture["bytes"]) if picture["bytes"] else picture["path"]
 
@@ -190,9 +200,7 @@ def _source(picture: Mapping[str, Any]) -> Any:
 def picture_size(picture: Mapping[str, Any]) -> tuple[int, int]:
     """(width, height) without decoding it. Raises InputError for what is no picture."""
     with _told(picture), Image.open(_source(picture)) as image:
-        width, height = image.size
-    # a phone writes a picture as it was held, and says how to turn it
-    return width, height
+        return image.size
 
 
 def open_picture(picture: Mapping[str, Any]) -> Image.Image:
@@ -256,16 +264,10 @@ class PictureReader:
     def _process(self, images: list[Image.Image]) -> tuple[Any, list[str]]:
         options = self.processor._merge_kwargs(tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs)
         kwargs = options["images_kwargs"] | {"return_tensors": "pt"}
-        # one list of pictures for one text, as processors of several texts want it
-        nested = [images] if "rows" in self._probe else images
-        return self.processor._process_images(nested, **kwargs)
-
-    @property
-    def _probe(self) -> frozenset[str]:
-        return frozenset(("rows",)) if type(self.processor).__name__.startswith(("Idefics", "SmolVLM")) else frozenset()
+        return self.processor._process_images(images, **kwargs)
 
 
-@lru_cache(maxsize=4096)
+@cache
 def _of_size(reader: PictureReader, width: int, height: int) -> tuple[dict[str, Any], str]:
     """What the processor says of a picture of this size besides its pixels, and the text that stands for it."""
     # not black: some models take a picture of zeros for padding

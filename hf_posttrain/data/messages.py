@@ -68,7 +68,9 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                raise InputError(f"{where}: a part of the content is {shown(part)}, expected {{type: text, text: ...}}")
+                sees = "; pictures want model.images: true" if isinstance(part, dict) and "image" in part else ""
+                expected = "expected {type: text, text: ...}"
+                raise InputError(f"{where}: a part of the content is {shown(part)}, {expected}{sees}")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise InputError(f"{where}: content is {shown(content)}, expected a string")

@@ -79,7 +79,8 @@ def picture_problem(rows: list[dict], aside: Collection[str]) -> str | None:
     for column in sorted(PICTURES & {*aside}):
         if any(is_picture(row.get(column)) for row in rows):
             meant = f"if that is meant, give it another name, such as {columns_line({'unused': column})}"
-            return f"column {column!r}: text alone is trained, not its pictures; {meant}"
+            how = "set model.images: true (in Python pass the model that sees and its processor)"
+            return f"column {column!r}: text alone is trained, not its pictures: {how}; {meant}"
     return None
 
 

@@ -31,7 +31,7 @@ class ExactMatch(evaluate.Metric):
         return {"exact_match": sum(hits) / max(len(hits), 1)}
 
 
-def answerable(rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]]]:
+def answerable(rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]]]:
     """(prompts, their right answers) of prepared rows: the chosen or desirable ones.
 
     Raises InputError for rows without a prompt or an answer.
@@ -50,7 +50,7 @@ def first_turn(row: dict) -> list[int]:
     return answer[: mask.index(0)] if 0 in mask else answer
 
 
-def select_answerable(trainer: Any, rows: Iterable[dict]) -> tuple[list[list[int]], list[list[int]], int]:
+def select_answerable(trainer: Any, rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]], int]:
     """(prompts, their right answers, how many rows were left out) of prepared rows: of answers of several turns the
     first, and none that max_length has cut, whose final answer is not known. Raises what `answerable` does."""
     prompts, gold = answerable(rows)

@@ -163,11 +163,10 @@ def attend_by_segment(
         bounds = [segments[name] for name in VARLEN]
         found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
         return found.unsqueeze(0), None
-    given = (q, k, v), segments["sizes"], sliding_window, scaling, dropout
-    if (picture := segments.get("picture")) is None:
-        return _attend_one_by_one(module, *given), None
-    theirs = picture if segments["gathered"] is None else picture[segments["gathered"]]
-    return _attend_one_by_one(module, *given, (picture, theirs)), None
+    seen = None
+    if (picture := segments.get("picture")) is not None:
+        seen = picture, picture if segments["gathered"] is None else picture[segments["gathered"]]
+    return _attend_one_by_one(module, (q, k, v), segments["sizes"], sliding_window, scaling, dropout, seen), None
 
 
 @torch.compiler.disable  # it would be compiled anew for each list of sizes

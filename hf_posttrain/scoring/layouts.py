@@ -63,7 +63,7 @@ class Example:
     reading: Reading | None = None  # what a teacher reads in its place, where that is something else
 
 
-class Prompt(tuple):
+class Prompt(list[int]):
     """Ids of a prompt, with its pictures."""
 
     pictures: Sequence[Any] = ()
@@ -207,7 +207,8 @@ def _documents(examples: Sequence[Example], pictures: Any = None) -> list[Docume
         for k, branch in enumerate(example.branches):
             parts.append(_continued(prompt[-1:], branch, start, k + 1 if several else 0, next(owner)))
         columns = zip(*(list(vars(part).values())[:6] for part in parts), strict=True)
-        document = Document(*map(np.concatenate, columns))
+        joined: Any = map(np.concatenate, columns)
+        document = Document(*joined)
         document.rope = np.repeat(document.positions[:, None], 3, axis=1)
         if example.pictures:
             assert pictures is not None, "a picture needs a model that sees"

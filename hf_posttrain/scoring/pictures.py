@@ -28,34 +28,32 @@ class Pictures:
     @classmethod
     def of(cls, model: Any, reader: PictureReader) -> "Pictures":
         """Of a causal LM with a tower."""
-        inner = model.base_model
-        empty = None
+        inner, empty = model.base_model, None
         if hasattr(inner, "get_rope_index"):
-            empty = type(inner).__new__(type(inner))  # without weights: a worker of the data loader has a copy
+            empty = object.__new__(type(inner))  # without weights: a worker of the data loader has a copy
             nn.Module.__init__(empty)
             empty.config = inner.config
         return cls(reader, empty, sees_whole_pictures(inner))
 
     def positions(self, ids: Sequence[int], pictures: Sequence[Any]) -> np.ndarray:
-        """Three positions of each token of a text, [tokens, 3]."""
-        if self.rope is None:
-            return np.repeat(np.arange(len(ids))[:, None], 3, axis=1)
+        """Three positions of each token of a text, [tokens, 3]. Raises InputError where its pictures bring other numbers
+        of features than it has places for: a file has changed since its row was prepared."""
         tokens = torch.tensor([ids])
         kinds = torch.isin(tokens, torch.tensor(self.reader.token_ids)).int()
+        if sum(self.reader.features(self.reader.expansion(picture)) for picture in pictures) != int(kinds.sum()):
+            names = ", ".join(sorted({str(picture["path"] or "bytes") for picture in pictures}))[:200]
+            raise InputError(f"pictures have changed since their rows were prepared ({names}): prepare them again")
+        if self.rope is None:
+            return np.repeat(np.arange(len(ids))[:, None], 3, axis=1)
         grids = torch.tensor([self.reader.grid(picture) for picture in pictures])
         found, _ = self.rope.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grids)
         return found[:, 0].T.numpy()
 
     def of_batch(self, pictures: Sequence[Any], batch: dict[str, Any]) -> dict[str, Any]:
-        """What a batch has more for its pictures, in the order of its rows. Raises InputError where they bring other
-        numbers of features than its ids have places for: a file has changed since its row was prepared."""
-        places = torch.isin(batch["input_ids"], torch.tensor(self.reader.token_ids))
-        brought = sum(self.reader.features(self.reader.expansion(picture)) for picture in pictures)
-        if brought != int(places.sum()):
-            names = ", ".join(sorted({str(picture["path"] or "bytes") for picture in pictures}))[:200]
-            raise InputError(f"pictures have changed since their rows were prepared ({names}): prepare them again")
+        """What a batch has more for its pictures, in the order of its rows."""
         found: dict[str, Any] = {"visual": self.reader.tensors(pictures)}
         if self.whole:
+            places = torch.isin(batch["input_ids"], torch.tensor(self.reader.token_ids))
             begins = places & ~places.roll(1, -1)
             begins[:, 0] = places[:, 0]
             found["picture"] = begins.cumsum(-1) * places  # its number in the row, 0 of text

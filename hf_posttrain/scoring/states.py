@@ -30,10 +30,11 @@ CACHE, MASK = ("cache_params", "past_key_values"), ("attention_mask", "conv_mask
 
 def stateful_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that keep a state in a cache: by what their forwards ask the cache for."""
-    return [module for module in model.modules() if "update_conv_state" in _names_in_forward(type(module))]
+    kinds = {type(module) for module in model.modules()}
+    keeping = {kind for kind in kinds if "update_conv_state" in _names_in_forward(kind)}
+    return [module for module in model.modules() if type(module) in keeping]
 
 
-@functools.cache
 def _names_in_forward(kind: Any) -> tuple[str, ...]:
     """What the code of a class's forward names."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
@@ -44,7 +45,8 @@ def compute_by_piece(model: nn.Module) -> None:
     """Let layers that keep a state take the pieces of a row."""
     module: Any
     for module in stateful_layers(model):
-        module.forward = MethodType(_by_piece(type(module)), module)
+        kind: Any = type(module)
+        module.forward = MethodType(_by_piece(kind), module)
 
 
 def got_pieces(model: nn.Module) -> bool:

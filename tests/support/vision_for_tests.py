@@ -47,14 +47,9 @@ def template(family):
 def tokenizer_of(family):
     special = SPECIAL[family].split()
     end = TURN[family][1].strip()
-    bos = {"bos_token": "<bos>"} if family == "gemma3" else {}
-    made = _wrap(_bytes_and(special), template(family), eos_token=end, pad_token=special[0], **bos)
-    if family == "gemma3":
-        names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-        for name, token in names.items():
-            setattr(made, name, token)
-            setattr(made, f"{name}_id", made.convert_tokens_to_ids(token))
-    return made
+    names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
+    more = {"bos_token": "<bos>", "extra_special_tokens": names} if family == "gemma3" else {}
+    return _wrap(_bytes_and(special), template(family), eos_token=end, pad_token=special[0], **more)
 
 
 def processor_of(kind):
@@ -90,11 +85,12 @@ def config_of(kind):
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
               "image_size": 16, "patch_size": 4}  # fmt: skip
     if kind == "gemma3":
-        text = TEXT | {"sliding_window": 12, "query_pre_attn_scalar": 8, "layer_types": ["sliding_attention",
-                                                                                       "full_attention"] * 2}
-        return tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4,
-                               image_token_index=token("<image_soft_token>"), image_token_id=token("<image_soft_token>"),
-                               boi_token_index=token("<start_of_image>"), eoi_token_index=token("<end_of_image>"))  # fmt: skip
+        kinds = ["sliding_attention", "full_attention"] * 2
+        text = TEXT | {"sliding_window": 12, "query_pre_attn_scalar": 8, "layer_types": kinds}
+        ids = {"image_token_index": "<image_soft_token>", "image_token_id": "<image_soft_token>",
+               "boi_token_index": "<start_of_image>", "eoi_token_index": "<end_of_image>"}  # fmt: skip
+        ids = {name: token(text) for name, text in ids.items()}
+        return tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
     text = {"model_type": "llama", **TEXT}
     return tf.Idefics3Config(text_config=text, vision_config=vision, scale_factor=2, image_token_id=token("<image>"))
 

@@ -1,0 +1,237 @@
+"""Pictures of rows: every way to give one, where they stand, what is refused, and tokens that never lose a part."""
+
+import base64
+import io
+import json
+import shutil
+from pathlib import Path
+
+import datasets
+import pytest
+from PIL import Image
+from training_for_tests import TABLE
+from vision_for_tests import KINDS, pictures, processor_of
+
+from hf_posttrain.data.images import MARK, open_picture, read_by, stored, take_pictures, with_pictures
+from hf_posttrain.data.prepare import prepare
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods import config_class
+
+PHOTO, LOGO = pictures()
+
+
+def user(*parts):
+    return {"role": "user", "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]}
+
+
+def said(text):
+    return [{"role": "assistant", "content": text}]
+
+
+def image(value=None, key="image"):
+    return {"type": "image"} | ({} if value is None else {key: value})
+
+
+def prepared(rows, method="sft", kind="qwen3_vl", tmp_path="out", **options):
+    """The prepared rows, and the tokenizer."""
+    tokenizer = with_pictures(processor_of(kind))
+    config = config_class(TABLE[method])(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+    made = rows if isinstance(rows, datasets.Dataset) else trainer_rows(rows)
+    return prepare(made, TABLE[method], tokenizer, config, "train"), tokenizer
+
+
+def trainer_rows(rows):
+    from hf_posttrain.data.as_written import from_rows
+
+    return from_rows(rows)
+
+
+# ---- ways to give a picture
+
+
+def ways():
+    photo = Image.open(LOGO)
+    data = Path(LOGO).read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return {
+        "path": {"images": [LOGO]}, "one path": {"image": LOGO}, "mapping": {"images": [{"path": LOGO, "bytes": None}]},
+        "bytes": {"images": [{"bytes": data, "path": "x.png"}]}, "pil": {"images": [photo]}, "data url": {"image": url},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("way", list(ways()))
+def test_a_column_in_every_form(way):
+    found, _ = prepared([{"messages": [user("What?"), *said("yes")]} | ways()[way]] * 2)
+    expected, _ = prepared([{"messages": [user(image(LOGO), "What?"), *said("yes")]}] * 2)
+    for name in ("prompt_ids", "completion_ids", "completion_mask"):
+        assert found[name] == expected[name]
+    assert open_picture(found[0]["images"][0]).tobytes() == Image.open(LOGO).convert("RGB").tobytes()
+
+
+@pytest.mark.parametrize("value", ["path", "pil", "bytes", "openai"])
+def test_parts_of_a_content_in_every_form(value):
+    data = Path(LOGO).read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    part = {
+        "path": image(LOGO), "pil": image(Image.open(LOGO)), "bytes": image(data, "bytes"),
+        "openai": {"type": "image_url", "image_url": {"url": url}},
+    }[value]  # fmt: skip
+    found, tokenizer = prepared([{"prompt": [user(part, "What?")], "completion": said("yes")}] * 2)
+    text = tokenizer.decode(found[0]["prompt_ids"])
+    reader = read_by(tokenizer)
+    assert text.count("<|image_pad|>") == reader.features(reader.expansion(stored(LOGO))) == 8
+    assert len(found[0]["images"]) == 1
+
+
+def test_a_data_set_with_an_image_feature():
+    rows = {"messages": [[{"role": "user", "content": "What?"}, *said("yes")]] * 2, "image": [LOGO, PHOTO]}
+    made = datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
+    found, tokenizer = prepared(made)
+    counts = [row["completion_ids"].count(read_by(tokenizer).token_ids[0]) for row in found]
+    assert counts == [8, 12]
+    assert open_picture(found[1]["images"][0]).size == (512, 600)
+
+
+def test_places_in_a_text_and_the_beginning_without_any():
+    rows = [
+        {"messages": [{"role": "user", "content": "before <image> after"}, *said("yes")], "images": [LOGO]},
+        {"messages": [{"role": "user", "content": "no place"}, *said("yes")], "images": [LOGO]},
+        {"messages": [user("parts ", image(), " after"), *said("yes")], "images": [LOGO]},
+    ]
+    found, tokenizer = prepared(rows)
+    texts = [tokenizer.decode(row["prompt_ids"] + row["completion_ids"]) for row in found]
+    texts = [text.replace("<|image_pad|>" * 8, "*") for text in texts]
+    place = "<|vision_start|>*<|vision_end|>"
+    assert [text.split("user\n")[1].split("<|im_end|>")[0] for text in texts] == [
+        f"before {place} after", f"{place}no place", f"parts {place} after"]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_the_processor(kind):
+    """Several pictures among the text of several turns."""
+    turns = [user(image(PHOTO), "What?", image(LOGO)), *said("a"), user("and ", image(LOGO)), *said("b")]
+    found, tokenizer = prepared([{"messages": turns}] * 2, kind=kind)
+    bare = [{"role": t["role"], "content": [{"type": p["type"]} if p["type"] == "image" else p for p in t["content"]]
+             if isinstance(t["content"], list) else t["content"]} for t in turns]  # fmt: skip
+    text = tokenizer.apply_chat_template(bare, tokenize=False)
+    images = [Image.open(p).convert("RGB") for p in (PHOTO, LOGO, LOGO)]
+    nested = images if kind.startswith("qwen") else [images]
+    expected = read_by(tokenizer).processor(text=[text], images=nested, add_special_tokens=False)["input_ids"][0]
+    ids = found[0]["prompt_ids"] + found[0]["completion_ids"]
+    assert ids == expected[: len(ids)]
+    assert len(expected) - len(ids) <= 1  # a line break behind the last turn
+    features = {*read_by(tokenizer).token_ids}
+    assert all(not on for token, on in zip(found[0]["completion_ids"], found[0]["completion_mask"], strict=True)
+               if token in features)  # fmt: skip
+    assert sum(found[0]["completion_mask"]) > 10
+
+
+def test_only_assistants_are_trained_around_pictures():
+    turns = [user(image(LOGO), "What?"), *said("one"), user(image(PHOTO)), *said("two")]
+    found, tokenizer = prepared([{"messages": turns}] * 2, assistant_only_loss=True)
+    ids, mask = found[0]["completion_ids"], found[0]["completion_mask"]
+    assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]) == "one<|im_end|>two<|im_end|>"
+
+
+def test_relative_paths_start_at_the_folder(tmp_path):
+    shutil.copy(LOGO, tmp_path / "a.png")
+    row = {"messages": [user(image("a.png"), "What?"), *said("yes")]}
+    found, _ = prepared([row] * 2, image_folder=str(tmp_path))
+    assert found[0]["images"][0]["path"] == str(tmp_path / "a.png")
+    with pytest.raises(InputError, match=r"row 0: .*a.png: no such file \(relative paths start at the current folder"):
+        prepared([row] * 2)
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": [user(image("https://a.b/c.png")), *said("yes")]}, "nothing is fetched while training"),
+        ({"messages": [user(image(__file__)), *said("yes")]}, "is no picture that PIL reads"),
+        ({"messages": [user("What?"), *said("yes")], "images": [7]}, "expected a picture"),
+        ({"messages": [user(image(), image()), *said("yes")], "images": [LOGO]}, "2 places for pictures"),
+        ({"messages": [user(image(), "x"), *said("yes")]}, "1 places for pictures without one of their own, and 0 in"),
+        ({"messages": [{"role": "user", "content": "<image> <image>"}, *said("yes")], "images": [LOGO]},
+         "the text has 2 <image>, and there are 1 pictures"),
+        ({"messages": [user(image(LOGO), "<|image_pad|>"), *said("yes")]}, "the chat template writes 2 places"),
+        ({"messages": [user("<|image_pad|>"), *said("yes")]}, "take the token of pictures out of the text"),
+        ({"prompt": "What?", "completion": "yes", "images": [LOGO]}, "a row with pictures needs messages"),
+        ({"messages": [user(f"a{MARK}"), *said("yes")]}, "U.FDD0"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_the_row(row, message):
+    with pytest.raises(InputError, match=f"train, row 0: .*{message}"):
+        prepared([row] * 2)
+
+
+def test_pictures_in_one_of_two_answers_are_refused():
+    answer = [{"role": "assistant", "content": [image(LOGO), {"type": "text", "text": "this"}]}]
+    with pytest.raises(InputError, match="a picture stands in an answer"):
+        prepared([{"prompt": [user("draw")], "chosen": answer, "rejected": said("no")}] * 2, "dpo")
+
+
+def test_whole_conversations_share_their_pictures():
+    asked = user(image(LOGO), "What?")
+    found, _ = prepared([{"chosen": [asked, *said("good")], "rejected": [asked, *said("bad")]}] * 2, "dpo")
+    assert len(found[0]["images"]) == 1
+    other = user(image(PHOTO), "What?")
+    with pytest.raises(InputError, match="their conversations have other pictures"):
+        prepared([{"chosen": [asked, *said("good")], "rejected": [other, *said("bad")]}] * 2, "dpo")
+
+
+def test_a_tokenizer_alone_refuses_pictures():
+    from hf_posttrain.data.as_written import from_rows
+
+    tokenizer = processor_of("qwen3_vl").tokenizer
+    config = config_class(TABLE["sft"])(output_dir="out", use_cpu=True, report_to="none")
+    for row in ({"messages": [user(image(LOGO)), *said("yes")]}, {"messages": [user("a"), *said("b")], "image": LOGO}):
+        with pytest.raises(InputError, match=r"model\.images: true"):
+            prepare(from_rows([row] * 2), TABLE["sft"], tokenizer, config, "train")
+
+
+# ---- cut to size
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+def test_no_picture_is_ever_cut(kind, caplog):
+    """At every length rows have all of their pictures, or are left out; and it is said."""
+    rows = [{"prompt": [user("x" * n, image(LOGO), "What is it?")], "completion": said("y" * 20)} for n in range(4)]
+    whole, tokenizer = prepared(rows, kind=kind, max_length=None)
+    features = {*read_by(tokenizer).token_ids}
+    count = lambda row: sum(i in features for i in row["prompt_ids"] + row["completion_ids"])  # noqa: E731
+    expected = count(whole[0])
+    seen = set()
+    for size in range(12, 110, 7):
+        caplog.clear()
+        try:
+            found, _ = prepared(rows, kind=kind, max_length=size)
+        except InputError as error:
+            seen.add("none" if "nothing to train on" in str(error) else str(error))
+            continue
+        assert {count(row) for row in found} == {expected}
+        if len(found) < len(rows):
+            assert "rows are left out, whose pictures max_length cuts" in caplog.text
+            seen.add("some")
+    assert "none" in seen <= {"none", "some"}
+
+
+def test_prepared_rows_are_the_same_from_the_cache(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "yes"}]}  # all contents of one kind
+    rows = [{"messages": [user(image(LOGO), f"What {n}?"), answer]} for n in range(3)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    raw = lambda: datasets.load_dataset("json", data_files=str(path), cache_dir=str(tmp_path / "cache"))["train"]  # noqa: E731
+    first, again = prepared(raw())[0], prepared(raw())[0]
+    assert first.to_list() == again.to_list()
+    assert first.cache_files == again.cache_files
+
+
+def test_a_picture_keeps_what_it_was(tmp_path):
+    buffer = io.BytesIO()
+    Image.new("L", (20, 12), 99).save(buffer, format="PNG")
+    found = open_picture(stored(buffer.getvalue()))
+    assert (found.mode, found.size, found.getpixel((3, 3))) == ("RGB", (20, 12), (99, 99, 99))
+    row, taken = take_pictures({"prompt": "see <image>", "images": [LOGO]}, "prompt")
+    assert (row["prompt"], len(taken)) == (f"see {MARK}", 1)

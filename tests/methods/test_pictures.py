@@ -1,0 +1,271 @@
+"""Models that see, through all methods: each layout gives what the model's own forward gives of each answer alone."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig
+from training_for_tests import LORA, METHODS, TABLE, assert_same_step, one_step, policy_of, quick, trainer_for
+from transformers import AutoModelForImageTextToText, AutoProcessor
+from vision_for_tests import KINDS, pictures, seeing
+
+from hf_posttrain.data.images import read_by, stored
+from hf_posttrain.errors import InputError
+from hf_posttrain.models.load import without_videos
+from hf_posttrain.scoring import forward
+from hf_posttrain.scoring.attention import choose_attention, row_multiple
+from hf_posttrain.scoring.choose_layout import able
+from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.scoring.layouts import Branch, Example, collate
+from hf_posttrain.scoring.pictures import Pictures
+
+PHOTO, LOGO = pictures()
+CPU = torch.device("cpu")
+LAYOUTS = ("shared", "packed", "padded")
+
+
+def image():
+    return {"type": "image"}
+
+
+def text(said):
+    return {"type": "text", "text": said}
+
+
+def examples(tokenizer):
+    """Two pictures among text with two answers, none, and one at the end of a prompt."""
+    reader, found = read_by(tokenizer), []
+    for parts, paths in (([image(), text("What?"), image()], [PHOTO, LOGO]), ([text("hello")], []),
+                         ([text("see "), image()], [LOGO])):  # fmt: skip
+        seen = [stored(path) for path in paths]
+        written = tokenizer.apply_chat_template([{"role": "user", "content": parts}], tokenize=False,
+                                                add_generation_prompt=True).split(reader.place)  # fmt: skip
+        whole = written[0] + "".join(map("".join, zip(map(reader.expansion, seen), written[1:], strict=True)))
+        ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+        found.append(Example(ids, [Branch(list(b"answer one")), Branch(list(b"no"))], pictures=seen))
+    return found
+
+
+def own_inputs(kind, ids, reader, seen):
+    """What the model's own forward takes, as its processor gives it."""
+    if not seen:
+        return {}
+    named = {"gemma3": "token_type_ids", "idefics3": None}.get(kind, "mm_token_type_ids")
+    kinds = torch.isin(ids, torch.tensor(reader.token_ids)).long()
+    return reader.tensors(seen) | ({named: kinds} if named else {})
+
+
+def alone(kind, model, reader, rows):
+    """(values of all answers' tokens, gradient), each answer by the model's own forward with its own pictures."""
+    found = []
+    for row in rows:
+        for branch in row.branches:
+            ids = torch.tensor([[*row.prompt, *branch.ids]])
+            output = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False,
+                           **own_inputs(kind, ids, reader, row.pictures))  # fmt: skip
+            logps = output.logits[0, len(row.prompt) - 1 : -1].float().log_softmax(-1)
+            found.append(logps.gather(-1, torch.tensor(branch.ids)[:, None])[:, 0])
+    return with_gradient(model, torch.cat(found))
+
+
+def with_gradient(model, values):
+    values.sum().backward()
+    grad = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    return values.detach(), grad
+
+
+def together(model, rows, layout, seen, change=None):
+    batch = collate(rows, layout, row_multiple=row_multiple([model]), pictures=seen)
+    batch = change(batch) if change else batch
+    values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    return with_gradient(model, values[batch["owner"].argsort(stable=True)])
+
+
+def ready(kind):
+    model, tokenizer = seeing(kind, scale=2.0)
+    return model, tokenizer, read_by(tokenizer), examples(tokenizer)
+
+
+def as_in_training(model, reader):
+    forward.enable_scoring(model)
+    choose_attention(model, CPU)
+    return Pictures.of(model, reader)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_layout_scores_as_the_models_own_forward(kind):
+    """Values and gradients, of tower and language model, M-RoPE and tokens of a picture that see each other too."""
+    model, _, reader, rows = ready(kind)
+    expected = alone(kind, model, reader, rows)
+    seen = as_in_training(model, reader)
+    assert able([model])[0] == list(LAYOUTS)
+    for layout in LAYOUTS:
+        found = together(model, rows, layout, seen)
+        assert (found[0] - expected[0]).abs().max() < 1e-5
+        assert (found[1] - expected[1]).norm() < 1e-5 * expected[1].norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"), [("qwen3_vl", "rope_positions"), ("qwen3_5", "rope_positions"), ("gemma3", "picture")]
+)
+def test_what_a_batch_has_of_pictures_makes_a_difference(kind, part):
+    """Or the test above would show nothing."""
+    model, _, reader, rows = ready(kind)
+    expected = alone(kind, model, reader, rows)[0]
+    seen = as_in_training(model, reader)
+    without = lambda batch: {name: value for name, value in batch.items() if name != part}  # noqa: E731
+    for layout in LAYOUTS:
+        assert (together(model, rows, layout, seen, without)[0] - expected).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_picture_is_read_once_for_all_answers(kind):
+    model, _, reader, rows = ready(kind)
+    seen, sizes = as_in_training(model, reader), {}
+    for layout in LAYOUTS:
+        batch = collate(rows, layout, row_multiple=row_multiple([model]), pictures=seen)
+        sizes[layout] = batch["visual"]["pixel_values"].numel()
+    assert sizes["shared"] <= 0.5 * sizes["packed"] == 0.5 * sizes["padded"]
+
+
+def conversations(method, count=6):
+    """Rows with no, one and two pictures."""
+    rows = []
+    for n in range(count):
+        parts = [image()] * (n % 3) + [text(f"What is {n}?")]
+        row = {"prompt": [{"role": "user", "content": parts}], "images": [PHOTO, LOGO][: n % 3]}
+        said = lambda words: [{"role": "assistant", "content": words}]  # noqa: E731
+        if TABLE[method].rows.paired:
+            row |= {"chosen": said(f"good {n}"), "rejected": said("bad")}
+        else:
+            row |= {"completion": said(f"answer {n}"), "label": n % 2 == 0}
+        rows.append(row)
+    return rows
+
+
+def options(kind, method):
+    """A model, and what its trainer is given."""
+    model, tokenizer = seeing(kind)
+    second = seeing(kind, seed=9)[0] if TABLE[method].second == "teacher" else None
+    return model, {"tokenizer": read_by(tokenizer).processor, "second": second}
+
+
+FIRST = [("qwen3_vl", "dpo"), ("qwen3_5", "sft"), ("gemma3", "kto"), ("idefics3", "opd"), ("qwen3_vl", "kd")]
+
+
+@pytest.mark.parametrize(("kind", "method"), [
+    pytest.param(kind, method, marks=[] if (kind, method) in FIRST else pytest.mark.slow)
+    for kind in KINDS for method in METHODS
+])  # fmt: skip
+def test_a_step_is_the_same_in_all_layouts(kind, method, tmp_path):
+    model, given = options(kind, method)
+    rows = conversations(method)
+    steps = {layout: one_step(method, model, rows, tmp_path / layout, layout=layout, **given) for layout in LAYOUTS}
+    for layout in ("shared", "packed"):
+        assert_same_step(steps[layout], steps["padded"], relative=1e-4)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("kind", quick("qwen3_vl", among=KINDS))
+def test_the_tower_stays_as_it_is_unless_it_is_asked_for(kind, lora, tmp_path):
+    adapter = {"peft_config": LoraConfig(**LORA)} if lora else {}
+    for wanted in (False, True):
+        model, given = options(kind, "sft")
+        before = {name: p.clone() for name, p in model.named_parameters() if forward.is_vision(model, name)}
+        assert before
+        trainer = trainer_for("sft", model, conversations("sft"), tmp_path, learning_rate=1e-2, train_vision=wanted,
+                              **given, **adapter)  # fmt: skip
+        trained = [name for name, p in trainer.model.named_parameters() if p.requires_grad]
+        inner = forward.causal_lm(trainer.model)
+        names = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in trained]
+        assert any(forward.is_vision(inner, name) for name in names) == wanted
+        assert any(not forward.is_vision(inner, name) for name in names)
+        trainer.train()
+        if not wanted:
+            kept = {name.replace(".base_layer", ""): p for name, p in inner.named_parameters()}
+            assert all(torch.equal(kept[name], p) for name, p in before.items())
+
+
+@pytest.mark.parametrize("kind", quick("qwen3_vl", "gemma3", among=KINDS))
+def test_what_is_saved_sees_as_before(kind, tmp_path):
+    """Model and processor, loaded by transformers alone, answer a picture as the trained policy does."""
+    model, given = options(kind, "sft")
+    trainer = trainer_for("sft", model, conversations("sft"), tmp_path, learning_rate=1e-2, **given)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()
+    known = type(given["tokenizer"])
+    processor = (known if kind.startswith("qwen") else AutoProcessor).from_pretrained(tmp_path / "saved")
+    reader, rows = read_by(trainer.tokenizer), examples(trainer.tokenizer)
+    ids = torch.tensor([rows[0].prompt])
+    inputs = own_inputs(kind, ids, reader, rows[0].pictures)
+    with torch.no_grad():
+        mine = policy_of(trainer).eval()(input_ids=ids, use_cache=False, **inputs).logits
+        theirs = loaded(input_ids=ids, use_cache=False, **inputs).logits
+    torch.testing.assert_close(mine, theirs)
+    assert processor.chat_template == given["tokenizer"].chat_template
+    answers = loaded.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
+                              **inputs)  # fmt: skip
+    assert answers.shape[1] > ids.shape[1]
+    if kind.startswith("qwen"):
+        assert known.__name__ == "Qwen3VLProcessor"
+        assert issubclass(known, without_videos(known).__mro__[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_answers_to_pictures_are_those_of_whole_forwards(kind, tmp_path):
+    """Of prompts with and without pictures in one batch, padded on the left."""
+    from hf_posttrain.scoring.layouts import Prompt
+
+    model, given = options(kind, "sft")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0 if parameter.dim() > 1 else 1.0)
+    trainer = trainer_for("sft", model, conversations("sft"), tmp_path, **given)
+    reader, prompts = read_by(trainer.tokenizer), []
+    for row in examples(trainer.tokenizer):
+        prompts.append(Prompt(row.prompt))
+        prompts[-1].pictures = row.pictures
+    found = trainer.generate(prompts, 5)
+    for prompt, answer in zip(prompts, found, strict=True):
+        ids = torch.tensor([[*prompt, *answer]])
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False, **own_inputs(kind, ids, reader, prompt.pictures)).logits
+        behind = logits[0, len(prompt) - 1 : -1]
+        chosen = behind.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+        assert (behind.amax(-1) - chosen).max() < 1e-3
+
+
+def test_a_picture_that_has_changed_is_told(tmp_path):
+    import shutil
+
+    model, given = options("qwen3_vl", "sft")
+    shutil.copy(PHOTO, tmp_path / "a.jpg")
+    row = {"messages": [{"role": "user", "content": [image(), text("What?")]},
+                        {"role": "assistant", "content": "yes"}], "images": [str(tmp_path / "a.jpg")]}  # fmt: skip
+    trainer = trainer_for("sft", model, [row] * 4, tmp_path / "out", **given)
+    from PIL import Image
+
+    Image.new("RGB", (40, 900)).save(tmp_path / "a.jpg")
+    with pytest.raises(InputError, match="pictures have changed since their rows were prepared"):
+        trainer.train()
+
+
+def test_a_model_that_sees_nothing_is_told(tmp_path):
+    from models_for_tests import tiny_model
+
+    _, given = options("qwen3_vl", "sft")
+    with pytest.raises(InputError, match="Qwen3ForCausalLM sees no pictures: load it with AutoModelForImageTextToText"):
+        trainer_for("sft", tiny_model(), conversations("sft"), tmp_path, **given)
+
+
+def test_text_alone_trains_a_model_that_sees(tmp_path):
+    """By its tokenizer or its processor: the same step."""
+    model, given = options("qwen3_vl", "sft")
+    said = {"completion": [{"role": "assistant", "content": "yes"}]}
+    rows = [{"prompt": [{"role": "user", "content": "hello"}]} | said] * 4
+    ways = {"processor": given, "tokenizer": given | {"tokenizer": seeing("qwen3_vl")[1]}}
+    del ways["tokenizer"]["tokenizer"].picture_reader
+    steps = [one_step("sft", copy.deepcopy(model), rows, tmp_path / name, **way) for name, way in ways.items()]
+    assert_same_step(*steps)
