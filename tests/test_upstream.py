@@ -56,6 +56,11 @@ class Need(NamedTuple):
 
 
 NEEDS = {need.symbol: need for need in [
+    # ---- transformers: processors
+    Need("transformers.ProcessorMixin._process_images", "data/images.py",
+         "of pictures it gives the tensors for the model and the text that stands for each"),
+    Need("transformers.ProcessorMixin._merge_kwargs", "data/images.py",
+         "it gives the options for pictures that a processor has of its own, as images_kwargs"),
     # ---- transformers: Trainer, in the order in which a run calls it
     Need("transformers.Trainer.loss_is_scaled_for_ga", "trainer/base.py",
          "True: training_step does not divide the loss by micro-batches"),
@@ -432,6 +437,23 @@ def test_our_override_can_be_called_as_trainer_calls_it(name, run, resumed):
     assert calls
     for call in calls:
         assert accepts(getattr(hf_posttrain.SFTTrainer, name), run, *call.args, **call.kwargs)
+
+
+@canary("transformers.ProcessorMixin._process_images", "transformers.ProcessorMixin._merge_kwargs")
+def _():
+    from PIL import Image
+    from vision_for_tests import KINDS, processor_of
+
+    for kind in KINDS:
+        processor = processor_of(kind)
+        options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)["images_kwargs"]
+        sizes = [(40, 20), (16, 32)]
+        images = [Image.new("RGB", size, (9, 99, 199)) for size in sizes]
+        tensors, texts = processor._process_images(images, **options | {"return_tensors": "pt"})
+        assert "pixel_values" in tensors
+        assert len(texts) == 2
+        [token] = processor.tokenizer.convert_ids_to_tokens([i for i in processor.image_token_ids if i is not None])
+        assert all(text.count(token) for text in texts)
 
 
 @canary("transformers.Trainer.loss_is_scaled_for_ga")

@@ -232,10 +232,10 @@ class PictureReader:
 
     def __init__(self, processor: Any):
         self.processor = processor
-        self.place = getattr(processor, "image_token", None) or getattr(processor, "boi_token", None)
+        self.place: str = getattr(processor, "image_token", None) or getattr(processor, "boi_token", None) or ""
         """What the chat template writes in the place of a picture."""
         if not self.place or not hasattr(processor, "image_processor"):
-            raise InputError(f"{type(processor).__name__} reads no pictures")
+            raise InputError(f"images: {type(processor).__name__} reads no pictures: set images: false")
 
     @property
     def token_ids(self) -> list[int]:
@@ -283,7 +283,9 @@ def read_by(tokenizer: Any) -> PictureReader | None:
 
 def with_pictures(processor: Any) -> Any:
     """The tokenizer of a processor, which knows what reads its pictures. Raises InputError where that reads none."""
-    tokenizer = processor.tokenizer
-    tokenizer.picture_reader = PictureReader(processor)
+    tokenizer, reader = getattr(processor, "tokenizer", None), PictureReader(processor)
+    if tokenizer is None:
+        raise InputError(f"{type(processor).__name__} reads no text")
+    tokenizer.picture_reader = reader
     tokenizer.chat_template = getattr(processor, "chat_template", None) or tokenizer.chat_template
     return tokenizer

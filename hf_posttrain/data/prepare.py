@@ -78,7 +78,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), [*method.rows.columns, *more]
     streamed, told = isinstance(dataset, datasets.IterableDataset), ["state", "row", "unknown", "unread", "uncut"]
     facts: Any = None if streamed else mapped.select_columns(told).to_pandas()
-    for note, level in notes(dataset, method, config, facts).items():
+    for note, level in notes(dataset, method, config, facts, read_by(tokenizer) is not None).items():
         noted.log(level, "%s: %s", name, note)
     if streamed:
         kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name, "told": set()})
@@ -238,9 +238,11 @@ def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) 
         logger.warning("%s: %s", name, problem)
 
 
-def notes(dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None = None) -> dict[str, int]:
+def notes(
+    dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None = None, sees: bool = False
+) -> dict[str, int]:
     """What is given and not used, or used in another way than many expect: lines, with the level they are logged at.
-    facts: FACTS of the examples, where they are known."""
+    facts: FACTS of the examples, where they are known. sees: are pictures read?"""
     dataset, columns, form = _opened(dataset, method, config)
     found = {}
     for column in (column for column in columns if column not in unread(columns, form)):
@@ -252,7 +254,8 @@ def notes(dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None 
         if written and any(map(holds_null, islice(dataset[column], 1000))):
             why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
             found[f"column {column!r} has nulls inside calls or tools, which are trained; {why}"] = logging.WARNING
-    used = {"index", "prompt_key", *ADDED, *PICTURES} | columns_for_teacher(config, columns)
+    used = {"index", "prompt_key", *ADDED} - {*PICTURES} | columns_for_teacher(config, columns)
+    used |= {*PICTURES} if sees else set()
     if aside := [column for column in unread(columns, form) if column not in used]:
         found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO
     alone = "; assistant_only_loss: true trains the assistant's alone" if method.rows.masked else ""

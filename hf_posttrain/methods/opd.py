@@ -154,6 +154,9 @@ class OPDTrainer(PostTrainer):
         self.across = find_across(self)
         self.ends = torch.tensor(self.terminal_ids, device=self.args.device)  # once: a copy from the host waits
         align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns to write these too
+        if self.data_collator.pictures and (self.args.rollout == "vllm" or self.args.rollouts == "replay"):
+            option = "rollout: vllm" if self.args.rollout == "vllm" else "rollouts: replay"
+            raise InputError(f"{option} shows prompts' pictures to nobody yet: drop it, or model.images")
         self.backend = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
         self.reward = Reward(**self.args.reward) if self.args.reward else None
         self.live, self.source = Live(self), SOURCES[self.args.rollouts](self)

@@ -60,7 +60,11 @@ def add_teacher(
     trainer.set_second_models(seconds)
     aligners = {name: part.aligner for name, part in parts.items() if part.aligner is not None}
     served = {name for name, part in parts.items() if not part.dense}
-    if names or served or aligners or trainer.args.teacher_prompt:
+    apart = names or served or aligners or trainer.args.teacher_prompt
+    if apart and trainer.data_collator.pictures:
+        what = "several teachers, servers, and teachers with a prompt or a tokenizer of their own"
+        raise InputError(f"{what} are shown no pictures yet: drop them, or train on text (model.images: false)")
+    if apart:
         trainer.data_collator.views = partial(_views, aligners, served)
     described = [part.described for part in parts.values()]
     trainer.second_key = " ".join(filter(None, [trainer.second_key, *described])) or None

@@ -118,6 +118,8 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
     if getattr(values, "rollout", None) == "vllm" and quantised:
         problem = "train.rollout: vllm takes no quantised student: drop it, or model.quantization"
         yield ("train.rollout", "model.quantization"), problem
+    if recipe.model.images:
+        yield from _of_pictures(recipe, values)
     for name, source in recipe.sources():
         if name.startswith("data.train") and source.streaming and values.max_steps <= 0:
             problem = "true needs train.max_steps, since the length of a stream is not known"
@@ -178,6 +180,22 @@ def of_training(recipe: Recipe) -> Iterator[Problem]:
         yield ("train.resume_from_checkpoint",), f"train.resume_from_checkpoint: {problem}"
     if isinstance(wanted, str) and wanted != "auto" and (problem := _no_checkpoint(Path(wanted))):
         yield ("train.resume_from_checkpoint",), f"train.resume_from_checkpoint: {problem}"
+
+
+def _of_pictures(recipe: Recipe, values: Any) -> Iterator[Problem]:
+    """What shows pictures to nobody yet, or to a model without a tower."""
+    for option, what in (("rollout", "vllm"), ("rollouts", "replay")):
+        if getattr(values, option, None) == what:
+            yield (f"train.{option}", "model.images"), f"train.{option}: {what} shows no pictures yet: drop it"
+    for key, section in recipe.taught_by():
+        for name in ("url", "prompt", "own_tokenizer"):
+            if getattr(section, name):
+                problem = "such a teacher is shown no pictures yet: drop it"
+                yield (f"{key}.{name}", "model.images"), f"{key}.{name}: {problem}"
+        if not (section.images or section.url or section.self):
+            yield (f"{key}.images", "model.images"), f"{key}.images: true is wanted: the student sees pictures"
+    if recipe.teachers:
+        yield ("teachers", "model.images"), "teachers: several are shown no pictures yet: give one teacher"
 
 
 def _below(section: str, problems: Iterable[Problem]) -> Iterator[Problem]:

@@ -31,7 +31,7 @@ from transformers.masking_utils import sdpa_mask
 from .cpu import multiplies_bf16
 from .flex import BLOCK, attend_by_block, block_mask
 from .head import LOW
-from .states import Pieces, stateful_layers
+from .states import Pieces
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -237,7 +237,9 @@ def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
         return {"attention_mask": batch.get("attention_mask")} | more  # of padding [R, L], or None
     config: Any = model.config.get_text_config()
     implementation, segments, ids = config._attn_implementation or "", batch.get("segments"), batch["input_ids"]
-    pieces = {"pieces": Pieces.of(segments["sizes"], ids.device)} if segments and stateful_layers(model) else {}
+    pieces = {}
+    if segments and getattr(model, "keeps_state", False):
+        pieces["pieces"] = Pieces.of(segments["sizes"], ids.device)
     if "flash" in implementation and segments:
         return {"attention_mask": None} | {name: segments[name] for name in VARLEN} | pieces
     if implementation == BY_SEGMENT and segments and "picture" in batch:

@@ -105,7 +105,7 @@ def enable_scoring(model: nn.Module) -> None:
     # a bound method, so that a deepcopy is bound to itself
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
     rotary.rotate_by_row(inner)
-    states.compute_by_piece(inner)
+    inner.keeps_state = states.compute_by_piece(inner)
 
 
 @functools.cache

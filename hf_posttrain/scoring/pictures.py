@@ -36,8 +36,8 @@ class Pictures:
         return cls(reader, empty, sees_whole_pictures(inner))
 
     def positions(self, ids: Sequence[int], pictures: Sequence[Any]) -> np.ndarray:
-        """Three positions of each token of a text, [tokens, 3]. Raises InputError where its pictures bring other numbers
-        of features than it has places for: a file has changed since its row was prepared."""
+        """Three positions of each token of a text, [tokens, 3]. Raises InputError where its pictures bring other
+        numbers of features than it has places for: a file has changed since its row was prepared."""
         tokens = torch.tensor([ids])
         kinds = torch.isin(tokens, torch.tensor(self.reader.token_ids)).int()
         if sum(self.reader.features(self.reader.expansion(picture)) for picture in pictures) != int(kinds.sum()):

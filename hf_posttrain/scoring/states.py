@@ -41,12 +41,14 @@ def _names_in_forward(kind: Any) -> tuple[str, ...]:
     return code.co_names if code else ()
 
 
-def compute_by_piece(model: nn.Module) -> None:
-    """Let layers that keep a state take the pieces of a row."""
+def compute_by_piece(model: nn.Module) -> bool:
+    """Let layers that keep a state take the pieces of a row. Are there any?"""
     module: Any
-    for module in stateful_layers(model):
+    layers = stateful_layers(model)
+    for module in layers:
         kind: Any = type(module)
         module.forward = MethodType(_by_piece(kind), module)
+    return bool(layers)
 
 
 def got_pieces(model: nn.Module) -> bool:

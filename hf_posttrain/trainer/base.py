@@ -247,6 +247,10 @@ class PostTrainer(Trainer):
         """Other models score the same batches, or no longer do: their layout must suit them too."""
         self.second_models = seconds
         for second in seconds:
+            if self.data_collator.pictures and not forward.sees(second.model):
+                name = type(forward.causal_lm(second.model)).__name__
+                raise InputError(f"{name} sees no pictures, and the student does: load it with images: true")
+        for second in seconds:
             layers.speed_up(second.model, self.args, second=True)
         keys = [same_run.base_weights(second.model, None, self.method) for second in seconds]
         self.second_key = " ".join(keys) or self.second_key

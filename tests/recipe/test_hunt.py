@@ -20,6 +20,7 @@ import yaml
 from hub_for_tests import ROWS
 from models_for_tests import tiny_model
 from tokenizers_for_tests import QWEN3, byte_tokenizer
+from vision_for_tests import processor_of, seeing
 
 from hf_posttrain import run
 from hf_posttrain.errors import InputError
@@ -60,11 +61,14 @@ def recipes(tmp_path, monkeypatch):
     for seed, name in enumerate(("student", "teacher")):
         tiny_model("qwen3", seed).save_pretrained(tmp_path / name)
         byte_tokenizer(QWEN3).save_pretrained(tmp_path / name)
+    seeing("qwen3_vl")[0].save_pretrained(tmp_path / "seeing")
+    processor_of("qwen3_vl").save_pretrained(tmp_path / "seeing")
     texts = []
     for path in RECIPES:
         text = path.read_text(encoding="utf-8")
         tree = yaml.safe_load(text)
-        renamed = {tree["model"]["name_or_path"]: "student", tree["train"]["output_dir"]: "out"}
+        student = "seeing" if tree["model"].get("images") else "student"
+        renamed = {tree["model"]["name_or_path"]: student, tree["train"]["output_dir"]: "out"}
         renamed |= {tree["teacher"]["name_or_path"]: "teacher"} if "name_or_path" in tree.get("teacher", {}) else {}
         for split in ("train", "eval"):
             if source := tree["data"].get(split):

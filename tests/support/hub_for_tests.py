@@ -14,11 +14,13 @@ from pathlib import Path
 from models_for_tests import tiny_model
 from tokenizers_for_tests import QWEN3, byte_tokenizer, merging_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from vision_for_tests import pictures, processor_of, seeing
 
 from hf_posttrain.methods import METHODS
 
 REPOSITORY = Path(__file__).parents[2]
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B")
+SEEING = "Qwen/Qwen3-VL-2B-Instruct"
 OTHER = "HuggingFaceTB/SmolLM3-3B"
 """A model with a tokenizer of its own."""
 
@@ -28,7 +30,20 @@ def turns(*contents):
     return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(contents)]
 
 
+def seen(role, said, *more):
+    """A turn of text, and perhaps of places for pictures, as parts."""
+    return {"role": role, "content": [*more, {"type": "text", "text": said}]}
+
+
 ROWS = {
+    "HuggingFaceH4/llava-instruct-mix-vsft": lambda n: {
+        "messages": [seen("user", f"What is {n}?", {"type": "image", "text": None}), seen("assistant", f"{n}.")],
+        "images": [pictures()[n % 2]],
+    },
+    "HuggingFaceH4/rlaif-v_formatted": lambda n: {
+        "prompt": [seen("user", f"What is {n}?", {"type": "image", "text": None})], "images": [pictures()[n % 2]],
+        "chosen": [seen("assistant", f"{n}.")], "rejected": [seen("assistant", "A cat.")],
+    },
     "openai/gsm8k": lambda n: {"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"},
     "trl-lib/ultrafeedback_binarized": lambda n: {
         "chosen": turns(f"Say {n}.", f"{n}!"), "rejected": turns(f"Say {n}.", f"Not {n}."), "score_chosen": 8.0,
@@ -47,6 +62,8 @@ def make_hub(folder: Path) -> None:
     for seed, name in enumerate(MODELS):
         tiny_model("qwen3", seed).save_pretrained(folder / name)
         byte_tokenizer(QWEN3).save_pretrained(folder / name)
+    seeing("qwen3_vl")[0].save_pretrained(folder / SEEING)
+    processor_of("qwen3_vl").save_pretrained(folder / SEEING)
     tiny_model("qwen3", 9, vocab_size=500).save_pretrained(folder / OTHER)
     merging_tokenizer().save_pretrained(folder / OTHER)
     for stage in ("teacher", "student", "opd"):
@@ -66,7 +83,7 @@ def make_hub(folder: Path) -> None:
 
 def at_home(folder: Path, hub: Path) -> None:
     """Links in `folder` to the hub's names, to what the quickstart leaves and to the repository's files."""
-    for name in ("Qwen", "HuggingFaceTB", "openai", "trl-lib"):
+    for name in ("Qwen", "HuggingFaceTB", "HuggingFaceH4", "openai", "trl-lib"):
         (folder / name).symlink_to(hub / name)
     for name in ("recipes", "accelerate_configs", "benchmarks", "Makefile", "setup.cfg"):
         (folder / name).symlink_to(REPOSITORY / name)
