@@ -5,6 +5,7 @@ From the template's own {% generation %} tags where it has them, otherwise from 
 
 import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Collection
 from contextlib import suppress
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -17,20 +18,25 @@ from .messages import Messages, call_names, text_of
 from .template import GENERATION
 
 
-def assistant_mask(template: chat.ChatTemplate, messages: Messages, full: str = "") -> tuple[list[int], list[int]]:
+def assistant_mask(
+    template: chat.ChatTemplate, messages: Messages, full: str = "", chosen: Collection[int] | None = None
+) -> tuple[list[int], list[int]]:
     """Ids of the conversation and a 0/1 mask of equal length: 1 for each assistant's content, calls and turn end.
 
-    `full` is the conversation rendered, where that is known. Turns without any are not trained. Nothing follows the
-    last 1. Raises InputError if there is no assistant turn, the text before a turn differs from what generation would
-    see, or what an assistant wrote is not all in its turn.
+    `full` is the conversation rendered, where that is known; `chosen` the numbers of the assistants' messages that are
+    trained, None: all. Turns without any are not trained. Nothing follows the last 1. Raises InputError if there is no
+    such turn, the text before a turn differs from what generation would see, or what an assistant wrote is not all in
+    its turn.
     """
     tokenizer = template.tokenizer
     end_id = chat.turn_end_id(tokenizer, template.kwargs)
     # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
     full = full or template.render(messages)
-    tagged = GENERATION.search(template.text) and not template.pictures  # of which transformers knows no text
-    find_mask = _tagged_mask if tagged else _rendered_mask
-    ids, mask, offsets = find_mask(template, messages, end_id, full)
+    # (tags do not say which message they are of, and transformers knows no text of pictures)
+    if GENERATION.search(template.text) and not template.pictures and chosen is None:
+        ids, mask, offsets = _tagged_mask(template, messages, end_id)
+    else:
+        ids, mask, offsets = _rendered_mask(template, messages, end_id, full, chosen)
     # 2. of each turn, nothing behind its end (a line break, a second end); no turn that is an end alone, which would
     # teach empty answers. Where a template writes no headers, turns of assistants follow one another in one run
     ends = [0, *accumulate(int(i == end_id) for i in ids)]
@@ -40,12 +46,16 @@ def assistant_mask(template: chat.ChatTemplate, messages: Messages, full: str = 
             mask[first:stop] = [0] * (stop - first)
     runs = [[*run] for trained, run in groupby(range(len(ids)), mask.__getitem__) if trained]
     if not runs:
-        raise InputError("assistant_only_loss: no token of this conversation was written by an assistant")
-    _check_written(tokenizer, messages, full, [full[offsets[run[0]][0] : offsets[run[-1]][1]] for run in runs])
+        left = "" if chosen is None else ", or all that it wrote is left out (weight: 0)"
+        raise InputError(f"assistant_only_loss: no token of this conversation was written by an assistant{left}")
+    others = {n for n, m in enumerate(messages) if m["role"] == "assistant" and chosen is not None and n not in chosen}
+    read = [message | {"role": "other"} if n in others else message for n, message in enumerate(messages)]
+    _check_written(tokenizer, read, full, [full[offsets[run[0]][0] : offsets[run[-1]][1]] for run in runs])
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
     size, last = runs[-1][-1] + 1, messages[-1]
     ended = ids[size - 1] in {end_id} | chat.special_ids(tokenizer)  # a call may have an end of its own
-    end = [end_id] if last["role"] == "assistant" and text_of(last).strip() and not ended else []
+    last_is_trained = last["role"] == "assistant" and len(messages) - 1 not in others
+    end = [end_id] if last_is_trained and text_of(last).strip() and not ended else []
     # 4. BOS once: some templates write it, for others the tokenizer does
     prefix = chat.prefix_ids(tokenizer)
     prefix = [] if ids[: len(prefix)] == prefix else prefix
@@ -75,7 +85,7 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
 _Found = tuple[list[int], list[int], list[tuple[int, int]]]
 
 
-def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, full: str) -> _Found:
+def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int) -> _Found:
     """Ids, mask and places in the text (begin, end), from the template's generation tags."""
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
@@ -90,7 +100,9 @@ def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, f
     return ids, mask, offsets
 
 
-def _rendered_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, full: str) -> _Found:
+def _rendered_mask(
+    template: chat.ChatTemplate, messages: Messages, end_id: int, full: str, chosen: Collection[int] | None
+) -> _Found:
     """Ids, mask and places from the text: a turn begins where generation would have begun it, and ends with its end."""
     encoded = template.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     given = _Rendered(template, messages, end_id, full, encoded["input_ids"], encoded["offset_mapping"])
@@ -104,7 +116,8 @@ def _rendered_mask(template: chat.ChatTemplate, messages: Messages, end_id: int,
             stop -= 1
         if stop <= first and messages[n]["content"].strip():
             raise InputError(f"assistant_only_loss: message {n} (assistant): the end of its turn is not found")
-        mask[first:stop], limit = [1] * (stop - first), begin
+        trained = chosen is None or n in chosen
+        mask[first:stop], limit = [int(trained)] * (stop - first), begin
     return given.ids, mask, given.offsets
 
 

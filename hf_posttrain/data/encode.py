@@ -39,6 +39,7 @@ class Plan(NamedTuple):
     bos: int | None = None  # the id that a prompt keeps at its beginning when it is cut
     masks: tuple[str, ...] = ()  # columns of masks, which rows of ids all have or all lack
     teacher: TeacherPlan | None = None  # what rows hold for teachers besides
+    last_turn: bool = False  # of what assistants wrote, the last turn alone
     image_ids: tuple[int, ...] = ()  # tokens that become features of pictures, where the model sees
     image_folder: str | None = None  # where relative paths of pictures start
     version: int = VERSION
@@ -107,10 +108,10 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
     # turns that are marked as not to be trained, in the manner of OpenAI and others
     if sample.is_chat and not plan.rows.sampled:
         turns = (turn for branch in sample.branches for turn in branch)
-        marked = [turn["role"] for turn in turns if turn.get("weight") == 0 or turn.get("train") is False]
-        if role := next((role for role in marked if role == "assistant" or not plan.assistant_only), None):
-            mend = "make it a part of a prompt, or set assistant_only_loss: true if it is no assistant's"
-            raise InputError(f"columns {plan.form}: a turn of {shown(role)} has weight: 0 or train: false: {mend}")
+        marked = [turn["role"] for turn in turns if _is_left_out(turn)]
+        if marked and not plan.assistant_only:
+            mend = "set train_on: assistant, which leaves it out, or make it a part of a prompt"
+            raise InputError(f"columns {plan.form}: a turn of {shown(marked[0])} has weight: 0 or train: false: {mend}")
     # a pair is two labelled examples
     if plan.rows.labelled and len(sample.branches) == 2:
         chosen, rejected = sample.branches
@@ -125,6 +126,16 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
         prompt, answers = (turns[:-1], [turns[-1:]]) if answered else (turns, [])
         return [sample._replace(prompt=prompt, branches=answers)]
     return [sample]
+
+
+def _is_left_out(turn: Mapping) -> bool:
+    """Is a turn marked as not to be trained, in the manner of OpenAI and others?"""
+    return turn.get("weight") == 0 or turn.get("train") is False
+
+
+def _without_marks(turns: Sequence[Mapping]) -> list[dict]:
+    """The turns without what says whether they are trained, which no template writes."""
+    return [{key: value for key, value in turn.items() if key not in ("weight", "train")} for turn in turns]
 
 
 def kind_of(sample: Sample, plan: Plan) -> int:
@@ -250,11 +261,16 @@ def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Pla
         return sample._replace(prompt=[], branches=[[]])
     template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs, sample.expansions)
     turns = sample.branches[0] if sample.prompt is None else chat.join_messages(sample.prompt, sample.branches[0])
+    # which turns are trained; what marks them is no part of the messages
+    chosen = [n for n, turn in enumerate(turns) if turn["role"] == "assistant" and not _is_left_out(turn)]
+    chosen = chosen[-1:] if plan.last_turn else chosen
+    whole = len(chosen) == sum(turn["role"] == "assistant" for turn in turns)
+    turns = _without_marks(turns)
     full = template.render(turns).rstrip()
     unread = tuple(template.find_unread(turns, full))
-    ids, mask = assistant_mask(template, turns, full)
+    ids, mask = assistant_mask(template, turns, full, None if whole else chosen)
     if sample.prompt is not None and plan.completion_only is not False:
-        start = template.prompt_text(sample.prompt)
+        start = template.prompt_text(_without_marks(sample.prompt))
         chat.text_behind(start, full)  # or the answer would not begin behind as many tokens
         before = len(chat.encode(tokenizer, [start])[0])
         mask = [0] * before + mask[before:]

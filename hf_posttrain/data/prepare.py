@@ -259,7 +259,8 @@ def notes(
     if aside := [column for column in unread(columns, form) if column not in used]:
         found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO
     alone = "; assistant_only_loss: true trains the assistant's alone" if method.rows.masked else ""
-    if alone and form == "messages" and not getattr(config, "assistant_only_loss", None):
+    chosen = getattr(config, "assistant_only_loss", None) or getattr(config, "train_on", None)
+    if alone and form == "messages" and not chosen:
         found[f"all turns are trained, the users' too{alone}"] = logging.INFO
     if facts is None:
         return found
@@ -308,7 +309,8 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         return getattr(config, key, None)
 
     max_length, as_chat, is_ids = option("max_length"), bool(option("apply_chat_template")), "_ids" in form
-    completion_only, assistant_only = option("completion_only_loss"), bool(option("assistant_only_loss"))
+    completion_only, turns = option("completion_only_loss"), option("train_on")
+    assistant_only = bool(option("assistant_only_loss")) or turns in ("assistant", "last")
     if method.rows.masked and form in ("messages", "text") and completion_only:
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
     if as_chat and (form == "text" or is_ids):
@@ -326,7 +328,7 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     return Plan(
         method.name, method.rows, form, name, max_length, completion_only, assistant_only,
         option("chat_template_kwargs"), as_chat, max(tokenizer.get_vocab().values()) + 1 if is_ids else None,
-        tokenizer.bos_token_id, image_ids=tuple(reader.token_ids) if reader else (),
+        tokenizer.bos_token_id, last_turn=turns == "last", image_ids=tuple(reader.token_ids) if reader else (),
         image_folder=option("image_folder"),
     )  # fmt: skip
 

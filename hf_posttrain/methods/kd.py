@@ -50,6 +50,9 @@ class KDConfig(DistillationConfig):
     cross-entropy teaches those of the data all the same."""
     completion_only_loss: bool | None = None
     """Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too."""
+    train_on: str | None = None
+    """Which turns of conversations are trained: all, assistant (each of the assistant's), or last (the last of them);
+    None: as assistant_only_loss says. A turn with weight: 0 is never trained."""
     assistant_only_loss: bool = False
     """Of `messages`, train only what assistants wrote, each turn with its end token."""
     precompute_teacher_top_k: int | None = None

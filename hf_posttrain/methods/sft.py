@@ -32,6 +32,9 @@ class SFTConfig(PostTrainConfig):
     """Peak learning rate of AdamW."""
     completion_only_loss: bool | None = None
     """Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too."""
+    train_on: str | None = None
+    """Which turns of conversations are trained: all, assistant (each of the assistant's), or last (the last of them);
+    None: as assistant_only_loss says. A turn with weight: 0 is never trained."""
     assistant_only_loss: bool = False
     """Of `messages`, train only what assistants wrote, each turn with its end token."""
     packing: bool = False

@@ -56,6 +56,10 @@ def allowed_values(values: Any) -> Iterator[Problem]:
     """Names and options that no method can honour."""
     layouts = ("auto", "shared", "packed", "padded")
     named = [("layout", layouts), ("log_level", _LOG_LEVELS), ("log_level_replica", _LOG_LEVELS)]
+    if (turns := getattr(values, "train_on", None)) is not None:
+        yield from one_of("train_on", turns, ("all", "assistant", "last"))
+        if turns == "all" and values.assistant_only_loss:
+            yield ("train_on", "assistant_only_loss"), "train_on: all contradicts assistant_only_loss: drop one of both"
     if values.train_sampling_strategy == "batch_rebalance":
         problem = "train_sampling_strategy: batch_rebalance repeats rows unseen: use random or group_by_length"
         yield ("train_sampling_strategy",), problem

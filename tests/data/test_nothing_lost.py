@@ -247,13 +247,12 @@ def test_a_conversation_without_an_answer_is_refused():
 @pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}])
 def test_a_turn_that_is_not_to_be_trained_is_refused_where_it_would_be(mark):
     row = {"messages": [USER, {**REPLY, **mark}, USER, REPLY]}
-    for options in ({}, {"assistant_only_loss": True}):
-        with pytest.raises(InputError, match="row 0: columns messages: a turn of 'assistant' has weight: 0 or"):
-            prepare([row], "sft", **options)
+    with pytest.raises(InputError, match="row 0: columns messages: a turn of 'assistant' has weight: 0 or"):
+        prepare([row], "sft")
     assert len(prepare([row], "opd")) == 1
     assert len(prepare([{"prompt": row["messages"][:3], "completion": [REPLY]}], "sft")) == 1
     others = [{"messages": [{**USER, **mark}, REPLY]}]
-    with pytest.raises(InputError, match=r"a turn of 'user' .* set assistant_only_loss: true if it is no"):
+    with pytest.raises(InputError, match=r"a turn of 'user' .* set train_on: assistant, which leaves it"):
         prepare(others, "sft")
     assert len(prepare(others, "sft", assistant_only_loss=True)) == 1
 

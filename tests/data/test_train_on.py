@@ -1,0 +1,75 @@
+"""Which turns of a conversation are trained: all, the assistant's, its last, and none that is marked."""
+
+from itertools import groupby
+
+import pytest
+from templates_for_tests import FAMILIES, family_tokenizer
+from training_for_tests import TABLE
+
+from hf_posttrain.data.as_written import from_rows
+from hf_posttrain.data.prepare import prepare
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods import config_class
+
+TURNS = [{"role": role, "content": f"{role} {n} says"} for n in range(3) for role in ("user", "assistant")]
+
+
+def prepared(family, messages, tmp_path, method="sft", **options):
+    config = config_class(TABLE[method])(output_dir=str(tmp_path), use_cpu=True, report_to="none", **options)
+    tokenizer = family_tokenizer(FAMILIES[family])
+    rows = from_rows([{"messages": messages}] * 2)
+    return prepare(rows, TABLE[method], tokenizer, config, "train")[0], tokenizer
+
+
+def trained(family, messages, tmp_path, **options):
+    """The text of each run of trained tokens."""
+    row, tokenizer = prepared(family, messages, tmp_path, **options)
+    ids, mask = row["completion_ids"], row["completion_mask"]
+    runs = groupby(zip(ids, mask, strict=True), lambda pair: pair[1])
+    return [tokenizer.decode([i for i, _ in run]) for on, run in runs if on]
+
+
+def marked(*numbers, **mark):
+    return [turn | (mark if n in numbers else {}) for n, turn in enumerate(TURNS)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_last_turn_and_turns_without_weight(family, tmp_path):
+    """Each is what training all of the assistant's turns has there, and no more."""
+    whole = trained(family, TURNS, tmp_path, assistant_only_loss=True)
+    assert trained(family, TURNS, tmp_path, train_on="assistant") == whole
+    said = lambda runs, n: any(f"assistant {n} says" in run for run in runs)  # noqa: E731
+    last = trained(family, TURNS, tmp_path, train_on="last")
+    assert [said(last, n) for n in range(3)] == [False, False, True]
+    assert last[-1] in whole[-1]
+    for mark in ({"weight": 0}, {"train": False}):
+        found = trained(family, marked(3, **mark), tmp_path, train_on="assistant")
+        assert [said(found, n) for n in range(3)] == [True, False, True]
+    first = trained(family, marked(3, 5, weight=0), tmp_path, train_on="assistant")
+    assert [said(first, n) for n in range(3)] == [True, False, False]
+    assert trained(family, marked(1, 3, weight=1), tmp_path, train_on="assistant") == whole
+
+
+@pytest.mark.parametrize("method", ["sft", "kd"])
+def test_all_is_the_default_and_goes_with_no_marks(method, tmp_path):
+    every = prepared("chatml", TURNS, tmp_path, method)[0]
+    assert prepared("chatml", TURNS, tmp_path, method, train_on="all")[0] == every
+    with pytest.raises(InputError, match="train_on: assistant, which leaves it out"):
+        prepared("chatml", marked(1, weight=0), tmp_path, method)
+
+
+def test_nothing_left_is_told(tmp_path):
+    with pytest.raises(InputError, match=r"train, row 0: .*all that it wrote is left out .weight: 0"):
+        prepared("chatml", marked(1, 3, 5, weight=0), tmp_path, train_on="assistant")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"train_on": "user"}, "train_on='user' is not one of all, assistant, last"),
+        ({"train_on": "all", "assistant_only_loss": True}, "train_on: all contradicts assistant_only_loss"),
+    ],
+)
+def test_contradictions_are_refused(options, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        prepared("chatml", TURNS, tmp_path, **options)
