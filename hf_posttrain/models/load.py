@@ -164,6 +164,9 @@ def load_model(
                 )  # fmt: skip
                 # on GPU such weights must be placed while they are loaded
                 kwargs |= {} if device.type == "cpu" else {"device_map": {"": device}}
+            elif (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
+                # gpt-oss: transformers trains no such weights, and computes with them where kernels are there
+                kwargs["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
             model = _kind(section, config).from_pretrained(section.name_or_path, **kwargs)
     if section.adapter:
         try:

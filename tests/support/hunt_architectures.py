@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.scoring import forward
+from hf_posttrain.scoring.attention import choose_attention, row_multiple
 from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layout
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
@@ -46,7 +47,7 @@ def scored_alone(model, rows):
 @torch.no_grad()
 def scored(model, rows, layout):
     """The same as a run has them."""
-    batch = collate(rows, layout)
+    batch = collate(rows, layout, row_multiple=row_multiple([model]))
     values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
     return torch.cat([values[batch["owner"] == k] for k in range(len(batch["row"]))])
 
@@ -56,23 +57,50 @@ def gap(found, expected):
     return float((found - expected).abs().max())
 
 
-def layouts(model):
-    """Each layout that the model is said to take, and what `auto` ends with."""
+def layouts(model, facts):
+    """Each layout that the model is said to take, and what `auto` ends with. facts: what else is seen, for a table."""
     rows = examples()
     forward.enable_scoring(model)
+    choose_attention(model, torch.device("cpu"))
     alone = scored_alone(model, rows)
-    for layout in able([model])[0]:
+    fitting, facts["why"] = able([model])
+    for layout in fitting:
         trusted = trusted_layout([model], layout, False)
         yield f"layout {layout}{'' if trusted == layout else ', refused'}", gap(scored(model, rows, trusted), alone)
+    facts["head"] = "own logits" if getattr(model, forward.OWN_LOGITS, False) else "fused"
     yield f"auto: {choose_layout([model], 'auto')}", 0.0
 
 
-def generation(model):
+def gradients(model):
+    """Of the summed log-probabilities: each layout that it is trusted with, against each answer alone."""
+    rows, found = examples(), {}
+
+    def of(values):
+        values.sum().backward()
+        whole = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        model.zero_grad()
+        return whole
+
+    tables = [(token_logps(model, row.prompt, branch.ids), branch.ids) for row in rows for branch in row.branches]
+    expected = of(torch.cat([table[torch.arange(len(ids)), ids] for table, ids in tables]))
+    forward.enable_scoring(model)
+    choose_attention(model, torch.device("cpu"))
+    for layout in able([model])[0]:
+        trusted = trusted_layout([model], layout, False)
+        if trusted not in found:
+            batch = collate(rows, trusted, row_multiple=row_multiple([model]))
+            grad = of(forward.score(model, batch, LogProb(forward.targets(batch)))["value"])
+            found[trusted] = float((grad - expected).norm() / expected.norm())
+            yield f"gradient {trusted}", found[trusted]
+
+
+def generation(model, facts):
     """Greedy answers to prompts of several lengths, against the argmax of whole forwards."""
     draw = random.Random(2)
     prompts = [ids(draw, 3, 3), ids(draw, 1, 1), ids(draw, 18, 18), ids(draw, 6, 6)]
     forward.enable_scoring(model)
     found = rollout.generate(model, prompts, 6, [299], 0)
+    facts["answers"] = model.answers_by[0]
     wrong = 0.0
     for prompt, answer in zip(prompts, found, strict=True):
         logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -127,8 +155,10 @@ def without_dropout(name, tmp_path):
     yield "dropout off", gap(scored(model.train(), rows, layout), quiet)
 
 
-def examine(name, tmp_path):
-    """{check: largest difference, or what was raised}. `built` is alone where the architecture does not build."""
+def examine(name, tmp_path, facts=None):
+    """{check: largest difference, or what was raised}. `built` is alone where the architecture does not build. facts:
+    a dict for what else is seen."""
+    facts = {} if facts is None else facts
     try:
         model = tiny(name)
         with torch.no_grad():
@@ -137,8 +167,9 @@ def examine(name, tmp_path):
         return {"built": f"{type(error).__name__}: {error}"[:120]}
     found = {}
     for what, check in {
-        "layouts": lambda: layouts(copy.deepcopy(model)),
-        "generation": lambda: generation(copy.deepcopy(model)),
+        "layouts": lambda: layouts(copy.deepcopy(model), facts),
+        "gradients": lambda: gradients(copy.deepcopy(model)),
+        "generation": lambda: generation(copy.deepcopy(model), facts),
         "whole": lambda: trained(copy.deepcopy(model), tmp_path / "whole", lora=False),
         "lora": lambda: trained(copy.deepcopy(model), tmp_path / "lora", lora=True),
         "dropout": lambda: without_dropout(name, tmp_path / "dropout"),
