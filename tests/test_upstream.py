@@ -56,6 +56,8 @@ class Need(NamedTuple):
 
 
 NEEDS = {need.symbol: need for need in [
+    Need("transformers.PreTrainedModel._weight_conversions", "models/load.py",
+         "what was done to weights while they were loaded, and is undone while they are saved; absent: the usual"),
     # ---- transformers: processors
     Need("transformers.ProcessorMixin._process_images", "data/images.py",
          "of pictures it gives the tensors for the model and the text that stands for each"),
@@ -437,6 +439,15 @@ def test_our_override_can_be_called_as_trainer_calls_it(name, run, resumed):
     assert calls
     for call in calls:
         assert accepts(getattr(hf_posttrain.SFTTrainer, name), run, *call.args, **call.kwargs)
+
+
+@canary("transformers.PreTrainedModel._weight_conversions")
+def _(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "_weight_conversions" in vars(loaded)
+    del loaded._weight_conversions
+    loaded.save_pretrained(tmp_path / "again")
 
 
 @canary("transformers.ProcessorMixin._process_images", "transformers.ProcessorMixin._merge_kwargs")

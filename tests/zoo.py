@@ -1,7 +1,7 @@
-"""What each causal LM of the installed transformers can do here, as a table: python -m tests.zoo [--only llama qwen3 ...]
+"""What each causal LM of the installed transformers can do here, as a table: python -m tests.zoo [--only llama ...]
 
-Each is built tiny from its config and examined as in tests/models/test_architectures.py: every layout against the model's
-own forward (values and gradients), a step of SFT and of OPD, LoRA on all linear layers, saved and loaded, greedy answers.
+Each is built tiny from its config and examined as in tests/models/test_architectures.py: every layout against the
+model's own forward (values and gradients), a step of SFT, LoRA on all linear layers, saved and loaded, greedy answers.
 Writes the table and its counts into docs/models.md, between the marks of the zoo; with --only it prints them.
 """
 
@@ -20,7 +20,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "support"))
 PAGE, BEGIN, END = HERE.parent / "docs" / "models.md", "<!-- zoo -->\n", "<!-- end of the zoo -->\n"
-HEADER = "| model_type | layouts | head | LoRA all-linear | answers by | what is refused, and why |\n|---|---|---|---|---|---|\n"
+HEADER = "| model_type | layouts | head | LoRA all-linear | answers by | what is refused, and why |\n"
+HEADER += "|---|---|---|---|---|---|\n"
 WAYS = {"decode": "decode", "batches": "generate", "alone": "generate, one by one", "": "no"}
 
 
@@ -34,10 +35,12 @@ def examined(name: str) -> tuple[str, dict]:
     from hf_posttrain.errors import InputError
 
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere:
-        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
-            facts: dict = {}
-            found = examine(name, Path(folder), facts)
+    facts: dict = {}
+    with (
+        tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere),
+    ):  # fmt: skip
+        found = examine(name, Path(folder), facts)
     if "built" in found:
         return name, {"built": found["built"]}
     right = {part: isinstance(value, float) and value < EQUAL for part, value in found.items()}
@@ -66,7 +69,7 @@ def table(found: dict[str, dict]) -> str:
     counts = Counter(line.split(" | ")[1] for line in rows.values())
     whole = sum(not one["told"] and not one["wrong"] for one in built.values())
     lines = [
-        f"{len(found)} architectures of AutoModelForCausalLM, {len(built)} of them built tiny; {whole} pass all of it. ",
+        f"{len(found)} architectures of AutoModelForCausalLM, {len(built)} of them built tiny; {whole} pass it all. ",
         "Layouts: " + ", ".join(f"{names} {count}" for names, count in counts.most_common()) + ".\n\n", HEADER,
         *(rows[name] for name in sorted(rows)),
         "\nNot built tiny: " + "; ".join(f"`{name}` ({one['built'][:80]})" for name, one in sorted(found.items())

@@ -164,10 +164,13 @@ def load_model(
                 )  # fmt: skip
                 # on GPU such weights must be placed while they are loaded
                 kwargs |= {} if device.type == "cpu" else {"device_map": {"": device}}
-            elif (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
-                # gpt-oss: transformers trains no such weights, and computes with them where kernels are there
+            # gpt-oss: transformers trains no such weights, and computes with them where kernels are there
+            packed = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
+            if packed and section.quantization == "none":
                 kwargs["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
             model = _kind(section, config).from_pretrained(section.name_or_path, **kwargs)
+            if packed and section.quantization == "none":  # or plain weights would be saved as if they were packed
+                vars(model).pop("_weight_conversions", None)
     if section.adapter:
         try:
             model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
