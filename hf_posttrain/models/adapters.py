@@ -17,6 +17,9 @@ from .section import ModelSection
 
 logger = logging.getLogger(__name__)
 _WITH_A_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA
+_OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Models in which PEFT refuses an adapter on out_proj (tuners_utils._check_lora_target_modules_mamba)."""
+_PLAIN = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # Falcon's, whose class writes the product out
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -67,17 +70,14 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     asked, config = config, copy.deepcopy(config)  # PEFT writes into it
-    # routers that are a linear layer by class and return several tensors
-    linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    own = "transformers.models."
-    routers = {name.rpartition(".")[2] for name, kind in linear.items() if kind.__module__.startswith(own)}
-    if routers and getattr(config, "target_modules", None) == "all-linear" and not config.exclude_modules:
-        config.exclude_modules = sorted(routers)
-        logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(routers)))
-    if not vision and forward.sees(model) and getattr(config, "target_modules", None) == "all-linear":
-        outside = [name for name in linear if forward.is_vision(model, name)]
-        config.exclude_modules = [*(config.exclude_modules or ()), *outside]
-        logger.info("all-linear: no adapter on the tower for pictures (train_vision: false)")
+    if getattr(config, "target_modules", None) == "all-linear":
+        linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        if not config.exclude_modules:
+            config.exclude_modules = _no_linear_layers(forward.causal_lm(model).config, linear) or None
+        if not vision and forward.sees(model):
+            outside = [name for name in linear if forward.is_vision(model, name)]
+            config.exclude_modules = [*(config.exclude_modules or ()), *outside]
+            logger.info("all-linear: no adapter on the tower for pictures (train_vision: false)")
     modules, what = [name for name, _ in model.named_modules()], "peft_config (model.lora)"
     # PEFT reads these rows of the embedding at once
     tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
@@ -94,6 +94,19 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
         policy.unload().tie_weights()  # as it was, for another try
         raise InputError(f"{what}: {problem}")
     return policy
+
+
+def _no_linear_layers(config: Any, linear: dict[str, type]) -> list[str]:
+    """Names of layers that all-linear leaves out: routers that are linear by class and return several tensors, and what
+    PEFT refuses in models of Mamba's kind, whose kernels read the weight itself."""
+    own = {name.rpartition(".")[2]: kind for name, kind in linear.items()
+           if kind.__module__.startswith("transformers.models.")}  # fmt: skip
+    found = {name for name, kind in own.items() if kind.forward is not nn.Linear.forward and name not in _PLAIN}
+    if getattr(config, "model_type", "") in _OF_MAMBA:
+        found |= {"out_proj"} & {name.rpartition(".")[2] for name in linear}
+    if found:
+        logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(found)))
+    return sorted(found)
 
 
 def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
