@@ -1,5 +1,6 @@
 """What is trained: examples as text with their trained tokens marked, and how examples begin and end."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -10,6 +11,7 @@ from typing import Any
 import datasets
 
 from ..data.encode import NO_TARGET
+from ..data.images import picture_size, read_by
 from ..data.kinds import Reader, RowKind
 from ..data.prepare import tokenised
 from ..data.sources import load
@@ -23,6 +25,7 @@ PADDED_SHARE = 0.1  # from this share of examples on, padding tokens inside them
 EDGE = 24  # characters that are shown on each side of the boundary between prompt and trained text
 LONGEST = 1500  # characters of a piece that are shown
 PLAIN, BOLD, GREEN, YELLOW, RED = "\033[0m", "\033[1m", "\033[1;32m", "\033[33m", "\033[1;31m"
+_RUNS = re.compile(r"(<[^<>\s]+>)\1{3,}")  # a picture is one token many times
 # The prompt or an answer: role, values (ids, or parts of a raw row), and for each value whether it is trained
 Part = tuple[str, Sequence[Any], Sequence[int]]
 
@@ -92,6 +95,8 @@ class TokenAudit:
     differing_prompts: int | None = None  # of the first SHOWN prompts: the teacher's template writes them otherwise
     teacher_stops: dict[int, str] | None = None  # ids that end the teacher's answers; rollouts stop at any of both
     one_outcome: dict[int, str] | None = None  # of both, those that the loss counts as one
+    pictures: list[tuple[int, int, int]] = field(default_factory=list)  # of each width, height and tokens of features
+    sees: bool = False  # are pictures read?
 
     def warnings(self) -> Iterator[str]:
         if doubled := sum(count for number, count in self.bos_counts.items() if number > 1):
@@ -120,6 +125,15 @@ class TokenAudit:
             one = ", ".join(f"{token} ({i})" for i, token in self.one_outcome.items())
             apart = "none: each is compared by itself (train.one_stop_outcome)"
             yield f"one outcome in the loss: {one or apart}"
+        if self.sees:
+            sizes = sorted(self.pictures, key=lambda one: one[2])
+            said = "none in the examples that were looked at"
+            if sizes:
+                (w, h, few), (width, height, many) = sizes[0], sizes[-1]
+                mean = sum(tokens for *_, tokens in sizes) / len(sizes)
+                said = f"{len(sizes)} in {self.examples} examples, {mean:.0f} tokens each on average, "
+                said += f"from {few} of {w} x {h} pixels to {many} of {width} x {height}"
+            yield f"pictures: {said}; their tower's memory is not estimated: --probe measures it"
         also = " (also the eos, which is trained all the same where it ends an answer)" if self.pad_is_eos else ""
         yield f"padding: {self.pad}{also}"
 
@@ -138,7 +152,7 @@ def pieces(made: Iterable[Part], write: Callable[[Any], str]) -> list[Piece]:
     for role, values, mask in made:
         for trained, run in groupby(zip(values, mask, strict=True), key=lambda pair: bool(pair[1])):
             part = [value for value, _ in run]
-            text = write(part)
+            text = _RUNS.sub(lambda hit: f"{len(hit[0]) // len(hit[1])} x {hit[1]}", write(part))
             # of a long text the beginning and the end; control characters are written out
             if len(text) > LONGEST:
                 text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
@@ -185,12 +199,17 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
 
     # the examples of all sources, and samples of each: the first, the middle and the last
     examples: list[list[Part]] = []
+    reader = read_by(tokenizer)
+    found.sees = reader is not None
     decode = {name.partition(".")[2]: (load_tokenizer(section) if section.own_tokenizer else tokenizer).decode
               for name, section in recipe.taught_by()}  # fmt: skip
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
             rows = _first_examples(raws[key], method, tokenizer, config, key, LOOKED_AT)
         rows = [row for row in rows if not row["state"] & NO_TARGET]
+        if reader is not None:
+            for picture in (one for row in rows for one in row["images"] or ()):
+                found.pictures.append((*picture_size(picture), reader.features(reader.expansion(picture))))
         for n in sorted({0, len(rows) // 2, len(rows) - 1}) if rows else []:
             shown = pieces(parts(rows[n], kind), tokenizer.decode)
             reads, source_name = rows[n].get("teacher_prompt_ids"), f"{key} ({source.path})"

@@ -96,7 +96,7 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     return policy
 
 
-def _no_linear_layers(config: Any, linear: dict[str, type]) -> list[str]:
+def _no_linear_layers(config: Any, linear: dict[str, Any]) -> list[str]:
     """Names of layers that all-linear leaves out: routers that are linear by class and return several tensors, and what
     PEFT refuses in models of Mamba's kind, whose kernels read the weight itself."""
     own = {name.rpartition(".")[2]: kind for name, kind in linear.items()

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
+from transformers.utils.quantization_config import Mxfp4Config
 
 from ..data.images import read_by, with_pictures
 from ..data.lengths import largest_id
@@ -167,7 +168,7 @@ def load_model(
             # gpt-oss: transformers trains no such weights, and computes with them where kernels are there
             packed = (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4"
             if packed and section.quantization == "none":
-                kwargs["quantization_config"] = transformers.Mxfp4Config(dequantize=True)
+                kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
             model = _kind(section, config).from_pretrained(section.name_or_path, **kwargs)
             if packed and section.quantization == "none":  # or plain weights would be saved as if they were packed
                 vars(model).pop("_weight_conversions", None)

@@ -269,3 +269,37 @@ def test_text_alone_trains_a_model_that_sees(tmp_path):
     del ways["tokenizer"]["tokenizer"].picture_reader
     steps = [one_step("sft", copy.deepcopy(model), rows, tmp_path / name, **way) for name, way in ways.items()]
     assert_same_step(*steps)
+
+
+def test_check_says_what_pictures_cost(tmp_path, monkeypatch, capsys):
+    import json
+
+    from hf_posttrain import run
+
+    monkeypatch.chdir(tmp_path)
+    model, given = options("qwen3_vl", "dpo")
+    model.save_pretrained("model")
+    given["tokenizer"].save_pretrained("model")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in conversations("dpo")))
+    (tmp_path / "recipe.yaml").write_text(
+        "method: dpo\nmodel: {name_or_path: model, images: true}\ndata: {train: {path: rows.jsonl}}\n"
+        "train: {output_dir: out, max_steps: 1, report_to: none, use_cpu: true}\n"
+    )
+    assert run.main(["recipe.yaml", "--check"]) in (0, 1)
+    page = " ".join(capsys.readouterr().out.split())
+    assert "pictures: 6 in 6 examples, 11 tokens each on average, from 8 of" in page
+    assert "to 12 of 512 x 600" in page
+    assert "12 x <|image_pad|>" in page
+    assert run.main(["recipe.yaml"]) == 0
+    for words, message in (
+        (["model.images=false"], "model.images: true"),
+        (["model.name_or_path=text"], "reads no pictures: set images: false"),
+    ):
+        if words == ["model.name_or_path=text"]:
+            from models_for_tests import tiny_model
+            from tokenizers_for_tests import byte_tokenizer
+
+            tiny_model().save_pretrained("text")
+            byte_tokenizer().save_pretrained("text")
+        assert run.main(["recipe.yaml", *words]) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
