@@ -55,6 +55,8 @@ SPECIAL = {
                        "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4},
 }  # fmt: skip
 """What an architecture needs besides."""
+SCALES = {"kimi_linear": 2.0, "gemma3n_text": 1.0}
+"""Of those that with larger weights choose other experts at every rounding, or have no gradient."""
 
 
 def tiny_config(name, **changes):
@@ -86,7 +88,7 @@ def tiny_config(name, **changes):
     return config
 
 
-def tiny(name, seed=0, scale=10.0, **changes):
+def tiny(name, seed=0, scale=None, **changes):
     """A float32 model in eval mode, of weights so large that its distributions are far from uniform.
 
     Raises ValueError where it does not get small; whatever transformers raises where it does not build.
@@ -98,6 +100,7 @@ def tiny(name, seed=0, scale=10.0, **changes):
         raise ValueError(f"{size} parameters")
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float()
+    scale = SCALES.get(name, 10.0) if scale is None else scale
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

@@ -18,7 +18,7 @@ from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layo
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
-EQUAL = 2e-4  # largest difference of a log-probability, in float32 (MiniCPM3's large logits round to 1.5e-4)
+EQUAL = 3e-4  # largest difference of a log-probability, in float32 (MiniCPM3's large logits round to 2.3e-4)
 
 
 def ids(draw, low, high):
