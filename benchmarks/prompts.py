@@ -15,7 +15,7 @@ import time
 from typing import Any
 
 import torch
-import transformers as tf
+import transformers
 from PIL import Image
 from torch import Tensor
 
@@ -26,6 +26,8 @@ from hf_posttrain.scoring.attention import choose_attention, row_multiple
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 from hf_posttrain.scoring.pictures import Pictures
+
+tf: Any = transformers  # its classes come lazily
 
 LAYOUTS = ("padded", "packed", "shared")
 TEXT: dict[str, Any] = {
