@@ -21,6 +21,7 @@ from typing import Any
 
 from hf_posttrain.methods import METHODS, config_class
 from hf_posttrain.methods.distillation import DistillationConfig
+from hf_posttrain.methods.sft import SupervisedOptions
 from hf_posttrain.models.section import ModelSection, TeacherSection
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.trainer.config import PostTrainConfig
@@ -29,7 +30,7 @@ HERE = Path(__file__).parent
 CONFIGS = [config_class(method) for method in METHODS.values()]
 CLASSES = {
     cls.__name__: cls
-    for cls in (*CONFIGS, PostTrainConfig, DistillationConfig, ModelSection, TeacherSection, Source)
+    for cls in (*CONFIGS, PostTrainConfig, SupervisedOptions, DistillationConfig, ModelSection, TeacherSection, Source)
 }
 _HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
 _PART = re.compile(r"(<!-- (options|shared) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)

@@ -25,11 +25,11 @@ from ..trainer.base import PostTrainer
 from ..trainer.loss_units import Losses
 from . import METHODS
 from .distillation import DistillationConfig, check_teacher
-from .sft import supervised_examples
+from .sft import SupervisedOptions, supervised_examples
 
 
 @dataclass
-class KDConfig(DistillationConfig):
+class KDConfig(SupervisedOptions, DistillationConfig):
     """Options of KD; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["kd"]
@@ -48,13 +48,6 @@ class KDConfig(DistillationConfig):
     one_stop_outcome: bool = False
     """Count all terminal ids of student and teacher as one outcome in the divergence, where there are several. The
     cross-entropy teaches those of the data all the same."""
-    completion_only_loss: bool | None = None
-    """Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too."""
-    train_on: str | None = None
-    """Which turns of conversations are trained: all, assistant (each of the assistant's), or last (the last of them);
-    None: as assistant_only_loss says. A turn with weight: 0 is never trained."""
-    assistant_only_loss: bool = False
-    """Of `messages`, train only what assistants wrote, each turn with its end token."""
     precompute_teacher_top_k: int | None = None
     """Score the data with the teacher once, keep its top K tokens on disk, train without it; None: online."""
 

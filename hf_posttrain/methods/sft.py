@@ -24,12 +24,9 @@ from . import METHODS
 
 
 @dataclass
-class SFTConfig(PostTrainConfig):
-    """Options of SFT; every other field of TrainingArguments and PostTrainConfig works as well."""
+class SupervisedOptions:
+    """What is trained of the data's rows, in SFT and KD."""
 
-    method: ClassVar = METHODS["sft"]
-    learning_rate: float = 2e-5
-    """Peak learning rate of AdamW."""
     completion_only_loss: bool | None = None
     """Train only the completion of prompt + completion rows; None: yes for such rows. False trains the prompt too."""
     train_on: str | None = None
@@ -37,6 +34,15 @@ class SFTConfig(PostTrainConfig):
     None: as assistant_only_loss says. A turn with weight: 0 is never trained."""
     assistant_only_loss: bool = False
     """Of `messages`, train only what assistants wrote, each turn with its end token."""
+
+
+@dataclass
+class SFTConfig(SupervisedOptions, PostTrainConfig):
+    """Options of SFT; every other field of TrainingArguments and PostTrainConfig works as well."""
+
+    method: ClassVar = METHODS["sft"]
+    learning_rate: float = 2e-5
+    """Peak learning rate of AdamW."""
     packing: bool = False
     """Fill rows of max_length with whole examples, best-fit decreasing, each still its own document."""
 
