@@ -2,16 +2,19 @@
 
 import copy
 import random
+from unittest import mock
 
+import datasets
 import torch
 from architectures import tiny
 from peft import LoraConfig, PeftModel
-from plain_for_tests import token_logps
-from training_for_tests import trainer_for
+from plain_for_tests import PLAIN, token_logps
+from training_for_tests import one_step, trainer_for
 from transformers import AutoModelForCausalLM
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
+from hf_posttrain.methods import METHODS
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention import choose_attention, row_multiple
 from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layout
@@ -109,6 +112,42 @@ def generation(model, facts):
     yield "generation", wrong
 
 
+def other_of(model):
+    """A reference or teacher: the model with each weight changed a little."""
+    torch.manual_seed(4)
+    other = copy.deepcopy(model).requires_grad_(False)
+    for weight in other.parameters():
+        weight.mul_(1 + 0.02 * torch.randn_like(weight))
+    return other
+
+
+def step(method, model, tmp_path):
+    """Loss and gradient of a step of the method's trainer against the textbook's formula with each answer alone; OPD's
+    answers are sampled, as in a run."""
+    draw, other, asked = random.Random(5), other_of(model), []
+    rows = [{"prompt_ids": ids(draw, low, 20), "chosen_ids": ids(draw, 2, 20), "rejected_ids": ids(draw, 2, 20)}
+            for low in (1, 1, 16, 16)]  # fmt: skip
+    columns = METHODS[method].rows.columns
+    given = datasets.Dataset.from_list([{name: row[name] for name in columns if name in row} for row in rows])
+
+    def generate(model, prompts, *args, **kwargs):
+        answers = real(model, prompts, *args, **kwargs)
+        asked.extend(zip(prompts, answers, strict=True))
+        return answers
+
+    real = rollout.generate
+    with mock.patch.object(rollout, "generate", generate):
+        loss, found = one_step(method, model, given, tmp_path, second=other, disable_dropout=True)
+    rows = [{"prompt_ids": prompt} for prompt, _ in asked] or rows
+    plain = PLAIN[method](model, rows, reference=other, teacher=other, rollouts=[answer for _, answer in asked])
+    plain.backward()
+    expected = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    yield "loss", abs(loss - float(plain.detach()))
+    whole = torch.sqrt(sum((grad.double() ** 2).sum() for grad in expected.values()))
+    apart = sum(((found.get(name, 0.0) - grad).double() ** 2).sum() for name, grad in expected.items())
+    yield "gradient", float(torch.sqrt(apart) / whole)
+
+
 def trained(model, tmp_path, lora):
     """An SFT step, then what is saved against what is in memory."""
     draw = random.Random(3)
@@ -139,7 +178,7 @@ def trained(model, tmp_path, lora):
 
 def without_dropout(name, tmp_path):
     """All rates of the config at 0.3, and what is left of them in training."""
-    from hf_posttrain.methods import METHODS, config_class
+    from hf_posttrain.methods import config_class
     from hf_posttrain.models.prepare import prepare_policy
 
     config = tiny(name).config.get_text_config()
@@ -169,6 +208,8 @@ def examine(name, tmp_path, facts=None):
     for what, check in {
         "layouts": lambda: layouts(copy.deepcopy(model), facts),
         "gradients": lambda: gradients(copy.deepcopy(model)),
+        "dpo": lambda: step("dpo", copy.deepcopy(model), tmp_path / "dpo"),
+        "opd": lambda: step("opd", copy.deepcopy(model), tmp_path / "opd"),
         "generation": lambda: generation(copy.deepcopy(model), facts),
         "whole": lambda: trained(copy.deepcopy(model), tmp_path / "whole", lora=False),
         "lora": lambda: trained(copy.deepcopy(model), tmp_path / "lora", lora=True),
