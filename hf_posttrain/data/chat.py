@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, nearest, shown
 from .images import MARK, read_by
-from .messages import Messages, call_names, check_unicode
-from .template import parsed
+from .messages import REASONING, Messages, call_names, check_unicode
+from .template import named_in, parsed
 
 _PROBE = "sentinel7391"
 """A text that no template writes of itself."""
@@ -176,6 +176,12 @@ def _on_the_day(template: str) -> tuple[str, frozenset[str]]:
     """The template with _DAY written where it asks for today's date, and in which words."""
     dates = frozenset(_DAY.strftime(call[2]) for call in _TODAY.finditer(template))
     return _TODAY.sub(lambda call: repr(_DAY.strftime(call[2])), template), dates
+
+
+@lru_cache(maxsize=32)
+def reasoning_key(template: str) -> str | None:
+    """The key under which a template reads what an assistant thought; None: it has none."""
+    return named_in(template, REASONING)
 
 
 @lru_cache(maxsize=32)

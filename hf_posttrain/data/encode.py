@@ -11,7 +11,7 @@ from . import chat, images
 from .assistant_mask import assistant_mask
 from .formats import Sample, add_system, read_format, read_template_kwargs
 from .kinds import RowKind
-from .messages import are_written_messages, text_of
+from .messages import are_written_messages, text_of, with_reasoning
 from .teacher_rows import TeacherPlan, for_teacher, read_teacher
 
 PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS, PICTURE_CUT = 1, 2, 4, 8, 16, 32, 64
@@ -42,6 +42,7 @@ class Plan(NamedTuple):
     last_turn: bool = False  # of what assistants wrote, the last turn alone
     image_ids: tuple[int, ...] = ()  # tokens that become features of pictures, where the model sees
     image_folder: str | None = None  # where relative paths of pictures start
+    reasoning: str | None = None  # keep or drop what assistants thought
     version: int = VERSION
 
 
@@ -191,6 +192,8 @@ def encode(samples: list[Sample], rows: list[int], tokenizer: PreTrainedTokenize
         with error_context(f"{plan.name}, row {row}"):
             if sample.is_chat is not is_chat:
                 raise InputError(f"columns {plan.form}: some rows hold plain text and some hold messages")
+            if is_chat and plan.reasoning:
+                sample = _with_reasoning(sample, tokenizer, plan.reasoning)
             texts.append((_assistant_ids if plan.assistant_only else _text)(sample, tokenizer, plan))
     if plan.assistant_only:
         return texts
@@ -228,6 +231,13 @@ def teachers_prompts(
         teachers.append(teacher)
         prompts.append(given)
     return {"teacher": teachers, "teacher_prompt_ids": prompts}
+
+
+def _with_reasoning(sample: Sample, tokenizer: PreTrainedTokenizerBase, wanted: str) -> Sample:
+    """A sample of messages with what assistants thought kept as the template reads it, or dropped."""
+    key = chat.reasoning_key(chat.ChatTemplate(tokenizer, sample.tools).text) if tokenizer.chat_template else None
+    prompt, *branches = (turns and with_reasoning(turns, wanted, key) for turns in (sample.prompt, *sample.branches))
+    return sample._replace(prompt=prompt, branches=branches)
 
 
 def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:

@@ -17,6 +17,9 @@ _MISTAKEN = _ROLES | _OTHER_NAMES | {"bot": "assistant"}
 """What a role may have been meant to be, in small letters: the role that templates know."""
 _SHAREGPT = _ROLES | _OTHER_NAMES | {"function_call": "assistant", "observation": "tool", "function_response": "tool"}
 """What `from` may be: the role."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""The keys that rows and templates have for what an assistant thought before its answer."""
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 _WRITTEN = re.compile(r"""\s*[\[{].*["'](role|from)["']""", re.DOTALL)
 
 
@@ -96,6 +99,32 @@ def _clean_call(call: dict[str, Any], where: str) -> dict[str, Any]:
 def call_names(message: dict[str, Any]) -> list[str]:
     """Names of the functions that a message calls."""
     return [call.get("function", call)["name"] for call in message.get("tool_calls", [])]
+
+
+def with_reasoning(turns: Messages, wanted: str, key: str | None) -> Messages:
+    """`turns` with the reasoning of each assistant's dropped, or kept as a template reads it: under its key, or in
+    <think> tags before the content where it has no key. wanted: drop or keep.
+
+    Raises InputError for reasoning that is no text, and for two of one turn.
+    """
+    return [_with_reasoning(turn, n, wanted, key) if turn["role"] == "assistant" else turn
+            for n, turn in enumerate(turns)]  # fmt: skip
+
+
+def _with_reasoning(turn: dict[str, Any], n: int, wanted: str, key: str | None) -> dict[str, Any]:
+    found, content = [turn[name] for name in REASONING if turn.get(name)], turn["content"]
+    if inside := _THOUGHT.match(content):
+        found, content = [*found, inside[1]], content[inside.end() :]
+    if wrong := [thought for thought in found if not isinstance(thought, str)]:
+        raise InputError(f"message {n} (assistant): its reasoning is {shown(wrong[0])}, expected a string")
+    thoughts = {thought.strip() for thought in found} - {""}
+    if len(thoughts) > 1:
+        raise InputError(f"message {n} (assistant) has two reasonings, {' and '.join(map(shown, sorted(thoughts)))}")
+    turn = {name: value for name, value in turn.items() if name not in REASONING} | {"content": content}
+    if wanted == "drop" or not thoughts:
+        return turn
+    [thought] = thoughts
+    return turn | ({key: thought} if key else {"content": f"<think>\n{thought}\n</think>\n\n{content}"})
 
 
 def text_of(value: Any) -> str:

@@ -264,9 +264,10 @@ def notes(
         found[f"all turns are trained, the users' too{alone}"] = logging.INFO
     if facts is None:
         return found
-    if getattr(config, "chat_template_kwargs", None) and not (facts.state & CHAT).any():
-        plain = "no row goes through the chat template (plain text does with apply_chat_template: true)"
-        found[f"chat_template_kwargs: {plain}"] = logging.INFO
+    for key in ("chat_template_kwargs", "reasoning"):
+        if getattr(config, key, None) and not (facts.state & CHAT).any():
+            plain = "no row goes through the chat template (plain text does with apply_chat_template: true)"
+            found[f"{key}: {plain}"] = logging.INFO
     counted = facts.unread.value_counts().rename("n").rename_axis("what").reset_index()
     counted = counted.assign(what=counted.what.str.split(", ")).explode("what").groupby("what").n.sum()
     if told := ", ".join(f"{what} (in {examples} examples)" for what, examples in counted.items() if what):
@@ -329,7 +330,7 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         method.name, method.rows, form, name, max_length, completion_only, assistant_only,
         option("chat_template_kwargs"), as_chat, max(tokenizer.get_vocab().values()) + 1 if is_ids else None,
         tokenizer.bos_token_id, last_turn=turns == "last", image_ids=tuple(reader.token_ids) if reader else (),
-        image_folder=option("image_folder"),
+        image_folder=option("image_folder"), reasoning=option("reasoning"),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A chat template as Jinja reads it, without transformers, whose import is slow."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
@@ -13,6 +13,15 @@ def parsed(template: str) -> Any:
     from jinja2 import Environment
 
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", template))
+
+
+def named_in(template: str, names: Sequence[str]) -> str | None:
+    """The first of these names that a template reads as a key of something."""
+    from jinja2 import nodes
+
+    tree = parsed(template)
+    read = {node.attr for node in tree.find_all(nodes.Getattr)} | {node.value for node in tree.find_all(nodes.Const)}
+    return next((name for name in names if name in read), None)
 
 
 def switch_problem(options: Mapping[str, Any]) -> str | None:

@@ -81,6 +81,9 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """Passed to the chat template, for instance {enable_thinking: false}."""
     apply_chat_template: bool = False
     """Plain-string prompts become a user turn and their answers an assistant's, in the model's chat template."""
+    reasoning: str | None = None
+    """What assistants thought, under reasoning_content, thinking or reasoning, or in <think> tags: keep it as the chat
+    template reads it, or drop it; None: rows go to the template as they are."""
     image_folder: str | None = None
     """Folder where relative paths of pictures start; None: the current one."""
     train_vision: bool = False

@@ -56,6 +56,8 @@ def allowed_values(values: Any) -> Iterator[Problem]:
     """Names and options that no method can honour."""
     layouts = ("auto", "shared", "packed", "padded")
     named = [("layout", layouts), ("log_level", _LOG_LEVELS), ("log_level_replica", _LOG_LEVELS)]
+    if values.reasoning is not None:
+        yield from one_of("reasoning", values.reasoning, ("keep", "drop"))
     if (turns := getattr(values, "train_on", None)) is not None:
         yield from one_of("train_on", turns, ("all", "assistant", "last"))
         if turns == "all" and values.assistant_only_loss:
