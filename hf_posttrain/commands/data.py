@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", metavar="FILE", help="a .jsonl, .json, .csv or .parquet file, a folder or a hub name")
     parser.add_argument("columns", metavar="ours=theirs", nargs="*", default=[], help="columns of the recipe's source")
     parser.add_argument("--method", choices=METHODS, help="for this method alone; otherwise for all of them")
-    parser.add_argument("--model", metavar="NAME_OR_FOLDER", help="show the example in this model's tokens")
+    tokens = "show the example in this model's tokens, and what its chat template does"
+    parser.add_argument("--model", metavar="NAME_OR_FOLDER", help=tokens)
     parser.add_argument("--split", default="train", help="split of a hub data set or saved DatasetDict (train)")
     parser.add_argument("--name", help="the hub data set's configuration")
     given = parser.parse_intermixed_args(argv)
@@ -63,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         tokenizer = load_tokenizer(ModelSection(given.model))
     lines, code = described(rows, given.file, [given.method] if given.method else list(METHODS), columns, tokenizer)
+    if tokenizer:
+        from ..data.traps import traps
+
+        lines += ["chat template:", *(f"  {line}" for line in traps(tokenizer))]
     tell("\n".join(lines))
     return code
 

@@ -86,7 +86,7 @@ class ChatTemplate(NamedTuple):
     def apply(self, messages: Messages, **options: Any) -> Any:
         """`tokenizer.apply_chat_template` on the day _DAY, of contents as parts and arguments of calls as JSON text for
         the templates that write these alone."""
-        template, _ = _on_the_day(self.text)
+        template, _ = on_the_day(self.text)
         always = _reads_parts(self.tokenizer, template)
         messages = [{**m, "content": _parts(m["content"])} if always or MARK in m["content"] else m for m in messages]
         if any("tool_calls" in m for m in messages) and _reads_text_arguments(self.tokenizer, template):
@@ -100,8 +100,8 @@ class ChatTemplate(NamedTuple):
         does not write, tools, thinking of earlier turns, text next to a call, switches, today's date. Raises InputError
         for a message of which it writes neither text nor calls, as of an unknown role, and for a lost call."""
         template, numbered = self.text, [_numbered(m, n) for n, m in enumerate(messages)]
-        found = [f"chat_template_kwargs {shown(key)}" for key in self.kwargs or () if key not in _variables(template)]
-        if any(date in full for date in _on_the_day(template)[1]):
+        found = [f"chat_template_kwargs {shown(key)}" for key in self.kwargs or () if key not in variables(template)]
+        if any(date in full for date in on_the_day(template)[1]):
             found.append(f"today's date but always {_DAY:%d %b %Y}")
         # the same conversation of numbered texts shows which of them are written, unless the template refuses it
         given = json.dumps([numbered, self.tools, self.kwargs], default=str)
@@ -172,7 +172,7 @@ def _stands_in(text: str, full: str) -> bool:
 
 
 @lru_cache(maxsize=32)
-def _on_the_day(template: str) -> tuple[str, frozenset[str]]:
+def on_the_day(template: str) -> tuple[str, frozenset[str]]:
     """The template with _DAY written where it asks for today's date, and in which words."""
     dates = frozenset(_DAY.strftime(call[2]) for call in _TODAY.finditer(template))
     return _TODAY.sub(lambda call: repr(_DAY.strftime(call[2])), template), dates
@@ -185,7 +185,7 @@ def reasoning_key(template: str) -> str | None:
 
 
 @lru_cache(maxsize=32)
-def _variables(template: str) -> frozenset[str]:
+def variables(template: str) -> frozenset[str]:
     """What a template reads and does not set itself."""
     return frozenset(meta.find_undeclared_variables(parsed(template)))
 
@@ -262,7 +262,7 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
         refuse_ours(template_kwargs or {})
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = ChatTemplate(tokenizer, None, template_kwargs).render(probe).rpartition(_PROBE)[2]
-    known = _variables(tokenizer.get_chat_template())
+    known = variables(tokenizer.get_chat_template())
     # a recipe for Qwen's models may be run with another: its switch is told where it does nothing, see `find_unread`
     for key in {*(template_kwargs or ())} - known - {"enable_thinking"}:
         if near := nearest(key, known - _OURS, listed=False):

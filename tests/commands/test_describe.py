@@ -192,6 +192,8 @@ def test_in_tokens_of_a_model(described, tmp_path):
     assert text.endswith(
         "first example (sft), trained tokens in [[brackets]]:\n  prompt:\n    <|im_start|>user\n    2+2?<|im_end|>\n"
         "    <|im_start|>assistant\n    \n  completion:\n    [[4<|im_end|>]]\n"
+        "chat template:\n  it reads no reasoning: reasoning: keep writes it in <think> tags\n"
+        "  it writes no calls of tools: rows that hold some are refused\n"
     )
     row = {"prompt_ids": [65, 66], "completion_ids": [67, 68, 69], "completion_mask": [1, 0, 1]}
     assert "  prompt:\n    AB\n  completion:\n    [[C]]D[[E]]\n" in described(row, "--model", "tiny")[1]
