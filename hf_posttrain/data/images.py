@@ -8,7 +8,7 @@ some size becomes (`PictureReader.expansion`), and gives the tensors that the mo
 import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -252,9 +252,16 @@ class PictureReader:
 
     def tensors(self, pictures: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """What the model's forward takes besides ids, of pictures in the order in which the ids have them."""
-        found = self._process([*map(open_picture, pictures)])[0]
+        return self._tensors([*map(open_picture, pictures)])
+
+    @cached_property
+    def blank(self) -> dict[str, Tensor]:
+        """`tensors` of a small picture of nothing."""
+        return self._tensors([_grey(32, 32)])
+
+    def _tensors(self, images: list[Image.Image]) -> dict[str, Tensor]:
         unused = {"rows", "cols", *self.processor.unused_input_names}
-        return {name: torch.as_tensor(value) for name, value in found.items() if name not in unused}
+        return {name: torch.as_tensor(value) for name, value in self._process(images)[0].items() if name not in unused}
 
     def grid(self, picture: Mapping[str, Any]) -> list[int] | None:
         """Frames, rows and columns of patches of a picture, where the model's positions depend on them."""
@@ -267,12 +274,15 @@ class PictureReader:
         return self.processor._process_images(images, **kwargs)
 
 
+def _grey(width: int, height: int) -> Image.Image:
+    """A picture of nothing; not black: some models take a picture of zeros for padding."""
+    return Image.fromarray(np.full((height, width, 3), 127, dtype=np.uint8))
+
+
 @cache
 def _of_size(reader: PictureReader, width: int, height: int) -> tuple[dict[str, Any], str]:
     """What the processor says of a picture of this size besides its pixels, and the text that stands for it."""
-    # not black: some models take a picture of zeros for padding
-    blank = Image.fromarray(np.full((height, width, 3), 127, dtype=np.uint8))
-    found, texts = reader._process([blank])
+    found, texts = reader._process([_grey(width, height)])
     return {name: value for name, value in found.items() if name != "pixel_values"}, texts[0]
 
 

@@ -25,6 +25,19 @@ def keep_scores_whole(accelerator: Any) -> None:
         plugin.mixed_precision_policy = dataclasses.replace(policy, output_dtype=None, reduce_dtype=torch.float32)
 
 
+def cut_at_layers(accelerator: Any, model: nn.Module) -> None:
+    """FSDP2's units, where none are named, are the layers that a model has: Accelerate refuses one that names those of
+    a part that it lacks (the tower for pictures of Qwen3.5, as a text model)."""
+    plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
+    if plugin is not None and plugin.transformer_cls_names_to_wrap is None:
+        plugin.transformer_cls_names_to_wrap = _layers_of(model)
+
+
+def _layers_of(model: Any) -> list[str]:
+    """The names of its classes of layers, which are never cut further."""
+    return sorted({type(module).__name__ for module in model.modules()} & {*(model._no_split_modules or ())})
+
+
 # ---- frozen models
 
 
@@ -54,7 +67,7 @@ def _with_fsdp2(model: nn.Module, accelerator: Any, offload: CPUOffloadPolicy | 
     kept = {name: getattr(plugin, name) for name in changed}
     layers = {type(module).__name__ for module in model.modules()}
     if plugin.transformer_cls_names_to_wrap and not layers & set(plugin.transformer_cls_names_to_wrap):
-        plugin.transformer_cls_names_to_wrap = None  # another architecture than the policy's: its own layers
+        plugin.transformer_cls_names_to_wrap = _layers_of(model)  # another architecture than the policy's: its own
     plugin.cpu_offload = offload or plugin.cpu_offload
     try:
         return fsdp2_prepare_model(accelerator, model)

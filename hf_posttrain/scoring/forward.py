@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from . import attention, rotary, states
@@ -113,21 +114,25 @@ def _scoring_forward(model_class: Any) -> Callable:
     """The forward of a model class that takes a scorer."""
 
     @functools.wraps(model_class.forward)
-    def forward(self, *args, scorer: Scorer | None = None, visual: dict[str, Tensor] | None = None, **kwargs):
+    def forward(self, *args, scorer: Scorer | None = None, visual: dict | None = None, blind: bool = False, **kwargs):
         if scorer is None:
             return model_class.forward(self, *args, **kwargs)
         head = LMHead.of(self)
         if getattr(self, OWN_LOGITS, False):
-            return scorer(head, model_class.forward(self, *args, **kwargs | (visual or {})).logits)
+            given = {} if blind else visual or {}
+            return scorer(head, model_class.forward(self, *args, **kwargs | given).logits)
         # PEFT passes every argument on, most of them None
         backbone = self.model if self.base_model is self else self.base_model  # Llama 4 names another prefix
         if visual:  # the tower by itself: what attention is told of the row is not for it
             features = backbone.get_image_features(**visual, return_dict=True)
-            kwargs["mm_encoder_outputs"] = {"image": features}
+            kwargs["mm_encoder_outputs"] = None if blind else {"image": features}
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
+        hidden = outputs.last_hidden_state
+        if blind:  # nothing of the picture, with gradients of 0
+            hidden = hidden + sum(part.sum() * 0 for part in tree_leaves(dict(features)) if part.requires_grad)
         # the head module is called, so that ZeRO-3's hooks gather its weights; what runs inside is the scorer
         with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
-            scores = head.module(outputs.last_hidden_state)
+            scores = head.module(hidden)
         router_logits = getattr(outputs, "router_logits", None)
         return scores if router_logits is None else scores | {"router_logits": router_logits}
 
@@ -229,7 +234,7 @@ def run(model: nn.Module, batch: dict[str, Any], scorer: Scorer, **kwargs: Any) 
         use_cache=False,
         scorer=scorer,
         **attention.arguments(causal_lm(model), batch),
-        **({"visual": batch["visual"]} if "visual" in batch else {}),
+        **{name: batch[name] for name in ("visual", "blind") if name in batch},
         **kwargs,
     )
 

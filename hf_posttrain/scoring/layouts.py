@@ -191,6 +191,7 @@ def collate(
         batch |= pictures.of_batch([one for row in rows for document in row for one in document.pictures], batch)
     else:
         batch.pop("rope_positions", None)
+        batch |= pictures.of_none() if pictures is not None else {}
     return batch
 
 

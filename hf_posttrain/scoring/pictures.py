@@ -19,21 +19,24 @@ from ..errors import InputError
 
 @dataclass
 class Pictures:
-    """How a model takes pictures. rope: an empty model of its class, whose method says positions, or None."""
+    """How a model takes pictures. rope: an empty model of its class, whose method says positions, or None. always: a
+    batch without pictures has a blank one, of which nothing is seen: an engine that cuts the tower gathers it on all
+    ranks, and a tower that is trained has a gradient of 0 on one rank as on several."""
 
     reader: PictureReader
     rope: Any = None
+    always: bool = False
     whole: bool = False  # do the tokens of a picture see each other, those behind them too?
 
     @classmethod
-    def of(cls, model: Any, reader: PictureReader) -> "Pictures":
+    def of(cls, model: Any, reader: PictureReader, always: bool = False) -> "Pictures":
         """Of a causal LM with a tower."""
         inner, empty = model.base_model, None
         if hasattr(inner, "get_rope_index"):
             empty = object.__new__(type(inner))  # without weights: a worker of the data loader has a copy
             nn.Module.__init__(empty)
             empty.config = inner.config
-        return cls(reader, empty, sees_whole_pictures(inner))
+        return cls(reader, empty, always, sees_whole_pictures(inner))
 
     def positions(self, ids: Sequence[int], pictures: Sequence[Any]) -> np.ndarray:
         """Three positions of each token of a text, [tokens, 3]. Raises InputError where its pictures bring other
@@ -61,6 +64,9 @@ class Pictures:
             batch.pop("rope_positions", None)
         return found
 
+    def of_none(self) -> dict[str, Any]:
+        """What a batch without pictures has more."""
+        return {"visual": self.reader.blank, "blind": True} if self.always else {}
 
     def of_prompts(self, pictures: Sequence[Any], ids: Tensor, model: Any) -> dict[str, Tensor]:
         """What transformers' generate takes of the pictures of prompts [n, L], on their device."""

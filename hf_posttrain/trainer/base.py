@@ -115,7 +115,9 @@ class PostTrainer(Trainer):
         sequence.check_model(self.scored[0], self.router_coef, args)
         layout = choose_layout(self.scored, args.layout, args.max_length)
         reader = read_by(self.tokenizer)
-        seen = None if reader is None else Pictures.of(self.scored[0], reader)
+        # on several ranks, and where the tower is trained, it runs on each batch: with a picture or without
+        always = args.world_size > 1 or args.train_vision
+        seen = None if reader is None else Pictures.of(self.scored[0], reader, always)
         collator = self.collator_class(self.examples, layout, row_multiple(self.scored), pictures=seen)
         with launch.main_process_first(args):
             train = with_lengths(self.prepare(train_dataset, self.tokenizer, args, "train"), args)
@@ -140,6 +142,7 @@ class PostTrainer(Trainer):
         self.add_callback(LogLastStep())
         launch.check_accelerator(self.accelerator, args)
         sharded.keep_scores_whole(self.accelerator)
+        sharded.cut_at_layers(self.accelerator, self.scored[0])
         self.preemption, self.guard = Preemption(self.accelerator), Guard(self)
         self.add_callback(self.preemption)
         self.add_callback(self.guard)

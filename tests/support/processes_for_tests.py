@@ -28,10 +28,11 @@ PRELOADED = [
 ]  # fmt: skip
 
 
-def engine_arguments(engine: str, layer: str = "Qwen3DecoderLayer", **fsdp: Any) -> dict[str, Any]:
-    """The arguments of a method's Config that ask for this engine."""
+def engine_arguments(engine: str, layer: str | None = "Qwen3DecoderLayer", **fsdp: Any) -> dict[str, Any]:
+    """The arguments of a method's Config that ask for this engine. layer: FSDP2's units; None: those of the model."""
     if engine == "fsdp2":
-        wrap = {"version": 2, "transformer_layer_cls_to_wrap": [layer], "state_dict_type": "FULL_STATE_DICT"}
+        wrap = {"version": 2, "state_dict_type": "FULL_STATE_DICT"}
+        wrap |= {"transformer_layer_cls_to_wrap": [layer]} if layer else {}
         return {"fsdp": True, "fsdp_config": wrap | fsdp}
     if engine.startswith("zero"):
         stage = {"stage": int(engine[-1])}
