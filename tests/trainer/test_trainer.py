@@ -523,7 +523,7 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
         ({"tokenizer": byte_tokenizer()}, "SFTTrainer has no tokenizer: give the trainer processing_class"),
         ({"train_dataset": datasets.DatasetDict(train=rows, test=rows)}, "is a dict of train, test: give one of them"),
         ({"data_collator": rows}, r"\(the third argument, a Dataset, is data_collator\)"),
-        ({"processing_class": object()}, "no tokenizer but of class object: of a processor"),
+        ({"processing_class": object()}, "no tokenizer or processor but of class object"),
         ({"args": model}, "not a Qwen3ForCausalLM: after the model name all arguments"),
     ):
         with pytest.raises(InputError, match=message):
