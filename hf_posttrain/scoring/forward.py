@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from . import attention, rotary, states
@@ -129,7 +128,7 @@ def _scoring_forward(model_class: Any) -> Callable:
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
         hidden = outputs.last_hidden_state
         if blind:  # nothing of the picture, with gradients of 0
-            hidden = hidden + sum(part.sum() * 0 for part in tree_leaves(dict(features)) if part.requires_grad)
+            hidden = hidden + sum(part.sum() * 0 for part in _tensors_in([*features.values()]) if part.requires_grad)
         # the head module is called, so that ZeRO-3's hooks gather its weights; what runs inside is the scorer
         with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
             scores = head.module(hidden)
@@ -137,6 +136,14 @@ def _scoring_forward(model_class: Any) -> Callable:
         return scores if router_logits is None else scores | {"router_logits": router_logits}
 
     return forward
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _tensors_in(part)
 
 
 @contextmanager
