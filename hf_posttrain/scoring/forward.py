@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from . import attention, rotary, states
 from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
+from .pictures import nothing_of
 
 OWN_LOGITS = "scores_by_own_logits"
 """Set on a model whose head does something that `LogitTransform` does not know: its own logits are used, [R, L, V]."""
@@ -126,9 +127,7 @@ def _scoring_forward(model_class: Any) -> Callable:
             features = backbone.get_image_features(**visual, return_dict=True)
             kwargs["mm_encoder_outputs"] = None if blind else {"image": features}
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
-        hidden = outputs.last_hidden_state
-        if blind:  # nothing of the picture, with gradients of 0
-            hidden = hidden + sum(part.sum() * 0 for part in _tensors_in([*features.values()]) if part.requires_grad)
+        hidden = outputs.last_hidden_state + nothing_of(features) if blind else outputs.last_hidden_state
         # the head module is called, so that ZeRO-3's hooks gather its weights; what runs inside is the scorer
         with _replaced_forward(head.module, lambda hidden: scorer(head, hidden)):
             scores = head.module(hidden)
@@ -136,14 +135,6 @@ def _scoring_forward(model_class: Any) -> Callable:
         return scores if router_logits is None else scores | {"router_logits": router_logits}
 
     return forward
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors_in(part)
 
 
 @contextmanager

@@ -79,3 +79,10 @@ class Pictures:
 def sees_whole_pictures(inner: nn.Module) -> bool:
     """Does a model let the tokens of a picture see those behind them (Gemma 3)?"""
     return "token_type_ids" in inspect.signature(type(inner).forward).parameters
+
+
+def nothing_of(features: Any) -> Any:
+    """0 with the graph of a tower's features: what a blank picture adds, so that the tower has gradients of 0."""
+    parts = [*features.values()]
+    tensors = [part for each in parts for part in (each if isinstance(each, list | tuple) else [each])]
+    return sum(part.sum() * 0 for part in tensors if isinstance(part, Tensor) and part.requires_grad)
