@@ -8,6 +8,7 @@ some size becomes (`PictureReader.expansion`), and gives the tensors that the mo
 import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -209,19 +210,15 @@ def open_picture(picture: Mapping[str, Any]) -> Image.Image:
         return image.convert("RGB")
 
 
-class _told:
+@contextmanager
+def _told(picture: Mapping[str, Any]) -> Iterator[None]:
     """Makes one line of what PIL raises."""
-
-    def __init__(self, picture: Mapping[str, Any]):
-        self.name = picture["path"] or f"{len(picture['bytes'])} bytes"
-
-    def __enter__(self) -> None:
-        """Nothing to do before."""
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, OSError | SyntaxError | ValueError | Image.DecompressionBombError):
-            what = "is no picture that PIL reads" if isinstance(error, UnidentifiedImageError) else str(error)
-            raise InputError(f"{self.name}: {what}") from error
+    try:
+        yield
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        what = "is no picture that PIL reads" if isinstance(error, UnidentifiedImageError) else str(error)
+        name = picture["path"] or f"{len(picture['bytes'])} bytes"
+        raise InputError(f"{name}: {what}") from error
 
 
 # ---- what a model makes of them

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from training_for_tests import (
     LORA,
     METHODS,
+    assert_same_run,
     fake_generate,
     logs_and_weights,
     policy_of,
@@ -102,11 +103,7 @@ def test_two_processes_give_the_numbers_of_one(engine, method, lora):
     assert (name, count) == (engine, 2)
     assert found == found_by_other  # metrics are global, not rank 0's
     assert len(found) == len(logs) > 6
-    for own, theirs in zip(found, logs, strict=True):
-        assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    assert weights_found.keys() == weights.keys()
-    for key, tensor in weights.items():
-        torch.testing.assert_close(weights_found[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
+    assert_same_run((found, weights_found), (logs, weights))
 
 
 OF_OPD = {
@@ -140,10 +137,7 @@ def test_options_of_opd_give_the_numbers_of_one(options, engine, lora):
     _, _, logs, weights = opd_on_one(options, lora)
     (name, count, found, weights_found), _ = on_two(opd_case, engine, options, engine, lora, 2)
     assert (name, count, len(found)) == (engine, 2, len(logs))
-    for own, theirs in zip(found, logs, strict=True):
-        assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    for key, tensor in weights.items():
-        torch.testing.assert_close(weights_found[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
+    assert_same_run((found, weights_found), (logs, weights))
 
 
 # ---- generation

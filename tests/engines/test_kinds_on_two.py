@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import tiny
 from processes_for_tests import ENGINES, engine_arguments, on_two
-from training_for_tests import LORA, fake_generate, logs_and_weights, token_rows, trainer_for
+from training_for_tests import LORA, assert_same_run, fake_generate, logs_and_weights, token_rows, trainer_for
 from vision_for_tests import pictures, processor_of, seeing
 
 from hf_posttrain.engines import engine as engines
@@ -78,8 +78,4 @@ def test_two_processes_give_the_numbers_of_one(kind, method, engine, lora):
     assert name == engine
     assert found == found_by_other
     assert len(found) == len(logs) > 3
-    for own, theirs in zip(found, logs, strict=True):
-        assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    assert weights.keys() == weights_found.keys()
-    for key, tensor in weights.items():
-        torch.testing.assert_close(weights_found[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
+    assert_same_run((found, weights_found), (logs, weights))

@@ -11,7 +11,7 @@ import torch
 from models_for_tests import tiny_model
 from processes_for_tests import ENGINES, engine_arguments, on_two
 from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer
-from training_for_tests import LORA, fake_generate, logs_and_weights, token_rows, trainer_for
+from training_for_tests import LORA, assert_same_run, fake_generate, logs_and_weights, token_rows, trainer_for
 from vllm_for_tests import Serving
 
 from hf_posttrain.engines import engine as engines
@@ -91,10 +91,7 @@ def test_two_processes_give_the_numbers_of_one(kind, method, engine, lora, url):
     assert name == engine
     assert found == found_by_other
     assert len(found) == len(logs) > 4
-    for own, theirs in zip(found, logs, strict=True):
-        assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
-    for key, tensor in weights.items():
-        torch.testing.assert_close(weights_found[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
+    assert_same_run((found, weights_found), (logs, weights))
 
 
 def average(rank, engine):

@@ -125,6 +125,16 @@ def assert_same_step(found, expected, relative=1e-5):
         assert error <= max(relative * size, 1e-6 * whole), f"{name}: {error / size:.2e} of its norm"
 
 
+def assert_same_run(found, expected):
+    """Equal (logs, trained weights) of runs on one process and on several, up to rounding in float32."""
+    (logs, weights), (expected_logs, expected_weights) = found, expected
+    for own, theirs in zip(logs, expected_logs, strict=True):
+        assert own == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert weights.keys() == expected_weights.keys()
+    for key, tensor in expected_weights.items():
+        torch.testing.assert_close(weights[key].float(), tensor.float(), rtol=1e-4, atol=2e-5, msg=key)
+
+
 def fake_generate(model, prompts, max_new_tokens, terminal_ids, *args, **kwargs):
     """Rollouts that depend on the prompt and on how often it was asked for alone, in place of sampling."""
     seen, rollouts = {}, []
