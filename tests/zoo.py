@@ -1,7 +1,8 @@
 """What each causal LM of the installed transformers can do here, as a table: python -m tests.zoo [--only llama ...]
 
 Each is built tiny from its config and examined as in tests/models/test_architectures.py: every layout against the
-model's own forward (values and gradients), a step of SFT, LoRA on all linear layers, saved and loaded, greedy answers.
+model's own forward (values and gradients), steps of SFT, DPO and OPD against their formulas, LoRA on all linear layers,
+saved and loaded, greedy answers.
 Writes the table and its counts into docs/models.md, between the marks of the zoo; with --only it prints them.
 """
 
@@ -16,12 +17,14 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from textwrap import shorten
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "support"))
 PAGE, BEGIN, END = HERE.parent / "docs" / "models.md", "<!-- zoo -->\n", "<!-- end of the zoo -->\n"
 HEADER = "| model_type | layouts | head | LoRA all-linear | answers by | what is refused, and why |\n"
 HEADER += "|---|---|---|---|---|---|\n"
+STEPS = ("whole: loss of a step", "dpo: loss", "dpo: gradient", "opd: loss", "opd: gradient")
 WAYS = {"decode": "decode", "batches": "generate", "alone": "generate, one by one", "": "no"}
 
 
@@ -54,11 +57,12 @@ def row(name: str, found: dict) -> str:
     right, told = found["right"], found["told"]
     layouts = [layout for layout in ("shared", "packed", "padded") if right.get(f"layouts: layout {layout}")]
     lora = "yes" if right.get("lora: saved") else "no"
-    why = "; ".join(dict.fromkeys([*told.values(), *(f"{part}: {value}" for part, value in found["wrong"].items())]))
+    wrong = [f"{part}: {value}" for part, value in found["wrong"].items()]
+    why = told.get("layouts") or "; ".join(dict.fromkeys([*told.values(), *wrong]))
     if not why and layouts == ["padded"]:
         why = found.get("why", "")
     cells = [f"`{name}`", ", ".join(layouts) or "none", found.get("head", "none"), lora,
-             WAYS[found.get("answers", "")], why.replace("|", "/")[:160]]  # fmt: skip
+             WAYS[found.get("answers", "")], shorten(why.replace("|", "/"), 160, placeholder=" ...")]  # fmt: skip
     return "| " + " | ".join(cells) + " |\n"
 
 
@@ -67,10 +71,14 @@ def table(found: dict[str, dict]) -> str:
     built = {name: one for name, one in found.items() if "built" not in one}
     rows = {name: row(name, one) for name, one in built.items()}
     counts = Counter(line.split(" | ")[1] for line in rows.values())
-    whole = sum(not one["told"] and not one["wrong"] for one in built.values())
+    refused = [one for one in built.values() if "layouts" in one["told"]]
+    trained = [one for one in built.values() if all(one["right"].get(step) for step in STEPS)]
+    whole = [one for one in trained if not one["told"] and not one["wrong"]]
+    of_layouts = ", ".join(f"{names} {count}" for names, count in counts.most_common())
     lines = [
-        f"{len(found)} architectures of AutoModelForCausalLM, {len(built)} of them built tiny; {whole} pass it all. ",
-        "Layouts: " + ", ".join(f"{names} {count}" for names, count in counts.most_common()) + ".\n\n", HEADER,
+        f"{len(found)} architectures of AutoModelForCausalLM, {len(built)} of them built tiny; {len(refused)} refused ",
+        f"before training; {len(trained)} trained by SFT, DPO and OPD as the formulas say, {len(whole)} right in all ",
+        f"else too. Layouts: {of_layouts}.\n\n", HEADER,
         *(rows[name] for name in sorted(rows)),
         "\nNot built tiny: " + "; ".join(f"`{name}` ({one['built'][:80]})" for name, one in sorted(found.items())
                                           if "built" in one) + ".\n",

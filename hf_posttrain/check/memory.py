@@ -129,7 +129,7 @@ class Run:
         device = torch.device("cuda" if engine.gpu else "cpu")
         self.mixed = bool(config.bf16 or config.fp16)
         self.gpu_memory = (self.available or META_MEMORY) if engine.gpu else None  # by which the head chooses its tiles
-        self.policy = Shapes(self.recipe.model, True, device)
+        self.policy = Shapes(self.recipe.model, True, device, config.train_vision)
         scorers = [Shapes(section, False, device) for section in self.teachers] or [self.policy]
         self.scorer = max(scorers, key=lambda shapes: shapes.weights.numbers)
         models = list(dict.fromkeys([self.policy, *scorers]))
@@ -141,7 +141,7 @@ class Run:
         try:
             for shapes in models:
                 shapes.count(self.train, torch.bfloat16 if self.mixed else None)
-        except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+        except Exception as error:  # an architecture's own code may raise anything
             reason = str(error).partition("\n")[0]
             notes.append(f"activations are not in it: this model cannot be run on shapes alone ({reason})")
         # the parts of the run, and what each holds on the device
@@ -178,23 +178,30 @@ class Run:
         config, batch, head, weights = self.config, self.train, self.policy.head, self.policy.weights
         logits, gradient = len(batch["scored"]) * len(head), 4 * head.numel() * head.requires_grad
         every = (config.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
-        kept, layer = self.policy.training(every if config.activation_checkpointing else 0)
+        again = every if config.activation_checkpointing else 0
+        kept, layer = self.policy.training(again)
         states, tiles = self.at_head(self.policy, batch)
-        kept += gradient + states
+        features, seeing = self.policy.seen(batch)
+        tower = features + self.policy.kept_seeing(batch, again)
+        kept += gradient + states + tower
         size = 2 if self.mixed and self.engine.gpu else 4
         few = logits <= kept_logits(self.gpu_memory, size)
         if self.trainer_class.method.unit == "examples" and head.requires_grad and few:
             kept += size * logits  # an average over examples is not known in the forward: gradients wait for it
         if self.mixed and self.engine.name in ("single", "ddp"):
             kept += 2 * weights.trained_numbers  # autocast's copies
-        peak = max(kept + max(layer, tiles), self.inference(self.scorer, batch) * self.second_stays())
+        peak = max(kept + max(layer, tiles), seeing, self.inference(self.scorer, batch) * self.second_stays())
+        # at the end of the backward, a layer of the tower again
+        tower += int(1.5 * seeing) if config.train_vision else 0
         if self.engine.name == "single" and config.gradient_accumulation_steps == 1:
-            return max(peak - weights.trained, gradient)  # gradients appear while activations go
-        return peak
+            return max(peak - weights.trained, gradient, tower)  # gradients appear while activations go
+        return max(peak, tower)
 
     def inference(self, shapes: Shapes, batch: dict[str, Any]) -> int:
         """A pass without gradient."""
-        return shapes.layer(batch["input_ids"].numel()) + sum(self.at_head(shapes, batch))
+        features, seeing = shapes.seen(batch)
+        layer = shapes.layer(batch["input_ids"].numel())
+        return max(features + layer, seeing) + sum(self.at_head(shapes, batch))
 
     def at_head(self, shapes: Shapes, batch: dict[str, Any]) -> tuple[int, int]:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
@@ -217,8 +224,9 @@ class Run:
         cache = row * count
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
-        reading = -(-count // copies) * length
-        return cache + max(step, policy.layer(reading))
+        prompts = -(-count // copies)
+        pictures = sum(policy.seen(self.train)) * prompts // self.train["rows"]
+        return cache + max(step, policy.layer(prompts * length) + pictures)
 
 
 def estimate(

@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 
+from ..data.images import read_by
 from ..engines import launch
 from ..errors import InputError
 from ..models import adapters, load
+from ..models.prepare import freeze_vision
 from ..models.section import ModelSection
 from ..scoring import forward
+from . import tower
 
 HOST = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
 # bytes of a quantised weight: in 4 bits with a byte for each 64 of them, and a float32 for each 256 of those
@@ -119,10 +122,13 @@ def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict
 
 
 class Shapes:
-    """A model without memory, with the adapter and the dtypes that it would have on `device`."""
+    """A model without memory, with the adapter and the dtypes that it would have on `device`. vision: is its tower for
+    pictures trained too?"""
 
-    def __init__(self, section: ModelSection, trainable: bool, device: torch.device):
+    def __init__(self, section: ModelSection, trainable: bool, device: torch.device, vision: bool = False):
         model: Any = load.load_skeleton(section)
+        if not vision:
+            freeze_vision(model)
         whole = trainable and section.lora is None and not section.adapter
         model.to(load.weights_dtype(section, model.config, whole, device))
         self.inner, self.head = model, model.get_output_embeddings().weight
@@ -134,23 +140,29 @@ class Shapes:
         if adapter is not None:
             adapter.inference_mode = False
             with torch.device("meta"):
-                model = adapters.add_adapter(model, adapters.adapter_shape(adapter))
+                model = adapters.add_adapter(model, adapters.adapter_shape(adapter), vision)
         numbers: Any = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
         self.model, every, quantised = model, list(model.parameters()), section.quantization != "none"
-        self.layers = max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=numbers)
+        language = self.inner.get_decoder() if forward.sees(model) else model
+        self.layers = max((m for m in language.modules() if isinstance(m, nn.ModuleList)), key=numbers)
         # peft makes float32 of what is not quantised
         sizes = {p: 4 if quantised else p.itemsize for p in every}
         sizes |= dict.fromkeys(linear, QUANTISED[section.quantization]) if quantised else {}
         trained = [p for p in every if p.requires_grad and trainable]
         count, own = sum(p.numel() for p in trained), sum(p.numel() * sizes[p] for p in trained)
         frozen = int(sum(p.numel() * sizes[p] for p in every) - own + sum(b.nbytes for b in model.buffers()))
-        gathered = numbers(model) - sum(sorted(map(numbers, self.layers))[:-2])
+        cut = [*self.layers, *(tower.stack_of(self.inner) if forward.sees(model) else ())]
+        gathered = numbers(model) - sum(sorted(map(numbers, cut))[:-2])
         self.weights = Weights(frozen, own, numbers(model), count, gathered, quantised)
         self.tokens, self.kept, self.hidden, self.cache = 1, [0] * (1 + len(self.layers)), 0, 0
+        self.reader = read_by(load.load_tokenizer(section)) if section.images else None
+        self.tower: Any = None  # of a model that sees, once it is counted
 
     def count(self, batch: dict[str, Any], dtype: torch.dtype | None) -> None:
         """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, of a
-        layer's `hidden` input, and of a `cache` of all layers. Raises what a forward that needs values does."""
+        layer's `hidden` input, and of a `cache` of all layers; and the `tower`. Raises what a forward that needs values
+        does."""
+        self.tower = self.reader and tower.tower_of(self.inner, self.reader, dtype)
         forward.enable_scoring(self.model.train().to(dtype))
         weights = [each.untyped_storage() for each in (*self.model.parameters(), *self.model.buffers())]
         known = {id(storage): storage for storage in weights}  # they stay, so that none takes the place of another
@@ -184,6 +196,20 @@ class Shapes:
             forward.run(self.model, given, lambda _, states: {"states": forward.scored_states(states, given)})
         self.tokens, self.kept = batch["input_ids"].numel(), np.diff([*starts, kept]).tolist()
         self.hidden = self.tokens * self.head.shape[1] * self.head.itemsize
+
+    def features(self, batch: dict[str, Any]) -> int:
+        """How many tokens of a batch stand for what the tower makes of pictures."""
+        return int(torch.isin(batch["input_ids"], torch.tensor(self.reader.token_ids)).sum()) if self.tower else 0
+
+    def seen(self, batch: dict[str, Any]) -> tuple[int, int]:
+        """Bytes of a batch's pictures and their features, and those of a layer of the tower without gradient."""
+        count = self.features(batch)
+        return (int(count * self.tower.given), int(count * self.tower.layer)) if count else (0, 0)
+
+    def kept_seeing(self, batch: dict[str, Any], every: int) -> int:
+        """What a tower that is trained keeps of a batch's pictures; every: as in `training`."""
+        count = self.features(batch)
+        return int(count * self.tower.kept(every)) if count else 0
 
     def training(self, every: int) -> tuple[int, int]:
         """(bytes that a forward keeps, what a layer's backward adds). Each such layer is computed again; 0: none."""

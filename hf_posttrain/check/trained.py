@@ -133,7 +133,7 @@ class TokenAudit:
                 mean = sum(tokens for *_, tokens in sizes) / len(sizes)
                 said = f"{len(sizes)} in {self.examples} examples, {mean:.0f} tokens each on average, "
                 said += f"from {few} of {w} x {h} pixels to {many} of {width} x {height}"
-            yield f"pictures: {said}; their tower's memory is not estimated: --probe measures it"
+            yield f"pictures: {said}"
         also = " (also the eos, which is trained all the same where it ends an answer)" if self.pad_is_eos else ""
         yield f"padding: {self.pad}{also}"
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 import datasets
@@ -366,11 +366,11 @@ def tokenise(
     for row, sample, kind in zip(origin, samples, kinds, strict=True):
         with error_context(f"{plan.name}, row {row}"):
             whole = context(sample, plan)
-            if reader:
-                _check_features(whole, reader, plan)
-        # where a prompt is trained too, it still gives way to its answer
-        first, cut = fit(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
-        kept, state = fit(context(first, plan), plan)
+            # where a prompt is trained too, it still gives way to its answer
+            first, cut = fit(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
+            kept, state = fit(context(first, plan), plan)
+            if reader and not state & NO_TARGET:
+                kept = _with_its_pictures(kept, reader, plan)
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         compared = [[]] if plan.rows.sampled else whole.branches
@@ -389,14 +389,21 @@ def tokenise(
     return {column: [example[column] for example in examples] for column in columns} | more
 
 
-def _check_features(sample: Sample, reader: PictureReader, plan: Plan) -> None:
-    """Raises InputError where ids have other tokens for features than pictures bring: a text may hold such a token."""
-    brought = sum(map(reader.features, sample.expansions or map(reader.expansion, sample.pictures)))
+def _with_its_pictures(sample: Sample, reader: PictureReader, plan: Plan) -> Sample:
+    """The sample up to its last trained token, with the pictures that stand before it. Raises InputError where ids have
+    other tokens for features than its pictures bring: a text may hold such a token."""
+    if sample.mask:
+        end = len(sample.mask) - sample.mask[::-1].index(1)
+        sample = sample._replace(branches=[sample.branches[0][:end]], mask=sample.mask[:end])
+    brought = [*map(reader.features, sample.expansions or map(reader.expansion, sample.pictures))]
     for branch in sample.branches or [[]]:
         held = sum(token in plan.image_ids for token in (*sample.prompt, *branch))
-        if held != brought:
-            problem = f"its tokens have {held} places for features of pictures, and its pictures bring {brought}"
+        shown = sum(last <= held for last in accumulate(brought)) if sample.mask else len(brought)
+        if held != sum(brought[:shown]):
+            problem = f"its tokens have {held} places for features of pictures, and its pictures bring {sum(brought)}"
             raise InputError(f"{problem}: take the token of pictures out of the text")
+        sample = sample._replace(pictures=sample.pictures[:shown])
+    return sample
 
 
 def _key(ids: list[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:

@@ -90,7 +90,7 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
         first = str(error).strip().partition("\n")[0]
         raise InputError(f"{what}: {first}") from error
-    for problem in _passed_over(policy, asked, modules):
+    for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
         policy.unload().tie_weights()  # as it was, for another try
         raise InputError(f"{what}: {problem}")
     return policy
@@ -144,6 +144,19 @@ def _passed_over(policy: Any, asked: Any, modules: list[str]) -> Iterator[str]:
     if given("ensure_weight_tying") and isinstance(head, BaseTunerLayer) and head.weight is embedding.weight:
         instead = "modules_to_save: [embed_tokens], or trainable_token_indices"
         yield f"ensure_weight_tying: LoRA on a tied head does not stay tied on its way to a GPU: use {instead}"
+
+
+def _not_loaded(policy: peft.PeftModel) -> Iterator[str]:
+    """What of an adapter is saved and would not be loaded again. PEFT loads through the renamings that transformers has
+    for weights of older files, and those of Laguna turn names of its shared experts into others."""
+    if policy.active_peft_config.peft_type == peft.PeftType.LORA:
+        found = peft.set_peft_model_state_dict(policy, peft.get_peft_model_state_dict(policy))
+        lost = sorted({name.partition(".lora_")[0] for name in found.missing_keys if ".lora_" in name})
+        if lost:
+            ends = sorted({".".join(name.split(".")[-2:]) for name in lost})
+            kind = policy.get_base_model().config.model_type
+            mend = f"set exclude_modules: [{', '.join(ends)}], or try another version of transformers"
+            yield f"PEFT would not load again what is saved of {len(lost)} layers of {kind}: {mend}"
 
 
 def of_adapters(policy: peft.PeftModel, name: str) -> bool:

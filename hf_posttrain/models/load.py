@@ -87,6 +87,12 @@ def without_videos(kind: Any) -> Any:
         def get_attributes(cls) -> list[str]:
             return [name for name in kind.get_attributes() if name != "video_processor"]
 
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
+            found = list(super()._get_arguments_from_pretrained(*args, **kwargs))
+            found.insert(kind.get_attributes().index("video_processor"), None)  # which SmolVLM's asks for by place
+            return found
+
     PicturesAlone.__name__ = PicturesAlone.__qualname__ = kind.__name__
     return PicturesAlone
 

@@ -118,14 +118,14 @@ def _scoring_forward(model_class: Any) -> Callable:
         if scorer is None:
             return model_class.forward(self, *args, **kwargs)
         head = LMHead.of(self)
-        if getattr(self, OWN_LOGITS, False):
-            given = {} if blind else visual or {}
-            return scorer(head, model_class.forward(self, *args, **kwargs | given).logits)
-        # PEFT passes every argument on, most of them None
         backbone = self.model if self.base_model is self else self.base_model  # Llama 4 names another prefix
         if visual:  # the tower by itself: what attention is told of the row is not for it
             features = backbone.get_image_features(**visual, return_dict=True)
-            kwargs["mm_encoder_outputs"] = None if blind else {"image": features}
+            kwargs |= {} if blind else {"mm_encoder_outputs": {"image": features}}
+        if getattr(self, OWN_LOGITS, False):
+            logits = model_class.forward(self, *args, **kwargs).logits
+            return scorer(head, logits + nothing_of(features) if blind else logits)
+        # PEFT passes every argument on, most of them None
         outputs = backbone(*args, **{name: value for name, value in kwargs.items() if value is not None})
         hidden = outputs.last_hidden_state + nothing_of(features) if blind else outputs.last_hidden_state
         # the head module is called, so that ZeRO-3's hooks gather its weights; what runs inside is the scorer

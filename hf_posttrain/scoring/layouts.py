@@ -146,10 +146,11 @@ class Document:
 
 
 def collate(
-    examples: Sequence[Example], layout: str, pad_id: int = 0, row_multiple: int | None = None, pictures: Any = None
+    examples: Sequence[Example], layout: str, pad_id: int = 1, row_multiple: int | None = None, pictures: Any = None
 ) -> dict[str, Any]:
     """B examples -> the tensors of a micro-batch. The examples may differ in their number of branches.
 
+    pad_id: any token, but for Gemma 3n, which divides by the norm of embeddings: that of its own padding, 0, is 0.
     row_multiple: where the shared and packed layouts are to be one row, what its length is made a multiple of.
     pictures: `pictures.Pictures`, for examples that have some: then also `visual`, what the model's forward takes of
     them, and where its positions depend on them `rope_positions` [3, R, L].
@@ -214,9 +215,9 @@ def _documents(examples: Sequence[Example], pictures: Any = None) -> list[Docume
         if example.pictures:
             assert pictures is not None, "a picture needs a model that sees"
             document.pictures = example.pictures
+            wholes = [pictures.positions([*example.prompt, *each.ids], example.pictures) for each in example.branches]
             place = 0
-            for part, answer in zip(parts, [[], *(branch.ids for branch in example.branches)], strict=True):
-                whole = pictures.positions([*example.prompt, *answer], example.pictures)
+            for part, whole in zip(parts, [wholes[0], *wholes], strict=True):
                 document.rope[place : place + len(part.ids)] = whole[part.positions]
                 place += len(part.ids)
         documents.append(document)

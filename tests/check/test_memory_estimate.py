@@ -23,6 +23,7 @@ import yaml
 from models_for_tests import CONFIGS
 from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import METHODS, names_where
+from vision_for_tests import config_of, pictures, processor_of
 
 from hf_posttrain.check import memory
 from hf_posttrain.check.placement import (
@@ -252,6 +253,7 @@ RECIPES = {method: (method, *usual(method), {}) for method in METHODS} | {
     ),
 }  # fmt: skip
 """What it shows -> method, size of the policy, of its teacher, train section, more of the model section."""
+ONCE = {"max_steps": 2, "use_cpu": True, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
 
 
 def write_model(folder, size, saved=False):
@@ -282,10 +284,7 @@ def write_recipe(folder, name):
     rows = "\n".join(json.dumps(row(method, number)) for number in range(32))
     (folder / "rows.jsonl").write_text(rows)
     recipe["data"] = {"train": {"path": str(folder / "rows.jsonl")}}
-    recipe["train"] = train | {
-        "output_dir": str(folder / "out"), "max_steps": 2, "use_cpu": True, "save_strategy": "no", "report_to": "none",
-        "disable_tqdm": True,
-    }  # fmt: skip
+    recipe["train"] = train | ONCE | {"output_dir": str(folder / "out")}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "recipe.yaml"
 
@@ -300,7 +299,8 @@ def prepared(path, *overrides):
 
 IMPORT = "import sys; sys.path[:0] = ['tests/check', 'tests/support']; import test_memory_estimate as here; "
 ESTIMATE = IMPORT + "print(here.memory.estimate(*here.prepared(sys.argv[1])).total)"
-TRAIN = "import sys; from hf_posttrain.run import main; print(main(sys.argv[1:]), open('/proc/self/status').read())"
+TRAIN = "import sys; from hf_posttrain.run import main; assert main(sys.argv[1:]) == 0; "
+TRAIN += "print(open('/proc/self/status').read())"
 
 
 def in_a_process(code, path):
@@ -310,11 +310,43 @@ def in_a_process(code, path):
     return done.stdout.splitlines()
 
 
+SEEING = {
+    "tower frozen": ({"lora": {"r": 16}}, {}), "tower trained": ({}, {"train_vision": True}),
+    "tower recomputed": ({}, {"train_vision": True, "activation_checkpointing": True}),
+}  # fmt: skip
+"""What it shows -> more of the model section, more of the train section."""
+
+
+def write_seeing_recipe(folder, name):
+    """Qwen3-VL with a tower as large as its language model, and rows in which a photograph is most of the prompt."""
+    config, processor, (more, train) = copy.deepcopy(config_of("qwen3_vl")), processor_of("qwen3_vl"), SEEING[name]
+    vision = {"hidden_size": 512, "intermediate_size": 2048, "out_hidden_size": 512, "depth": 6, "patch_size": 16}
+    text = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 32000, "head_dim": 64}
+    for part, changes in ((config.vision_config, vision), (config.text_config, text)):
+        vars(part).update(changes)
+    config.text_config.rope_parameters["mrope_section"] = [16, 8, 8]
+    processor.image_processor.patch_size, processor.image_processor.size["longest_edge"] = 16, 2**20
+    torch.manual_seed(0)
+    tf.AutoModelForImageTextToText.from_config(config).save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+    content = [{"type": "image", "image": pictures()[0]}, {"type": "text", "text": "Who is it?"}]
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": "Grace Hopper. " * 4}]
+    (folder / "rows.jsonl").write_text("\n".join(json.dumps({"messages": turns}) for _ in range(16)))
+    recipe = {
+        "method": TOKENS, "model": {"name_or_path": str(folder / "model"), "images": True} | more,
+        "data": {"train": {"path": str(folder / "rows.jsonl")}},
+        "train": ONCE | {"output_dir": str(folder / "out"), "per_device_train_batch_size": 4,
+                         "activation_checkpointing": False} | train,
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak resident set from /proc")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [*RECIPES, *SEEING])
 def test_estimate_and_measured_peak(name, tmp_path):
-    path = write_recipe(tmp_path, name)
+    path = (write_seeing_recipe if name in SEEING else write_recipe)(tmp_path, name)
     estimated = int(in_a_process(ESTIMATE, path)[-1])
     assert not (tmp_path / "out").exists()
     [line] = [line for line in in_a_process(TRAIN, path) if line.startswith("VmHWM")]

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import datasets
@@ -215,6 +216,22 @@ def test_no_picture_is_ever_cut(kind, caplog):
             assert "rows are left out, whose pictures max_length cuts" in caplog.text
             seen.add("some")
     assert "none" in seen <= {"none", "some"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+def test_a_conversation_keeps_the_pictures_before_its_last_trained_token(kind):
+    """And no other: where its second answer is cut off whole, the second picture is not shown, with all its tokens."""
+    turns = [user(image(LOGO), "What?"), *said("A logo."), user("And", image(PHOTO), "?"), *said("A face.")]
+    _, tokenizer = prepared([{"messages": turns}], kind=kind)
+    reader, seen = read_by(tokenizer), set()
+    for size in range(20, 220):
+        with suppress(InputError):  # nothing to train on is left, or a picture would be cut
+            [row], _ = prepared([{"messages": turns}], kind=kind, max_length=size, train_on="assistant")
+            places = sum(i in reader.token_ids for i in row["prompt_ids"] + row["completion_ids"])
+            assert places == sum(reader.features(reader.expansion(picture)) for picture in row["images"])
+            assert row["completion_mask"][-1]
+            seen.add(len(row["images"]))
+    assert seen == {1, 2}
 
 
 def test_prepared_rows_are_the_same_from_the_cache(tmp_path):

@@ -22,6 +22,8 @@ from hf_posttrain.scoring.pictures import Pictures
 PHOTO, LOGO = pictures()
 CPU = torch.device("cpu")
 LAYOUTS = ("shared", "packed", "padded")
+VIDEOS = {"qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor", "smolvlm": "SmolVLMProcessor"}
+"""Kinds whose processors read videos too, with torchvision."""
 
 
 def image():
@@ -50,7 +52,7 @@ def own_inputs(kind, ids, reader, seen):
     """What the model's own forward takes, as its processor gives it."""
     if not seen:
         return {}
-    named = {"gemma3": "token_type_ids", "idefics3": None}.get(kind, "mm_token_type_ids")
+    named = {"gemma3": "token_type_ids", "idefics3": None, "smolvlm": None}.get(kind, "mm_token_type_ids")
     kinds = torch.isin(ids, torch.tensor(reader.token_ids)).long()
     return reader.tensors(seen) | ({named: kinds} if named else {})
 
@@ -104,6 +106,10 @@ def test_each_layout_scores_as_the_models_own_forward(kind):
         found = together(model, rows, layout, seen)
         assert (found[0] - expected[0]).abs().max() < 1e-5
         assert (found[1] - expected[1]).norm() < 1e-5 * expected[1].norm()
+    setattr(model, forward.OWN_LOGITS, True)
+    found = together(model, rows, "shared", seen)
+    assert (found[0] - expected[0]).abs().max() < 1e-5
+    assert (found[1] - expected[1]).norm() < 1e-5 * expected[1].norm()
 
 
 @pytest.mark.parametrize(
@@ -166,6 +172,26 @@ def test_a_step_is_the_same_in_all_layouts(kind, method, tmp_path):
         assert_same_step(steps[layout], steps["padded"], relative=1e-4)
 
 
+@pytest.mark.parametrize("kind", quick("qwen3_vl", among=KINDS))
+def test_pictures_in_turns_that_are_trained_or_left_out(kind, tmp_path):
+    """All turns are trained; and a picture behind the last trained token is not shown."""
+    turns = [{"role": "user", "content": [image(), text("What is it?")]}, {"role": "assistant", "content": "A face."}]
+    asked, answer = {"role": "user", "content": [text("And"), image()]}, {"role": "assistant", "content": "A logo."}
+    one = {"messages": turns, "images": [PHOTO]}
+    two = {"messages": [*turns, asked, answer], "images": [PHOTO, LOGO]}
+    left_out = {"messages": [*turns, asked, answer | {"weight": 0}], "images": [PHOTO, LOGO]}
+    model, given = options(kind, "sft")
+
+    def step(rows, train_on, layout="padded"):
+        return one_step("sft", model, rows, tmp_path, layout=layout, train_on=train_on, **given)
+
+    for rows, train_on in (([one, two], "all"), ([one, left_out], "assistant")):
+        expected = step(rows, train_on)
+        for layout in ("shared", "packed"):
+            assert_same_step(step(rows, train_on, layout), expected, relative=1e-4)
+    assert_same_step(expected, step([one, one], "assistant"), relative=1e-4)
+
+
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("kind", quick("qwen3_vl", among=KINDS))
 def test_the_tower_stays_as_it_is_unless_it_is_asked_for(kind, lora, tmp_path):
@@ -196,7 +222,7 @@ def test_what_is_saved_sees_as_before(kind, tmp_path):
     trainer.save_model(str(tmp_path / "saved"))
     loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()
     known = type(given["tokenizer"])
-    processor = (known if kind.startswith("qwen") else AutoProcessor).from_pretrained(tmp_path / "saved")
+    processor = (known if kind in VIDEOS else AutoProcessor).from_pretrained(tmp_path / "saved")
     reader, rows = read_by(trainer.tokenizer), examples(trainer.tokenizer)
     ids = torch.tensor([rows[0].prompt])
     inputs = own_inputs(kind, ids, reader, rows[0].pictures)
@@ -208,8 +234,8 @@ def test_what_is_saved_sees_as_before(kind, tmp_path):
     answers = loaded.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
                               **inputs)  # fmt: skip
     assert answers.shape[1] > ids.shape[1]
-    if kind.startswith("qwen"):
-        assert known.__name__ == "Qwen3VLProcessor"
+    if kind in VIDEOS:
+        assert known.__name__ == VIDEOS[kind]
         assert issubclass(known, without_videos(known).__mro__[2])
 
 

@@ -8,12 +8,14 @@ import warnings
 import peft
 import pytest
 import torch
+from architectures import tiny
 from models_for_tests import tiny_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from training_for_tests import token_rows, trainer_for
 from transformers import AutoModelForCausalLM
 
 from hf_posttrain.errors import InputError
+from hf_posttrain.models.adapters import add_adapter
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 TARGETS = ["q_proj", "v_proj"]
@@ -99,6 +101,15 @@ def test_an_adapter_is_what_was_trained(kind, tmp_path, caplog):
 def test_adapters_with_a_loss_or_noise_of_their_own_are_refused(config, tmp_path):
     with pytest.raises(InputError, match="only adapters that act inside the layers"):
         trainer_for("sft", tiny_model("llama"), token_rows("sft"), tmp_path, peft_config=config)
+
+
+def test_what_peft_would_not_load_again_is_refused():
+    """Layers of Laguna that transformers gives other names in loading; without them it is trained."""
+    config = peft.LoraConfig(target_modules="all-linear")
+    with pytest.raises(InputError, match=r"9 layers of laguna: set exclude_modules: \[shared_experts") as caught:
+        add_adapter(tiny("laguna"), config)
+    config.exclude_modules = str(caught.value).partition("[")[2].partition("]")[0].split(", ")
+    assert add_adapter(tiny("laguna"), config).targeted_module_names
 
 
 @pytest.mark.slow

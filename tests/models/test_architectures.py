@@ -14,9 +14,8 @@ from hf_posttrain.errors import InputError
 
 QUICK = ("falcon", "mamba")
 UPSTREAM = {
-    "diffllama": "its forward refuses attention_dropout", "laguna": "PEFT loads no adapter of its shared experts",
+    "diffllama": "its forward refuses attention_dropout",
     "emu3": "its text config is none of AutoModelForCausalLM's", "mllama": "the same",
-    "gemma4": "per_layer_config of a config with fewer layers", "gemma4_unified": "the same",
     "zaya": "its config is validated when it is loaded", "xlstm": "its kernel wants head sizes that are not tiny",
     "youtu": "loading zeroes the padding token's row of a tied embedding; the file is right",
     "whisper": "its cache wants an encoder",

@@ -39,6 +39,7 @@ SPECIAL = {
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_expert_group": 1,
                        "num_experts_per_token": 2} | MLA,
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2, "num_experts_per_token": 2} | MLA,
+    "gemma4": {"per_layer_config": {}}, "gemma4_unified": {"per_layer_config": {}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"block_auto_adjust_ff_dim": False},
@@ -55,8 +56,9 @@ SPECIAL = {
                        "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4},
 }  # fmt: skip
 """What an architecture needs besides."""
-SCALES = {"kimi_linear": 2.0, "gemma3n_text": 1.0}
-"""Of those that with larger weights choose other experts at every rounding, or have no gradient."""
+SCALES = {"kimi_linear": 2.0, "gemma3n_text": 1.0, "ctrl": 5.0, "olmo_hybrid": 5.0}
+"""Of those that with larger weights choose other experts at every rounding, have no gradient, or one that float32 knows
+to 1e-3 alone: in float64 those of CTRL and OLMo hybrid are equal to 1e-6 at any scale."""
 
 
 def tiny_config(name, **changes):

@@ -1,4 +1,4 @@
-"""Tiny models that see, with processors, in the manner of four families; and real pictures.
+"""Tiny models that see, with processors, in the manner of five families; and real pictures.
 
     seeing(kind) -> (model, tokenizer with what reads pictures), kind one of KINDS
     pictures()   -> paths of photographs that matplotlib ships, of several sizes
@@ -14,11 +14,12 @@ from tokenizers_for_tests import _bytes_and, _wrap
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from hf_posttrain.data.images import with_pictures
 from hf_posttrain.models.load import without_videos
 
-KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "idefics3")
+KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm")
 SPECIAL = {
     "qwen": "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>",
     "gemma3": "<pad> <bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token>",
@@ -44,6 +45,11 @@ def template(family):
     return f"{bos}{{% for m in messages %}}{begin}{{{{ m.role }}}}\n{content}{end}{{% endfor %}}{opened}"
 
 
+def family_of(kind):
+    """Kinds of a family have one tokenizer and template."""
+    return {"qwen3_vl": "qwen", "qwen3_5": "qwen", "smolvlm": "idefics3"}.get(kind, kind)
+
+
 def tokenizer_of(family):
     special = SPECIAL[family].split()
     end = TURN[family][1].strip()
@@ -53,7 +59,7 @@ def tokenizer_of(family):
 
 
 def processor_of(kind):
-    family = "qwen" if kind.startswith("qwen") else kind
+    family = family_of(kind)
     tokenizer = tokenizer_of(family)
     if family == "qwen":
         images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
@@ -61,13 +67,16 @@ def processor_of(kind):
     if kind == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
         return tf.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
-    images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
-    return tf.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=tokenizer.chat_template)
+    tiles = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+    options = {"image_seq_len": 4, "chat_template": tokenizer.chat_template}
+    if kind == "smolvlm":
+        return without_videos(tf.SmolVLMProcessor)(SmolVLMImageProcessorPil(**tiles), tokenizer, None, **options)
+    return tf.Idefics3Processor(Idefics3ImageProcessorPil(**tiles), tokenizer, **options)
 
 
 @functools.cache
 def config_of(kind):
-    tokenizer = tokenizer_of("qwen" if kind.startswith("qwen") else kind)
+    tokenizer = tokenizer_of(family_of(kind))
     token = lambda text: tokenizer.convert_tokens_to_ids(text)  # noqa: E731
     if kind.startswith("qwen"):
         ids = {f"{name}_token_id": token(f"<|{name}_pad|>") for name in ("image", "video")}
@@ -92,7 +101,8 @@ def config_of(kind):
         ids = {name: token(text) for name, text in ids.items()}
         return tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **ids)
     text = {"model_type": "llama", **TEXT}
-    return tf.Idefics3Config(text_config=text, vision_config=vision, scale_factor=2, image_token_id=token("<image>"))
+    made = tf.SmolVLMConfig if kind == "smolvlm" else tf.Idefics3Config
+    return made(text_config=text, vision_config=vision, scale_factor=2, image_token_id=token("<image>"))
 
 
 def seeing(kind, seed=0, scale=1.0):

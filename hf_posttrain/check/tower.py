@@ -1,0 +1,93 @@
+"""Bytes that pictures take: what a vision tower keeps of them, and their features.
+
+Towers compute with values (how many patches a picture has, which tiles are padding), so they do not run on shapes
+alone. One of a tower's layers does run here, on one small picture: its other layers are like it, and bytes grow with
+the number of features.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..data.images import PictureReader
+from ..scoring.forward import is_vision
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Bytes of a tower for each token of features that pictures become."""
+
+    given: float  # pixels, and the features that the language model is given
+    outside: float  # kept before its layers and behind them
+    layer: float  # kept in a layer
+    hidden: float  # the input of a layer
+    layers: int
+    trained: bool
+
+    def kept(self, every: int) -> float:
+        """What a forward keeps for its backward; every: as in `Shapes.training`."""
+        again = len(range(0, self.layers, every)) if every else 0
+        kept = self.outside + self.layer * (self.layers - again) + self.hidden * again
+        return kept if self.trained else 0.0
+
+
+def stack_of(model: Any) -> nn.ModuleList:
+    """The layers of a model's tower."""
+    lists = (part for name, part in model.named_modules() if isinstance(part, nn.ModuleList) and is_vision(model, name))
+    return max(lists, key=len)
+
+
+def tower_of(model: Any, reader: PictureReader, dtype: torch.dtype | None) -> Tower:
+    """The tower of a causal LM on the meta device, trained or not as its parameters are. dtype: it computes in that,
+    None: in its own."""
+    vision = [parameter for name, parameter in model.named_parameters() if is_vision(model, name)]
+    trained, size = any(parameter.requires_grad for parameter in vision), (dtype or vision[0].dtype).itemsize / 4
+    # a copy with one layer and weights of zero, in float32
+    model = copy.deepcopy(model).float().requires_grad_(True)
+    layers = stack_of(model)
+    count = len(layers)
+    del layers[1:]
+    for name, part in model.named_modules():
+        if is_vision(model, f"{name}.any"):
+            part.to_empty(device="cpu", recurse=False)
+            for values in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                values.detach().zero_()
+    picture = reader.blank
+    if picture["pixel_values"].dim() == 5:  # it is tiles: [pictures, tiles, channels, height, width]
+        picture = {name: value[:, :1] for name, value in picture.items()}
+
+    # bytes so far, and what they were as the layer began and ended
+    kept, marks, hidden = 0, [], 0
+    known = {id(storage): storage for storage in (p.untyped_storage() for p in model.parameters())}
+
+    def keep(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        storage = tensor.untyped_storage()
+        kept += storage.nbytes() * (id(storage) not in known)
+        known[id(storage)] = storage
+        return tensor
+
+    def begin(_: Any, given: tuple) -> None:
+        nonlocal hidden
+        hidden = given[0].nbytes
+        marks.append(kept)
+
+    layers[0].register_forward_pre_hook(begin)
+    layers[0].register_forward_hook(lambda *_: marks.append(kept))
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = model.base_model.get_image_features(**picture, return_dict=True).pooler_output
+    made: Sequence[Tensor] = found if isinstance(found, list | tuple) else [found]
+    # Qwen3-VL gives features of some of its layers to layers of the language model
+    deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
+    begun, ended = marks
+    features = (1 + deep) * sum(each.nbytes for each in made)
+    rows = sum(each.flatten(0, -2).shape[0] for each in made)
+    return Tower(
+        given=(picture["pixel_values"].nbytes + size * features) / rows, outside=size * (kept - ended + begun) / rows,
+        layer=size * (ended - begun) / rows, hidden=size * hidden / rows, layers=count, trained=trained,
+    )  # fmt: skip
