@@ -155,7 +155,7 @@ class Shapes:
         gathered = numbers(model) - sum(sorted(map(numbers, cut))[:-2])
         self.weights = Weights(frozen, own, numbers(model), count, gathered, quantised)
         self.tokens, self.kept, self.hidden, self.cache = 1, [0] * (1 + len(self.layers)), 0, 0
-        self.reader = read_by(load.load_tokenizer(section)) if section.images else None
+        self.reader: Any = read_by(load.load_tokenizer(section)) if section.images else None
         self.tower: Any = None  # of a model that sees, once it is counted
 
     def count(self, batch: dict[str, Any], dtype: torch.dtype | None) -> None:

@@ -150,11 +150,11 @@ def _not_loaded(policy: peft.PeftModel) -> Iterator[str]:
     """What of an adapter is saved and would not be loaded again. PEFT loads through the renamings that transformers has
     for weights of older files, and those of Laguna turn names of its shared experts into others."""
     if policy.active_peft_config.peft_type == peft.PeftType.LORA:
-        found = peft.set_peft_model_state_dict(policy, peft.get_peft_model_state_dict(policy))
+        found: Any = peft.set_peft_model_state_dict(policy, peft.get_peft_model_state_dict(policy))
         lost = sorted({name.partition(".lora_")[0] for name in found.missing_keys if ".lora_" in name})
         if lost:
             ends = sorted({".".join(name.split(".")[-2:]) for name in lost})
-            kind = policy.get_base_model().config.model_type
+            kind = forward.causal_lm(policy).config.model_type
             mend = f"set exclude_modules: [{', '.join(ends)}], or try another version of transformers"
             yield f"PEFT would not load again what is saved of {len(lost)} layers of {kind}: {mend}"
 
