@@ -59,10 +59,13 @@ class Sampler:
 
     temperature: float | None  # draws from softmax(logits / temperature); None is greedy
     vocabulary: int  # ids from there on are never chosen
+    never: tuple[int, ...] = ()  # nor are these
 
     def __call__(self, logits: Tensor) -> Tensor:
         """[n, V] -> [n]. Where a logit is NaN or +infinite, the id is `vocabulary`, which does not exist."""
         logits = logits[:, : self.vocabulary].float()
+        if self.never:
+            logits = logits.index_fill(-1, torch.tensor(self.never, device=logits.device), -torch.inf)
         if self.temperature is None:
             best, token = logits.max(-1)
             broken = ~best.isfinite()
@@ -93,7 +96,9 @@ def generate(
     """
     inner = causal_lm(model)
     own = inner.config.get_text_config().vocab_size
-    sampler = Sampler(temperature, own if vocabulary is None else min(vocabulary, own))
+    # a token of pictures in an answer would ask the tower for features that no picture brings
+    never = () if see is None else tuple(see.reader.token_ids)
+    sampler = Sampler(temperature, own if vocabulary is None else min(vocabulary, own), never)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     completions: list[list[int]] = [[] for _ in prompts]
     longest = max(map(len, prompts), default=0) + max_new_tokens

@@ -1,17 +1,21 @@
 """Models that see, through all methods: each layout gives what the model's own forward gives of each answer alone."""
 
 import copy
+import json
 
 import pytest
 import torch
+import yaml
 from peft import LoraConfig
 from training_for_tests import LORA, METHODS, TABLE, assert_same_step, one_step, policy_of, quick, trainer_for
 from transformers import AutoModelForImageTextToText, AutoProcessor
-from vision_for_tests import KINDS, pictures, seeing
+from vision_for_tests import KINDS, pictures, processor_of, seeing
 
 from hf_posttrain.data.images import read_by, stored
 from hf_posttrain.errors import InputError
-from hf_posttrain.models.load import without_videos
+from hf_posttrain.models.load import load_model, load_tokenizer, without_videos
+from hf_posttrain.models.section import ModelSection
+from hf_posttrain.run import main
 from hf_posttrain.scoring import forward
 from hf_posttrain.scoring.attention import choose_attention, row_multiple
 from hf_posttrain.scoring.choose_layout import able
@@ -263,6 +267,57 @@ def test_greedy_answers_to_pictures_are_those_of_whole_forwards(kind, tmp_path):
         assert (behind.amax(-1) - chosen).max() < 1e-3
 
 
+@pytest.mark.parametrize("temperature", [None, 1.0])
+def test_answers_have_no_token_of_pictures(temperature, tmp_path):
+    """Also where it is by far the likeliest: with pictures in the prompt by transformers, without by our decoding."""
+    from hf_posttrain.scoring.layouts import Prompt
+
+    model, given = options("qwen3_vl", "sft")
+    trainer = trainer_for("sft", model, conversations("sft"), tmp_path, **given)
+    [place] = read_by(trainer.tokenizer).token_ids
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        bias = torch.zeros(model.lm_head.out_features).index_fill(0, torch.tensor([place]), 50.0)
+        model.lm_head.bias = torch.nn.Parameter(bias)
+    prompts = [Prompt.of(row) for row in trainer.train_dataset]
+    assert len({len(prompt.pictures) for prompt in prompts}) > 1
+    for some in (prompts, [prompt for prompt in prompts if not prompt.pictures]):
+        answers = trainer.generate(some, 4, temperature=temperature)
+        assert answers
+        assert not any(place in answer for answer in answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "method"), [*FIRST, ("smolvlm", "cpo")])
+def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
+    """20 steps, evaluated and saved; what is loaded again answers a prompt with a picture."""
+    seeing(kind)[0].save_pretrained(tmp_path / "model")
+    processor_of(kind).save_pretrained(tmp_path / "model")
+    section = {"name_or_path": str(tmp_path / "model"), "images": True}
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in conversations(method, 12)))
+    source = {"path": str(tmp_path / "rows.jsonl")}
+    train = {"output_dir": str(tmp_path / "out"), "max_steps": 20, "use_cpu": True, "report_to": "none",
+             "per_device_train_batch_size": 4, "learning_rate": 1e-3, "logging_steps": 1, "eval_strategy": "steps",
+             "eval_steps": 10, "save_strategy": "no"}  # fmt: skip
+    train |= {"max_completion_length": 8} if TABLE[method].rows.sampled else {}
+    recipe = {"method": method, "model": section, "data": {"train": source, "eval": source}, "train": train}
+    recipe |= {"teacher": section} if TABLE[method].second == "teacher" else {}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main([str(tmp_path / "recipe.yaml")]) == 0
+    logged = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    losses = [entry["loss"] for entry in logged if "loss" in entry]
+    assert len(losses) == 20
+    if method in ("sft", "dpo", "cpo"):
+        assert losses[-1] < losses[0]
+    saved = ModelSection(str(tmp_path / "out"), images=True)
+    model, tokenizer = load_model(saved, trainable=False), load_tokenizer(saved)
+    reader, row = read_by(tokenizer), examples(tokenizer)[0]
+    ids = torch.tensor([row.prompt])
+    answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
+                            **own_inputs(kind, ids, reader, row.pictures))  # fmt: skip
+    assert answer.shape[1] > ids.shape[1]
+
+
 def test_a_picture_that_has_changed_is_told(tmp_path):
     import shutil
 
@@ -298,8 +353,6 @@ def test_text_alone_trains_a_model_that_sees(tmp_path):
 
 
 def test_check_says_what_pictures_cost(tmp_path, monkeypatch, capsys):
-    import json
-
     from hf_posttrain import run
 
     monkeypatch.chdir(tmp_path)

@@ -11,6 +11,7 @@ import pytest
 from hub_for_tests import ROWS
 from models_for_tests import CONFIGS, tiny_model
 from tokenizers_for_tests import QWEN3, byte_tokenizer, merging_tokenizer
+from vision_for_tests import processor_of, seeing
 from vllm_for_tests import Serving
 
 from hf_posttrain.methods import METHODS, config_class
@@ -33,13 +34,16 @@ def name(path):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """Folders of three tiny saved models: two with one tokenizer, whose template is in the shape of Qwen3's, and one
-    with a tokenizer of its own."""
+    """Folders of four tiny saved models: two with one tokenizer, whose template is in the shape of Qwen3's, one with a
+    tokenizer of its own, and one that sees."""
     folders = [tmp_path_factory.mktemp(which) for which in ("student", "teacher", "other")]
     for seed, folder in enumerate(folders):
         tokenizer = merging_tokenizer() if seed == 2 else byte_tokenizer(QWEN3)
         tokenizer.save_pretrained(folder)
         tiny_model("qwen3", seed, vocab_size=500 if seed == 2 else 300).save_pretrained(folder)
+    folders.append(tmp_path_factory.mktemp("seeing"))
+    seeing("qwen3_vl")[0].save_pretrained(folders[-1])
+    processor_of("qwen3_vl").save_pretrained(folders[-1])
     return folders
 
 
@@ -50,9 +54,10 @@ def servers():
         yield teacher.url, student.url
 
 
-def small_overrides(recipe, student, teacher, other, folder, servers):
+def small_overrides(recipe, student, teacher, other, sees, folder, servers):
     """What replaces model, teacher and data of a recipe on the hub by files in `folder`."""
-    overrides = [*SMALL, f"model.name_or_path={student}", f"train.output_dir={folder / 'out'}"]
+    model = sees if recipe.model.images else student
+    overrides = [*SMALL, f"model.name_or_path={model}", f"train.output_dir={folder / 'out'}"]
     if recipe.teacher and not recipe.teacher.self:
         overrides += [f"teacher.name_or_path={other if recipe.teacher.own_tokenizer else teacher}"]
     if recipe.teacher and recipe.teacher.url:
