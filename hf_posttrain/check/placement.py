@@ -11,7 +11,6 @@ import peft
 import torch
 import yaml
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from transformers import AttentionInterface
 
 from ..data.images import read_by
@@ -22,6 +21,7 @@ from ..models.prepare import freeze_vision
 from ..models.section import ModelSection
 from ..scoring import forward
 from . import tower
+from .kept import Kept
 
 HOST = ("cpu", "nvme")  # where DeepSpeed may keep what is not on the device
 # bytes of a quantised weight: in 4 bits with a byte for each 64 of them, and a float32 for each 256 of those
@@ -164,18 +164,10 @@ class Shapes:
         does."""
         self.tower = self.reader and tower.tower_of(self.inner, self.reader, dtype)
         forward.enable_scoring(self.model.train().to(dtype))
-        weights = [each.untyped_storage() for each in (*self.model.parameters(), *self.model.buffers())]
-        known = {id(storage): storage for storage in weights}  # they stay, so that none takes the place of another
-        kept, starts, self.cache = 0, [0], 0  # bytes so far, what they were when each layer began, keys and values
+        kept = Kept((*self.model.parameters(), *self.model.buffers()))
+        starts, self.cache = [0], 0  # what was kept when each layer began; keys and values
         gathered = (batch.get("segments") or {}).get("gathered")
         gathered = None if gathered is None else gathered.to("meta")
-
-        def keep(tensor: Tensor) -> Tensor:
-            nonlocal kept
-            storage = tensor.untyped_storage()
-            kept += storage.nbytes() * (id(storage) not in known)
-            known[id(storage)] = storage
-            return tensor
 
         def attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
             # [R, heads, L, D] -> [R, L, heads, D]: a fused kernel keeps its inputs and its result
@@ -184,17 +176,17 @@ class Shapes:
             if gathered is not None:  # a prompt's keys once more for each of its answers
                 key, value = (states.index_select(2, gathered) for states in (key, value))
             for tensor in (query, key, value, found):
-                keep(tensor)
+                kept.add(tensor)
             return found.transpose(1, 2).contiguous(), None
 
         AttentionInterface.register("shapes", attention)
         self.inner.set_attn_implementation("shapes")  # no masks are made either, which would need values
         for layer in self.layers:
-            layer.register_forward_pre_hook(lambda *_: starts.append(kept))
+            layer.register_forward_pre_hook(lambda *_: starts.append(kept.bytes))
         given = {name: batch[name].to("meta") for name in ("input_ids", "position_ids", "scored")}
-        with saved_tensors_hooks(keep, lambda tensor: tensor):
+        with kept.counting():
             forward.run(self.model, given, lambda _, states: {"states": forward.scored_states(states, given)})
-        self.tokens, self.kept = batch["input_ids"].numel(), np.diff([*starts, kept]).tolist()
+        self.tokens, self.kept = batch["input_ids"].numel(), np.diff([*starts, kept.bytes]).tolist()
         self.hidden = self.tokens * self.head.shape[1] * self.head.itemsize
 
     def features(self, batch: dict[str, Any]) -> int:

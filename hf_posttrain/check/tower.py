@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..data.images import PictureReader
 from ..scoring.forward import is_vision
+from .kept import Kept
 
 
 @dataclass(frozen=True)
@@ -61,33 +61,20 @@ def tower_of(model: Any, reader: PictureReader, dtype: torch.dtype | None) -> To
     if picture["pixel_values"].dim() == 5:  # it is tiles: [pictures, tiles, channels, height, width]
         picture = {name: value[:, :1] for name, value in picture.items()}
 
-    # bytes so far, and what they were as the layer began and ended
-    kept, marks, hidden = 0, [], 0
-    known = {id(storage): storage for storage in (p.untyped_storage() for p in model.parameters())}
-
-    def keep(tensor: Tensor) -> Tensor:
-        nonlocal kept
-        storage = tensor.untyped_storage()
-        kept += storage.nbytes() * (id(storage) not in known)
-        known[id(storage)] = storage
-        return tensor
-
-    def begin(_: Any, given: tuple) -> None:
-        nonlocal hidden
-        hidden = given[0].nbytes
-        marks.append(kept)
-
-    layers[0].register_forward_pre_hook(begin)
-    layers[0].register_forward_hook(lambda *_: marks.append(kept))
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
+    # bytes of the layer's input, and what is kept as it begins and ends
+    kept, marks = Kept(model.parameters()), []
+    layers[0].register_forward_pre_hook(lambda _, given: marks.extend([given[0].nbytes, kept.bytes]))
+    layers[0].register_forward_hook(lambda *_: marks.append(kept.bytes))
+    with kept.counting():
         found = model.base_model.get_image_features(**picture, return_dict=True).pooler_output
     made: Sequence[Tensor] = found if isinstance(found, list | tuple) else [found]
     # Qwen3-VL gives features of some of its layers to layers of the language model
     deep = len(getattr(model.config.vision_config, "deepstack_visual_indexes", ()))
-    begun, ended = marks
-    features = (1 + deep) * sum(each.nbytes for each in made)
-    rows = sum(each.flatten(0, -2).shape[0] for each in made)
+    hidden, begun, ended = marks
+    features = (1 + deep) * sum(one.nbytes for one in made)
+    rows = sum(one.flatten(0, -2).shape[0] for one in made)
+    each = size / rows
     return Tower(
-        given=(picture["pixel_values"].nbytes + size * features) / rows, outside=size * (kept - ended + begun) / rows,
-        layer=size * (ended - begun) / rows, hidden=size * hidden / rows, layers=count, trained=trained,
+        given=picture["pixel_values"].nbytes / rows + each * features, outside=each * (kept.bytes - ended + begun),
+        layer=each * (ended - begun), hidden=each * hidden, layers=count, trained=trained,
     )  # fmt: skip

@@ -34,8 +34,8 @@ def generate(
     config = GenerationConfig(
         max_new_tokens=max_new_tokens, eos_token_id=terminal_ids, pad_token_id=pad_id, use_cache=True, **sampling
     )
-    beyond = range(sampler.vocabulary, model.config.get_text_config().vocab_size)
-    config.suppress_tokens = [*sampler.never, *beyond] or None
+    own = model.config.get_text_config().vocab_size
+    config.suppress_tokens = [*sampler.never, *range(sampler.vocabulary, own)] or None
     # transformers fills options that are not set from the model's own generation config: put that aside
     before = [(each, vars(each).get("generation_config")) for each in dict.fromkeys((model, causal_lm(model)))]
     for each, _ in before:

@@ -96,9 +96,8 @@ def generate(
     """
     inner = causal_lm(model)
     own = inner.config.get_text_config().vocab_size
-    # a token of pictures in an answer would ask the tower for features that no picture brings
-    never = () if see is None else tuple(see.reader.token_ids)
-    sampler = Sampler(temperature, own if vocabulary is None else min(vocabulary, own), never)
+    never = () if see is None else tuple(see.reader.token_ids)  # in an answer they would stand for no picture
+    sampler = Sampler(temperature, min(vocabulary or own, own), never)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     completions: list[list[int]] = [[] for _ in prompts]
     longest = max(map(len, prompts), default=0) + max_new_tokens
