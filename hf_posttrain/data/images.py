@@ -247,6 +247,10 @@ class PictureReader:
         """The text that stands for a picture, which depends on its size alone."""
         return _of_size(self, *picture_size(picture))[1]
 
+    def ids(self, picture: Mapping[str, Any]) -> list[int]:
+        """The tokens that stand for a picture."""
+        return self.processor.tokenizer(self.expansion(picture), add_special_tokens=False)["input_ids"]
+
     def tensors(self, pictures: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """What the model's forward takes besides ids, of pictures in the order in which the ids have them."""
         return self._tensors([*map(open_picture, pictures)])
@@ -269,6 +273,12 @@ class PictureReader:
         options = self.processor._merge_kwargs(tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs)
         kwargs = options["images_kwargs"] | {"return_tensors": "pt"}
         return self.processor._process_images(images, **kwargs)
+
+
+def some_picture() -> dict[str, Any]:
+    """A small picture of noise, always the same, as prepared rows have them."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
+    return {"bytes": stored_bytes(Image.fromarray(pixels)), "path": None}
 
 
 def _grey(width: int, height: int) -> Image.Image:

@@ -80,17 +80,36 @@ def load_processor(name: str, section: ModelSection) -> Any:
 
 
 def without_videos(kind: Any) -> Any:
-    """A class of processors without its part for videos, which wants torchvision even where no video is read."""
+    """A class of processors whose part for videos is None: it wants torchvision even where no video is read."""
 
     class PicturesAlone(kind):
+        """Its constructor is given None for that part, and has the attribute; what loads and saves it has not."""
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            made = super().__new__(cls)
+            if args or kwargs:
+                vars(made)["get_attributes"] = kind.get_attributes
+            return made
+
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in kind.get_attributes() if name != "video_processor"]
 
+        @property
+        def video_processor(self) -> None:
+            return None
+
+        @video_processor.setter
+        def video_processor(self, _: None) -> None:
+            vars(self).pop("get_attributes")
+
+        def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+            return argument and super().check_argument_for_proper_class(argument_name, argument)
+
         @classmethod
         def _get_arguments_from_pretrained(cls, *args: Any, **kwargs: Any) -> list[Any]:
             found = list(super()._get_arguments_from_pretrained(*args, **kwargs))
-            found.insert(kind.get_attributes().index("video_processor"), None)  # which SmolVLM's asks for by place
+            found.insert(kind.get_attributes().index("video_processor"), None)
             return found
 
     PicturesAlone.__name__ = PicturesAlone.__qualname__ = kind.__name__

@@ -31,6 +31,7 @@ from transformers.masking_utils import sdpa_mask
 from .cpu import multiplies_bf16
 from .flex import BLOCK, attend_by_block, block_mask
 from .head import LOW
+from .pictures import names_of_kinds, sees_whole_pictures
 from .states import Pieces
 
 try:
@@ -157,14 +158,15 @@ def attend_by_segment(
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [L, heads, D]
     if segments["gathered"] is not None:
         k, v = (states.index_select(0, segments["gathered"]) for states in (k, v))
-    if not dropout and "picture" not in segments and _takes_varlen(q, v):
+    picture = segments.get("picture") if sliding_window or segments.get("in_all") else None
+    if not dropout and picture is None and _takes_varlen(q, v):
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast some norms leave float32
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = [segments[name] for name in VARLEN]
         found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
         return found.unsqueeze(0), None
     seen = None
-    if (picture := segments.get("picture")) is not None:
+    if picture is not None:
         seen = picture, picture if segments["gathered"] is None else picture[segments["gathered"]]
     return _attend_one_by_one(module, (q, k, v), segments["sizes"], sliding_window, scaling, dropout, seen), None
 
@@ -187,12 +189,7 @@ def _attend_one_by_one(
     of_pictures = None if picture is None else [*zip(picture[0].split(queries), picture[1].split(keys), strict=True)]
     for n, parts in enumerate(pieces):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)  # [1, heads, length, D]
-        mask = _behind(q.shape[2], k.shape[2], window, q.device)
-        if of_pictures is not None:
-            mine, theirs = of_pictures[n]
-            if mask is None:
-                mask = torch.ones(1, 1, len(mine), len(theirs), dtype=torch.bool, device=q.device).tril()
-            mask = mask | ((mine[:, None] == theirs) & (mine[:, None] > 0))
+        mask = _not_behind(q.shape[2], k.shape[2], window, q.device, of_pictures and _same(*of_pictures[n]))
         options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "is_causal": mask is None}
         with torch.autocast(q.device.type, enabled=False):
             found.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
@@ -216,12 +213,21 @@ def _takes_varlen(query: Tensor, value: Tensor) -> bool:
     return fits and has_varlen_kernel(value.device)
 
 
-def _behind(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[1, 1, queries, keys] bool, which keys are not behind a query, the last of which sees all; None: plain causal."""
-    if queries == keys and (window is None or keys <= window):
+def _not_behind(
+    queries: int, keys: int, window: int | None, device: torch.device, same: Tensor | None = None
+) -> Tensor | None:
+    """[1, 1, queries, keys] bool, which keys are not behind a query, the last of which sees all; None: plain causal.
+    same [queries, keys]: those that are seen behind it too."""
+    if same is None and queries == keys and (window is None or keys <= window):
         return None
     seen = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+    seen = seen if same is None else seen | same
     return seen if window is None else seen.triu(keys - queries - window + 1)
+
+
+def _same(mine: Tensor, theirs: Tensor) -> Tensor:
+    """[queries, keys] bool: are both of one picture? By its number, 0 of text."""
+    return (mine[:, None] == theirs) & (mine[:, None] > 0)
 
 
 FORMS: dict[str, Callable] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}
@@ -233,7 +239,7 @@ FORMS: dict[str, Callable] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by
 def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
     """What to call the model with besides ids and positions, so that tokens see what the batch's layout lets them."""
     if "document" not in batch:
-        more = {"token_type_ids": (batch["picture"] > 0).long()} if "picture" in batch else {}
+        more = dict.fromkeys(names_of_kinds(model), (batch["picture"] > 0).long()) if "picture" in batch else {}
         return {"attention_mask": batch.get("attention_mask")} | more  # of padding [R, L], or None
     config: Any = model.config.get_text_config()
     implementation, segments, ids = config._attn_implementation or "", batch.get("segments"), batch["input_ids"]
@@ -242,14 +248,17 @@ def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
         pieces["pieces"] = Pieces.of(segments["sizes"], ids.device)
     if "flash" in implementation and segments:
         return {"attention_mask": None} | {name: segments[name] for name in VARLEN} | pieces
+    in_all = "picture" not in batch or sees_whole_pictures(model) == "all"
     if implementation == BY_SEGMENT and segments and "picture" in batch:
-        segments = segments | {"picture": batch["picture"][0]}
+        segments = segments | {"picture": batch["picture"][0], "in_all": in_all}
     if implementation == BY_SEGMENT and segments:
         # transformers takes a 4D mask as it is: with this one it makes none
         return {"attention_mask": ids.new_ones(1, 1, 1, 1, dtype=torch.bool), "segments": segments} | pieces
+    given, plain = batch, {name: value for name, value in batch.items() if name != "picture"}
     kinds, window = {*(getattr(config, "layer_types", None) or ())}, getattr(config, "sliding_window", None)
 
     def made(seen_back: int | None) -> Any:
+        batch = plain if seen_back is None and not in_all else given
         if implementation == BY_BLOCK and segments and batch["document"].shape[1] % BLOCK == 0:
             return block_mask(batch, seen_back, lambda window, i, j: _sees(batch, window, 0, i, j))
         mask = allowed(batch, seen_back)[:, None]
@@ -275,9 +284,8 @@ def _sees(batch: dict[str, Tensor], window: int | Tensor | None, r: Any, i: Tens
     """The rule of `allowed` for query i and key j of row r, indices of any shapes that broadcast."""
     document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
     own_branch = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
-    mask = (j <= i) & (document[r, i] == document[r, j]) & own_branch
-    mask = mask if window is None else mask & (position[r, i] - position[r, j] < window)
-    if (picture := batch.get("picture")) is None:
-        return mask
-    same = (picture[r, i] == picture[r, j]) & (picture[r, i] > 0)
-    return mask | (same & (document[r, i] == document[r, j]) & own_branch)
+    seen = j <= i
+    if (picture := batch.get("picture")) is not None:
+        seen = seen | ((picture[r, i] == picture[r, j]) & (picture[r, i] > 0))
+    mask = seen & (document[r, i] == document[r, j]) & own_branch
+    return mask if window is None else mask & (position[r, i] - position[r, j] < window)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ..data.images import some_picture
 from ..errors import InputError
 from . import forward
 from .attention import BY_BLOCK, BY_SEGMENT, has_varlen_kernel, row_multiple, undo_choice
@@ -119,22 +120,28 @@ def check(
     device: torch.device | str = "cpu",
     max_length: int | None = None,
     in_float32: bool = True,
+    pictures: Any = None,
 ) -> float:
     """Score prompts with their answers on `device` and compare with the model's own forward on each answer alone.
 
-    Where the model has a window or chunks shorter than `max_length`, one row is longer than they are.
+    Where the model has a window or chunks shorter than `max_length`, one row is longer than they are. With `pictures`,
+    the `Pictures` of a model that sees, one has a picture.
     Returns the mean difference of a token's log-probability. in_float32: is it inside `InFloat32`?
     """
     inner = forward.causal_lm(model)
-    examples, found = _check_rows(inner, max_length), []
-    alone = [(example.prompt, branch.ids) for example in examples for branch in example.branches]
-    batch: dict[str, Any] = send_to_device(collate(examples, layout, row_multiple=row_multiple([inner])), device)
+    examples, found = _check_rows(inner, max_length, pictures), []
+    alone = [(example, branch.ids) for example in examples for branch in example.branches]
+    laid_out = collate(examples, layout, row_multiple=row_multiple([inner]), pictures=pictures)
+    batch: dict[str, Any] = send_to_device(laid_out, device)
     with torch.no_grad(), forward.eval_mode(model):
         values = token_logps(model, batch, in_float32)
         if layout != "padded" and not got_pieces(inner):
             return math.inf  # of weights that are not trained yet states are too small to show in the values
-        for k, (before, ids) in enumerate(alone):
-            logps = torch.log_softmax(own_logits(model, [*before, *ids[:-1]], len(ids)), dim=-1)
+        for k, (example, ids) in enumerate(alone):
+            own, shown = [*example.prompt, *ids[:-1]], {}
+            if example.pictures:
+                shown = pictures.of_prompts(example.pictures, torch.tensor([own], device=device), inner)
+            logps = torch.log_softmax(own_logits(model, own, len(ids), shown), dim=-1)
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
             found.append((values[batch["owner"] == k] - expected).abs())
     return torch.cat(found).mean().item()
@@ -190,11 +197,11 @@ def check_causal(model: nn.Module) -> None:
         )
 
 
-def own_logits(model: nn.Module, ids: Sequence[int], last: int) -> Tensor:
-    """The logits of the last tokens by the model's own forward, [last, V]."""
+def own_logits(model: nn.Module, ids: Sequence[int], last: int, shown: dict[str, Any] | None = None) -> Tensor:
+    """The logits of the last tokens by the model's own forward, [last, V]. shown: what it takes of pictures."""
     inner = forward.causal_lm(model)
     few = {"logits_to_keep": last} if "logits_to_keep" in inspect.signature(type(inner).forward).parameters else {}
-    output = model(input_ids=torch.tensor([ids], device=inner.device), use_cache=False, **few)
+    output = model(input_ids=torch.tensor([ids], device=inner.device), use_cache=False, **few, **(shown or {}))
     if not isinstance(logits := getattr(output, "logits", None), Tensor) or logits.ndim != 3:
         problem = "does not give each token the logits of the next: it is no causal LM"
         raise InputError(f"{type(inner).__name__} {problem}, which AutoModelForCausalLM loads")
@@ -214,7 +221,7 @@ def some_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
     return lambda count: draw.choices(range(min(5, size // 2), min(size, 500)), k=count)
 
 
-def _check_rows(model: PreTrainedModel, max_length: int | None) -> list[Example]:
+def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: Any = None) -> list[Example]:
     """A prompt with two answers, a short one, and one that is longer than what a layer sees, if rows may be that."""
     config: Any = model.config.get_text_config()
     ids = some_ids(model)
@@ -225,6 +232,10 @@ def _check_rows(model: PreTrainedModel, max_length: int | None) -> list[Example]
     if seen := [size for size in spans(model) if size < most]:
         # with two answers: in the shared layout a token's place in the row is then not its position
         rows.append(Example(ids(int(max(1, min(max(seen) + 4, most - 12)))), [Branch(ids(12)), Branch(ids(12))]))
+    if pictures is not None:
+        picture, text = some_picture(), [i for i in ids(30) if i not in pictures.reader.token_ids]
+        prompt = [*text[:2], *pictures.reader.ids(picture), *text[2:4]]
+        rows.append(Example(prompt, [Branch(text[4:8]), Branch(text[8:10])], pictures=[picture]))
     return rows
 
 
@@ -234,18 +245,19 @@ def trusted_layout(
     explicit: bool,
     device: torch.device | str = "cpu",
     max_length: int | None = None,
+    pictures: Any = None,
 ) -> str:
     """`layout` if every model scores in it as its own forward does; otherwise `padded`, said in the log.
 
     A model that is wrong even then does something behind its head that `LogitTransform` does not know: it is set to be
     scored by its own logits, said as well. Raises InputError where the layout was the user's explicit choice, and where
-    a model is wrong even with its own logits. max_length: see `check`.
+    a model is wrong even with its own logits. max_length, pictures: see `check`.
     """
     for model in models:
         check_causal(model)
         inner = forward.causal_lm(model)
         name = type(inner).__name__.removeprefix("FSDP")
-        right = partial(_is_right, model, device=device, max_length=max_length)
+        right = partial(_is_right, model, device=device, max_length=max_length, pictures=pictures)
         if right(layout):
             continue
         if layout != "padded" and undo_choice(inner):
@@ -270,9 +282,11 @@ def trusted_layout(
     return layout
 
 
-def _is_right(model: nn.Module, layout: str, device: torch.device | str, max_length: int | None) -> bool:
+def _is_right(
+    model: nn.Module, layout: str, device: torch.device | str, max_length: int | None, pictures: Any
+) -> bool:
     """Does a model score in a layout as its own forward does? The first rank's answer, for all."""
-    measure, what = partial(check, model, layout, device, max_length), f"layout {layout}"
+    measure, what = partial(check, model, layout, device, max_length, pictures=pictures), f"layout {layout}"
     right = within(measure, (tolerance(forward.causal_lm(model)), ROUGHEST), what)
     if has_varlen_kernel(torch.device(device)):  # which takes no float32, so that the above has not run it
         right &= within(measure, (None, ROUGHEST), what)

@@ -67,7 +67,11 @@ def block_mask(batch: dict[str, Tensor], window: int | None, rule: Rule) -> flex
     document, branch, position = (batch[name].view(-1, BLOCK) for name in ("document", "branch", "position_ids"))
     (first, last), (low, high), (near, far) = (part.aminmax(dim=1) for part in (document, branch, position))
     later = torch.arange(len(first), device=first.device)
-    seen = (later[:, None] >= later) & (first[:, None] <= last) & (last[:, None] >= first)
+    seen = later[:, None] >= later
+    if "picture" in batch:  # whose tokens see each other, in both directions
+        few, many = batch["picture"].view(-1, BLOCK).aminmax(dim=1)
+        seen |= (few[:, None] <= many) & (many[:, None] >= few) & (many > 0)
+    seen &= (first[:, None] <= last) & (last[:, None] >= first)
     # two branches of one document do not see each other
     seen &= ~((low > 0) & (low == high) & (low[:, None] == high[:, None]) & (low[:, None] > 0) & (low[:, None] != low))
     if window is not None:

@@ -26,7 +26,7 @@ class Pictures:
     reader: PictureReader
     rope: Any = None
     always: bool = False
-    whole: bool = False  # do the tokens of a picture see each other, those behind them too?
+    whole: bool = False  # do the tokens of a picture see each other, those behind them too, in some layers?
 
     @classmethod
     def of(cls, model: Any, reader: PictureReader, always: bool = False) -> "Pictures":
@@ -36,7 +36,7 @@ class Pictures:
             empty = object.__new__(type(inner))  # without weights: a worker of the data loader has a copy
             nn.Module.__init__(empty)
             empty.config = inner.config
-        return cls(reader, empty, always, sees_whole_pictures(inner))
+        return cls(reader, empty, always, bool(sees_whole_pictures(model)))
 
     def positions(self, ids: Sequence[int], pictures: Sequence[Any]) -> np.ndarray:
         """Three positions of each token of a text, [tokens, 3]. Raises InputError where its pictures bring other
@@ -71,14 +71,22 @@ class Pictures:
     def of_prompts(self, pictures: Sequence[Any], ids: Tensor, model: Any) -> dict[str, Tensor]:
         """What transformers' generate takes of the pictures of prompts [n, L], on their device."""
         kinds = torch.isin(ids, torch.tensor(self.reader.token_ids, device=ids.device)).long()
-        taken = inspect.signature(type(model).forward).parameters
-        more = {name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
-        return {name: value.to(ids.device) for name, value in self.reader.tensors(pictures).items()} | more
+        tensors = {name: value.to(ids.device) for name, value in self.reader.tensors(pictures).items()}
+        return tensors | dict.fromkeys(names_of_kinds(model), kinds)
 
 
-def sees_whole_pictures(inner: nn.Module) -> bool:
-    """Does a model let the tokens of a picture see those behind them (Gemma 3)?"""
-    return "token_type_ids" in inspect.signature(type(inner).forward).parameters
+def sees_whole_pictures(model: Any) -> str:
+    """In which layers of a causal LM with a tower do the tokens of a picture see those behind them? "all": Gemma 3;
+    "sliding": the larger Gemma 4, where a layer has a window; "": in none."""
+    if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision":
+        return "sliding"
+    return "all" if "token_type_ids" in inspect.signature(type(model.base_model).forward).parameters else ""
+
+
+def names_of_kinds(model: Any) -> list[str]:
+    """The arguments in which a model's forward is told which tokens are of pictures (1) and which of text (0)."""
+    taken = inspect.signature(type(model).forward).parameters
+    return [name for name in ("mm_token_type_ids", "token_type_ids") if name in taken]
 
 
 def nothing_of(features: Any) -> Any:

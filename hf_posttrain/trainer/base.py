@@ -285,7 +285,8 @@ class PostTrainer(Trainer):
             models = [model] if self.scoring_checked else []
             models += [on_device.enter_context(second) for second in self.second_models]
             # collective operations depend on the layout: it is the first rank's answer on all
-            layout = trusted_layout(models, layout, explicit, self.args.device, self.args.max_length)
+            given = self.args.device, self.args.max_length, self.data_collator.pictures
+            layout = trusted_layout(models, layout, explicit, *given)
         self.use_layout(layout)
 
     # ---- training

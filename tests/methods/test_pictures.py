@@ -26,7 +26,8 @@ from hf_posttrain.scoring.pictures import Pictures
 PHOTO, LOGO = pictures()
 CPU = torch.device("cpu")
 LAYOUTS = ("shared", "packed", "padded")
-VIDEOS = {"qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor", "smolvlm": "SmolVLMProcessor"}
+VIDEOS = {"qwen3_vl": "Qwen3VLProcessor", "qwen3_5": "Qwen3VLProcessor", "gemma4": "Gemma4Processor",
+          "smolvlm": "SmolVLMProcessor"}  # fmt: skip
 """Kinds whose processors read videos too, with torchvision."""
 
 

@@ -1,4 +1,4 @@
-"""Tiny models that see, with processors, in the manner of five families; and real pictures.
+"""Tiny models that see, with processors, in the manner of six families; and real pictures.
 
     seeing(kind) -> (model, tokenizer with what reads pictures), kind one of KINDS
     pictures()   -> paths of photographs that matplotlib ships, of several sizes
@@ -12,6 +12,7 @@ import torch
 import transformers as tf
 from tokenizers_for_tests import _bytes_and, _wrap
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -19,15 +20,21 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from hf_posttrain.data.images import with_pictures
 from hf_posttrain.models.load import without_videos
 
-KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "idefics3", "smolvlm")
+KINDS = ("qwen3_vl", "qwen3_5", "gemma3", "gemma4", "idefics3", "smolvlm")
 SPECIAL = {
     "qwen": "<|endoftext|> <|im_start|> <|im_end|> <|vision_start|> <|vision_end|> <|image_pad|> <|video_pad|>",
-    "gemma3": "<pad> <bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token>",
+    "gemma3": "<pad> <bos> <start_of_turn> <end_of_turn> <start_of_image> <end_of_image> <image_soft_token> <|video|>",
     "idefics3": "<pad> <|im_start|> <end_of_utterance> <fake_token_around_image> <image> <global-img> <row_1_col_1> "
                 "<row_1_col_2> <row_2_col_1> <row_2_col_2>",
 }  # fmt: skip
-PLACE = {"qwen": "<|vision_start|><|image_pad|><|vision_end|>", "gemma3": "<start_of_image>", "idefics3": "<image>"}
-TURN = {"qwen": ("<|im_start|>", "<|im_end|>\n"), "gemma3": ("<start_of_turn>", "<end_of_turn>\n"),
+AUDIO = {"audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>"}
+SPECIAL["gemma4"] = " ".join([SPECIAL["gemma3"], *AUDIO.values()])
+PLACE = {
+    "gemma4": "<image_soft_token>", "qwen": "<|vision_start|><|image_pad|><|vision_end|>", "gemma3": "<start_of_image>",
+    "idefics3": "<image>",
+}  # fmt: skip
+GEMMA = "<start_of_turn>", "<end_of_turn>\n"
+TURN = {"qwen": ("<|im_start|>", "<|im_end|>\n"), "gemma3": GEMMA, "gemma4": GEMMA,
         "idefics3": ("<|im_start|>", "<end_of_utterance>\n")}  # fmt: skip
 TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -38,7 +45,7 @@ TEXT = {
 def template(family):
     """ChatML, or Gemma's turns, with contents as text or parts."""
     begin, end = TURN[family]
-    bos = "{{ bos_token }}" if family == "gemma3" else ""
+    bos = "{{ bos_token }}" if family.startswith("gemma") else ""
     content = ("{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{% if p.type == 'image' %}"
                f"{PLACE[family]}{{% else %}}{{{{ p.text }}}}{{% endif %}}{{% endfor %}}{{% endif %}}")  # fmt: skip
     opened = f"{{% if add_generation_prompt %}}{begin}assistant\n{{% endif %}}"
@@ -54,7 +61,8 @@ def tokenizer_of(family):
     special = SPECIAL[family].split()
     end = TURN[family][1].strip()
     names = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
-    more = {"bos_token": "<bos>", "extra_special_tokens": names} if family == "gemma3" else {}
+    names |= AUDIO if family == "gemma4" else {}
+    more = {"bos_token": "<bos>", "extra_special_tokens": names} if family.startswith("gemma") else {}
     return _wrap(_bytes_and(special), template(family), eos_token=end, pad_token=special[0], **more)
 
 
@@ -67,6 +75,10 @@ def processor_of(kind):
     if kind == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=False)
         return tf.Gemma3Processor(images, tokenizer, chat_template=tokenizer.chat_template, image_seq_length=4)
+    if kind == "gemma4":
+        images = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70, pooling_kernel_size=2)
+        parts = tf.Gemma4AudioFeatureExtractor(), images, tokenizer, None
+        return without_videos(tf.Gemma4Processor)(*parts, chat_template=tokenizer.chat_template)
     tiles = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
     options = {"image_seq_len": 4, "chat_template": tokenizer.chat_template}
     if kind == "smolvlm":
@@ -93,6 +105,16 @@ def config_of(kind):
         return tf.Qwen3_5Config(text_config=text, vision_config=vision, **ids)
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
               "image_size": 16, "patch_size": 4}  # fmt: skip
+    if kind == "gemma4":
+        kinds = ["sliding_attention", "full_attention"] * 2
+        text = TEXT | {"sliding_window": 12, "layer_types": kinds, "use_bidirectional_attention": "vision",
+                       "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0, "global_head_dim": 8,
+                       "vocab_size_per_layer_input": 300}  # fmt: skip
+        more = {"pooling_kernel_size": 2, "num_key_value_heads": 4, "head_dim": 8, "position_embedding_size": 512}
+        named = {"image": "<image_soft_token>", "boi": "<start_of_image>", "eoi": "<end_of_image>",
+                 "video": "<|video|>", "audio": "<|audio|>"}  # fmt: skip
+        ids = {f"{name}_token_id": token(text) for name, text in named.items()}
+        return tf.Gemma4Config(text_config=text, vision_config=vision | more, **ids)
     if kind == "gemma3":
         kinds = ["sliding_attention", "full_attention"] * 2
         text = TEXT | {"sliding_window": 12, "query_pre_attn_scalar": 8, "layer_types": kinds}
