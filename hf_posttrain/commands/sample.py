@@ -76,11 +76,14 @@ def sample(
     import torch
     from tqdm import tqdm
 
+    from ..data.images import as_written, read_by
     from ..generation import rollout
     from ..models.load import load_model
     from ..models.prepare import find_terminal_ids
     from ..recipe.datasets import prepare_data
     from ..scoring.forward import enable_scoring
+    from ..scoring.layouts import Prompt
+    from ..scoring.pictures import Pictures
 
     if config.world_size > 1:
         raise InputError("sample answers in one process, and was started in several: drop the launcher")
@@ -94,11 +97,15 @@ def sample(
     rows = prepare_data(recipe, trainer_class, tokenizer, config)[0][split]
     if not isinstance(rows, datasets.Dataset):
         raise InputError(f"{recipe.where('data')}: sample needs data of known length: drop streaming")
-    prompts = [*dict.fromkeys(tuple(ids) for ids in rows["prompt_ids"] if len(ids))]
+    # each once, by its tokens and pictures
+    written = {repr((row["prompt_ids"], row.get("images"))): Prompt.of(row) for row in rows if len(row["prompt_ids"])}
+    prompts = [*written.values()]
     if all(len(prompt) < 2 for prompt in prompts):
         raise InputError(f"{recipe.where('data')}: the rows of data.{split} have no prompts to answer")
     model = load_model(recipe.model, trainable=False, device=config.device).to(config.device)
     enable_scoring(model)
+    reader = read_by(tokenizer)
+    see = Pictures.of(model, reader) if reader else None
     ends = find_terminal_ids(model, tokenizer, config.chat_template_kwargs)
     half = torch.float16 if config.fp16 else torch.bfloat16
     low = torch.autocast(config.device.type, half) if config.bf16 or config.fp16 else nullcontext()
@@ -106,28 +113,31 @@ def sample(
         repeated = [prompt for prompt in prompts[first : first + PIECE] for _ in range(each)]
         with rollout.seeded(config.device, config.seed, first), low:
             given = most, ends, tokenizer.pad_token_id, temperature or None
-            answers = rollout.generate(model, repeated, *given, vocabulary=len(tokenizer))
-            logps = log_probabilities(model, repeated, answers, temperature or 1.0, len(tokenizer))
+            answers = rollout.generate(model, repeated, *given, vocabulary=len(tokenizer), see=see)
+            logps = log_probabilities(model, repeated, answers, temperature or 1.0, len(tokenizer), see)
         for prompt, answer, own in zip(repeated, answers, logps, strict=True):
             stopped = answer[-1] in ends
             yield {
                 "prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(answer[:-1] if stopped else answer),
                 "prompt_ids": list(prompt), "completion_ids": answer, "logps": own, "stopped": stopped,
+                **({"images": [*map(as_written, prompt.pictures)]} if see else {}),
             }  # fmt: skip
 
 
 def log_probabilities(
-    model: Any, prompts: Sequence, answers: Sequence, temperature: float, vocabulary: int
+    model: Any, prompts: Sequence, answers: Sequence, temperature: float, vocabulary: int, see: Any = None
 ) -> list[list[float]]:
     """Of each answer's tokens, behind its prompt, among the first `vocabulary` ids."""
     import torch
+    from accelerate.utils import send_to_device
 
     from ..scoring.forward import score, targets
     from ..scoring.head import LogProb
     from ..scoring.layouts import Branch, Example, collate
 
-    examples = [Example(prompt, [Branch(ids)]) for prompt, ids in zip(prompts, answers, strict=True)]
-    batch = {name: value.to(model.device) for name, value in collate(examples, "padded").items()}
+    pairs = zip(prompts, answers, strict=True)
+    examples = [Example(prompt, [Branch(ids)], pictures=prompt.pictures) for prompt, ids in pairs]
+    batch = send_to_device(collate(examples, "padded", pictures=see), model.device)
     with torch.no_grad():
         values = score(model, batch, LogProb(targets(batch), temperature, vocabulary=vocabulary))["value"]
     return [[round(value, 6) for value in values[batch["owner"] == n].tolist()] for n in range(len(answers))]

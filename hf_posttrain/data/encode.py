@@ -18,7 +18,7 @@ PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS, PICTURE_CUT = 1, 2, 
 CUT = PROMPT_CUT | COMPLETION_CUT
 """Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages; turns
 of users or tools count as a part of an answer; a picture would be cut, so that the row is left out."""
-VERSION = 8
+VERSION = 9
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 

@@ -7,20 +7,22 @@ some size becomes (`PictureReader.expansion`), and gives the tensors that the mo
 
 import base64
 import io
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import InputError, error_context, shown
-from .messages import text_of
+from .messages import is_picture, text_of
 
 MARK = "\ufdd0"
 """Stands in a content for a picture: a character that no text has."""
@@ -30,6 +32,7 @@ PLACEHOLDER = "<image>"
 STORED = datasets.List({"bytes": datasets.Value("binary"), "path": datasets.Value("string")})
 """The type of the column `images` of prepared rows."""
 _DATA = "data:image/"
+_WITH_TEXT = ("messages", "prompt", "instruction", "chosen", "rejected", "completion", "output")
 
 
 # ---- rows
@@ -41,11 +44,11 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
     form: the row's format. folder: where relative paths start. Raises InputError for what is no picture, and where
     places and pictures are not equally many.
     """
-    listed = [value for name in COLUMNS if row.get(name) is not None for value in _as_list(row[name])]
-    columns = [name for name in form.split(" + ") if name in ("messages", "prompt", "instruction", "chosen", "rejected",
-                                                              "completion", "output")]  # fmt: skip
+    row, (column, listed) = dict(row), _listed(row)
+    columns = [name for name in form.split(" + ") if name in _WITH_TEXT]
+    if not columns:  # ids hold the tokens of their pictures already
+        return row, [stored(value, folder) for value in listed]
     found: dict[str, list] = {}
-    row = dict(row)
     for name in columns:
         with error_context(f"column {name!r}"):
             row[name], found[name] = _marked(row[name])
@@ -55,23 +58,30 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
             raise InputError("columns 'chosen' and 'rejected': their conversations have other pictures")
         del found["rejected"]
     places = [value for name in found for value in found[name]]
-    asked = next((name for name in ("messages", "prompt", "instruction", "chosen") if name in columns), "")
     if listed and not places:
-        count = _places_in_text(row[asked])
-        for name in ("chosen", "rejected") if asked == "chosen" else (asked,):
-            row[name] = _placed(row[name], count, len(listed))
+        _place(row, columns, column, len(listed))
         places = [None] * len(listed)
+    if places.count(None) != len(listed):
+        problem = f"there are {places.count(None)} places without a picture of their own, and {len(listed)} pictures"
+        raise InputError(f"column {column!r}: {problem}: give as many as there are places" if column else
+                         f"{problem}: write a picture into each part, or give a column images")  # fmt: skip
     own = iter(listed)
-    values = [next(own, None) if value is None else value for value in places]
-    if len(places) != len([value for value in places if value is not None]) + len(listed) or None in values:
-        given, empty = len(listed), len([value for value in places if value is None])
-        raise InputError(f"there are {empty} places for pictures without one of their own, and {given} in 'images'")
-    with error_context("column 'images'" if listed else "a picture"):
-        return row, [stored(value, folder) for value in values]
+    with error_context(f"column {column!r}" if column else "a picture"):
+        return row, [stored(next(own) if value is None else value, folder) for value in places]
 
 
-def _as_list(value: Any) -> list:
-    return [*value] if isinstance(value, list | tuple) else [value]
+def _listed(row: dict) -> tuple[str, list]:
+    """The column that pictures are in, if any, and what it has. Raises InputError for two columns, and for a null."""
+    given = [name for name in COLUMNS if row.get(name) is not None]
+    if len(given) > 1:
+        raise InputError("columns 'image' and 'images': they both hold pictures: put all into one")
+    if not given:
+        return "", []
+    value = row[given[0]]
+    listed = [*value] if isinstance(value, list | tuple) else [value]
+    if None in listed:
+        raise InputError(f"column {given[0]!r}: a picture is null: leave it out")
+    return given[0], listed
 
 
 def _marked(value: Any) -> tuple[Any, list]:
@@ -85,7 +95,7 @@ def _marked(value: Any) -> tuple[Any, list]:
         return value, found
 
     def part(item: Any) -> Any:
-        if isinstance(item, dict) and item.get("type") in ("image", "image_url"):
+        if is_picture(item):
             found.append(_value_of(item))
             return {"type": "text", "text": MARK}
         return item
@@ -108,42 +118,62 @@ def _value_of(part: dict) -> Any:
     return f"{_DATA};base64,{value}" if part.get("base64") and value == part["base64"] else value
 
 
-def _texts_of(value: Any) -> Iterator[tuple[dict | None, str]]:
-    """(turn, text) of each text of a column that may have a placeholder: those of turns that are not an assistant's."""
+def _place(row: dict, columns: list[str], column: str, pictures: int) -> None:
+    """Put MARKs for the pictures of a column into the row's text: in place of PLACEHOLDERs, or, where it has none, at
+    the beginning of what a user asks first."""
+    asked = next(name for name in ("messages", "prompt", "instruction", "chosen") if name in columns)
+    places = sum(text.count(PLACEHOLDER) for name in (asked, "input") for text in _asked(row.get(name)))
+    if places not in (0, pictures):
+        raise InputError(f"column {column!r}: it has {pictures} pictures, and the text {places} {PLACEHOLDER}")
+    left = 0 if places else pictures
+
+    def change(text: str, role: str) -> str:
+        nonlocal left
+        before = MARK * left if role in ("user", "human") else ""
+        left = 0 if before else left
+        return before + text.replace(PLACEHOLDER, MARK)
+
+    for name in ("chosen", "rejected") if asked == "chosen" else (asked, "input"):
+        if row.get(name) is not None:
+            left = 0 if places or name == "input" else pictures
+            row[name] = _changed(row[name], change)
+            if left:
+                raise InputError(f"column {name!r}: there is no turn of a user for the pictures to stand in")
+
+
+def _asked(value: Any) -> Iterator[str]:
+    """The texts of a column that a PLACEHOLDER may stand in: no assistant's."""
+    kept: list[str] = []
+
+    def keep(text: str, _: str) -> str:
+        kept.append(text)
+        return text
+
+    _changed(value, keep)
+    yield from kept
+
+
+def _changed(value: Any, change: Callable[[str, str], str]) -> Any:
+    """A column in which `change`, of a text and whose it is, is done to all texts but those of assistants."""
     if isinstance(value, str):
-        yield None, value
-    for turn in value if isinstance(value, list) else ():
-        role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else "assistant"
-        content = turn.get("content", turn.get("value")) if isinstance(turn, dict) else None
-        if role not in ("assistant", "gpt") and isinstance(content, str):
-            yield turn, content
+        return change(value, "user")
+    if not isinstance(value, list):
+        return value
 
+    def turn(message: Any) -> Any:
+        role = str(message.get("role", message.get("from"))) if isinstance(message, dict) else "assistant"
+        if role in ("assistant", "gpt"):
+            return message
+        key = "content" if message.get("content") is not None else "value"
+        content = message.get(key)
+        if isinstance(content, str):
+            return message | {key: change(content, role)}
+        texts = [isinstance(part, dict) and isinstance(part.get("text"), str) for part in content or ()]
+        parts = zip(content or (), texts, strict=True)
+        changed = [part | {"text": change(part["text"], role)} if is_text else part for part, is_text in parts]
+        return message | {key: changed} if isinstance(content, list) else message
 
-def _places_in_text(value: Any) -> int:
-    return sum(text.count(PLACEHOLDER) for _, text in _texts_of(value))
-
-
-def _placed(value: Any, count: int, pictures: int) -> Any:
-    """A column with MARKs for `pictures` in its text: in place of its `count` placeholders, or, where it has none, at
-    the beginning of the first turn of a user."""
-    if count not in (0, pictures):
-        raise InputError(f"the text has {count} {PLACEHOLDER}, and there are {pictures} pictures")
-    if isinstance(value, str):
-        return value.replace(PLACEHOLDER, MARK) if count else MARK * pictures + value
-    turns, left = [], 0 if count else pictures
-    for turn in value if isinstance(value, list) else []:
-        texts = [text for owner, text in _texts_of([turn])]
-        if texts:
-            user = turn.get("role", turn.get("from")) in ("user", "human")
-            text = MARK * left * user + texts[0].replace(PLACEHOLDER, MARK if count else PLACEHOLDER)
-            left *= not user
-            turn = {**turn, ("content" if turn.get("content") is not None else "value"): text}
-        elif left and isinstance(turn.get("content"), list) and turn.get("role") == "user":
-            turn, left = turn | {"content": [{"type": "text", "text": MARK * left}, *turn["content"]]}, 0
-        turns.append(turn)
-    if left:
-        raise InputError("there is no turn of a user for the pictures to stand in")
-    return turns
+    return list(map(turn, value))
 
 
 # ---- pictures
@@ -187,6 +217,11 @@ def data_url(value: Any) -> str:
     return f"{_DATA};base64,{base64.b64encode(found).decode()}"
 
 
+def as_written(picture: Mapping[str, Any]) -> str:
+    """A stored picture as a row of JSON has it: its path, or its bytes as text."""
+    return picture["path"] or data_url(picture["bytes"])
+
+
 def stored_bytes(image: Image.Image) -> bytes:
     """A PIL image as a file, without loss."""
     buffer = io.BytesIO()
@@ -199,15 +234,27 @@ def _source(picture: Mapping[str, Any]) -> Any:
 
 
 def picture_size(picture: Mapping[str, Any]) -> tuple[int, int]:
-    """(width, height) without decoding it. Raises InputError for what is no picture."""
+    """(width, height) as it is looked at, without decoding it. Raises InputError for what is no picture."""
     with _told(picture), Image.open(_source(picture)) as image:
-        return image.size
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
+        return image.size[::-1] if turned else image.size
 
 
 def open_picture(picture: Mapping[str, Any]) -> Image.Image:
-    """A stored picture, decoded, in RGB. Raises InputError for what is no picture."""
+    """A stored picture, decoded, upright and in RGB. Raises InputError for what is no picture."""
     with _told(picture), Image.open(_source(picture)) as image:
-        return image.convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def versions(rows: Iterable[Any]) -> list[tuple[int, int]]:
+    """How many bytes each picture of rows has, packed ones too, and when its file was last changed (0: it is in the
+    row): a path says nothing of what is there."""
+    found = []
+    for listed in (one if isinstance(one, list) else [one] for pictures in rows for one in pictures or ()):
+        for picture in listed:
+            file = os.stat(picture["path"]) if picture["path"] else None
+            found.append((file.st_size, file.st_mtime_ns) if file else (len(picture["bytes"]), 0))
+    return found
 
 
 @contextmanager
@@ -247,6 +294,12 @@ class PictureReader:
         """The text that stands for a picture, which depends on its size alone."""
         return _of_size(self, *picture_size(picture))[1]
 
+    def shown_in(self, ids: Sequence[int], pictures: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Those of a text's pictures whose tokens all stand in `ids`, which may be cut at the end."""
+        places = sum(token in self.token_ids for token in ids)
+        ends = accumulate(self.features(self.expansion(picture)) for picture in pictures)
+        return [picture for picture, end in zip(pictures, ends, strict=True) if end <= places]
+
     def ids(self, picture: Mapping[str, Any]) -> list[int]:
         """The tokens that stand for a picture."""
         return self.processor.tokenizer(self.expansion(picture), add_special_tokens=False)["input_ids"]
@@ -266,8 +319,7 @@ class PictureReader:
 
     def grid(self, picture: Mapping[str, Any]) -> list[int] | None:
         """Frames, rows and columns of patches of a picture, where the model's positions depend on them."""
-        found = _of_size(self, *picture_size(picture))[0].get("image_grid_thw")
-        return None if found is None else [int(n) for n in found[0]]
+        return _of_size(self, *picture_size(picture))[0]
 
     def _process(self, images: list[Image.Image]) -> tuple[Any, list[str]]:
         options = self.processor._merge_kwargs(tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs)
@@ -286,11 +338,12 @@ def _grey(width: int, height: int) -> Image.Image:
     return Image.fromarray(np.full((height, width, 3), 127, dtype=np.uint8))
 
 
-@cache
-def _of_size(reader: PictureReader, width: int, height: int) -> tuple[dict[str, Any], str]:
-    """What the processor says of a picture of this size besides its pixels, and the text that stands for it."""
+@lru_cache(maxsize=100_000)
+def _of_size(reader: PictureReader, width: int, height: int) -> tuple[list[int] | None, str]:
+    """Of a picture of this size: frames, rows and columns of patches, or None, and the text that stands for it."""
     found, texts = reader._process([_grey(width, height)])
-    return {name: value for name, value in found.items() if name != "pixel_values"}, texts[0]
+    grid = found.get("image_grid_thw")
+    return None if grid is None else [int(n) for n in grid[0]], texts[0]
 
 
 def read_by(tokenizer: Any) -> PictureReader | None:

@@ -71,7 +71,7 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
     if isinstance(content, list):
         for part in content:
             if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-                sees = "; pictures want model.images: true" if isinstance(part, dict) and "image" in part else ""
+                sees = "; pictures want model.images: true" if is_picture(part) else ""
                 expected = "expected {type: text, text: ...}"
                 raise InputError(f"{where}: a part of the content is {shown(part)}, {expected}{sees}")
         content = "".join(part["text"] for part in content)
@@ -79,6 +79,11 @@ def _clean_message(message: Any, n: int) -> dict[str, Any]:
         raise InputError(f"{where}: content is {shown(content)}, expected a string")
     check_unicode(content, f"{where}: content")
     return {**message, "content": content}
+
+
+def is_picture(part: Any) -> bool:
+    """Is a part of a content a picture, by transformers' or OpenAI's name?"""
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 def _clean_call(call: dict[str, Any], where: str) -> dict[str, Any]:

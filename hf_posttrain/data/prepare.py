@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any
 
 import datasets
@@ -395,14 +395,15 @@ def _with_its_pictures(sample: Sample, reader: PictureReader, plan: Plan) -> Sam
     if sample.mask:
         end = len(sample.mask) - sample.mask[::-1].index(1)
         sample = sample._replace(branches=[sample.branches[0][:end]], mask=sample.mask[:end])
-    brought = [*map(reader.features, sample.expansions or map(reader.expansion, sample.pictures))]
     for branch in sample.branches or [[]]:
-        held = sum(token in plan.image_ids for token in (*sample.prompt, *branch))
-        shown = sum(last <= held for last in accumulate(brought)) if sample.mask else len(brought)
-        if held != sum(brought[:shown]):
-            problem = f"its tokens have {held} places for features of pictures, and its pictures bring {sum(brought)}"
+        ids = [*sample.prompt, *branch]
+        if sample.mask:
+            sample = sample._replace(pictures=tuple(reader.shown_in(ids, sample.pictures)))
+        held = sum(token in plan.image_ids for token in ids)
+        brought = sum(reader.features(reader.expansion(picture)) for picture in sample.pictures)
+        if held != brought:
+            problem = f"its tokens have {held} places for features of pictures, and its pictures bring {brought}"
             raise InputError(f"{problem}: take the token of pictures out of the text")
-        sample = sample._replace(pictures=sample.pictures[:shown])
     return sample
 
 

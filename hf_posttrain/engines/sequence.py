@@ -81,6 +81,7 @@ def check_model(model: PreTrainedModel, router_coef: float, args: Any) -> None:
         (not pairs, "does not know its attention: the config has no num_key_value_heads"),
         (heads % parts or (pairs % parts and parts % pairs), f"cannot share out {heads} heads and {pairs} of keys"),
         (rope_switch(model), "would give each part of a row its own rotary frequencies (LongRoPE or dynamic NTK)"),
+        (model.base_model is not model and forward.sees(model), "cuts no rows with pictures: load it as a text model"),
         (router_coef, "would cut the rows that the router's loss is taken of: set router_aux_loss_coef: 0"),
     ])  # fmt: skip
     parallel.sp_handler.sp_attn_implementation = attention

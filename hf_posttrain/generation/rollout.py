@@ -156,7 +156,8 @@ def answer(
     pad_id: int, sampler: Sampler, see: Any = None,
 ) -> list[list[int]]:  # fmt: skip
     """`generate` for one batch, in a way of `choose_way`."""
-    pictures = [one for prompt in prompts for one in getattr(prompt, "pictures", ())]
+    shown = ((prompt, getattr(prompt, "pictures", ())) for prompt in prompts)
+    pictures = [one for prompt, pictures in shown if pictures for one in see.reader.shown_in(prompt, pictures)]
     if way == choose_way.DECODE and not pictures:
         with few_rows(model):
             return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler)

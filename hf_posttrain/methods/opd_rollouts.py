@@ -139,7 +139,7 @@ class Frozen(Live):
         trainer, args = self.trainer, self.trainer.args
         prompts = self.of.select_columns([name for name in PROMPT if name in self.of.column_names])
         key = [
-            self.start, score_cache.rows_key(prompts), args.num_generations, args.temperature, self.longest(),
+            self.start, score_cache.rows_key(prompts, trainer), args.num_generations, args.temperature, self.longest(),
             args.seed, trainer.terminal_ids, trainer.vocabulary, args.rollout, args.bf16, args.fp16,
         ]  # fmt: skip
 
@@ -179,7 +179,7 @@ class Frozen(Live):
         one = trainer.stop.ids.tolist()
         top_k = args.precompute_teacher_top_k
         key = [
-            trainer.teacher.key(), score_cache.rows_key(rows), top_k, args.temperature,
+            trainer.teacher.key(), score_cache.rows_key(rows, trainer), top_k, args.temperature,
             trainer.vocabulary, args.bf16, args.fp16, one,
         ]  # fmt: skip
 

@@ -58,7 +58,7 @@ def check_adapter_kind(config: peft.PeftConfig) -> None:
 
 
 def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Module:
-    """The model, which may be on the meta device, with a new adapter, for all-linear not on a tower for pictures unless
+    """The model, which may be on the meta device, with a new adapter, which is not on a tower for pictures unless
     `vision`. Raises InputError where it has one, for what PEFT refuses, and for names in the config that nothing in the
     model has."""
     if isinstance(model, peft.PeftModel):
@@ -70,14 +70,8 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     asked, config = config, copy.deepcopy(config)  # PEFT writes into it
-    if getattr(config, "target_modules", None) == "all-linear":
-        linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-        if not config.exclude_modules:
-            config.exclude_modules = _no_linear_layers(forward.causal_lm(model).config, linear) or None
-        if not vision and forward.sees(model):
-            outside = [name for name in linear if forward.is_vision(model, name)]
-            config.exclude_modules = [*(config.exclude_modules or ()), *outside]
-            logger.info("all-linear: no adapter on the tower for pictures (train_vision: false)")
+    if hasattr(config, "exclude_modules"):
+        config.exclude_modules = _joined(config.exclude_modules, _left_out(model, config, vision))
     modules, what = [name for name, _ in model.named_modules()], "peft_config (model.lora)"
     # PEFT reads these rows of the embedding at once
     tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
@@ -96,7 +90,27 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     return policy
 
 
-def _no_linear_layers(config: Any, linear: dict[str, Any]) -> list[str]:
+def _left_out(model: nn.Module, config: Any, vision: bool) -> list[str]:
+    """Modules that get no adapter, whatever its config says: a tower's unless `vision`, and what all-linear leaves
+    out."""
+    found = []
+    if getattr(config, "target_modules", None) == "all-linear":
+        linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        found = _left_out_of_all_linear(forward.causal_lm(model).config, linear)
+    if not vision and forward.sees(model):
+        found += [name for name, _ in model.named_modules() if name.count(".") > 1 and forward.is_vision(model, name)]
+        logger.info("no adapter on the tower for pictures (train_vision: false)")
+    return found
+
+
+def _joined(theirs: Any, ours: list[str]) -> Any:
+    """`exclude_modules` of a user, names or an expression of whole ones, with more names."""
+    if not isinstance(theirs, str):
+        return [*(theirs or ()), *ours] or None
+    return "|".join([f"(?:{theirs})", *(rf"(?:.*\.)?{re.escape(name)}" for name in ours)])
+
+
+def _left_out_of_all_linear(config: Any, linear: dict[str, Any]) -> list[str]:
     """Names of layers that all-linear leaves out: routers that are linear by class and return several tensors, and what
     PEFT refuses in models of Mamba's kind, whose kernels read the weight itself."""
     own = {name.rpartition(".")[2]: kind for name, kind in linear.items()
@@ -105,7 +119,7 @@ def _no_linear_layers(config: Any, linear: dict[str, Any]) -> list[str]:
     if getattr(config, "model_type", "") in _OF_MAMBA:
         found |= {"out_proj"} & {name.rpartition(".")[2] for name in linear}
     if found:
-        logger.info("all-linear: no adapter on %s, which is more than a linear layer", ", ".join(sorted(found)))
+        logger.info("all-linear: no adapter on %s, whose output or weight is used otherwise", ", ".join(sorted(found)))
     return sorted(found)
 
 
@@ -150,7 +164,9 @@ def _not_loaded(policy: peft.PeftModel) -> Iterator[str]:
     """What of an adapter is saved and would not be loaded again. PEFT loads through the renamings that transformers has
     for weights of older files, and those of Laguna turn names of its shared experts into others."""
     if policy.active_peft_config.peft_type == peft.PeftType.LORA:
-        found: Any = peft.set_peft_model_state_dict(policy, peft.get_peft_model_state_dict(policy))
+        # without embeddings, for which it would ask the Hub
+        saved = peft.get_peft_model_state_dict(policy, save_embedding_layers=False)
+        found: Any = peft.set_peft_model_state_dict(policy, saved)
         lost = sorted({name.partition(".lora_")[0] for name in found.missing_keys if ".lora_" in name})
         if lost:
             ends = sorted({".".join(name.split(".")[-2:]) for name in lost})

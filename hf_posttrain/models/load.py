@@ -3,6 +3,7 @@
 Weights are read from safetensors files unless trust_remote_code is set.
 """
 
+import functools
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -79,6 +80,7 @@ def load_processor(name: str, section: ModelSection) -> Any:
     return transformers.AutoProcessor.from_pretrained(name, **options)
 
 
+@functools.cache
 def without_videos(kind: Any) -> Any:
     """A class of processors whose part for videos is None: it wants torchvision even where no video is read."""
 
@@ -91,6 +93,9 @@ def without_videos(kind: Any) -> Any:
                 vars(made)["get_attributes"] = kind.get_attributes
             return made
 
+        def __reduce__(self) -> tuple:
+            return _not_yet_made, (kind,), vars(self)
+
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in kind.get_attributes() if name != "video_processor"]
@@ -101,7 +106,7 @@ def without_videos(kind: Any) -> Any:
 
         @video_processor.setter
         def video_processor(self, _: None) -> None:
-            vars(self).pop("get_attributes")
+            self.__dict__.pop("get_attributes")
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             return argument and super().check_argument_for_proper_class(argument_name, argument)
@@ -114,6 +119,11 @@ def without_videos(kind: Any) -> Any:
 
     PicturesAlone.__name__ = PicturesAlone.__qualname__ = kind.__name__
     return PicturesAlone
+
+
+def _not_yet_made(kind: Any) -> Any:
+    """A processor without videos that pickle gives its attributes."""
+    return object.__new__(without_videos(kind))
 
 
 def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:

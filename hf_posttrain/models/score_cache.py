@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..data.images import versions
 from ..engines import sharded
 from ..errors import InputError
 from ..scoring import forward
@@ -49,7 +50,7 @@ def add_scores(
         # the key of one data set: the model, its rows, and the rest
         title = f"Scores of {name} by the {what}"
         compute = lambda: datasets.Dataset.from_list(score_rows(trainer, rows, size, score, title))  # noqa: E731
-        columns = cached([key[0], rows_key(rows), *key[1:]], compute, what, trainer.accelerator)
+        columns = cached([key[0], rows_key(rows, trainer), *key[1:]], compute, what, trainer.accelerator)
         trainer.scored_rows.append(datasets.concatenate_datasets([rows, columns], axis=1))
         return trainer.scored_rows[-1]
 
@@ -151,9 +152,12 @@ def plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, set) else str(value)
 
 
-def rows_key(rows: datasets.Dataset) -> str:
-    """A hash of the rows' content."""
+def rows_key(rows: datasets.Dataset, trainer: Any = None) -> str:
+    """A hash of the rows' content. trainer: with that of their pictures, as its processor reads them."""
     digest = xxhash.xxh3_128()
+    seen = trainer and trainer.data_collator.pictures
+    if seen and "images" in rows.column_names:
+        digest.update(f"{seen.reader.processor.image_processor.to_json_string()} {versions(rows['images'])}".encode())
     for table in rows.with_format("arrow").iter(1000):
         bare = table.replace_schema_metadata(None).combine_chunks()
         with pa.ipc.new_stream(sink := pa.BufferOutputStream(), bare.schema) as writer:

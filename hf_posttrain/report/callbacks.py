@@ -33,6 +33,7 @@ from ..generation import rollout
 from ..generation.exact_match import answers_key, first_turn
 from ..models.reference import COPY
 from ..scoring import forward as scoring
+from ..scoring.layouts import Prompt
 from ..trainer.same_run import describe_rows
 from .run_folder import command_line
 
@@ -220,7 +221,7 @@ class Samples(TrainerCallback):
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.file = Path(trainer.args.output_dir, "samples.json")
-        self.asked: list[tuple[list[int], list[int]]] = []
+        self.asked: list[tuple[Prompt, list[int]]] = []
         self.samples: list[dict[str, Any]] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -264,7 +265,7 @@ class Samples(TrainerCallback):
                 with warn_on_error(FAILED):
                     write_json(self.file, self.samples)
 
-    def generate(self, asked: list[tuple[list[int], list[int]]]) -> list[Any]:
+    def generate(self, asked: list[tuple[Prompt, list[int]]]) -> list[Any]:
         """A text for each question on the first process, none on others; all ranks call it."""
         trainer = self.trainer
         prompts = [prompt for prompt, _ in asked] if trainer.is_world_process_zero() else []
@@ -293,8 +294,8 @@ def find_obstacle(trainer: Any) -> str | None:
     return None
 
 
-def pick_questions(rows: Any) -> list[tuple[list[int], list[int]]]:
-    """(prompt ids, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
+def pick_questions(rows: Any) -> list[tuple[Prompt, list[int]]]:
+    """(prompt, ids of the right answer, or none) of a few prepared rows, packed or not: evenly spread over a data
     set (of a dict the first), the first of a stream."""
     if isinstance(rows, dict):
         rows = next(iter(rows.values()))
@@ -305,11 +306,11 @@ def pick_questions(rows: Any) -> list[tuple[list[int], list[int]]]:
     return [_read_question(row) for row in islice(rows, COUNT)]
 
 
-def _read_question(row: dict[str, Any]) -> tuple[list[int], list[int]]:
+def _read_question(row: dict[str, Any]) -> tuple[Prompt, list[int]]:
     prompt, answer = row["prompt_ids"], row.get("chosen_ids") or row.get("completion_ids") or []
     if answer and isinstance(answer[0], list):  # packed
         return _read_question({name: value[0] for name, value in row.items() if isinstance(value, list)})
     if len(prompt) < 2:  # a text: its beginning is the prompt
         opening = max(1, min(OPENING, len(answer) // 2))
-        return [*prompt, *answer[:opening]], answer[opening:]
-    return prompt, first_turn(row) if row.get("label", True) else []
+        return Prompt.of(row | {"prompt_ids": [*prompt, *answer[:opening]]}), answer[opening:]
+    return Prompt.of(row), first_turn(row) if row.get("label", True) else []

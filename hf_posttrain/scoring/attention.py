@@ -189,7 +189,8 @@ def _attend_one_by_one(
     of_pictures = None if picture is None else [*zip(picture[0].split(queries), picture[1].split(keys), strict=True)]
     for n, parts in enumerate(pieces):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)  # [1, heads, length, D]
-        mask = _not_behind(q.shape[2], k.shape[2], window, q.device, of_pictures and _same(*of_pictures[n]))
+        same = None if of_pictures is None else _same(*of_pictures[n])
+        mask = _behind(q.shape[2], k.shape[2], window, q.device, same)
         options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "is_causal": mask is None}
         with torch.autocast(q.device.type, enabled=False):
             found.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
@@ -213,7 +214,7 @@ def _takes_varlen(query: Tensor, value: Tensor) -> bool:
     return fits and has_varlen_kernel(value.device)
 
 
-def _not_behind(
+def _behind(
     queries: int, keys: int, window: int | None, device: torch.device, same: Tensor | None = None
 ) -> Tensor | None:
     """[1, 1, queries, keys] bool, which keys are not behind a query, the last of which sees all; None: plain causal.

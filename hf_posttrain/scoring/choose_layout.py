@@ -53,7 +53,14 @@ def able(models: Sequence[PreTrainedModel], max_length: int | None = None) -> tu
     found = [_able(model, max_length) for model in models]
     fitting = [name for name in ("shared", "packed", "padded") if all(name in theirs for theirs, _ in found)]
     reasons = [f"{type(model).__name__}: {reason}" for model, (_, reason) in zip(models, found, strict=True)]
+    if fitting != ["padded"] and wants_pieces(models):
+        return ["padded"], f"one of {', '.join(reasons)} takes a row in pieces, which another's attention does not"
     return fitting, "; ".join(dict.fromkeys(reasons))
+
+
+def wants_pieces(models: Sequence[PreTrainedModel]) -> bool:
+    """Does a model keep a state, so that it wants one row in pieces, while another gets rows with a mask?"""
+    return any(map(stateful_layers, models)) and row_multiple(models, models[0].device) is None
 
 
 def _able(model: PreTrainedModel, max_length: int | None) -> tuple[list[str], str]:
@@ -121,17 +128,18 @@ def check(
     max_length: int | None = None,
     in_float32: bool = True,
     pictures: Any = None,
+    beside: Sequence[PreTrainedModel] = (),
 ) -> float:
     """Score prompts with their answers on `device` and compare with the model's own forward on each answer alone.
 
     Where the model has a window or chunks shorter than `max_length`, one row is longer than they are. With `pictures`,
-    the `Pictures` of a model that sees, one has a picture.
+    the `Pictures` of a model that sees, one has a picture. beside: other models for which batches are laid out.
     Returns the mean difference of a token's log-probability. in_float32: is it inside `InFloat32`?
     """
     inner = forward.causal_lm(model)
     examples, found = _check_rows(inner, max_length, pictures), []
     alone = [(example, branch.ids) for example in examples for branch in example.branches]
-    laid_out = collate(examples, layout, row_multiple=row_multiple([inner]), pictures=pictures)
+    laid_out = collate(examples, layout, row_multiple=row_multiple([inner, *beside]), pictures=pictures)
     batch: dict[str, Any] = send_to_device(laid_out, device)
     with torch.no_grad(), forward.eval_mode(model):
         values = token_logps(model, batch, in_float32)
@@ -253,11 +261,12 @@ def trusted_layout(
     scored by its own logits, said as well. Raises InputError where the layout was the user's explicit choice, and where
     a model is wrong even with its own logits. max_length, pictures: see `check`.
     """
+    beside = [forward.causal_lm(model) for model in models]
     for model in models:
         check_causal(model)
         inner = forward.causal_lm(model)
         name = type(inner).__name__.removeprefix("FSDP")
-        right = partial(_is_right, model, device=device, max_length=max_length, pictures=pictures)
+        right = partial(_is_right, model, device=device, max_length=max_length, pictures=pictures, beside=beside)
         if right(layout):
             continue
         if layout != "padded" and undo_choice(inner):
@@ -279,14 +288,16 @@ def trusted_layout(
             if layout == "padded" or not right("padded"):
                 raise InputError(f"{name} scores otherwise in batches than each row alone: it is not supported")
             layout = "padded"
-    return layout
+    return "padded" if beside and wants_pieces(beside) else layout
 
 
-def _is_right(
-    model: nn.Module, layout: str, device: torch.device | str, max_length: int | None, pictures: Any
-) -> bool:
-    """Does a model score in a layout as its own forward does? The first rank's answer, for all."""
-    measure, what = partial(check, model, layout, device, max_length, pictures=pictures), f"layout {layout}"
+def _is_right(model: nn.Module, layout: str, device: torch.device | str, **given: Any) -> bool:
+    """Does a model score in a layout as its own forward does? The first rank's answer, for all. given: to `check`."""
+    what = f"layout {layout}"
+
+    def measure(in_float32: bool) -> float:
+        return check(model, layout, device, in_float32=in_float32, **given)
+
     right = within(measure, (tolerance(forward.causal_lm(model)), ROUGHEST), what)
     if has_varlen_kernel(torch.device(device)):  # which takes no float32, so that the above has not run it
         right &= within(measure, (None, ROUGHEST), what)

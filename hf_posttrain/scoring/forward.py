@@ -105,6 +105,8 @@ def enable_scoring(model: nn.Module) -> None:
     inner = causal_lm(model)
     # a bound method, so that a deepcopy is bound to itself
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
+    vision = (weight for name, weight in inner.named_parameters() if is_vision(inner, name)) if sees(inner) else ()
+    inner.trains_vision = any(weight.requires_grad for weight in vision)
     rotary.rotate_by_row(inner)
     inner.keeps_state = states.compute_by_piece(inner)
 
@@ -120,7 +122,8 @@ def _scoring_forward(model_class: Any) -> Callable:
         head = LMHead.of(self)
         backbone = self.model if self.base_model is self else self.base_model  # Llama 4 names another prefix
         if visual:  # the tower by itself: what attention is told of the row is not for it
-            features = backbone.get_image_features(**visual, return_dict=True)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self.trains_vision):
+                features = backbone.get_image_features(**visual, return_dict=True)
             kwargs |= {} if blind else {"mm_encoder_outputs": {"image": features}}
         if getattr(self, OWN_LOGITS, False):
             logits = model_class.forward(self, *args, **kwargs).logits

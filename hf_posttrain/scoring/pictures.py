@@ -30,8 +30,10 @@ class Pictures:
 
     @classmethod
     def of(cls, model: Any, reader: PictureReader, always: bool = False) -> "Pictures":
-        """Of a causal LM with a tower."""
+        """Of a causal LM with a tower. Raises InputError for one that cannot be trained with pictures."""
         inner, empty = model.base_model, None
+        if model.config.model_type == "paligemma":
+            raise InputError("images: PaliGemma lets all tokens of a prompt see each other, which no layout does here")
         if hasattr(inner, "get_rope_index"):
             empty = object.__new__(type(inner))  # without weights: a worker of the data loader has a copy
             nn.Module.__init__(empty)
@@ -77,10 +79,11 @@ class Pictures:
 
 def sees_whole_pictures(model: Any) -> str:
     """In which layers of a causal LM with a tower do the tokens of a picture see those behind them? "all": Gemma 3;
-    "sliding": the larger Gemma 4, where a layer has a window; "": in none."""
+    "sliding": the larger Gemma 4, where a layer has a window; "": in none that is known (the check of the first batch
+    shows it a picture)."""
     if getattr(model.config.get_text_config(), "use_bidirectional_attention", None) == "vision":
         return "sliding"
-    return "all" if "token_type_ids" in inspect.signature(type(model.base_model).forward).parameters else ""
+    return "all" if model.config.model_type == "gemma3" else ""
 
 
 def names_of_kinds(model: Any) -> list[str]:

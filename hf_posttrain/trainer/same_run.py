@@ -9,7 +9,9 @@ from typing import Any
 
 import datasets
 import peft
+import xxhash
 
+from ..data.images import versions
 from ..engines import sharded
 from ..errors import shown
 from ..models import adapters, score_cache
@@ -134,7 +136,11 @@ def describe_rows(trainer: Any, rows: Any) -> Any:
         first = [{name: row[name] for name in columns if name in row} for row in rows.take(8)]
         return f"a stream ({score_cache.rows_key(datasets.Dataset.from_list(first))[:12]})"
     used = rows.select_columns([name for name in columns if name in rows.column_names])
-    return f"{len(rows)} rows ({score_cache.rows_key(used)[:12]})"
+    described = f"{len(rows)} rows ({score_cache.rows_key(used)[:12]})"
+    if "images" not in rows.column_names:
+        return described
+    sizes = [size for size, _ in versions(rows["images"])]  # their files may have been copied since
+    return f"{described}, {len(sizes)} pictures ({xxhash.xxh3_64_hexdigest(repr(sizes).encode())[:12]})"
 
 
 def _differing(then: Mapping[str, Any], now: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any, Any]]:

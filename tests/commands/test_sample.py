@@ -7,15 +7,19 @@ import datasets
 import pytest
 import torch
 from models_for_tests import tiny_model
+from PIL import Image
 from processes_for_tests import on_two
 from tokenizers_for_tests import byte_tokenizer
+from vision_for_tests import seeing
 
 from hf_posttrain import run
 from hf_posttrain.commands import sample
+from hf_posttrain.data.images import read_by, stored
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.sft import SFTConfig
+from hf_posttrain.scoring.pictures import Pictures
 
 RECIPE = """
 method: opd
@@ -45,6 +49,30 @@ def folder(tmp_path, monkeypatch):
 def sampled(*arguments, out="out.jsonl"):
     assert run.main(["sample", "recipe.yaml", "--out", out, *arguments]) == 0
     return [json.loads(line) for line in open(out, encoding="utf-8")]
+
+
+def test_answers_to_pictures_see_them(folder):
+    """Two rows of the same tokens with other pictures are two prompts, and their rows name the pictures."""
+    model, tokenizer = seeing("qwen3_vl", scale=3.0)
+    model.save_pretrained("sees")
+    read_by(tokenizer).processor.save_pretrained("sees")
+    paths = []
+    for seed in (1, 2):
+        paths.append(str(folder / f"{seed}.png"))
+        Image.effect_noise((40, 40), 60 * seed).convert("RGB").save(paths[-1])
+    asked = [{"role": "user", "content": "<image>What?"}]
+    write_rows(folder / "rows.jsonl", [{"prompt": asked, "images": [path]} for path in (*paths, paths[0])])
+    seen = ["model.name_or_path=sees", "model.images=true", "teacher.name_or_path=sees", "teacher.images=true"]
+    rows = sampled(*seen, "--n", "1", "--temperature", "0")
+    assert [row["images"] for row in rows] == [[path] for path in paths]
+    for row in rows:
+        ids = torch.tensor([row["prompt_ids"] + row["completion_ids"]])
+        shown = Pictures.of(model, read_by(tokenizer)).of_prompts([stored(row["images"][0])], ids, model)
+        with torch.no_grad():
+            logps = model(input_ids=ids, **shown).logits[0, :, : len(tokenizer)].log_softmax(-1)
+        expected = logps[len(row["prompt_ids"]) - 1 : -1].gather(-1, torch.tensor(row["completion_ids"])[:, None])
+        assert row["logps"] == pytest.approx(expected[:, 0].tolist(), abs=1e-4)
+    assert rows[0]["logps"] != rows[1]["logps"]
 
 
 def test_rows_are_what_the_model_said_and_how_likely_that_was(folder):

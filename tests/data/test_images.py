@@ -9,11 +9,12 @@ from pathlib import Path
 
 import datasets
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image
 from training_for_tests import TABLE
+from transformers.image_utils import load_image
 from vision_for_tests import KINDS, pictures, processor_of
 
-from hf_posttrain.data.images import MARK, open_picture, read_by, stored, take_pictures, with_pictures
+from hf_posttrain.data.images import MARK, open_picture, picture_size, read_by, stored, take_pictures, with_pictures
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class
@@ -143,6 +144,37 @@ def test_relative_paths_start_at_the_folder(tmp_path):
         prepared([row] * 2)
 
 
+def test_a_placeholder_is_a_place_wherever_users_write_it():
+    rows = [
+        {"messages": [user("see <image> here"), *said("yes")], "images": [LOGO]},
+        {"messages": [{"role": "user", "content": "see <image> here"}, *said("yes")], "images": [LOGO]},
+        {"messages": [user("see ", image(LOGO), " here"), *said("yes")]},
+    ]
+    [one], [two], [three] = (prepared([row])[0] for row in rows)
+    assert one == two == three
+    alpaca = {"instruction": "What is it?", "input": "<image>", "output": "yes", "images": [LOGO]}
+    [found], tokenizer = prepared([alpaca], apply_chat_template=True)
+    assert "<image>" not in tokenizer.decode(found["prompt_ids"])
+    assert len(found["images"]) == 1
+
+
+def test_prepared_ids_come_with_their_pictures():
+    rows, _ = prepared([{"prompt": [user(image(LOGO), "What?")], "completion": said("yes")}] * 2)
+    columns = ("prompt_ids", "completion_ids", "images")
+    again, _ = prepared([{name: row[name] for name in columns} for row in rows])
+    assert [row["images"] for row in again] == [row["images"] for row in rows]
+    assert again[0]["prompt_ids"] == rows[0]["prompt_ids"]
+
+
+def test_photographs_stand_upright(tmp_path):
+    """As transformers and `datasets` read those that a camera has marked as turned."""
+    marks = Image.Exif()
+    marks[ExifTags.Base.Orientation] = 6
+    Image.open(LOGO).convert("RGB").resize((40, 20)).save(tmp_path / "a.jpg", exif=marks)
+    picture = stored(str(tmp_path / "a.jpg"))
+    assert picture_size(picture) == open_picture(picture).size == load_image(str(tmp_path / "a.jpg")).size == (20, 40)
+
+
 # ---- what is refused
 
 
@@ -152,14 +184,18 @@ def test_relative_paths_start_at_the_folder(tmp_path):
         ({"messages": [user(image("https://a.b/c.png")), *said("yes")]}, "nothing is fetched while training"),
         ({"messages": [user(image(__file__)), *said("yes")]}, "is no picture that PIL reads"),
         ({"messages": [user("What?"), *said("yes")], "images": [7]}, "expected a picture"),
-        ({"messages": [user(image(), image()), *said("yes")], "images": [LOGO]}, "2 places for pictures"),
-        ({"messages": [user(image(), "x"), *said("yes")]}, "1 places for pictures without one of their own, and 0 in"),
+        ({"messages": [user(image(), image()), *said("yes")], "images": [LOGO]},
+         "2 places without a picture of their own, and 1 pictures"),
+        ({"messages": [user(image(), "x"), *said("yes")]}, "1 places without a picture of their own, and 0 pictures"),
         ({"messages": [{"role": "user", "content": "<image> <image>"}, *said("yes")], "images": [LOGO]},
-         "the text has 2 <image>, and there are 1 pictures"),
+         "it has 1 pictures, and the text 2 <image>"),
         ({"messages": [user(image(LOGO), "<|image_pad|>"), *said("yes")]}, "the chat template writes 2 places"),
         ({"messages": [user("<|image_pad|>"), *said("yes")]}, "take the token of pictures out of the text"),
         ({"prompt": "What?", "completion": "yes", "images": [LOGO]}, "a row with pictures needs messages"),
         ({"messages": [user(f"a{MARK}"), *said("yes")]}, "U.FDD0"),
+        ({"messages": [user("What?"), *said("yes")], "images": [LOGO, None]}, "a picture is null"),
+        ({"messages": [user("What?"), *said("yes")], "images": [LOGO], "image": LOGO}, "put all into one"),
+        ({"text": "What is it?", "image": LOGO}, "a row with pictures needs messages"),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_the_row(row, message):

@@ -2,17 +2,20 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
 import yaml
 from peft import LoraConfig
+from PIL import Image
 from training_for_tests import LORA, METHODS, TABLE, assert_same_step, one_step, policy_of, quick, trainer_for
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision_for_tests import KINDS, pictures, processor_of, seeing
 
 from hf_posttrain.data.images import read_by, stored
 from hf_posttrain.errors import InputError
+from hf_posttrain.models.adapters import add_adapter
 from hf_posttrain.models.load import load_model, load_tokenizer, without_videos
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.run import main
@@ -22,6 +25,7 @@ from hf_posttrain.scoring.choose_layout import able
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 from hf_posttrain.scoring.pictures import Pictures
+from hf_posttrain.trainer.same_run import describe_rows
 
 PHOTO, LOGO = pictures()
 CPU = torch.device("cpu")
@@ -177,6 +181,34 @@ def test_a_step_is_the_same_in_all_layouts(kind, method, tmp_path):
         assert_same_step(steps[layout], steps["padded"], relative=1e-4)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_adapter_is_on_the_tower_whatever_it_is_asked_for(kind):
+    """Names that a tower has too, and an expression of the user's own for what is left out."""
+    for targets in ("all-linear", ["q_proj", "v_proj"]):
+        for left_out in (None, ["layers.1.self_attn.q_proj"], r".*layers\.1\.self_attn\.q_proj"):
+            config = LoraConfig(r=2, target_modules=targets, exclude_modules=left_out)
+            model = add_adapter(seeing(kind)[0], config)
+            trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            assert any(".q_proj.lora_A" in name or "in_proj" in name for name in trained)
+            assert not any(forward.is_vision(model, name.removeprefix("base_model.model.")) for name in trained)
+            first = [name for name in trained if "layers.1.self_attn.q_proj" in name]
+            assert bool(first) == (left_out is None)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "smolvlm"])
+def test_a_tower_that_is_not_trained_keeps_nothing(kind, tmp_path):
+    """Also where the inputs of checkpointed layers are made to require a gradient."""
+    model, given = options(kind, "sft")
+    trainer = trainer_for("sft", model, conversations("sft"), tmp_path, peft_config=LoraConfig(**LORA),
+                          activation_checkpointing=True, **given)  # fmt: skip
+    seen, inner = [], forward.causal_lm(trainer.model)
+    reading = inner.base_model.get_image_features
+    inner.base_model.get_image_features = lambda *args, **more: seen.append(reading(*args, **more)) or seen[-1]
+    trainer.train()
+    assert seen
+    assert not any(found.pooler_output[0].requires_grad for found in seen)
+
+
 @pytest.mark.parametrize("kind", quick("qwen3_vl", among=KINDS))
 def test_pictures_in_turns_that_are_trained_or_left_out(kind, tmp_path):
     """All turns are trained; and a picture behind the last trained token is not shown."""
@@ -288,6 +320,43 @@ def test_answers_have_no_token_of_pictures(temperature, tmp_path):
         assert not any(place in answer for answer in answers)
 
 
+def test_exact_match_shows_the_pictures_of_the_question_alone(tmp_path):
+    """Of a conversation whose later turns have more."""
+    asked, again = ({"role": "user", "content": parts} for parts in ([image(), text("What?")], [text("And"), image()]))
+    answers = [{"role": "assistant", "content": f"A {what}."} for what in ("face", "logo")]
+    rows = [{"messages": [asked, answers[0], again, answers[1]], "images": [PHOTO, LOGO]}] * 2
+    model, given = options("qwen3_vl", "sft")
+    trainer = trainer_for("sft", model, rows, tmp_path, eval_rows=rows, train_on="assistant", eval_exact_match=True,
+                          eval_max_completion_length=4, **given)  # fmt: skip
+    assert 0 <= trainer.evaluate()["eval_exact_match"] <= 1
+
+
+def test_cached_scores_are_of_the_pictures_that_are_there(tmp_path, monkeypatch):
+    """Another picture under the same name, of the same size."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    model, given = options("qwen3_vl", "dpo")
+    rows = [row | {"images": [str(tmp_path / "a.png")] * len(row["images"])} for row in conversations("dpo")]
+    found = []
+    for seed in (0, 1):
+        Image.effect_noise((40, 40), 30 + 90 * seed).convert("RGB").save(tmp_path / "a.png")
+        trainer = trainer_for("dpo", copy.deepcopy(model), rows, tmp_path, precompute_ref_log_probs=True, **given)
+        trainer.train()
+        found.append((trainer.train_dataset["ref_logps"][:], describe_rows(trainer, trainer.train_dataset)))
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
+def test_what_workers_of_a_loader_are_given_can_be_pickled(tmp_path):
+    model, given = options("smolvlm", "sft")
+    trainer = trainer_for("sft", model, conversations("sft"), tmp_path, **given)
+    rows = [trainer.train_dataset[n] for n in range(3)]
+    copied = pickle.loads(pickle.dumps(trainer.data_collator))
+    one, two = trainer.data_collator(rows), copied(rows)
+    torch.testing.assert_close(one["visual"], two["visual"])
+    assert torch.equal(one["input_ids"], two["input_ids"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "method"), [*FIRST, ("smolvlm", "cpo")])
 def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
@@ -327,8 +396,6 @@ def test_a_picture_that_has_changed_is_told(tmp_path):
     row = {"messages": [{"role": "user", "content": [image(), text("What?")]},
                         {"role": "assistant", "content": "yes"}], "images": [str(tmp_path / "a.jpg")]}  # fmt: skip
     trainer = trainer_for("sft", model, [row] * 4, tmp_path / "out", **given)
-    from PIL import Image
-
     Image.new("RGB", (40, 900)).save(tmp_path / "a.jpg")
     with pytest.raises(InputError, match="pictures have changed since their rows were prepared"):
         trainer.train()
