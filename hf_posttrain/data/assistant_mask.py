@@ -32,11 +32,12 @@ def assistant_mask(
     end_id = chat.turn_end_id(tokenizer, template.kwargs)
     # 1. where assistants wrote: from the template's own {% generation %} tags, otherwise from the rendered text
     full = full or template.render(messages)
-    # (tags do not say which message they are of, and transformers knows no text of pictures)
-    if GENERATION.search(template.text) and not template.pictures and chosen is None:
-        ids, mask, offsets = _tagged_mask(template, messages, end_id)
-    else:
-        ids, mask, offsets = _rendered_mask(template, messages, end_id, full, chosen)
+    if tagged := bool(GENERATION.search(template.text)):
+        ids, mask, offsets = _tagged_mask(template, messages, end_id, full)
+    if not tagged or chosen is not None:
+        ids, rendered, offsets = _rendered_mask(template, messages, end_id, full, chosen)
+        # tags do not say which message they are of
+        mask = [*map(min, mask, rendered)] if tagged else rendered
     # 2. of each turn, nothing behind its end (a line break, a second end); no turn that is an end alone, which would
     # teach empty answers. Where a template writes no headers, turns of assistants follow one another in one run
     ends = [0, *accumulate(int(i == end_id) for i in ids)]
@@ -85,12 +86,17 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
 _Found = tuple[list[int], list[int], list[tuple[int, int]]]
 
 
-def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int) -> _Found:
+def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, full: str) -> _Found:
     """Ids, mask and places in the text (begin, end), from the template's generation tags."""
     options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
     options |= {"tokenizer_kwargs": {"return_offsets_mapping": True}}
     encoded = template.apply(messages, **options)
     ids, mask, offsets = list(encoded["input_ids"]), list(encoded["assistant_masks"]), encoded["offset_mapping"]
+    if template.pictures:  # transformers knows nothing of their text: from its tokens to those of the whole text
+        places = template.moved(messages, [begin for (begin, _), on in zip(offsets, mask, strict=True) if on])
+        encoded = template.tokenizer(full, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        mask = [int(begin in places) for begin, _ in offsets]
     for n in range(1, len(ids)):
         # the turn end right after a tagged span is trained too; and where the last character of a span is split into
         # several tokens, transformers marks only the first: mark the rest

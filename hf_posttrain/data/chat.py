@@ -68,6 +68,15 @@ class ChatTemplate(NamedTuple):
             raise InputError(f"the chat template writes {len(parts) - 1} places ({place}) for {wanted} pictures")
         return "".join(part + picture for part, picture in zip(parts, (*self.pictures[:wanted], ""), strict=True))
 
+    def moved(self, messages: Messages, places: Sequence[int]) -> set[int]:
+        """Where characters of a rendering without the text of pictures are in the rendering with it."""
+        reader = read_by(self.tokenizer)
+        assert reader is not None
+        plain = self._replace(pictures=()).render(messages)
+        begins = [match.start() for match in re.finditer(re.escape(reader.place), plain)]
+        grown = [(begin, len(text) - len(reader.place)) for begin, text in zip(begins, self.pictures, strict=False)]
+        return {place + sum(more for begin, more in grown if begin < place) for place in places}
+
     def prompt_text(self, prompt: Messages) -> str:
         """The text that generation starts from; a prompt that ends in an assistant turn (prefill) is left open."""
         prefill = prompt[-1]["role"] == "assistant"

@@ -12,7 +12,7 @@ import pytest
 from PIL import ExifTags, Image
 from training_for_tests import TABLE
 from transformers.image_utils import load_image
-from vision_for_tests import KINDS, pictures, processor_of
+from vision_for_tests import KINDS, TURN, family_of, pictures, processor_of
 
 from hf_posttrain.data.images import MARK, open_picture, picture_size, read_by, stored, take_pictures, with_pictures
 from hf_posttrain.data.prepare import prepare
@@ -133,6 +133,26 @@ def test_only_assistants_are_trained_around_pictures():
     found, tokenizer = prepared([{"messages": turns}] * 2, assistant_only_loss=True)
     ids, mask = found[0]["completion_ids"], found[0]["completion_mask"]
     assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]) == "one<|im_end|>two<|im_end|>"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tags_of_a_template_are_kept_to_around_pictures(kind):
+    """Of a template that writes more into an assistant's turn than it tags."""
+    def trained(turns, template):
+        tokenizer = with_pictures(processor_of(kind))
+        tokenizer.chat_template = tokenizer.chat_template.replace("{% for m in messages %}", template)
+        config = config_class(TABLE["sft"])(output_dir="out", use_cpu=True, report_to="none", train_on="assistant")
+        [row] = prepare(trainer_rows([{"messages": turns}]), TABLE["sft"], tokenizer, config, "train")
+        pairs = zip(row["completion_ids"], row["completion_mask"], strict=True)
+        return tokenizer.decode([i for i, on in pairs if on]), len(row["images"])
+
+    begin, end = map(str.strip, TURN[family_of(kind)])
+    tagged = "{% for m in messages %}{% if m.role == 'assistant' %}" + begin + "assistant\nSKIP {% generation %}"
+    tagged += "{{ m.content }}" + end + "{% endgeneration %}{% continue %}{% endif %}"
+    turns = [user(image(LOGO), "What?"), *said("one"), user(image(PHOTO)), *said("two")]
+    assert trained(turns, tagged) == (f"one{end}two{end}", 2)
+    turns[1] = turns[1] | {"weight": 0}
+    assert trained(turns, tagged) == (f"two{end}", 2)
 
 
 def test_relative_paths_start_at_the_folder(tmp_path):
