@@ -26,6 +26,8 @@ from torch.nn.functional import pad
 
 CACHE, MASK = ("cache_params", "past_key_values"), ("attention_mask", "conv_mask")
 """The names that forwards have for their cache, and for a mask of padding."""
+ALIKE = 32
+"""Tokens: kernels compute linear attention in chunks of 64."""
 
 
 def stateful_layers(model: nn.Module) -> list[nn.Module]:
@@ -59,12 +61,12 @@ def got_pieces(model: nn.Module) -> bool:
 
 @dataclass
 class Pieces:
-    """Where the pieces of a row are. An index of -1 is padding: of prompts on the left, of branches on the right."""
+    """Where the pieces of a row are: tables of rows of about equal length, each [n, longest of them]. An index of -1 is
+    padding: of prompts on the left, of branches on the right."""
 
-    prompts: Tensor | None  # [P, longest]: places in the row; None where no branch has another piece before it
-    branches: Tensor  # [B, longest]
-    begins: Tensor  # [B]: the prompt that a branch goes on from, P for none
-    back: Tensor  # [L]: the place of each token among those of `prompts` and then `branches`
+    prompts: list[Tensor]  # places in the row; none where no branch has another piece before it
+    branches: list[tuple[Tensor, Tensor]]  # the same, and [n] the prompt that each goes on from, as `prompts` have them
+    back: Tensor  # [L]: the place of each token among those of all tables
 
     @classmethod
     def of(cls, sizes: Sequence[tuple[int, int]], device: torch.device) -> "Pieces":
@@ -75,22 +77,37 @@ class Pieces:
         goes_on = [keys > queries for queries, keys in sizes]
         prompts = [n for n, (later, after) in enumerate(pairwise([*goes_on, False])) if after and not later]
         branches = sorted({*range(len(sizes))} - {*prompts})
-        # the number of the last prompt up to each piece
-        begins = [bisect(prompts, n) - 1 if goes_on[n] else len(prompts) for n in branches]
-        left, right = (_table([places[n] for n in chosen], side) for chosen, side in ((prompts, 0), (branches, 1)))
-        both = np.concatenate([left.ravel(), right.ravel()])
+        lengths = [queries for queries, _ in sizes]
+        tables = [(_of_like_length(chosen, lengths), side) for chosen, side in ((prompts, 0), (branches, 1))]
+        made = [[_table([places[n] for n in group], side) for group in groups] for groups, side in tables]
+        # the number of the last prompt up to each piece, in the order of the tables; one more for none
+        order = {n: number for number, n in enumerate(n for group in tables[0][0] for n in group)}
+        last = lambda n: order[prompts[bisect(prompts, n) - 1]] if goes_on[n] else len(prompts)  # noqa: E731
+        begins = [np.array([*map(last, group)]) for group in tables[1][0]]
+        every = np.concatenate([table.ravel() for table in (*made[0], *made[1])])
         back = np.empty(starts[-1], dtype=np.int64)
-        back[both[both >= 0]] = np.flatnonzero(both >= 0)
-        tensors = [torch.from_numpy(a).to(device) for a in (left, right, np.array(begins), back)]
-        return cls(tensors[0] if prompts else None, *tensors[1:])
+        back[every[every >= 0]] = np.flatnonzero(every >= 0)
+        there = lambda values: torch.from_numpy(values).to(device)  # noqa: E731
+        branches_there = [*zip(map(there, made[1]), map(there, begins), strict=True)]
+        return cls([*map(there, made[0])], branches_there, there(back))
+
+
+def _of_like_length(pieces: list[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Pieces in groups whose shortest is at least half as long as the longest, or as ALIKE."""
+    groups: list[list[int]] = []
+    for n in sorted(pieces, key=lambda n: -lengths[n]):
+        if groups and 2 * max(lengths[n], ALIKE) >= lengths[groups[-1][0]]:
+            groups[-1].append(n)
+        else:
+            groups.append([n])
+    return groups
 
 
 def _table(places: list[np.ndarray], padded_side: int) -> np.ndarray:
     """Rows of equal length, at least 2 (of a single token layers write into the state that they are given)."""
     longest = max([2, *map(len, places)])
     ends = [(longest - len(row), 0) if padded_side == 0 else (0, longest - len(row)) for row in places]
-    rows = [np.pad(row, end, constant_values=-1) for row, end in zip(places, ends, strict=True)]
-    return np.stack(rows) if rows else np.empty((0, longest), dtype=np.int64)
+    return np.stack([np.pad(row, end, constant_values=-1) for row, end in zip(places, ends, strict=True)])
 
 
 class States:
@@ -99,6 +116,15 @@ class States:
     def __init__(self) -> None:
         self.conv: dict[int, Tensor] = {}
         self.recurrent: dict[int, Tensor] = {}
+
+    @classmethod
+    def of_all(cls, several: Sequence["States"]) -> "States":
+        """Those of several batches, one after the other."""
+        new = cls()
+        for name in ("conv", "recurrent"):
+            for number in getattr(several[0], name):
+                getattr(new, name)[number] = torch.cat([getattr(each, name)[number] for each in several])
+        return new
 
     def continued(self, begins: Tensor) -> "States":
         """The states that branches begin with: those of their prompts, or zeros, which is what none means."""
@@ -156,12 +182,11 @@ def _by_piece(kind: Any) -> Callable:
             options = given | {first: rows(table), cache: states, mask: padding}
             return kind.forward(self, **options).flatten(0, 1)
 
-        found, states = [], None
-        if pieces.prompts is not None:
-            states = States()
-            found.append(compute(pieces.prompts, states, (pieces.prompts >= 0).to(row.dtype)))
-            states = states.continued(pieces.begins)
-        found.append(compute(pieces.branches, states, None))
+        left = [States() for _ in pieces.prompts]  # by each table of prompts
+        tables = zip(pieces.prompts, left, strict=True)
+        found = [compute(table, states, (table >= 0).to(row.dtype)) for table, states in tables]
+        before = States.of_all(left) if left else None
+        found += [compute(table, before and before.continued(begins), None) for table, begins in pieces.branches]
         return torch.cat(found).index_select(0, pieces.back)[None]
 
     return forward

@@ -11,9 +11,10 @@ from peft import LoraConfig
 from plain_for_tests import token_logps
 from training_for_tests import LORA, METHODS, TABLE, assert_same_step, fix_rollouts, one_step, quick, token_rows
 
+from hf_posttrain.check.kept import Kept
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
-from hf_posttrain.scoring import forward
+from hf_posttrain.scoring import forward, states
 from hf_posttrain.scoring.attention import choose_attention, row_multiple
 from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layout
 from hf_posttrain.scoring.head import LogProb
@@ -21,7 +22,7 @@ from hf_posttrain.scoring.layouts import Branch, Example, collate
 from hf_posttrain.scoring.states import Pieces, stateful_layers
 
 HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2_moe", "granitemoehybrid", "nemotron_h", "kimi_linear", "olmo_hybrid",
-           "falcon_h1", "bamba", "lfm3", "qwen3_5_moe_text")  # fmt: skip
+           "falcon_h1", "bamba", "lfm2", "lfm3", "qwen3_5_moe_text", "zamba2", "bailing_hybrid")  # fmt: skip
 CPU = torch.device("cpu")
 ROWS = [*examples(), Example([7], [Branch([9, 8, 7]), Branch([5])]), Example([7, 9], [Branch([9])])]
 """Prompts with several answers, of one token and none shared, answers of one token and with masked ends."""
@@ -145,15 +146,57 @@ def test_other_attention_leaves_such_layers_padded():
     assert "take the pieces of a row with sdpa, not eager" in why
 
 
-def test_pieces_go_on_where_their_prompt_ended():
-    # a prompt of 3 with branches of 2 and 1, one without a prompt, a prompt of 1 with a branch, padding
-    pieces = Pieces.of([(3, 3), (2, 5), (1, 4), (4, 4), (1, 1), (2, 3), (3, 3)], CPU)
-    assert pieces.prompts.tolist() == [[0, 1, 2], [-1, -1, 10]]
-    assert pieces.branches.tolist() == [[3, 4, -1, -1], [5, -1, -1, -1], [6, 7, 8, 9], [11, 12, -1, -1],
-                                        [13, 14, 15, -1]]  # fmt: skip
-    assert pieces.begins.tolist() == [0, 0, 2, 1, 2]
-    flat = torch.cat([pieces.prompts.flatten(), pieces.branches.flatten()])
+def test_a_second_model_with_another_attention_leaves_such_layers_padded(tmp_path):
+    """It would get rows with a mask, in which states run from one document into the next."""
+    teacher = tiny("gpt_oss", seed=9, scale=3.0)
+    hybrid, rows = tiny("qwen3_5_text", scale=3.0), token_rows("kd")
+    expected = one_step("kd", hybrid, rows, tmp_path, second=teacher, layout="padded")
+    assert_same_step(one_step("kd", hybrid, rows, tmp_path, second=teacher), expected)
+    with pytest.raises(InputError, match="takes a row in pieces, which another's attention does not"):
+        one_step("kd", hybrid, rows, tmp_path, second=teacher, layout="packed")
+    models = [build("qwen3_5_text"), teacher]
+    assert trusted_layout(models, "packed", explicit=False) == "padded"
+
+
+# a prompt of 3 with branches of 2 and 1, one without a prompt, a prompt of 1 with a branch, padding
+SIZES = [(3, 3), (2, 5), (1, 4), (4, 4), (1, 1), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("alike", [1, 32])
+def test_pieces_go_on_where_their_prompt_ended(alike, monkeypatch):
+    monkeypatch.setattr(states, "ALIKE", alike)
+    pieces = Pieces.of(SIZES, CPU)
+    branches, begins = ([each[part].tolist() for each in pieces.branches] for part in (0, 1))
+    if alike == 1:
+        assert [table.tolist() for table in pieces.prompts] == [[[0, 1, 2]], [[-1, 10]]]
+        assert branches == [[[6, 7, 8, 9], [13, 14, 15, -1], [3, 4, -1, -1], [11, 12, -1, -1]], [[5, -1]]]
+        assert begins == [[2, 2, 0, 1], [0]]
+    else:
+        assert [table.tolist() for table in pieces.prompts] == [[[0, 1, 2], [-1, -1, 10]]]
+        assert branches == [[[6, 7, 8, 9], [13, 14, 15, -1], [3, 4, -1, -1], [11, 12, -1, -1], [5, -1, -1, -1]]]
+        assert begins == [[2, 2, 0, 1, 0]]
+    flat = torch.cat([table.flatten() for table in (*pieces.prompts, *(table for table, _ in pieces.branches))])
     assert flat[pieces.back].tolist() == list(range(16))
+
+
+@pytest.mark.parametrize("name", quick("qwen3_5_text", among=HYBRIDS))
+def test_pieces_of_unequal_length_are_computed_apart(name, monkeypatch):
+    """With the numbers of each answer alone, and without the memory of padding."""
+    monkeypatch.setattr(states, "ALIKE", 1)
+    model = build(name)
+    assert_equal(together(model, "shared"), alone(model))
+    assert len(Pieces.of([(1, 1), (40, 40)], CPU).branches) == 2
+
+
+def test_one_long_document_among_short_ones_costs_no_padding():
+    model, kept = build("qwen3_5_text"), {}
+    for lengths in ((512,), (32,) * 16, (512, *(32,) * 16)):
+        batch = collate([Example([5], [Branch([7] * n)]) for n in lengths], "packed", row_multiple=1)
+        counted = Kept((*model.parameters(), *model.buffers()))
+        with counted.counting():
+            forward.score(model, batch, LogProb(forward.targets(batch)))
+        kept[len(lengths)] = counted.bytes
+    assert kept[17] < 1.2 * (kept[1] + kept[16])
 
 
 def test_scores_of_tokens_are_those_of_the_plain_version():
