@@ -22,7 +22,7 @@ from textwrap import shorten
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "support"))
 PAGE, BEGIN, END = HERE.parent / "docs" / "models.md", "<!-- zoo -->\n", "<!-- end of the zoo -->\n"
-HEADER = "| model_type | layouts | head | LoRA all-linear | answers by | what is refused, and why |\n"
+HEADER = "| model_type | layouts | head | LoRA all-linear | answers by | what is refused or goes wrong, and why |\n"
 HEADER += "|---|---|---|---|---|---|\n"
 STEPS = ("whole: loss of a step", "dpo: loss", "dpo: gradient", "opd: loss", "opd: gradient")
 WAYS = {"decode": "decode", "batches": "generate", "alone": "generate, one by one", "": "no"}
@@ -61,6 +61,8 @@ def row(name: str, found: dict) -> str:
     why = told.get("layouts") or "; ".join(dict.fromkeys([*told.values(), *wrong]))
     if not why and layouts == ["padded"]:
         why = found.get("why", "")
+        if why.endswith("so a prompt is computed once"):  # its attention would
+            why = "its other layouts give other numbers than its own forward"
     cells = [f"`{name}`", ", ".join(layouts) or "none", found.get("head", "none"), lora,
              WAYS[found.get("answers", "")], shorten(why.replace("|", "/"), 160, placeholder=" ...")]  # fmt: skip
     return "| " + " | ".join(cells) + " |\n"

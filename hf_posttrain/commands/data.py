@@ -43,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--method", choices=METHODS, help="for this method alone; otherwise for all of them")
     tokens = "show the example in this model's tokens, and what its chat template does"
     parser.add_argument("--model", metavar="NAME_OR_FOLDER", help=tokens)
+    shows = "the rows have pictures, and the model sees, as with model.images: true"
+    parser.add_argument("--images", action="store_true", help=shows)
+    parser.add_argument("--image_folder", metavar="FOLDER", help="where relative paths of pictures start")
     parser.add_argument("--split", default="train", help="split of a hub data set or saved DatasetDict (train)")
     parser.add_argument("--name", help="the hub data set's configuration")
     given = parser.parse_intermixed_args(argv)
@@ -62,8 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.model is not None:
         from ..models.load import load_tokenizer
 
-        tokenizer = load_tokenizer(ModelSection(given.model))
-    lines, code = described(rows, given.file, [given.method] if given.method else list(METHODS), columns, tokenizer)
+        tokenizer = load_tokenizer(ModelSection(given.model, images=given.images))
+    # of a model that is not known, some id stands for pictures
+    seen = {"image_ids": (-1,) if given.images else (), "image_folder": given.image_folder}
+    methods = [given.method] if given.method else list(METHODS)
+    lines, code = described(rows, given.file, methods, columns, tokenizer, seen)
     if tokenizer:
         from ..data.traps import traps
 
@@ -72,14 +78,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict, tokenizer: Any) -> tuple[list, int]:
-    """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names."""
+def described(
+    rows: list[dict], name: str, methods: Sequence[str], columns: dict, tokenizer: Any, seen: dict[str, Any]
+) -> tuple[list, int]:
+    """(lines, exit code) of the first rows of a data set, in which `columns` {ours: theirs} have our names. seen: what
+    a `Plan` has of pictures."""
     lines = [f"{name}: columns {named(rows[0])}"]
     from ..data.formats import our_name, unread
+    from ..data.images import COLUMNS as PICTURES
 
     theirs = {our_name(column, rows[0]): column for column in rows[0]} | columns
     rows = [{our_name(column, row): value for column, value in row.items()} for row in rows]
-    forms, problems, lost = _readable(rows, methods)
+    forms, problems, lost = _readable(rows, methods, seen)
     nearest = suggest.suggest(rows, [METHODS[method] for method in methods])
     renames = nearest is not None and not nearest.missing and any(a != b for a, b in nearest.columns.items())
     problems |= {} if renames and not forms else lost
@@ -91,11 +101,12 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
         used = dict.fromkeys(column for form in forms.values() for column in form.split(" + "))
         lines.append("columns: " + named(f"{ours} from {theirs[ours]}" for ours in used))
         # a column that some of the formats read is used
-        aside = [column for column in rows[0] if all(column in unread(rows[0], form) for form in forms.values())]
+        aside = [column for column in rows[0] if all(column in unread(rows[0], form) for form in forms.values())
+                 and not (seen["image_ids"] and column in PICTURES)]  # fmt: skip
         lines += [f"not read: {named(aside)}"] if aside else []
         lines += filter(None, [suggest.misspelt(aside)])
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]
-        return [*lines, *_first_example(rows[0], forms, tokenizer)], 0
+        return [*lines, *_first_example(rows[0], forms, tokenizer, seen)], 0
     # it cannot, and other names of columns would not help
     if problems:
         return [*lines, *(f"{method}: {problem}" for method, problem in problems.items())], 2
@@ -120,13 +131,15 @@ def described(rows: list[dict], name: str, methods: Sequence[str], columns: dict
         {column: value for column, value in row.items() if column not in mapping.values()}
         | {ours: row[theirs] for ours, theirs in mapping.items()} for row in rows
     ]  # fmt: skip
-    forms, problems, _ = _readable(renamed, nearest.methods)
+    forms, problems, _ = _readable(renamed, nearest.methods, seen)
     if not forms:
         return [*lines, *(f"then {method}: {problem}" for method, problem in problems.items())], 2
-    return [*lines, *_first_example(renamed[0], forms, tokenizer)], 1
+    return [*lines, *_first_example(renamed[0], forms, tokenizer, seen)], 1
 
 
-def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+def _readable(
+    rows: list[dict], methods: Sequence[str], seen: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """({method: format} of the methods that can read all rows, {method: problem} of those that fail at a row, {method:
     problem} of those whose format leaves a prompt unread)."""
     from ..data.encode import Plan, read, refuse_misread
@@ -139,11 +152,12 @@ def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str],
         except InputError:
             continue
         aside = unread(rows[0], form)
-        seen, left = suggest.picture_problem(rows, aside), suggest.prompt_problem(rows, aside, form)
-        if problem := seen or (left if "prompt" not in form else None):
+        unseen = None if seen["image_ids"] else suggest.picture_problem(rows, aside)
+        left = suggest.prompt_problem(rows, aside, form)
+        if problem := unseen or (left if "prompt" not in form else None):
             lost[method] = problem
             continue
-        samples, plan = [], Plan(method, METHODS[method].rows, form, "data")
+        samples, plan = [], Plan(method, METHODS[method].rows, form, "data", **seen)
         try:
             for n, row in enumerate(rows):
                 with error_context(f"row {n}"):
@@ -159,7 +173,7 @@ def _readable(rows: list[dict], methods: Sequence[str]) -> tuple[dict[str, str],
     return forms, problems, lost
 
 
-def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str]:
+def _first_example(row: dict, forms: dict[str, str], tokenizer: Any, seen: dict[str, Any]) -> list[str]:
     """The first example, of the method that reads most of it: what is trained is green or in [[brackets]]."""
     from ..check.trained import Piece, marked, parts, pieces
     from ..data.encode import Plan, read
@@ -169,11 +183,11 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
     name = max(forms, key=lambda name: len(forms[name].split(" + ")))
     method, form, colour = METHODS[name], forms[name], sys.stdout.isatty()
     if tokenizer:
-        plan = plan_for(form, method, tokenizer, None, "data")
+        plan = plan_for(form, method, tokenizer, None, "data")._replace(image_folder=seen["image_folder"])
         batch = tokenise({column: [value] for column, value in row.items()}, [0], tokenizer, plan)
         made, write = {column: values[0] for column, values in batch.items()}, tokenizer.decode
     else:  # a row as the file has it, in the columns of a prepared one: a value is a text, a message or an id
-        sample = read(row, Plan(name, method.rows, form, "data"))[0]
+        sample = read(row, Plan(name, method.rows, form, "data", **seen))[0]
         found = zip(("prompt_ids", *method.rows.answers), (sample.prompt, *sample.branches), strict=False)
         made = {column: [part] if part and isinstance(part, str) else part or [] for column, part in found}
         made, write = made | {"completion_mask": sample.mask}, _as_text
@@ -194,7 +208,11 @@ def _first_example(row: dict, forms: dict[str, str], tokenizer: Any) -> list[str
 
 def _as_text(values: list) -> str:
     """Messages on lines of their own, with their calls; ids with spaces."""
+    from ..data.images import MARK, PLACEHOLDER
+
     if not isinstance(values[0], dict):
         return " ".join(map(str, values))
-    said = [(f"{m['role']}:", m["content"], *map(json.dumps, m.get("tool_calls", []))) for m in values]
+    texts = [m["content"].replace(MARK, PLACEHOLDER) for m in values]
+    calls = [map(json.dumps, m.get("tool_calls", [])) for m in values]
+    said = [(f"{m['role']}:", text, *own) for m, text, own in zip(values, texts, calls, strict=True)]
     return "\n".join(" ".join(filter(None, parts)) for parts in said)

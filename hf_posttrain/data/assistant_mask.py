@@ -17,6 +17,9 @@ from . import chat
 from .messages import Messages, call_names, text_of
 from .template import GENERATION
 
+ASKED = "train_on or assistant_only_loss"
+"""The options that ask for it, for messages."""
+
 
 def assistant_mask(
     template: chat.ChatTemplate, messages: Messages, full: str = "", chosen: Collection[int] | None = None
@@ -48,7 +51,7 @@ def assistant_mask(
     runs = [[*run] for trained, run in groupby(range(len(ids)), mask.__getitem__) if trained]
     if not runs:
         left = "" if chosen is None else ", or all that it wrote is left out (weight: 0)"
-        raise InputError(f"assistant_only_loss: no token of this conversation was written by an assistant{left}")
+        raise InputError(f"{ASKED}: no token of this conversation was written by an assistant{left}")
     others = {n for n, m in enumerate(messages) if m["role"] == "assistant" and chosen is not None and n not in chosen}
     read = [message | {"role": "other"} if n in others else message for n, message in enumerate(messages)]
     _check_written(tokenizer, read, full, [full[offsets[run[0]][0] : offsets[run[-1]][1]] for run in runs])
@@ -72,7 +75,7 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
         inside = message["role"] != "assistant" and content and full.count(content) == trained.count(content)
         if inside and trained.count(content) > said.count(content):
             problem = f"the chat template writes message {n} ({message['role']}) inside a turn of the assistant's"
-            raise InputError(f"assistant_only_loss: {problem}: {shown(content)} would be trained")
+            raise InputError(f"{ASKED}: {problem}: {shown(content)} would be trained")
         for text in (content, *call_names(message)) if message["role"] == "assistant" else ():
             elsewhere = sum(other.count(text) for other in others)
             if full.count(text) <= elsewhere or any(text in turn for turn in wrote):
@@ -80,7 +83,7 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
             if {*chat.plain_ids(tokenizer, [text])[0]} - chat.special_ids(tokenizer):
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"
                 why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
-                raise InputError(f"assistant_only_loss: {problem}: {why}")
+                raise InputError(f"{ASKED}: {problem}: {why}")
 
 
 _Found = tuple[list[int], list[int], list[tuple[int, int]]]
@@ -121,7 +124,7 @@ def _rendered_mask(
         while stop > first and not full[given.offsets[stop - 1][0] : given.offsets[stop - 1][1]].strip():
             stop -= 1
         if stop <= first and messages[n]["content"].strip():
-            raise InputError(f"assistant_only_loss: message {n} (assistant): the end of its turn is not found")
+            raise InputError(f"{ASKED}: message {n} (assistant): the end of its turn is not found")
         trained = chosen is None or n in chosen
         mask[first:stop], limit = [int(trained)] * (stop - first), begin
     return given.ids, mask, given.offsets
@@ -152,7 +155,7 @@ class _Rendered(NamedTuple):
         asked, opened = (bare.render(probe, add_generation_prompt=prompt) for prompt in (False, True))
         header = chat.text_behind(asked, opened)
         if header not in self.full or not header:
-            raise InputError(f"assistant_only_loss: the assistant speaks first, and {header!r} does not open its turn")
+            raise InputError(f"{ASKED}: the assistant speaks first, and {header!r} does not open its turn")
         return self.full.find(header) + len(header)
 
     def stop_of(self, n: int, begin: int, limit: int) -> int:

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import InputError, error_context, named, shown
 from . import chat, images
-from .assistant_mask import assistant_mask
+from .assistant_mask import ASKED, assistant_mask
 from .formats import Sample, add_system, read_format, read_template_kwargs
 from .kinds import RowKind
 from .messages import are_written_messages, text_of, with_reasoning
@@ -108,7 +108,10 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
         raise InputError(f"columns {plan.form}: some are strings and some are lists of messages, expected one kind")
     # turns that are marked as not to be trained, in the manner of OpenAI and others
     if sample.is_chat and not plan.rows.sampled:
-        turns = (turn for branch in sample.branches for turn in branch)
+        turns = [turn for branch in sample.branches for turn in branch]
+        weights = [turn["weight"] for turn in turns if isinstance(turn.get("weight"), int | float)]
+        if part := [weight for weight in weights if weight not in (0, 1)]:
+            raise InputError(f"columns {plan.form}: a turn has weight: {shown(part[0])}, expected 0 or 1")
         marked = [turn["role"] for turn in turns if _is_left_out(turn)]
         if marked and not plan.assistant_only:
             mend = "set train_on: assistant, which leaves it out, or make it a part of a prompt"
@@ -266,7 +269,7 @@ def _text(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sam
 def _assistant_ids(sample: Sample, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> Sample:
     """Ids and mask of what assistants wrote: in the completion where there is one, otherwise everywhere."""
     if not sample.is_chat:
-        raise InputError(f"assistant_only_loss needs messages, {plan.form} holds plain text")
+        raise InputError(f"{ASKED} needs messages, {plan.form} holds plain text")
     if _is_empty(sample):
         return sample._replace(prompt=[], branches=[[]])
     template = chat.ChatTemplate(tokenizer, sample.tools, sample.template_kwargs, sample.expansions)

@@ -19,7 +19,7 @@ _SHAREGPT = _ROLES | _OTHER_NAMES | {"function_call": "assistant", "observation"
 """What `from` may be: the role."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """The keys that rows and templates have for what an assistant thought before its answer."""
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)  # what prompts open is not in the answer
 _WRITTEN = re.compile(r"""\s*[\[{].*["'](role|from)["']""", re.DOTALL)
 
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, named, nearest
 from . import suggest
 from .as_written import AsWritten
+from .assistant_mask import ASKED
 from .encode import (
     CHAT,
     CUT,
@@ -319,10 +320,10 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     if as_chat and not tokenizer.chat_template:
         raise InputError("apply_chat_template needs a chat template, the tokenizer has none: set model.chat_template")
     if assistant_only and is_ids:
-        raise InputError(f"assistant_only_loss needs messages, the data has {form}: give it a completion_mask")
+        raise InputError(f"{ASKED} needs messages, the data has {form}: give it a completion_mask")
     if assistant_only and not tokenizer.is_fast:
         slow = f"{type(tokenizer).__name__} does not say which characters a token stands for"
-        raise InputError(f"assistant_only_loss needs a fast tokenizer: {slow}")
+        raise InputError(f"{ASKED} needs a fast tokenizer: {slow}")
     if method.rows.sampled and max_length:
         max_length -= option("max_completion_length") or 0
     reader = read_by(tokenizer)
@@ -417,7 +418,8 @@ def _key(ids: list[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:
 
 def _keep_streamed(state: int, row: int, name: str, told: set[int]) -> bool:
     if state & NO_TARGET:
-        logger.warning("%s: row %d dropped (no trained token left)", name, row)
+        why = "max_length would cut its pictures" if state & PICTURE_CUT else "no trained token left"
+        logger.warning("%s: row %d dropped (%s)", name, row, why)
     elif state & CUT and not told:
         told.add(row)
         logger.warning("%s: row %d is truncated to max_length, and others of this stream may be", name, row)

@@ -79,7 +79,7 @@ def picture_problem(rows: list[dict], aside: Collection[str]) -> str | None:
     for column in sorted(PICTURES & {*aside}):
         if any(is_picture(row.get(column)) for row in rows):
             meant = f"if that is meant, give it another name, such as {columns_line({'unused': column})}"
-            how = "set model.images: true (in Python pass the model that sees and its processor)"
+            how = "set model.images: true (of hf-posttrain data: --images; in Python pass the processor of the model)"
             return f"column {column!r}: text alone is trained, not its pictures: {how}; {meant}"
     return None
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import datasets
 import pytest
 import yaml
 from tokenizers_for_tests import byte_tokenizer
+from vision_for_tests import pictures, processor_of, seeing
 
 from hf_posttrain.commands import data as describe
 from hf_posttrain.data.encode import Plan, read
@@ -25,6 +27,27 @@ from hf_posttrain.recipe.sections import Source
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 SHARED = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
 ANSWERS = {"chosen": "4", "rejected": "5"}
+
+
+def test_rows_with_pictures_are_shown_as_a_model_that_sees_reads_them(described, tmp_path):
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    row = {"prompt": [{"role": "user", "content": content}], **ANSWERS, "images": [pictures()[1]]}
+    row["chosen"], row["rejected"] = ([{"role": "assistant", "content": text}] for text in ("4", "5"))
+    code, text = described(row)
+    assert code == 2
+    assert "--images" in text
+    code, text = described(row, "--images")
+    assert code == 0
+    assert "user: <image>What is it?" in text
+    assert "not read" not in text
+    processor_of("qwen3_vl").save_pretrained(tmp_path / "sees")
+    seeing("qwen3_vl")[0].config.save_pretrained(tmp_path / "sees")
+    (tmp_path / "pictures").mkdir()
+    shutil.copy(pictures()[1], tmp_path / "pictures" / "a.png")
+    given = "--images", "--image_folder", "pictures", "--model", "sees"
+    code, text = described(row | {"images": ["a.png"]}, *given)
+    assert code == 0
+    assert "x <|image_pad|>" in text
 
 
 @pytest.fixture

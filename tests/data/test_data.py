@@ -578,7 +578,7 @@ def test_assistant_only_needs_offsets():
     tokenizer = ByT5Tokenizer()  # a slow one
     tokenizer.chat_template = tok.CHATML
     assert prepare([{"messages": [USER, REPLY]}], "sft", tokenizer)
-    with pytest.raises(InputError, match="train: assistant_only_loss needs a fast tokenizer: ByT5Tokenizer"):
+    with pytest.raises(InputError, match="assistant_only_loss needs a fast tokenizer: ByT5Tokenizer"):
         prepare([{"messages": [USER, REPLY]}], "sft", tokenizer, assistant_only_loss=True)
 
 

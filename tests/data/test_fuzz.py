@@ -418,7 +418,7 @@ def text_row(plain, row, kind, form, options):
             said = [not blank([turn]) for turn in turns if turn["role"] == "assistant"]
             need(said)
             trained = [turn for turn in turns if turn["role"] == "assistant" or not options.get("assistant_only_loss")]
-            need(all(turn.get("weight") != 0 for turn in trained))
+            need(all(turn.get("weight") != 0 for turn in trained) and all(map(whole_weight, turns)))
             if not any(said):
                 return [], [[]], None
             if options.get("assistant_only_loss"):
@@ -443,7 +443,7 @@ def text_row(plain, row, kind, form, options):
             answers = [each.removeprefix(plain.begin) for each in answers]
         return plain.ids(prompt), [[] if blank(each) else plain.ended(each, plain.text_end) for each in answers], None
     need(all(each[0]["role"] == "assistant" for each in answers))
-    need(kind.sampled or all(turn.get("weight") != 0 for each in answers for turn in each))
+    need(kind.sampled or all(turn.get("weight") != 0 and whole_weight(turn) for each in answers for turn in each))
     if (answers and all(map(blank, answers))) or (any(map(blank, answers)) and not kind.labelled):
         return [], [[] for _ in answers], None
     start = with_tools(plain.opened(prompt))
@@ -519,6 +519,10 @@ TOKENIZERS = (CHATML, LLAMA, TAGGED)
 def settings(options):
     known = {"max_length": None, "dataset_num_proc": None, "chat_template_kwargs": None}
     return SimpleNamespace(**(known | options))
+
+
+def whole_weight(turn):
+    return not isinstance(turn.get("weight"), int | float) or turn["weight"] in (0, 1)
 
 
 def check_message(error, form, where=f"fuzz, row {ROW}: "):

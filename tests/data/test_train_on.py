@@ -59,6 +59,8 @@ def test_all_is_the_default_and_goes_with_no_marks(method, tmp_path):
 
 
 def test_nothing_left_is_told(tmp_path):
+    with pytest.raises(InputError, match=r"train, row 0: .*a turn has weight: 0.5, expected 0 or 1"):
+        prepared("chatml", marked(1, weight=0.5), tmp_path, train_on="assistant")
     with pytest.raises(InputError, match=r"train, row 0: .*all that it wrote is left out .weight: 0"):
         prepared("chatml", marked(1, 3, 5, weight=0), tmp_path, train_on="assistant")
 

@@ -42,7 +42,7 @@ SPECIAL = {
     "gemma4": {"per_layer_config": {}}, "gemma4_unified": {"per_layer_config": {}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"block_auto_adjust_ff_dim": False},
+    "lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "longcat_flash": {"ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "zero_expert_num": 2, "moe_topk": 2} | MLA,
     "mamba2": {"num_heads": 8}, "marian": DECODER, "mbart": DECODER, "mvp": DECODER, "nemotron_h": {"n_groups": 1},
@@ -56,9 +56,10 @@ SPECIAL = {
                        "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4},
 }  # fmt: skip
 """What an architecture needs besides."""
-SCALES = {"kimi_linear": 2.0, "gemma3n_text": 1.0, "ctrl": 5.0, "olmo_hybrid": 5.0}
-"""Of those that with larger weights choose other experts at every rounding, have no gradient, or one that float32 knows
-to 1e-3 alone: in float64 those of CTRL and OLMo hybrid are equal to 1e-6 at any scale."""
+SCALES = {"kimi_linear": 2.0, "gemma3n_text": 1.0, "ctrl": 5.0, "olmo_hybrid": 5.0, "minicpm3": 5.0}
+"""Of those that with larger weights choose other experts at every rounding, have no gradient, logits that float32 knows
+to 2e-4 (MiniCPM3), or a gradient that it knows to 1e-3: in float64 those of CTRL and OLMo hybrid are equal to 1e-6 at
+any scale."""
 
 
 def tiny_config(name, **changes):

@@ -21,7 +21,7 @@ from hf_posttrain.scoring.choose_layout import able, choose_layout, trusted_layo
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
-EQUAL = 3e-4  # largest difference of a log-probability, in float32 (MiniCPM3's large logits round to 2.3e-4)
+EQUAL = 1e-4  # largest difference of a log-probability, in float32
 
 
 def ids(draw, low, high):
@@ -68,7 +68,7 @@ def layouts(model, facts):
     alone = scored_alone(model, rows)
     fitting, facts["why"] = able([model])
     for layout in fitting:
-        trusted = trusted_layout([model], layout, False)
+        trusted = trusted_layout([model], layout, False, max_length=1024)
         yield f"layout {layout}{'' if trusted == layout else ', refused'}", gap(scored(model, rows, trusted), alone)
     facts["head"] = "own logits" if getattr(model, forward.OWN_LOGITS, False) else "fused"
     yield f"auto: {choose_layout([model], 'auto')}", 0.0
@@ -89,7 +89,7 @@ def gradients(model):
     forward.enable_scoring(model)
     choose_attention(model, torch.device("cpu"))
     for layout in able([model])[0]:
-        trusted = trusted_layout([model], layout, False)
+        trusted = trusted_layout([model], layout, False, max_length=1024)
         if trusted not in found:
             batch = collate(rows, trusted, row_multiple=row_multiple([model]))
             grad = of(forward.score(model, batch, LogProb(forward.targets(batch)))["value"])
@@ -104,12 +104,12 @@ def generation(model, facts):
     forward.enable_scoring(model)
     found = rollout.generate(model, prompts, 6, [299], 0)
     facts["answers"] = model.answers_by[0]
-    wrong = 0.0
+    wrong = []
     for prompt, answer in zip(prompts, found, strict=True):
         logits = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
         best, chosen = logits.max(-1).values, logits[torch.arange(len(answer)), answer]
-        wrong = max(wrong, float((best - chosen).max()))
-    yield "generation", wrong
+        wrong.append((best - chosen).max())
+    yield "generation", float(torch.stack(wrong).max())
 
 
 def other_of(model):

@@ -135,6 +135,8 @@ def seeing(kind, seed=0, scale=1.0):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(scale)
+                if not parameter.any():  # what joins Gemma 3's tower to its language model begins at 0
+                    parameter.normal_(std=0.1)
     return model.eval(), with_pictures(processor_of(kind))
 
 
