@@ -4,8 +4,8 @@
     pictures  Qwen3-VL of the same size: pairs of answers to a picture of 448 x 448 pixels and a short question
 
 Both as DPO has them, forward and backward of the policy in float32: time of a step and bytes that the backward keeps,
-by layout. Layouts take turns; the time is the median. Equality is that of tests/scoring/test_states.py and
-tests/methods/test_pictures.py.
+by layout, and by how much the log-probability of an answer is another than in the padded layout. Layouts take turns;
+the time is the median. Gradients are compared in tests/scoring/test_states.py and tests/methods/test_pictures.py.
 """
 
 import argparse
@@ -30,8 +30,9 @@ from hf_posttrain.scoring.pictures import Pictures
 tf: Any = transformers  # its classes come lazily
 
 LAYOUTS = ("padded", "packed", "shared")
+WIDTH, SECTIONS = 512, [12, 10, 10]  # of the language model, and of its rotary frequencies for time, height and width
 TEXT: dict[str, Any] = {
-    "hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "num_attention_heads": 8,
+    "hidden_size": WIDTH, "num_hidden_layers": 8, "intermediate_size": 1536, "num_attention_heads": 8,
     "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32768, "max_position_embeddings": 4096,
 }  # fmt: skip
 PLACE, END = 5, 6  # token ids: of a picture's features, and of everything else that is special
@@ -49,9 +50,9 @@ def hybrid(answer: int) -> tuple[Any, list[Example], Any]:
 
 def pictures(answer: int) -> tuple[Any, list[Example], Any]:
     """(model, examples, `Pictures`)."""
-    vision = {"depth": 6, "hidden_size": 384, "intermediate_size": 1536, "num_heads": 6, "out_hidden_size": 512,
+    vision = {"depth": 6, "hidden_size": 384, "intermediate_size": 1536, "num_heads": 6, "out_hidden_size": WIDTH,
               "deepstack_visual_indexes": [2]}  # fmt: skip
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [12, 10, 10], "mrope_interleaved": True}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": SECTIONS, "mrope_interleaved": True}
     names = ("image", "video", "vision_start", "vision_end")
     special = {f"{name}_token_id": PLACE if name == "image" else END for name in names}
     config = tf.Qwen3VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **special)
@@ -75,8 +76,8 @@ def _processor() -> Any:
     return without_videos(tf.Qwen3VLProcessor)(images, tokenizer)
 
 
-def step(model: Any, batch: dict[str, Any]) -> tuple[float, int]:
-    """(seconds, bytes that the forward kept for the backward)."""
+def step(model: Any, batch: dict[str, Any]) -> tuple[float, int, Tensor]:
+    """(seconds, bytes that the forward kept for the backward, log-probability of each answer)."""
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -86,18 +87,19 @@ def step(model: Any, batch: dict[str, Any]) -> tuple[float, int]:
     start = time.perf_counter()
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
-    forward.per_branch(values, batch).sum().backward()
+    answers = forward.per_branch(values, batch)
+    answers.sum().backward()
     seconds = time.perf_counter() - start
     model.zero_grad()
-    return seconds, sum(kept.values())
+    return seconds, sum(kept.values()), answers.detach()
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     """Print a line for each; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prompts", description=__doc__.partition("\n")[0])
     parser.add_argument("--answer", type=int, default=48, help="tokens of each answer")
     parser.add_argument("--repeats", type=int, default=5)
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     for case in (hybrid, pictures):
         torch.manual_seed(0)
         model, rows, seen = case(given.answer)
@@ -106,15 +108,16 @@ def main() -> int:
         choose_attention(model, torch.device("cpu"))
         batches = {name: collate(rows, name, row_multiple=row_multiple([model]), pictures=seen) for name in LAYOUTS}
         weights = sum(p.nbytes for p in model.parameters())
-        found: dict[str, list[tuple[float, int]]] = {name: [] for name in LAYOUTS}
+        found: dict[str, list[tuple[float, int, Tensor]]] = {name: [] for name in LAYOUTS}
         for _ in range(given.repeats + 1):  # the first of each is left out
             for name, batch in batches.items():
                 found[name].append(step(model, batch))
-        times = {name: statistics.median(seconds for seconds, _ in each[1:]) for name, each in found.items()}
+        times = {name: statistics.median(seconds for seconds, *_ in each[1:]) for name, each in found.items()}
         for name, each in found.items():
             kept = (each[-1][1] - weights) / 2**20
+            apart = ((each[-1][2] - found["padded"][-1][2]) / found["padded"][-1][2]).abs().max()
             print(f"{case.__name__:9s} {name:7s} {times[name]:.3f} s, {times['padded'] / times[name]:.2f}x padded, "
-                  f"{kept:.0f} MiB kept", flush=True)  # fmt: skip
+                  f"{kept:.0f} MiB kept, answers within {apart:.0e}", flush=True)  # fmt: skip
     return 0
 
 

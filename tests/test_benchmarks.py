@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import flops, gpu, layouts, run, scaling, setting
+from benchmarks import flops, gpu, layouts, prompts, run, scaling, setting
 from hf_posttrain.scoring import head
 
 REPOSITORY = Path(__file__).parents[1]
@@ -148,6 +148,21 @@ COMPARED = {
     "compiled": [*run.CASES["sft"]], "lora": [*run.CASES["dpo"]], "long": [*run.CASES["sft"]],
 }  # fmt: skip
 """Part of gpu.sh -> cases."""
+
+
+@pytest.mark.slow
+def test_prompts_are_timed_and_answers_equal(monkeypatch, capsys):
+    small = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    monkeypatch.setattr(prompts, "TEXT", prompts.TEXT | small | heads)
+    monkeypatch.setattr(prompts, "WIDTH", 64)
+    monkeypatch.setattr(prompts, "SECTIONS", [4, 6, 6])
+    assert prompts.main(["--answer", "4", "--repeats", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        [case, layout] for case in ("hybrid", "pictures") for layout in prompts.LAYOUTS
+    ]
+    assert all(float(line.rpartition(" ")[2]) < 1e-5 for line in lines)
 
 
 def test_the_gpu_script_names_what_it_has_no_time_for(tmp_path):

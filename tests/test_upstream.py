@@ -61,6 +61,8 @@ NEEDS = {need.symbol: need for need in [
     # ---- transformers: processors
     Need("transformers.ProcessorMixin._process_images", "data/images.py",
          "of pictures it gives the tensors for the model and the text that stands for each"),
+    Need("transformers.ProcessorMixin._get_arguments_from_pretrained", "models/load.py",
+         "what the constructor is given by place, in the order of get_attributes"),
     Need("transformers.ProcessorMixin._merge_kwargs", "data/images.py",
          "it gives the options for pictures that a processor has of its own, as images_kwargs"),
     # ---- transformers: Trainer, in the order in which a run calls it
@@ -465,6 +467,18 @@ def _():
         assert len(texts) == 2
         [token] = processor.tokenizer.convert_ids_to_tokens([i for i in processor.image_token_ids if i is not None])
         assert all(text.count(token) for text in texts)
+
+
+@canary("transformers.ProcessorMixin._get_arguments_from_pretrained")
+def _(tmp_path):
+    from vision_for_tests import processor_of
+
+    processor = processor_of("idefics3")
+    processor.save_pretrained(tmp_path)
+    kind = type(processor)
+    found = kind._get_arguments_from_pretrained(tmp_path, kind.get_processor_dict(tmp_path)[0])
+    assert [type(part).__name__ for part in found] == ["Idefics3ImageProcessorPil", type(processor.tokenizer).__name__]
+    assert kind.get_attributes() == ["image_processor", "tokenizer"]
 
 
 @canary("transformers.Trainer.loss_is_scaled_for_ga")

@@ -181,8 +181,8 @@ class Run:
         again = every if config.activation_checkpointing else 0
         kept, layer = self.policy.training(again)
         states, tiles = self.at_head(self.policy, batch)
-        features, seeing = self.policy.seen(batch)
-        tower = features + self.policy.kept_seeing(batch, again)
+        features, tower_layer = self.policy.picture_bytes(batch)
+        tower = features + self.policy.kept_by_tower(batch, again)
         kept += gradient + states + tower
         size = 2 if self.mixed and self.engine.gpu else 4
         few = logits <= kept_logits(self.gpu_memory, size)
@@ -190,18 +190,18 @@ class Run:
             kept += size * logits  # an average over examples is not known in the forward: gradients wait for it
         if self.mixed and self.engine.name in ("single", "ddp"):
             kept += 2 * weights.trained_numbers  # autocast's copies
-        peak = max(kept + max(layer, tiles), seeing, self.inference(self.scorer, batch) * self.second_stays())
+        peak = max(kept + max(layer, tiles), tower_layer, self.inference(self.scorer, batch) * self.second_stays())
         # at the end of the backward, a layer of the tower again
-        tower += int(1.5 * seeing) if config.train_vision else 0
+        tower += int(1.5 * tower_layer) if config.train_vision else 0
         if self.engine.name == "single" and config.gradient_accumulation_steps == 1:
             return max(peak - weights.trained, gradient, tower)  # gradients appear while activations go
         return max(peak, tower)
 
     def inference(self, shapes: Shapes, batch: dict[str, Any]) -> int:
         """A pass without gradient."""
-        features, seeing = shapes.seen(batch)
+        features, tower_layer = shapes.picture_bytes(batch)
         layer = shapes.layer(batch["input_ids"].numel())
-        return max(features + layer, seeing) + sum(self.at_head(shapes, batch))
+        return max(features + layer, tower_layer) + sum(self.at_head(shapes, batch))
 
     def at_head(self, shapes: Shapes, batch: dict[str, Any]) -> tuple[int, int]:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
@@ -225,7 +225,7 @@ class Run:
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
         prompts = -(-count // copies)
-        pictures = sum(policy.seen(self.train)) * prompts // self.train["rows"]
+        pictures = sum(policy.picture_bytes(self.train)) * prompts // self.train["rows"]
         return cache + max(step, policy.layer(prompts * length) + pictures)
 
 

@@ -193,12 +193,12 @@ class Shapes:
         """How many tokens of a batch stand for what the tower makes of pictures."""
         return int(torch.isin(batch["input_ids"], torch.tensor(self.reader.token_ids)).sum()) if self.tower else 0
 
-    def seen(self, batch: dict[str, Any]) -> tuple[int, int]:
+    def picture_bytes(self, batch: dict[str, Any]) -> tuple[int, int]:
         """Bytes of a batch's pictures and their features, and those of a layer of the tower without gradient."""
         count = self.features(batch)
         return (int(count * self.tower.given), int(count * self.tower.layer)) if count else (0, 0)
 
-    def kept_seeing(self, batch: dict[str, Any], every: int) -> int:
+    def kept_by_tower(self, batch: dict[str, Any], every: int) -> int:
         """What a tower that is trained keeps of a batch's pictures; every: as in `training`."""
         count = self.features(batch)
         return int(count * self.tower.kept(every)) if count else 0

@@ -235,14 +235,14 @@ def _source(picture: Mapping[str, Any]) -> Any:
 
 def picture_size(picture: Mapping[str, Any]) -> tuple[int, int]:
     """(width, height) as it is looked at, without decoding it. Raises InputError for what is no picture."""
-    with _told(picture), Image.open(_source(picture)) as image:
+    with _one_line(picture), Image.open(_source(picture)) as image:
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) >= 5
         return image.size[::-1] if turned else image.size
 
 
 def open_picture(picture: Mapping[str, Any]) -> Image.Image:
     """A stored picture, decoded, upright and in RGB. Raises InputError for what is no picture."""
-    with _told(picture), Image.open(_source(picture)) as image:
+    with _one_line(picture), Image.open(_source(picture)) as image:
         return ImageOps.exif_transpose(image).convert("RGB")
 
 
@@ -258,7 +258,7 @@ def versions(rows: Iterable[Any]) -> list[tuple[int, int]]:
 
 
 @contextmanager
-def _told(picture: Mapping[str, Any]) -> Iterator[None]:
+def _one_line(picture: Mapping[str, Any]) -> Iterator[None]:
     """Makes one line of what PIL raises."""
     try:
         yield

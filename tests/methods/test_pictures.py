@@ -17,7 +17,7 @@ from vision_for_tests import KINDS, pictures, processor_of, seeing
 from hf_posttrain.data.images import picture_size, read_by, stored
 from hf_posttrain.errors import InputError
 from hf_posttrain.models.adapters import add_adapter
-from hf_posttrain.models.load import load_model, load_tokenizer, without_videos
+from hf_posttrain.models.load import load_model, load_tokenizer
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.run import main
 from hf_posttrain.scoring import forward
@@ -288,9 +288,7 @@ def test_what_is_saved_sees_as_before(kind, tmp_path):
     answers = loaded.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
                               **inputs)  # fmt: skip
     assert answers.shape[1] > ids.shape[1]
-    if kind in VIDEOS:
-        assert known.__name__ == VIDEOS[kind]
-        assert issubclass(known, without_videos(known).__mro__[2])
+    assert known.__name__ == VIDEOS.get(kind, known.__name__)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -449,8 +447,10 @@ def test_check_says_what_pictures_cost(tmp_path, monkeypatch, capsys):
         "method: dpo\nmodel: {name_or_path: model, images: true}\ndata: {train: {path: rows.jsonl}}\n"
         "train: {output_dir: out, max_steps: 1, report_to: none, use_cpu: true}\n"
     )
-    assert run.main(["recipe.yaml", "--check"]) in (0, 1)
+    assert run.main(["recipe.yaml", "--check"]) == 0
     page = " ".join(capsys.readouterr().out.split())
+    assert "memory on each device" in page
+    assert "activations are not in it" not in page
     assert "pictures: 6 in 6 examples, 11 tokens each on average, from 8 of" in page
     assert "to 12 of 512 x 600" in page
     assert "12 x <|image_pad|>" in page
