@@ -21,7 +21,7 @@ from ..errors import InputError
 class Pictures:
     """How a model takes pictures. rope: an empty model of its class, whose method says positions, or None. always: a
     batch without pictures has a blank one, of which nothing is seen: an engine that cuts the tower gathers it on all
-    ranks, and a tower that is trained has a gradient of 0 on one rank as on several."""
+    ranks, and one that averages gradients waits for those of a tower that is trained."""
 
     reader: PictureReader
     rope: Any = None

@@ -115,8 +115,8 @@ class PostTrainer(Trainer):
         sequence.check_model(self.scored[0], self.router_coef, args)
         layout = choose_layout(self.scored, args.layout, args.max_length)
         reader = read_by(self.tokenizer)
-        # on several ranks, and where the tower is trained, it runs on each batch: with a picture or without
-        always = args.world_size > 1 or args.train_vision
+        # a tower that is cut over ranks, or trained, runs on each batch: with a picture or without
+        always = args.train_vision or bool(launch.asked(args).shards)
         seen = None if reader is None else Pictures.of(self.scored[0], reader, always)
         collator = self.collator_class(self.examples, layout, row_multiple(self.scored), pictures=seen)
         with launch.main_process_first(args):

@@ -376,9 +376,10 @@ def test_what_workers_of_a_loader_are_given_can_be_pickled(tmp_path):
 @pytest.mark.parametrize(("kind", "method"), [*FIRST, ("smolvlm", "cpo")])
 def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
     """20 steps, evaluated and saved; what is loaded again answers a prompt with a picture."""
-    seeing(kind)[0].save_pretrained(tmp_path / "model")
-    processor_of(kind).save_pretrained(tmp_path / "model")
-    section = {"name_or_path": str(tmp_path / "model"), "images": True}
+    for seed, name in ((0, "model"), (9, "teacher")):
+        seeing(kind, seed)[0].save_pretrained(tmp_path / name)
+        processor_of(kind).save_pretrained(tmp_path / name)
+    section, teacher = ({"name_or_path": str(tmp_path / name), "images": True} for name in ("model", "teacher"))
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in conversations(method, 12)))
     source = {"path": str(tmp_path / "rows.jsonl")}
     train = {"output_dir": str(tmp_path / "out"), "max_steps": 20, "use_cpu": True, "report_to": "none",
@@ -386,7 +387,7 @@ def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
              "eval_steps": 10, "save_strategy": "no"}  # fmt: skip
     train |= {"max_completion_length": 8} if TABLE[method].rows.sampled else {}
     recipe = {"method": method, "model": section, "data": {"train": source, "eval": source}, "train": train}
-    recipe |= {"teacher": section} if TABLE[method].second == "teacher" else {}
+    recipe |= {"teacher": teacher} if TABLE[method].second == "teacher" else {}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main([str(tmp_path / "recipe.yaml")]) == 0
     logged = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
@@ -396,6 +397,10 @@ def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
         assert losses[-1] < losses[0]
     saved = ModelSection(str(tmp_path / "out"), images=True)
     model, tokenizer = load_model(saved, trainable=False), load_tokenizer(saved)
+    before = load_model(ModelSection(str(tmp_path / "model"), images=True)).state_dict()
+    same = {name: torch.equal(weight, before[name]) for name, weight in model.state_dict().items()}
+    assert all(kept for name, kept in same.items() if forward.is_vision(model, name))  # as train_vision: false says
+    assert not any(kept for name, kept in same.items() if "q_proj" in name and not forward.is_vision(model, name))
     reader, row = read_by(tokenizer), examples(tokenizer)[0]
     ids = torch.tensor([row.prompt])
     answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,

@@ -3,6 +3,7 @@
 import json
 
 import torch
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import token_rows, trainer_for
@@ -22,13 +23,14 @@ def stands_for(blocks, scales):
     return plain.flatten(-2).transpose(1, 2)
 
 
-def test_weights_in_mxfp4_are_loaded_trained_and_saved(tmp_path):
+def write_base(folder):
+    """A model in MXFP4 in a folder; what its weights stand for, by name."""
     config = GptOssConfig(
         hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         head_dim=8, vocab_size=300, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
         max_position_embeddings=256, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     )  # fmt: skip
-    folder, expected = tmp_path / "base", {}
+    expected = {}
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
@@ -44,8 +46,17 @@ def test_weights_in_mxfp4_are_loaded_trained_and_saved(tmp_path):
     told = json.loads((folder / "config.json").read_text())
     told["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
     (folder / "config.json").write_text(json.dumps(told))
+    return expected
 
-    model = load_model(ModelSection(str(folder)))
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(input_ids=torch.tensor([[5, 6, 7, 8, 9]]), use_cache=False).logits
+
+
+def test_weights_in_mxfp4_are_loaded_trained_and_saved(tmp_path):
+    expected = write_base(tmp_path / "base")
+    model = load_model(ModelSection(str(tmp_path / "base")))
     assert len(expected) == 4
     for name, weight in expected.items():
         assert torch.equal(model.state_dict()[name], weight)
@@ -57,3 +68,23 @@ def test_weights_in_mxfp4_are_loaded_trained_and_saved(tmp_path):
     for name, weight in expected.items():
         assert saved[name].shape == weight.shape
         assert not torch.equal(saved[name], weight)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    torch.testing.assert_close(logits(loaded), logits(trainer.model))
+
+
+def test_an_adapter_on_a_base_in_mxfp4_is_loaded_on_it_again(tmp_path):
+    """Its experts too."""
+    expected, section = write_base(tmp_path / "base"), ModelSection(str(tmp_path / "base"))
+    experts = [f"experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    config = LoraConfig(r=4, target_modules="all-linear", target_parameters=experts)
+    model = load_model(section)
+    before = logits(model)
+    trainer = trainer_for("dpo", model, token_rows("dpo"), tmp_path / "out", learning_rate=1e-2, peft_config=config)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    base = load_model(section, trainable=False)
+    loaded = PeftModel.from_pretrained(base, tmp_path / "saved")
+    torch.testing.assert_close(logits(loaded), logits(trainer.model))
+    assert (logits(loaded) - before).abs().max() > 1e-4
+    plain = {name: weight for name, weight in load_model(section).state_dict().items() if name in expected}
+    assert all(torch.equal(weight, expected[name]) for name, weight in plain.items())
