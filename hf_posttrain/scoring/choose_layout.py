@@ -230,12 +230,14 @@ def some_ids(model: PreTrainedModel) -> Callable[[int], list[int]]:
 
 
 def _check_rows(model: PreTrainedModel, max_length: int | None, pictures: Any = None) -> list[Example]:
-    """A prompt with two answers, a short one, and one that is longer than what a layer sees, if rows may be that."""
+    """Two prompts of other lengths with two answers, a short one, one that is longer than what a layer sees, if rows
+    may be that, and one with a picture, if the model sees."""
     config: Any = model.config.get_text_config()
     ids = some_ids(model)
     first = ids(5)
     second = [(first[-1] + 1) % config.vocab_size, *ids(2)]
     rows = [Example(ids(4), [Branch(first), Branch(second)]), Example(ids(1), [Branch(ids(2))])]
+    rows.append(Example(ids(7), [Branch(ids(3)), Branch(ids(2))]))
     most = min(max_length or math.inf, getattr(config, "max_position_embeddings", None) or math.inf)
     if seen := [size for size in spans(model) if size < most]:
         # with two answers: in the shared layout a token's place in the row is then not its position

@@ -275,7 +275,7 @@ def test_no_picture_is_ever_cut(kind, caplog):
     assert seen == {"none", "some"}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("idefics3", marks=pytest.mark.slow)])
 def test_a_conversation_keeps_the_pictures_before_its_last_trained_token(kind):
     """And no other: where its second answer is cut off whole, the second picture is not shown, with all its tokens."""
     turns = [user(image(LOGO), "What?"), *said("A logo."), user("And", image(PHOTO), "?"), *said("A face.")]

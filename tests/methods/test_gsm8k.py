@@ -93,7 +93,7 @@ def heard(caplog):
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("dpo", "opd"))) for name in FILES]
+    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dpo")) for name in FILES]
 )
 def test_every_method_trains_on_gsm8k(method, gsm8k, folders, tmp_path, heard, recwarn):
     began = time.perf_counter()

@@ -62,12 +62,11 @@ def partners_of(method, rows, tmp_path):
 def cases(methods):
     """Each method with each architecture; quick are one architecture, and two methods with all."""
     for method, architecture in itertools.product(methods, ARCHITECTURES):
-        slow = architecture != "qwen3" and method not in ("dpo", "opd")
+        slow = architecture != "qwen3" and method != "dpo"
         yield pytest.param(method, architecture, marks=[pytest.mark.slow] * slow)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("method", PLAIN)
+@pytest.mark.parametrize(("method", "architecture"), cases(PLAIN))
 def test_trainer_equals_plain_full_logits(method, architecture, tmp_path):
     rows, policy, second = token_rows(method, 4), tiny_model(architecture), second_for(method, architecture)
     plain = PLAIN[method](
@@ -156,7 +155,7 @@ def lora():
 @pytest.mark.parametrize(
     ("method", "architecture", "adapted"),
     [
-        pytest.param(method, name, adapted, marks=[] if name == "qwen3" or method == "dpo" else pytest.mark.slow)
+        pytest.param(method, name, adapted, marks=[] if name == "qwen3" else pytest.mark.slow)
         for method in METHODS
         for name, adapted in [*zip(ARCHITECTURES, itertools.repeat(False)), ("qwen3", True), ("gemma3", True)]
     ],
@@ -171,7 +170,7 @@ def test_accumulation_does_not_matter(method, architecture, adapted, tmp_path):
         assert_same_step(run, runs[0])
 
 
-@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("layout", quick("shared", "padded", among=("shared", "packed", "padded")))
 @pytest.mark.parametrize("method", METHODS)
 def test_lora_layouts_agree_with_the_merged_model(method, layout, tmp_path):
     """The adapter's loss is that of a full model that holds the merged weights."""
