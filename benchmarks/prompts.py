@@ -19,6 +19,7 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
+from hf_posttrain.check.kept import Kept
 from hf_posttrain.data.images import PictureReader, stored
 from hf_posttrain.models.load import without_videos
 from hf_posttrain.scoring import forward
@@ -78,20 +79,17 @@ def _processor() -> Any:
 
 def step(model: Any, batch: dict[str, Any]) -> tuple[float, int, Tensor]:
     """(seconds, bytes that the forward kept for the backward, log-probability of each answer)."""
-    kept: dict[int, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
+    kept = Kept(model.parameters())
     start = time.perf_counter()
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with kept.counting():
         values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    size = kept.bytes
+    del kept  # what it holds goes as the backward does
     answers = forward.per_branch(values, batch)
     answers.sum().backward()
     seconds = time.perf_counter() - start
     model.zero_grad()
-    return seconds, sum(kept.values()), answers.detach()
+    return seconds, size, answers.detach()
 
 
 def main(words: list[str] | None = None) -> int:
@@ -107,14 +105,13 @@ def main(words: list[str] | None = None) -> int:
         forward.enable_scoring(model)
         choose_attention(model, torch.device("cpu"))
         batches = {name: collate(rows, name, row_multiple=row_multiple([model]), pictures=seen) for name in LAYOUTS}
-        weights = sum(p.nbytes for p in model.parameters())
         found: dict[str, list[tuple[float, int, Tensor]]] = {name: [] for name in LAYOUTS}
         for _ in range(given.repeats + 1):  # the first of each is left out
             for name, batch in batches.items():
                 found[name].append(step(model, batch))
         times = {name: statistics.median(seconds for seconds, *_ in each[1:]) for name, each in found.items()}
         for name, each in found.items():
-            kept = (each[-1][1] - weights) / 2**20
+            kept = each[-1][1] / 2**20
             apart = ((each[-1][2] - found["padded"][-1][2]) / found["padded"][-1][2]).abs().max()
             print(f"{case.__name__:9s} {name:7s} {times[name]:.3f} s, {times['padded'] / times[name]:.2f}x padded, "
                   f"{kept:.0f} MiB kept, answers within {apart:.0e}", flush=True)  # fmt: skip

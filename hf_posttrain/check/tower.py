@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.images import PictureReader
-from ..scoring.forward import is_vision
+from ..scoring.forward import is_vision, vision_weights
 from .kept import Kept
 
 
@@ -45,15 +45,15 @@ def stack_of(model: Any) -> nn.ModuleList:
 def tower_of(model: Any, reader: PictureReader, dtype: torch.dtype | None) -> Tower:
     """The tower of a causal LM on the meta device, trained or not as its parameters are. dtype: it computes in that,
     None: in its own."""
-    vision = [parameter for name, parameter in model.named_parameters() if is_vision(model, name)]
-    trained, size = any(parameter.requires_grad for parameter in vision), (dtype or vision[0].dtype).itemsize / 4
+    vision = vision_weights(model)
+    trained, size = any(weight.requires_grad for weight in vision), (dtype or vision[0].dtype).itemsize / 4
     # a copy with one layer and weights of zero, in float32
     model = copy.deepcopy(model).float().requires_grad_(True)
     layers = stack_of(model)
     count = len(layers)
     del layers[1:]
     for name, part in model.named_modules():
-        if is_vision(model, f"{name}.any"):
+        if is_vision(model, f"{name}.any"):  # it may have weights of the tower of its own, and the language model in it
             part.to_empty(device="cpu", recurse=False)
             for values in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
                 values.detach().zero_()

@@ -76,7 +76,7 @@ def sample(
     import torch
     from tqdm import tqdm
 
-    from ..data.images import as_written, read_by
+    from ..data.images import in_json, read_by
     from ..generation import rollout
     from ..models.load import load_model
     from ..models.prepare import find_terminal_ids
@@ -120,7 +120,7 @@ def sample(
             yield {
                 "prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(answer[:-1] if stopped else answer),
                 "prompt_ids": list(prompt), "completion_ids": answer, "logps": own, "stopped": stopped,
-                **({"images": [*map(as_written, prompt.pictures)]} if see else {}),
+                **({"images": [*map(in_json, prompt.pictures)]} if see else {}),
             }  # fmt: skip
 
 

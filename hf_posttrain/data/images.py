@@ -217,7 +217,7 @@ def data_url(value: Any) -> str:
     return f"{_DATA};base64,{base64.b64encode(found).decode()}"
 
 
-def as_written(picture: Mapping[str, Any]) -> str:
+def in_json(picture: Mapping[str, Any]) -> str:
     """A stored picture as a row of JSON has it: its path, or its bytes as text."""
     return picture["path"] or data_url(picture["bytes"])
 
@@ -294,11 +294,18 @@ class PictureReader:
         """The text that stands for a picture, which depends on its size alone."""
         return _of_size(self, *picture_size(picture))[1]
 
-    def shown_in(self, ids: Sequence[int], pictures: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def places(self, ids: Sequence[int]) -> int:
+        """How many ids become features of pictures."""
+        own = {*self.token_ids}
+        return sum(token in own for token in ids)
+
+    def counts(self, pictures: Iterable[Mapping[str, Any]]) -> list[int]:
+        """How many features each picture brings."""
+        return [self.features(self.expansion(picture)) for picture in pictures]
+
+    def shown_in(self, ids: Sequence[int], pictures: Sequence[Any]) -> Sequence[Any]:
         """Those of a text's pictures whose tokens all stand in `ids`, which may be cut at the end."""
-        places = sum(token in self.token_ids for token in ids)
-        ends = accumulate(self.features(self.expansion(picture)) for picture in pictures)
-        return [picture for picture, end in zip(pictures, ends, strict=True) if end <= places]
+        return pictures[: fitting(self.counts(pictures), self.places(ids))]
 
     def ids(self, picture: Mapping[str, Any]) -> list[int]:
         """The tokens that stand for a picture."""
@@ -325,6 +332,12 @@ class PictureReader:
         options = self.processor._merge_kwargs(tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs)
         kwargs = options["images_kwargs"] | {"return_tensors": "pt"}
         return self.processor._process_images(images, **kwargs)
+
+
+def fitting(counts: Iterable[int], places: int) -> int:
+    """How many of the pictures of a text, of so many features each, all stand in it where it is cut at the end and has
+    `places` left."""
+    return sum(end <= places for end in accumulate(counts))
 
 
 def some_picture() -> dict[str, Any]:

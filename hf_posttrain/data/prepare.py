@@ -32,7 +32,7 @@ from .encode import (
 )
 from .formats import Sample, detect, our_name, renamed, unread
 from .images import COLUMNS as PICTURES
-from .images import STORED, PictureReader, read_by
+from .images import STORED, PictureReader, fitting, read_by
 from .kinds import Reader, RowKind
 from .messages import holds_null, without_none
 from .packing import example_lengths
@@ -371,7 +371,7 @@ def tokenise(
             first, cut = fit(sample, plan) if plan.completion_only is False and sample.prompt else (sample, 0)
             kept, state = fit(context(first, plan), plan)
             if reader and not state & NO_TARGET:
-                kept = _with_its_pictures(kept, reader, plan)
+                kept = _with_its_pictures(kept, reader)
         branches = kept.branches or [[]]
         trained = sum(kept.mask) if kept.mask is not None else max(map(len, branches))
         compared = [[]] if plan.rows.sampled else whole.branches
@@ -390,22 +390,20 @@ def tokenise(
     return {column: [example[column] for example in examples] for column in columns} | more
 
 
-def _with_its_pictures(sample: Sample, reader: PictureReader, plan: Plan) -> Sample:
+def _with_its_pictures(sample: Sample, reader: PictureReader) -> Sample:
     """The sample up to its last trained token, with the pictures that stand before it. Raises InputError where ids have
     other tokens for features than its pictures bring: a text may hold such a token."""
     if sample.mask:
         end = len(sample.mask) - sample.mask[::-1].index(1)
         sample = sample._replace(branches=[sample.branches[0][:end]], mask=sample.mask[:end])
+    counts = [*map(reader.features, sample.expansions)] or reader.counts(sample.pictures)
     for branch in sample.branches or [[]]:
-        ids = [*sample.prompt, *branch]
-        if sample.mask:
-            sample = sample._replace(pictures=tuple(reader.shown_in(ids, sample.pictures)))
-        held = sum(token in plan.image_ids for token in ids)
-        brought = sum(reader.features(reader.expansion(picture)) for picture in sample.pictures)
-        if held != brought:
-            problem = f"its tokens have {held} places for features of pictures, and its pictures bring {brought}"
+        held = reader.places([*sample.prompt, *branch])
+        counts = counts[: fitting(counts, held)] if sample.mask else counts
+        if held != sum(counts):
+            problem = f"its tokens have {held} places for features of pictures, and its pictures bring {sum(counts)}"
             raise InputError(f"{problem}: take the token of pictures out of the text")
-    return sample
+    return sample._replace(pictures=sample.pictures[: len(counts)])
 
 
 def _key(ids: list[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:

@@ -64,8 +64,9 @@ class Sampler:
     def __call__(self, logits: Tensor) -> Tensor:
         """[n, V] -> [n]. Where a logit is NaN or +infinite, the id is `vocabulary`, which does not exist."""
         logits = logits[:, : self.vocabulary].float()
-        if self.never:
-            logits = logits.index_fill(-1, torch.tensor(self.never, device=logits.device), -torch.inf)
+        logits = logits.clone() if self.never else logits
+        for banned in self.never:  # a tensor of them would be copied to the device at each token
+            logits[:, banned] = -torch.inf
         if self.temperature is None:
             best, token = logits.max(-1)
             broken = ~best.isfinite()

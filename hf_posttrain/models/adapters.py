@@ -98,7 +98,7 @@ def _left_out(model: nn.Module, config: Any, vision: bool) -> list[str]:
         linear = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
         found = _left_out_of_all_linear(forward.causal_lm(model).config, linear)
     if not vision and forward.sees(model):
-        found += [name for name, _ in model.named_modules() if name.count(".") > 1 and forward.is_vision(model, name)]
+        found += [name for name, _ in model.named_modules() if forward.is_vision(model, name)]
         logger.info("no adapter on the tower for pictures (train_vision: false)")
     return found
 

@@ -185,10 +185,8 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
 
 def freeze_vision(model: nn.Module) -> None:
     """Leave all of a model that sees as it is, but its language model and head."""
-    if forward.sees(model):
-        for name, parameter in forward.causal_lm(model).named_parameters():
-            if forward.is_vision(model, name):
-                parameter.requires_grad_(False)
+    for weight in forward.vision_weights(model):
+        weight.requires_grad_(False)
 
 
 def with_supported_checkpointing(model: nn.Module, args: Any) -> Any:

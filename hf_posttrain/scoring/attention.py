@@ -189,7 +189,10 @@ def _attend_one_by_one(
     of_pictures = None if picture is None else [*zip(picture[0].split(queries), picture[1].split(keys), strict=True)]
     for n, parts in enumerate(pieces):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)  # [1, heads, length, D]
-        same = None if of_pictures is None else _same(*of_pictures[n])
+        same = None
+        if of_pictures is not None:
+            mine, theirs = of_pictures[n]
+            same = (mine[:, None] == theirs) & (mine[:, None] > 0)
         mask = _behind(q.shape[2], k.shape[2], window, q.device, same)
         options: dict[str, Any] = {"scaling": scaling, "dropout": dropout, "is_causal": mask is None}
         with torch.autocast(q.device.type, enabled=False):
@@ -226,11 +229,6 @@ def _behind(
     return seen if window is None else seen.triu(keys - queries - window + 1)
 
 
-def _same(mine: Tensor, theirs: Tensor) -> Tensor:
-    """[queries, keys] bool: are both of one picture? By its number, 0 of text."""
-    return (mine[:, None] == theirs) & (mine[:, None] > 0)
-
-
 FORMS: dict[str, Callable] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by_block}
 
 
@@ -255,14 +253,14 @@ def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
     if implementation == BY_SEGMENT and segments:
         # transformers takes a 4D mask as it is: with this one it makes none
         return {"attention_mask": ids.new_ones(1, 1, 1, 1, dtype=torch.bool), "segments": segments} | pieces
-    given, plain = batch, {name: value for name, value in batch.items() if name != "picture"}
+    of_all = batch if in_all else {name: value for name, value in batch.items() if name != "picture"}
     kinds, window = {*(getattr(config, "layer_types", None) or ())}, getattr(config, "sliding_window", None)
 
     def made(seen_back: int | None) -> Any:
-        batch = plain if seen_back is None and not in_all else given
+        told = of_all if seen_back is None else batch
         if implementation == BY_BLOCK and segments and batch["document"].shape[1] % BLOCK == 0:
-            return block_mask(batch, seen_back, lambda window, i, j: _sees(batch, window, 0, i, j))
-        mask = allowed(batch, seen_back)[:, None]
+            return block_mask(told, seen_back, lambda window, i, j: _sees(told, window, 0, i, j))
+        mask = allowed(told, seen_back)[:, None]
         if implementation not in ("eager", "flex_attention"):  # these add theirs to the scores
             return mask
         return torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, torch.finfo(model.dtype).min)

@@ -92,12 +92,18 @@ def sees(model: Any) -> bool:
     return hasattr(getattr(causal_lm(model), "base_model", None), "get_image_features")
 
 
+def vision_weights(model: Any) -> list[nn.Parameter]:
+    """The weights of a causal LM's tower, and of what joins it to the language model; none where it has no tower."""
+    inner = causal_lm(model)
+    return [weight for name, weight in inner.named_parameters() if is_vision(inner, name)] if sees(inner) else []
+
+
 def is_vision(model: Any, name: str) -> bool:
-    """Is a parameter or module, by its name in a causal LM that sees, none of its language model or head?"""
+    """Has a parameter or module, by its name in a causal LM that sees, nothing of its language model and head?"""
     inner = causal_lm(model)
     language = (inner.get_decoder(), inner.get_output_embeddings(), inner.get_input_embeddings())
     own = [place for place, module in inner.named_modules() if any(module is part for part in language)]
-    return not any(name == place or name.startswith(f"{place}.") for place in own)
+    return bool(name) and not any(f"{name}.".startswith(f"{place}.") or place.startswith(f"{name}.") for place in own)
 
 
 def enable_scoring(model: nn.Module) -> None:
@@ -105,8 +111,7 @@ def enable_scoring(model: nn.Module) -> None:
     inner = causal_lm(model)
     # a bound method, so that a deepcopy is bound to itself
     inner.forward = MethodType(_scoring_forward(type(inner)), inner)  # type: ignore[arg-type]
-    vision = (weight for name, weight in inner.named_parameters() if is_vision(inner, name)) if sees(inner) else ()
-    inner.trains_vision = any(weight.requires_grad for weight in vision)
+    inner.trains_vision = any(weight.requires_grad for weight in vision_weights(inner))
     rotary.rotate_by_row(inner)
     inner.keeps_state = states.compute_by_piece(inner)
 

@@ -45,7 +45,7 @@ class Pictures:
         numbers of features than it has places for: a file has changed since its row was prepared."""
         tokens = torch.tensor([ids])
         kinds = torch.isin(tokens, torch.tensor(self.reader.token_ids)).int()
-        if sum(self.reader.features(self.reader.expansion(picture)) for picture in pictures) != int(kinds.sum()):
+        if sum(self.reader.counts(pictures)) != int(kinds.sum()):
             names = ", ".join(sorted({str(picture["path"] or "bytes") for picture in pictures}))[:200]
             raise InputError(f"pictures have changed since their rows were prepared ({names}): prepare them again")
         if self.rope is None:

@@ -114,8 +114,8 @@ def test_layers_that_checkpointing_keeps_from_being_compiled_are_told(bf16, kern
     assert ("torch_compile does nothing here" in caplog.text) == said
 
 
-@pytest.mark.parametrize("raised", [pytest.param(True, marks=pytest.mark.slow), False])
 @pytest.mark.slow
+@pytest.mark.parametrize("raised", [True, False])
 def test_kinds_of_layers_two_models_and_evaluation_are_all_compiled(raised, graphs, monkeypatch):
     """Dynamo's own limit is 8 for a layer's code; Gemma 3 has layers with and without a window."""
     monkeypatch.setattr(layers, "RECOMPILATIONS", layers.RECOMPILATIONS if raised else 8)
