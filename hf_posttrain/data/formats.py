@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..errors import InputError, error_context, named, shown
 from . import chat
+from .images import MARK
 from .kinds import OPTIONAL, Reader
 from .messages import Messages, check_unicode, clean_messages
 from .template import switch_problem
@@ -116,13 +117,13 @@ def read_format(row: dict, form: str) -> Sample:
             raise InputError("column 'messages': ends with an answer, although chosen and rejected are the answers")
         prompt = None if whole else turns
     # pairs without a prompt share their beginning; so do whole conversations next to a prompt that is text
-    asked = prompt.split() if isinstance(prompt, str) else None
+    asked = prompt.replace(MARK, " ").split() if isinstance(prompt, str) else None
     whole = asked is not None and any(isinstance(each, list) and each[0]["role"] != "assistant" for each in answers)
     if "chosen" not in columns or not (prompt is None or whole):
         return Sample(prompt, answers, label, tools=tools)
     prompt, answers = _split_shared(*answers)
     if asked is not None:
-        said = " ".join(turn["content"] for turn in prompt).split()
+        said = " ".join(turn["content"] for turn in prompt).replace(MARK, " ").split()
         if " ".join(asked) not in " ".join(said) and " ".join(said) not in " ".join(asked):
             begin = f"column 'prompt': {shown(' '.join(asked))} does not stand in what chosen and rejected share"
             raise InputError(f"{begin}, {shown(' '.join(said))}")

@@ -52,6 +52,8 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
     for name in columns:
         with error_context(f"column {name!r}"):
             row[name], found[name] = _marked(row[name])
+    if isinstance(row.get("prompt"), str) and _is_whole(row.get("chosen")):
+        columns.remove("prompt")  # it is there twice: see `read_format`
     # whole conversations that answer each other begin with the same pictures
     if "chosen" in columns and not {"prompt", "messages", "instruction"} & {*columns}:
         if found["chosen"] != found["rejected"]:
@@ -68,6 +70,12 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
     own = iter(listed)
     with error_context(f"column {column!r}" if column else "a picture"):
         return row, [stored(next(own) if value is None else value, folder) for value in places]
+
+
+def _is_whole(turns: Any) -> bool:
+    """Is it a conversation from its beginning, not an answer?"""
+    first = turns[0] if isinstance(turns, list) and turns else None
+    return isinstance(first, dict) and first.get("role", first.get("from")) not in ("assistant", "gpt")
 
 
 def _listed(row: dict) -> tuple[str, list]:
@@ -133,7 +141,7 @@ def _place(row: dict, columns: list[str], column: str, pictures: int) -> None:
         left = 0 if before else left
         return before + text.replace(PLACEHOLDER, MARK)
 
-    for name in ("chosen", "rejected") if asked == "chosen" else (asked, "input"):
+    for name in ("prompt", "chosen", "rejected") if asked == "chosen" else (asked, "input"):
         if row.get(name) is not None:
             left = 0 if places or name == "input" else pictures
             row[name] = _changed(row[name], change)

@@ -53,14 +53,17 @@ def able(models: Sequence[PreTrainedModel], max_length: int | None = None) -> tu
     found = [_able(model, max_length) for model in models]
     fitting = [name for name in ("shared", "packed", "padded") if all(name in theirs for theirs, _ in found)]
     reasons = [f"{type(model).__name__}: {reason}" for model, (_, reason) in zip(models, found, strict=True)]
-    if fitting != ["padded"] and wants_pieces(models):
+    if fitting != ["padded"] and wants_pieces(models, models[0].device):
         return ["padded"], f"one of {', '.join(reasons)} takes a row in pieces, which another's attention does not"
     return fitting, "; ".join(dict.fromkeys(reasons))
 
 
-def wants_pieces(models: Sequence[PreTrainedModel]) -> bool:
-    """Does a model keep a state, so that it wants one row in pieces, while another gets rows with a mask?"""
-    return any(map(stateful_layers, models)) and row_multiple(models, models[0].device) is None
+def wants_pieces(models: Sequence[PreTrainedModel], device: torch.device | None = None) -> bool:
+    """Does a model keep a state, so that it wants one row in pieces, while another gets rows with a mask?
+
+    device: for models that are yet to be given the attention that is quickest there.
+    """
+    return any(map(stateful_layers, models)) and row_multiple(models, device) is None
 
 
 def _able(model: PreTrainedModel, max_length: int | None) -> tuple[list[str], str]:
@@ -290,7 +293,13 @@ def trusted_layout(
             if layout == "padded" or not right("padded"):
                 raise InputError(f"{name} scores otherwise in batches than each row alone: it is not supported")
             layout = "padded"
-    return "padded" if beside and wants_pieces(beside) else layout
+    if layout != "padded" and beside and wants_pieces(beside):
+        what = "a model that keeps a state takes a row in pieces, which an attention that gets a mask does not"
+        if explicit:
+            raise InputError(f"layout={layout!r}: {what}: use layout=padded")
+        logger.warning("layout %s: %s: using padded", layout, what)
+        layout = "padded"
+    return layout
 
 
 def _is_right(model: nn.Module, layout: str, device: torch.device | str, **given: Any) -> bool:

@@ -238,6 +238,22 @@ def test_whole_conversations_share_their_pictures():
         prepared([{"chosen": [asked, *said("good")], "rejected": [other, *said("bad")]}] * 2, "dpo")
 
 
+@pytest.mark.parametrize("way", ["parts", "column", "placeholder"])
+def test_whole_conversations_next_to_a_prompt_of_text(way):
+    """UltraFeedback's rows, with a picture."""
+    content = {"parts": [image(LOGO), {"type": "text", "text": "What?"}], "column": "What?"}.get(way, "<image> What?")
+    asked = {"role": "user", "content": content}
+    row = {"prompt": "What?" if way == "parts" else content}
+    row |= {"chosen": [asked, *said("good")], "rejected": [asked, *said("bad")]}
+    row |= {} if way == "parts" else {"images": [LOGO]}
+    found, _ = prepared([row] * 2, "dpo")
+    alone, _ = prepared([{name: value for name, value in row.items() if name != "prompt"}] * 2, "dpo")
+    assert found[0] == alone[0]
+    assert len(found[0]["images"]) == 1
+    with pytest.raises(InputError, match="column 'prompt': 'Who' does not stand in what chosen and rejected share"):
+        prepared([row | {"prompt": "Who"}] * 2, "dpo")
+
+
 def test_a_tokenizer_alone_refuses_pictures():
     from hf_posttrain.data.as_written import from_rows
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from architectures import drop_pieces
 from meta_for_tests import HostReads
 from models_for_tests import tiny_model
 from torch.nn.attention import flex_attention
@@ -155,11 +156,7 @@ def test_a_model_that_does_not_pass_the_pieces_on_gets_a_mask(caplog):
     model = tiny_model()
     forward.enable_scoring(model)
     attention.choose_attention(model, CPU)
-    own = type(model.model.layers[0].self_attn).forward
-    for layer in model.model.layers:
-        layer.self_attn.forward = lambda *args, _layer=layer.self_attn, segments=None, **kwargs: own(
-            _layer, *args, **kwargs
-        )
+    drop_pieces(model)
     with caplog.at_level(logging.INFO):
         assert choose_layout.trusted_layout([model], "shared", explicit=True) == "shared"
     assert "its attention gets a mask" in caplog.text

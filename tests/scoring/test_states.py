@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from architectures import tiny
+from architectures import drop_pieces, tiny
 from hunt_architectures import examples, scored_alone
 from peft import LoraConfig
 from plain_for_tests import token_logps
@@ -86,6 +86,18 @@ def test_without_the_pieces_documents_run_into_each_other(monkeypatch):
     monkeypatch.setattr(model, "keeps_state", False)
     assert (together(model, "packed")[0] - expected[0]).abs().max() > 1e-3
     assert trusted_layout([model], "packed", explicit=False) == "padded"
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_beside_an_attention_that_turns_out_to_want_a_mask_rows_are_padded(explicit, caplog):
+    models = [build("granitemoehybrid"), drop_pieces(build("qwen3"))]
+    said = "a model that keeps a state takes a row in pieces"
+    if explicit:
+        with pytest.raises(InputError, match=f"layout='shared': {said}"):
+            trusted_layout(models, "shared", explicit)
+    else:
+        assert trusted_layout(models, "shared", explicit) == "padded"
+        assert f"layout shared: {said}" in caplog.text
 
 
 def test_no_state_is_left_from_a_batch_before():
