@@ -98,11 +98,11 @@ def described(
     if forms and not bare:
         for form in dict.fromkeys(forms.values()):
             lines.append(f"format: {form} ({', '.join(method for method in forms if forms[method] == form)})")
-        used = dict.fromkeys(column for form in forms.values() for column in form.split(" + "))
-        lines.append("columns: " + named(f"{ours} from {theirs[ours]}" for ours in used))
         # a column that some of the formats read is used
         aside = [column for column in rows[0] if all(column in unread(rows[0], form) for form in forms.values())
                  and not (seen["image_ids"] and column in PICTURES)]  # fmt: skip
+        used = dict.fromkeys([*(name for form in forms.values() for name in form.split(" + ")), *rows[0]])
+        lines.append("columns: " + named(f"{ours} from {theirs[ours]}" for ours in used if ours not in aside))
         lines += [f"not read: {named(aside)}"] if aside else []
         lines += filter(None, [suggest.misspelt(aside)])
         lines += [f"not {method}: {problem}" for method, problem in problems.items()]

@@ -70,7 +70,7 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
     present = [column for column, value in row.items() if value is not None]
     for column in (*plan.form.split(" + "), *plan.masks):
         if column not in present:
-            raise InputError(f"column {column!r}: missing or null, this row has {named(present) or 'no columns'}")
+            raise InputError(f"column {column!r}: missing or null, this row has {named(present) or 'nothing else'}")
     try:
         sample = read_format(row, plan.form)
     except RecursionError:
@@ -109,9 +109,11 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
     # turns that are marked as not to be trained, in the manner of OpenAI and others
     if sample.is_chat and not plan.rows.sampled:
         turns = [turn for branch in sample.branches for turn in branch]
-        weights = [turn["weight"] for turn in turns if isinstance(turn.get("weight"), int | float)]
-        if part := [weight for weight in weights if weight not in (0, 1)]:
-            raise InputError(f"columns {plan.form}: a turn has weight: {shown(part[0])}, expected 0 or 1")
+        given = [(mark, turn[mark]) for turn in turns for mark in ("weight", "train") if turn.get(mark) is not None]
+        if wrong := [(mark, value) for mark, value in given if value not in (0, 1)]:  # False is 0
+            mark, value = wrong[0]
+            wanted = "0 or 1" if mark == "weight" else "true or false"
+            raise InputError(f"columns {plan.form}: a turn has {mark}: {shown(value)}, expected {wanted}")
         marked = [turn["role"] for turn in turns if _is_left_out(turn)]
         if marked and not plan.assistant_only:
             mend = "set train_on: assistant, which leaves it out, or make it a part of a prompt"
@@ -134,7 +136,7 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
 
 def _is_left_out(turn: Mapping) -> bool:
     """Is a turn marked as not to be trained, in the manner of OpenAI and others?"""
-    return turn.get("weight") == 0 or turn.get("train") is False
+    return any(turn.get(mark) is not None and turn[mark] == 0 for mark in ("weight", "train"))
 
 
 def _without_marks(turns: Sequence[Mapping]) -> list[dict]:

@@ -63,6 +63,9 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
     if listed and not places:
         _place(row, columns, column, len(listed))
         places = [None] * len(listed)
+    elif held := sum(text.count(PLACEHOLDER) for name in (*columns, "input") for text in _asked(row.get(name))):
+        instead = "its pictures are parts of contents already" if places else "the row has no picture"
+        raise InputError(f"the text has {held} {PLACEHOLDER}, and {instead}: take it out, or give a column images")
     if places.count(None) != len(listed):
         problem = f"there are {places.count(None)} places without a picture of their own, and {len(listed)} pictures"
         raise InputError(f"column {column!r}: {problem}: give as many as there are places" if column else
@@ -211,11 +214,12 @@ def stored(value: Any, folder: str | None = None) -> dict[str, Any]:
         path = Path(folder or "", value.removeprefix("file://")).expanduser()
         if not path.is_file():
             start = f"relative paths start at {folder or 'the current folder'}, see image_folder"
-            raise InputError(f"{value}: no such file" + f" ({start})" * (not Path(value).is_absolute()))
+            name = value if len(value) < 300 else shown(value)  # which may be base64 without its beginning
+            raise InputError(f"{name}: no such file" + f" ({start})" * (not Path(value).is_absolute()))
         found["path"] = str(path.absolute())
     else:
         raise InputError(f"expected a picture (path, bytes or PIL image), found {shown(value)}")
-    picture_size(found)
+    check_whole(found)
     return found
 
 
@@ -248,10 +252,22 @@ def picture_size(picture: Mapping[str, Any]) -> tuple[int, int]:
         return image.size[::-1] if turned else image.size
 
 
+def check_whole(picture: Mapping[str, Any]) -> None:
+    """Raises InputError for what is no picture, ends before its end, or has pixels without a known range."""
+    with _one_line(picture), Image.open(_source(picture)) as image:
+        image.draft("RGB", (1, 1))  # a JPEG is read to its end, and decoded to an eighth of its size
+        image.load()
+        if image.mode == "F" or (image.mode == "I" and image.format != "PNG"):
+            raise ValueError(f"its pixels are of mode {image.mode}, whose range is not known: save it with 8 bits")
+
+
 def open_picture(picture: Mapping[str, Any]) -> Image.Image:
     """A stored picture, decoded, upright and in RGB. Raises InputError for what is no picture."""
     with _one_line(picture), Image.open(_source(picture)) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I"):  # 16 bits, of which PIL would take all above 255 for white
+            upright = Image.fromarray((np.asarray(upright) // 256).astype(np.uint8))
+        return upright.convert("RGB")
 
 
 def versions(rows: Iterable[Any]) -> list[tuple[int, int]]:
@@ -299,8 +315,10 @@ class PictureReader:
         return sum(text.count(token) for token in self.processor.tokenizer.convert_ids_to_tokens(self.token_ids))
 
     def expansion(self, picture: Mapping[str, Any]) -> str:
-        """The text that stands for a picture, which depends on its size alone."""
-        return _of_size(self, *picture_size(picture))[1]
+        """The text that stands for a picture, which depends on its size alone. Raises InputError for a size that the
+        processor refuses."""
+        with _one_line(picture):
+            return _of_size(self, *picture_size(picture))[1]
 
     def places(self, ids: Sequence[int]) -> int:
         """How many ids become features of pictures."""

@@ -80,7 +80,9 @@ def planned_passes(rows: Any, args: Any, rows_per_step: int) -> float:
     """How often a run sees prepared rows; 0 for a stream, whose length is not known."""
     if not isinstance(rows, datasets.Dataset):
         return 0.0
-    return args.max_steps * rows_per_step / len(rows) if args.max_steps > 0 else args.num_train_epochs
+    if args.max_steps <= 0:
+        return args.num_train_epochs
+    return args.max_steps / max(len(rows) / rows_per_step, 1)  # a pass has a step at least
 
 
 def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> datasets.Dataset:

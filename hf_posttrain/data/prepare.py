@@ -88,25 +88,26 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     state, row, unknown = (facts[column].to_numpy() for column in ("state", "row", "unknown"))
     if len(other := row[(state & CHAT > 0) != (state[0] & CHAT > 0)]):
         raise InputError(f"{name}, row {other[0]}: some rows hold plain text and some hold messages")
-    lost = state & NO_TARGET > 0
-    dropped, truncated = row[lost], int((~lost & (state & CUT > 0)).sum())
+    lost, cut = state & NO_TARGET > 0, state & PICTURE_CUT > 0
+    dropped, truncated = row[lost & ~cut], int((~lost & (state & CUT > 0)).sum())
     line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
     line += f", {truncated} truncated (max_length {getattr(config, 'max_length', None)}), {len(dropped)} dropped"
     if len(dropped):
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
     logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
-    if (cut := state & PICTURE_CUT > 0).any():
+    if cut.any():
         longest, rows_cut = facts["uncut"].to_numpy()[cut].max(), ", ".join(map(str, row[cut][:5]))
         said = "%s: %d rows are left out, whose pictures max_length cuts (first rows %s; up to %d tokens): raise it"
         logger.warning(said, name, cut.sum(), rows_cut, longest)
-    if len(dropped) == len(mapped):
-        raise InputError(f"{line}: nothing to train on; raise max_length, or mend empty answers or masks")
+    if lost.all():
+        mend = ", or mend empty answers or masks" if len(dropped) else ", which cuts their pictures"
+        raise InputError(f"{line}: nothing to train on; raise max_length{mend}")
     if len(strange := np.unique(row[~lost & unknown])):
         logger.warning(
             "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
             "them, or use another tokenizer", name, len(strange), ", ".join(map(str, strange[:5])),
         )  # fmt: skip
-    kept = mapped.select(np.flatnonzero(~lost)) if len(dropped) else mapped
+    kept = mapped.select(np.flatnonzero(~lost)) if lost.any() else mapped
     return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
 
 

@@ -20,6 +20,7 @@ from transformers.integrations import deepspeed as hf_deepspeed
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from transformers.utils import is_torchvision_available
 from transformers.utils.quantization_config import Mxfp4Config
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from ..data.images import read_by, with_pictures
 from ..data.lengths import largest_id
@@ -76,7 +77,10 @@ def load_processor(name: str, section: ModelSection) -> Any:
     config = transformers.AutoConfig.from_pretrained(section.name_or_path, **options)
     known = getattr(transformers, PROCESSOR_MAPPING_NAMES.get(config.model_type, ""), None)
     if known is not None and not is_torchvision_available() and "video_processor" in known.get_attributes():
-        return without_videos(known).from_pretrained(name, **options)
+        made = without_videos(known).from_pretrained(name, **options)
+        with suppress(OSError):  # it has none
+            made.videos, _ = BaseVideoProcessor.get_video_processor_dict(name)
+        return made
     return transformers.AutoProcessor.from_pretrained(name, **options)
 
 
@@ -85,7 +89,10 @@ def without_videos(kind: Any) -> Any:
     """A class of processors whose part for videos is None: it wants torchvision even where no video is read."""
 
     class PicturesAlone(kind):
-        """Its constructor is given None for that part, and has the attribute; what loads and saves it has not."""
+        """Its constructor is given None for that part, and has the attribute; what loads and saves it has not. The
+        part's config is saved as it was read."""
+
+        videos: dict[str, Any] | None = None
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             made = super().__new__(cls)
@@ -99,6 +106,14 @@ def without_videos(kind: Any) -> Any:
         @classmethod
         def get_attributes(cls) -> list[str]:
             return [name for name in kind.get_attributes() if name != "video_processor"]
+
+        @classmethod
+        def from_args_and_dict(cls, args: Any, processor_dict: dict[str, Any], **kwargs: Any) -> Any:
+            given = {name: value for name, value in processor_dict.items() if name != "video_processor"}
+            return super().from_args_and_dict(args, given, **kwargs)
+
+        def to_dict(self) -> dict[str, Any]:
+            return super().to_dict() | ({"video_processor": self.videos} if self.videos else {})
 
         @property
         def video_processor(self) -> None:
@@ -241,10 +256,23 @@ def generation_config_of(section: ModelSection) -> transformers.GenerationConfig
 def _kind(section: ModelSection, config: PretrainedConfig) -> Any:
     """The auto class of a section's model. Raises InputError where it is to see pictures and cannot."""
     if not section.images:
+        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and _sees(config):
+            sees = f"{section.name_or_path} ({config.model_type}) is a model that sees"
+            raise InputError(f"{sees}: set images: true, or in Python pass its processor as processing_class")
         return transformers.AutoModelForCausalLM
-    if type(config) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if not _sees(config):
         raise InputError(f"images: {section.name_or_path} ({config.model_type}) sees no pictures: set images: false")
     return transformers.AutoModelForImageTextToText
+
+
+def _sees(config: PretrainedConfig) -> bool:
+    return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+
+def only_sees(section: ModelSection) -> bool:
+    """Is a model there with its tower alone, so that it has a processor and no causal LM?"""
+    config = check_model(section)
+    return _sees(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
 def _options(section: ModelSection) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def resolve_model(
         tokenizer = with_pictures(tokenizer)
     if isinstance(model, str):
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {}, images=sees)
+        section.images = sees or (tokenizer is None and load.only_sees(section))
         model, tokenizer = load.load_model(section), tokenizer or load.load_tokenizer(section)
     if tokenizer is None:
         name = getattr(getattr(model, "config", None), "_name_or_path", None)

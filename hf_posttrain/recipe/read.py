@@ -41,6 +41,9 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     refuse(recipe, rules.between_sections(recipe))
     # the train section stays as it is given; its rules are asked of an object with all fields of the Config
     fields = partial(train_fields, recipe.method)
+    # null of another method's option takes it back, where a recipe is run with that method's name replaced
+    recipe.train = {name: value for name, value in recipe.train.items()
+                    if value is not None or name in fields() or not owners(name)}  # fmt: skip
     recipe.train = without_defaults(recipe.train, fields())
     given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method)) | teacher_options(recipe)
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)

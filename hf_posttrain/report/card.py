@@ -37,7 +37,8 @@ def write(run: Run) -> None:
     adapter = str(run.lora.get("peft_type") or "lora").lower() if run.adapter or run.lora else None
     front_matter = ModelCardData(
         base_model=None if local else run.base_model, datasets=list(dict.fromkeys(filter(is_hub_name, paths))) or None,
-        library_name="peft" if run.adapter else "transformers", pipeline_tag="text-generation", model_name=run.name,
+        library_name="peft" if run.adapter else "transformers",
+        pipeline_tag="image-text-to-text" if run.sees else "text-generation", model_name=run.name,
         tags=[tag for tag in ("hf_posttrain", run.method, adapter, "generated_from_trainer") if tag],
     ).to_yaml()  # fmt: skip
     text = render(

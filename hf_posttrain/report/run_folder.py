@@ -90,6 +90,11 @@ class Run:
     lora: dict[str, Any]  # the adapter's options
     sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
 
+    @property
+    def sees(self) -> bool:
+        """Does the model take pictures? Then its processor is saved with it."""
+        return (self.folder / "processor_config.json").exists()
+
 
 def read(folder: str | Path) -> Run:
     """The run in `folder`, an output_dir or a checkpoint. Raises InputError where there is none, or a broken file."""

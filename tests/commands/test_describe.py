@@ -39,6 +39,7 @@ def test_rows_with_pictures_are_shown_as_a_model_that_sees_reads_them(described,
     code, text = described(row, "--images")
     assert code == 0
     assert "user: <image>What is it?" in text
+    assert "rejected from rejected, images from images" in text
     assert "not read" not in text
     processor_of("qwen3_vl").save_pretrained(tmp_path / "sees")
     seeing("qwen3_vl")[0].config.save_pretrained(tmp_path / "sees")

@@ -522,7 +522,7 @@ def settings(options):
 
 
 def whole_weight(turn):
-    return not isinstance(turn.get("weight"), int | float) or turn["weight"] in (0, 1)
+    return turn.get("weight") is None or turn["weight"] in (0, 1)
 
 
 def check_message(error, form, where=f"fuzz, row {ROW}: "):

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from PIL import ExifTags, Image
 from training_for_tests import TABLE
@@ -46,6 +47,16 @@ def trainer_rows(rows):
     from hf_posttrain.data.as_written import from_rows
 
     return from_rows(rows)
+
+
+def written(save):
+    """The bytes that save(file) writes."""
+    file = io.BytesIO()
+    save(file)
+    return file.getvalue()
+
+
+PHOTO_HALF = Path(PHOTO).read_bytes()[: Path(PHOTO).stat().st_size // 2]
 
 
 # ---- ways to give a picture
@@ -216,11 +227,29 @@ def test_photographs_stand_upright(tmp_path):
         ({"messages": [user("What?"), *said("yes")], "images": [LOGO, None]}, "a picture is null"),
         ({"messages": [user("What?"), *said("yes")], "images": [LOGO], "image": LOGO}, "put all into one"),
         ({"text": "What is it?", "image": LOGO}, "a row with pictures needs messages"),
+        ({"messages": [{"role": "user", "content": "<image>What?"}, *said("yes")], "images": []},
+         "the text has 1 <image>, and the row has no picture"),
+        ({"messages": [user(image(LOGO), "<image> What?"), *said("yes")]},
+         "the text has 1 <image>, and its pictures are parts of contents already"),
+        ({"messages": [user(image(written(lambda file: Image.new("RGB", (2000, 3)).save(file, "PNG"))), "What?"),
+                       *said("yes")]}, "aspect ratio"),
+        ({"messages": [user(image(PHOTO_HALF), "What?"), *said("yes")]}, "bytes: image file is truncated"),
+        ({"messages": [user(image(written(lambda file: Image.new("F", (8, 8)).save(file, "TIFF"))), "What?"),
+                       *said("yes")]}, "its pixels are of mode F"),
     ],
 )  # fmt: skip
 def test_what_is_refused_names_the_row(row, message):
     with pytest.raises(InputError, match=f"train, row 0: .*{message}"):
         prepared([row] * 2)
+
+
+def test_16_bits_are_not_white():
+    """A gradient from black to white, as scanners and depth cameras save it."""
+    ramp = np.linspace(0, 65535, 64 * 64).reshape(64, 64).astype(np.uint16)
+    scan = written(lambda file: Image.fromarray(ramp).save(file, "PNG"))
+    shown = np.asarray(open_picture({"bytes": scan, "path": None}))
+    assert np.array_equal(shown[..., 0], ramp // 256)
+    assert np.array_equal(shown[..., 0], shown[..., 2])
 
 
 def test_pictures_in_one_of_two_answers_are_refused():

@@ -42,7 +42,7 @@ def test_the_last_turn_and_turns_without_weight(family, tmp_path):
     last = trained(family, TURNS, tmp_path, train_on="last")
     assert [said(last, n) for n in range(3)] == [False, False, True]
     assert last[-1] in whole[-1]
-    for mark in ({"weight": 0}, {"train": False}):
+    for mark in ({"weight": 0}, {"weight": 0.0}, {"train": False}, {"train": 0}):
         found = trained(family, marked(3, **mark), tmp_path, train_on="assistant")
         assert [said(found, n) for n in range(3)] == [True, False, True]
     first = trained(family, marked(3, 5, weight=0), tmp_path, train_on="assistant")
@@ -59,8 +59,11 @@ def test_all_is_the_default_and_goes_with_no_marks(method, tmp_path):
 
 
 def test_nothing_left_is_told(tmp_path):
-    with pytest.raises(InputError, match=r"train, row 0: .*a turn has weight: 0.5, expected 0 or 1"):
-        prepared("chatml", marked(1, weight=0.5), tmp_path, train_on="assistant")
+    for name, value, expected in (
+        ("weight", 0.5, "0 or 1"), ("weight", "0", "0 or 1"), ("train", "false", "true or false"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=f"train, row 0: .*a turn has {name}: {value!r}, expected {expected}"):
+            prepared("chatml", marked(1, **{name: value}), tmp_path, train_on="assistant")
     with pytest.raises(InputError, match=r"train, row 0: .*all that it wrote is left out .weight: 0"):
         prepared("chatml", marked(1, 3, 5, weight=0), tmp_path, train_on="assistant")
 

@@ -14,8 +14,10 @@ from training_for_tests import LORA, METHODS, TABLE, assert_same_step, one_step,
 from transformers import AutoModelForImageTextToText, AutoProcessor
 from vision_for_tests import KINDS, pictures, processor_of, seeing
 
+from hf_posttrain import report
 from hf_posttrain.data.images import picture_size, read_by, stored
 from hf_posttrain.errors import InputError
+from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.models.adapters import add_adapter
 from hf_posttrain.models.load import load_model, load_tokenizer
 from hf_posttrain.models.section import ModelSection
@@ -406,6 +408,51 @@ def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
     answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False,
                             **own_inputs(kind, ids, reader, row.pictures))  # fmt: skip
     assert answer.shape[1] > ids.shape[1]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_code_on_the_card_answers_a_picture(lora, tmp_path, monkeypatch, capsys):
+    model, given = options("gemma3", "sft")
+    model.save_pretrained(tmp_path / "base")
+    model = type(model).from_pretrained(tmp_path / "base")
+    adapter = {"peft_config": LoraConfig(**LORA, task_type="CAUSAL_LM")} if lora else {}
+    trainer = trainer_for("sft", model, conversations("sft"), tmp_path / "run", **given, **adapter)
+    report.follow(trainer)
+    trainer.train()
+    trainer.save_model()
+    trainer.save_state()
+    report.write(tmp_path / "run")
+    card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
+    assert "pipeline_tag: image-text-to-text" in card
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "picture.jpg").symlink_to(PHOTO)
+    exec(card.partition("```python\n")[2].partition("```")[0], {})
+    assert capsys.readouterr().out
+
+
+def test_what_reads_videos_is_saved_as_it_was(tmp_path):
+    """Without torchvision it cannot be made, and a saved processor without it could not be loaded with that."""
+    model, _ = seeing("qwen3_vl")
+    model.save_pretrained(tmp_path / "base")
+    processor_of("qwen3_vl").save_pretrained(tmp_path / "base")
+    videos = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 4, "temporal_patch_size": 2}
+    (tmp_path / "base" / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    for source, target in (("base", "first"), ("first", "second")):
+        model.save_pretrained(tmp_path / target)
+        tokenizer = load_tokenizer(ModelSection(str(tmp_path / source), images=True))
+        read_by(tokenizer).processor.save_pretrained(tmp_path / target)
+        saved = json.loads((tmp_path / target / "processor_config.json").read_text())
+        assert saved["video_processor"] == videos
+
+
+def test_a_model_by_name_brings_its_processor(tmp_path):
+    seeing("qwen3_vl")[0].save_pretrained(tmp_path / "model")
+    processor_of("qwen3_vl").save_pretrained(tmp_path / "model")
+    args = config_class(TABLE["sft"])(output_dir=str(tmp_path / "out"), use_cpu=True, report_to="none", max_steps=1)
+    trainer = trainer_class(TABLE["sft"])(str(tmp_path / "model"), args, train_dataset=conversations("sft"))
+    assert trainer.data_collator.pictures
+    with pytest.raises(InputError, match="is a model that sees: set images: true"):
+        load_model(ModelSection(str(tmp_path / "model")))
 
 
 def test_a_picture_that_has_changed_is_told(tmp_path):

@@ -16,6 +16,7 @@ QUICK = ("llama", "qwen3_5_text", "gemma3_text", "gpt_oss", "lfm2", "deepseek_v3
 UPSTREAM = {
     "diffllama": ("dropout", "its forward refuses attention_dropout"),
     "emu3": ("whole", "its text config is none of AutoModelForCausalLM's"), "mllama": ("whole", "the same"),
+    "prophetnet": ("generation: generation", "no trainer takes it; its positions are other ones with a cache"),
     "youtu": ("whole: saved", "loading zeroes the padding token's row of a tied embedding; the file is right"),
     "zaya": ("whole", "its config is validated when it is loaded"),
 }
@@ -39,6 +40,8 @@ def test_an_architecture_is_right_or_refused(name, tmp_path):
     assert not any("\n" in str(value) for value in refused.values())
     wrong = {part: value for part, value in found.items()
              if part not in refused and not (isinstance(value, float) and value < EQUAL)}  # fmt: skip
+    if "layouts" in refused:  # no trainer takes it; it may still answer
+        wrong = {part: value for part, value in wrong.items() if part.startswith("generation")}
     if name in UPSTREAM:
         counts["upstream"].append(f"{name}: {wrong}")
         assert [*wrong] == [UPSTREAM[name][0]]

@@ -324,7 +324,8 @@ def test_second_run_takes_the_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["full", "lora"])
 @pytest.mark.parametrize(
     ("planned", "cached"),
-    [({"max_steps": 2}, False), ({"max_steps": 3}, True), ({"max_steps": -1, "num_train_epochs": 1}, False),
+    [({"max_steps": 2}, False), ({"max_steps": 3}, True), ({"max_steps": 1, "per_device_train_batch_size": 64}, False),
+     ({"max_steps": -1, "num_train_epochs": 1}, False),
      ({"max_steps": -1, "num_train_epochs": 2}, True)],
 )  # fmt: skip
 def test_left_to_itself_the_reference_scores_once_what_is_seen_twice(planned, cached, lora, tmp_path, caplog):

@@ -335,6 +335,12 @@ def test_values_of_trl_that_change_nothing_are_taken_and_left_out(recipe):
     assert said == "command line: train.tokenizer does not exist: the tokenizer comes from model.name_or_path"
 
 
+def test_null_takes_an_option_back_that_the_method_does_not_have(recipe):
+    assert recipe(DPO, "train.assistant_only_loss=null", "train.temperature=null").train == recipe().train
+    for wrong in ("train.assistant_only_loss=true", "train.assistant_only_los=null"):
+        assert "train.assistant_only_los" in refusal(recipe, DPO, wrong)
+
+
 def test_reading_a_recipe_imports_no_torch(recipe, tmp_path):
     recipe()
     code = "import sys, hf_posttrain.recipe.read as r; r.load_recipe('dpo.yaml'); print('torch' in sys.modules)"
