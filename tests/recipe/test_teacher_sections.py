@@ -58,7 +58,7 @@ HINTED = "{{ prompt }} ({{ hint }}: {{ completion }})"
         pytest.param("opd", {"name_or_path": "other", "own_tokenizer": True}, None, {}, marks=pytest.mark.slow),
         ("opd", {"name_or_path": "other", "own_tokenizer": True, "prompt": HINTED}, None,
          {"loss_type": "policy_gradient"}),
-        ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {}),
+        pytest.param("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {}, marks=pytest.mark.slow),
     ],
     ids=lambda value: "" if value is None else json.dumps(value)[:40],
 )  # fmt: skip
