@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +19,9 @@ PROMPT_CUT, COMPLETION_CUT, NO_TARGET, ALIKE, CHAT, OTHERS, PICTURE_CUT = 1, 2, 
 CUT = PROMPT_CUT | COMPLETION_CUT
 """Bits of a row's state: what `fit` cut; nothing is left to train; both branches are the same; it was messages; turns
 of users or tools count as a part of an answer; a picture would be cut, so that the row is left out."""
-VERSION = 9
+MARKS = {"weight": "0 or 1", "train": "true or false"}
+"""Keys of a turn that say whether it is trained, in the manner of OpenAI and others, and what they may be."""
+VERSION = 10
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 
@@ -109,11 +112,9 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
     # turns that are marked as not to be trained, in the manner of OpenAI and others
     if sample.is_chat and not plan.rows.sampled:
         turns = [turn for branch in sample.branches for turn in branch]
-        given = [(mark, turn[mark]) for turn in turns for mark in ("weight", "train") if turn.get(mark) is not None]
-        if wrong := [(mark, value) for mark, value in given if value not in (0, 1)]:  # False is 0
-            mark, value = wrong[0]
-            wanted = "0 or 1" if mark == "weight" else "true or false"
-            raise InputError(f"columns {plan.form}: a turn has {mark}: {shown(value)}, expected {wanted}")
+        for turn, (mark, wanted) in product(turns, MARKS.items()):
+            if (value := turn.get(mark)) not in (None, 0, 1):  # False is 0
+                raise InputError(f"columns {plan.form}: a turn has {mark}: {shown(value)}, expected {wanted}")
         marked = [turn["role"] for turn in turns if _is_left_out(turn)]
         if marked and not plan.assistant_only:
             mend = "set train_on: assistant, which leaves it out, or make it a part of a prompt"
@@ -136,12 +137,12 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
 
 def _is_left_out(turn: Mapping) -> bool:
     """Is a turn marked as not to be trained, in the manner of OpenAI and others?"""
-    return any(turn.get(mark) is not None and turn[mark] == 0 for mark in ("weight", "train"))
+    return any(turn.get(mark) == 0 for mark in MARKS)
 
 
 def _without_marks(turns: Sequence[Mapping]) -> list[dict]:
     """The turns without what says whether they are trained, which no template writes."""
-    return [{key: value for key, value in turn.items() if key not in ("weight", "train")} for turn in turns]
+    return [{key: value for key, value in turn.items() if key not in MARKS} for turn in turns]
 
 
 def kind_of(sample: Sample, plan: Plan) -> int:

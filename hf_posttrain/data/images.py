@@ -22,7 +22,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from ..errors import InputError, error_context, shown
-from .messages import is_picture, text_of
+from .messages import is_picture, role_of, text_of
 
 MARK = "\ufdd0"
 """Stands in a content for a picture: a character that no text has."""
@@ -52,7 +52,7 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
     for name in columns:
         with error_context(f"column {name!r}"):
             row[name], found[name] = _marked(row[name])
-    if isinstance(row.get("prompt"), str) and _is_whole(row.get("chosen")):
+    if {"prompt", "chosen"} <= {*columns} and isinstance(row["prompt"], str) and _is_whole(row["chosen"]):
         columns.remove("prompt")  # it is there twice: see `read_format`
     # whole conversations that answer each other begin with the same pictures
     if "chosen" in columns and not {"prompt", "messages", "instruction"} & {*columns}:
@@ -60,10 +60,12 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
             raise InputError("columns 'chosen' and 'rejected': their conversations have other pictures")
         del found["rejected"]
     places = [value for name in found for value in found[name]]
+    asked = next(name for name in ("messages", "prompt", "instruction", "chosen") if name in columns)
+    held = sum(text.count(PLACEHOLDER) for name in (asked, "input") for text in _asked(row.get(name)))
     if listed and not places:
-        _place(row, columns, column, len(listed))
+        _place(row, asked, column, len(listed), held)
         places = [None] * len(listed)
-    elif held := sum(text.count(PLACEHOLDER) for name in (*columns, "input") for text in _asked(row.get(name))):
+    elif held:
         instead = "its pictures are parts of contents already" if places else "the row has no picture"
         raise InputError(f"the text has {held} {PLACEHOLDER}, and {instead}: take it out, or give a column images")
     if places.count(None) != len(listed):
@@ -77,8 +79,7 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
 
 def _is_whole(turns: Any) -> bool:
     """Is it a conversation from its beginning, not an answer?"""
-    first = turns[0] if isinstance(turns, list) and turns else None
-    return isinstance(first, dict) and first.get("role", first.get("from")) not in ("assistant", "gpt")
+    return isinstance(turns, list) and bool(turns) and role_of(turns[0]) not in ("assistant", None)
 
 
 def _listed(row: dict) -> tuple[str, list]:
@@ -129,18 +130,16 @@ def _value_of(part: dict) -> Any:
     return f"{_DATA};base64,{value}" if part.get("base64") and value == part["base64"] else value
 
 
-def _place(row: dict, columns: list[str], column: str, pictures: int) -> None:
-    """Put MARKs for the pictures of a column into the row's text: in place of PLACEHOLDERs, or, where it has none, at
-    the beginning of what a user asks first."""
-    asked = next(name for name in ("messages", "prompt", "instruction", "chosen") if name in columns)
-    places = sum(text.count(PLACEHOLDER) for name in (asked, "input") for text in _asked(row.get(name)))
+def _place(row: dict, asked: str, column: str, pictures: int, places: int) -> None:
+    """Put MARKs for the pictures of a column into the row's text: in place of its PLACEHOLDERs or, where it has none,
+    at the beginning of what a user asks first. asked: the column that says that. places: how many PLACEHOLDERs."""
     if places not in (0, pictures):
         raise InputError(f"column {column!r}: it has {pictures} pictures, and the text {places} {PLACEHOLDER}")
     left = 0 if places else pictures
 
-    def change(text: str, role: str) -> str:
+    def change(text: str, role: str | None) -> str:
         nonlocal left
-        before = MARK * left if role in ("user", "human") else ""
+        before = MARK * left if role == "user" else ""
         left = 0 if before else left
         return before + text.replace(PLACEHOLDER, MARK)
 
@@ -156,7 +155,7 @@ def _asked(value: Any) -> Iterator[str]:
     """The texts of a column that a PLACEHOLDER may stand in: no assistant's."""
     kept: list[str] = []
 
-    def keep(text: str, _: str) -> str:
+    def keep(text: str, _: str | None) -> str:
         kept.append(text)
         return text
 
@@ -164,7 +163,7 @@ def _asked(value: Any) -> Iterator[str]:
     yield from kept
 
 
-def _changed(value: Any, change: Callable[[str, str], str]) -> Any:
+def _changed(value: Any, change: Callable[[str, str | None], str]) -> Any:
     """A column in which `change`, of a text and whose it is, is done to all texts but those of assistants."""
     if isinstance(value, str):
         return change(value, "user")
@@ -172,8 +171,8 @@ def _changed(value: Any, change: Callable[[str, str], str]) -> Any:
         return value
 
     def turn(message: Any) -> Any:
-        role = str(message.get("role", message.get("from"))) if isinstance(message, dict) else "assistant"
-        if role in ("assistant", "gpt"):
+        role = role_of(message)
+        if role == "assistant" or not isinstance(message, dict):
             return message
         key = "content" if message.get("content") is not None else "value"
         content = message.get(key)
@@ -317,8 +316,9 @@ class PictureReader:
     def expansion(self, picture: Mapping[str, Any]) -> str:
         """The text that stands for a picture, which depends on its size alone. Raises InputError for a size that the
         processor refuses."""
+        size = picture_size(picture)
         with _one_line(picture):
-            return _of_size(self, *picture_size(picture))[1]
+            return _of_size(self, *size)[1]
 
     def places(self, ids: Sequence[int]) -> int:
         """How many ids become features of pictures."""

@@ -34,6 +34,14 @@ def clean_messages(value: Any) -> Messages:
     return [_clean_message(message, n) for n, message in enumerate(value)]
 
 
+def role_of(message: Any) -> str | None:
+    """The role that a raw message will have once it is clean; None where it has none that is known."""
+    if not isinstance(message, dict):
+        return None
+    name = message.get("role", message.get("from"))
+    return (_ROLES if "role" in message else _SHAREGPT).get(name) if isinstance(name, str) else None
+
+
 def are_written_messages(text: Any) -> bool:
     """Is it a list of messages, or one, by roles that are known, as JSON or as Python writes them?"""
     if not isinstance(text, str) or not _WRITTEN.match(text):

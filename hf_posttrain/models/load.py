@@ -256,7 +256,7 @@ def generation_config_of(section: ModelSection) -> transformers.GenerationConfig
 def _kind(section: ModelSection, config: PretrainedConfig) -> Any:
     """The auto class of a section's model. Raises InputError where it is to see pictures and cannot."""
     if not section.images:
-        if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and _sees(config):
+        if only_sees(config):
             sees = f"{section.name_or_path} ({config.model_type}) is a model that sees"
             raise InputError(f"{sees}: set images: true, or in Python pass its processor as processing_class")
         return transformers.AutoModelForCausalLM
@@ -269,9 +269,8 @@ def _sees(config: PretrainedConfig) -> bool:
     return type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
-def only_sees(section: ModelSection) -> bool:
+def only_sees(config: PretrainedConfig) -> bool:
     """Is a model there with its tower alone, so that it has a processor and no causal LM?"""
-    config = check_model(section)
     return _sees(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 

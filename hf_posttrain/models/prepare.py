@@ -36,8 +36,8 @@ def resolve_model(
     if sees:
         tokenizer = with_pictures(tokenizer)
     if isinstance(model, str):
-        section = ModelSection(name_or_path=model, lora=None if peft_config is None else {}, images=sees)
-        section.images = sees or (tokenizer is None and load.only_sees(section))
+        section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
+        section.images = sees or (tokenizer is None and load.only_sees(load.check_model(section)))
         model, tokenizer = load.load_model(section), tokenizer or load.load_tokenizer(section)
     if tokenizer is None:
         name = getattr(getattr(model, "config", None), "_name_or_path", None)

@@ -293,7 +293,7 @@ def trusted_layout(
             if layout == "padded" or not right("padded"):
                 raise InputError(f"{name} scores otherwise in batches than each row alone: it is not supported")
             layout = "padded"
-    if layout != "padded" and beside and wants_pieces(beside):
+    if layout != "padded" and wants_pieces(beside):
         what = "a model that keeps a state takes a row in pieces, which an attention that gets a mask does not"
         if explicit:
             raise InputError(f"layout={layout!r}: {what}: use layout=padded")

@@ -189,6 +189,23 @@ def test_a_placeholder_is_a_place_wherever_users_write_it():
     assert len(found["images"]) == 1
 
 
+def test_a_placeholder_in_an_answer_is_text():
+    """Whatever the assistant is called; and a text that is an answer is no question."""
+    for answer in ({"from": "gpt", "value": "<image>"}, {"from": "model", "value": "<image>"}, *said("<image>")):
+        asked = {"from": "human", "value": "What?"} if "from" in answer else user("What?")
+        [found], tokenizer = prepared([{"messages": [asked, answer], "images": [LOGO]}])
+        assert "<image>" in tokenizer.decode(found["prompt_ids"] + found["completion_ids"])
+        assert len(found["images"]) == 1
+    [found], tokenizer = prepared([{"prompt": "Which tag?", "completion": "<image>"}], apply_chat_template=True)
+    assert "<image>" in tokenizer.decode(found["completion_ids"])
+
+
+def test_a_problem_names_its_picture_once():
+    with pytest.raises(InputError) as caught:
+        read_by(with_pictures(processor_of("qwen3_vl"))).expansion({"path": __file__, "bytes": None})
+    assert str(caught.value) == f"{__file__}: is no picture that PIL reads"
+
+
 def test_prepared_ids_come_with_their_pictures():
     rows, _ = prepared([{"prompt": [user(image(LOGO), "What?")], "completion": said("yes")}] * 2)
     columns = ("prompt_ids", "completion_ids", "images")
