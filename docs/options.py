@@ -24,13 +24,16 @@ from hf_posttrain.methods.distillation import DistillationConfig
 from hf_posttrain.methods.sft import SupervisedOptions
 from hf_posttrain.models.section import ModelSection, TeacherSection
 from hf_posttrain.recipe.sections import Source
+from hf_posttrain.rounds.judges.section import JudgeSection
+from hf_posttrain.rounds.section import PairSection, RoundsSection
 from hf_posttrain.trainer.config import PostTrainConfig
 
 HERE = Path(__file__).parent
 CONFIGS = [config_class(method) for method in METHODS.values()]
 CLASSES = {
     cls.__name__: cls
-    for cls in (*CONFIGS, PostTrainConfig, SupervisedOptions, DistillationConfig, ModelSection, TeacherSection, Source)
+    for cls in (*CONFIGS, PostTrainConfig, SupervisedOptions, DistillationConfig, ModelSection, TeacherSection, Source,
+                RoundsSection, PairSection, JudgeSection)  # fmt: skip
 }
 _HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
 _PART = re.compile(r"(<!-- (options|shared) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -55,6 +58,8 @@ def default(cls: type, name: str) -> str:
     given: Any = field.default_factory() if field.default is dataclasses.MISSING else field.default
     if isinstance(given, list) and len(given) == 1:
         [given] = given
+    if dataclasses.is_dataclass(given):  # a section of its own
+        given = {}
     text = given if isinstance(given, str) else json.dumps(given)
     return f"`{re.sub(r'e-0', 'e-', text)}`"
 

@@ -39,8 +39,9 @@ logger = logging.getLogger("hf_posttrain.run")  # also as __main__
 
 # Commands of their own: first word -> the module whose `main` takes the rest
 OTHERS = {
-    "data": "hf_posttrain.commands.data", "sample": "hf_posttrain.commands.sample",
-    "compare": "hf_posttrain.report.compare",
+    **{name: f"hf_posttrain.commands.{name}"
+       for name in ("data", "sample", "judge", "pair", "chat", "merge", "init", "recipes")},
+    "eval": "hf_posttrain.commands.evaluate", "compare": "hf_posttrain.report.compare",
 }  # fmt: skip
 PR_SET_PDEATHSIG = 1  # of Linux' prctl: the signal that a process gets when the one that started it ends
 ADVICE = {  # names of exceptions (torch may not be imported) that are no fault of ours -> what to do

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import opd
+from benchmarks import opd, rounds
 from hf_posttrain.recipe.read import load_recipe
 
 REPOSITORY = Path(__file__).parents[1]
@@ -56,3 +56,26 @@ def test_the_experiments_run(tmp_path):
     asked = {letter: [*opd.EXPERIMENTS[letter][1]] for letter in "aefi"}
     assert {letter: [*settings] for letter, settings in found.items()} == asked
     assert (tmp_path / "results.md").read_text() in done.stdout
+
+
+def test_settings_of_rounds_are_recipes_and_their_table_has_means(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(rounds, "train", lambda given, recipe, folder, overrides: seen.append((recipe, overrides)))
+    subprocess.run([sys.executable, opd.TINY / "make_data.py"], check=True)
+    for name in rounds.settings():
+        rounds.run(SimpleNamespace(out=tmp_path, fast=False), name, 0)
+    recipes = [load_recipe(opd.TINY / f"{recipe}.yaml", overrides) for recipe, overrides in seen]
+    asked = [recipe.rounds.count * recipe.rounds.num_generations for recipe in recipes if recipe.rounds]
+    assert asked == [24] * 6
+    assert {recipe.rounds.count * recipe.train["num_train_epochs"] for recipe in recipes if recipe.rounds} == {6}
+    assert recipes[-1].train["max_steps"] * recipes[-1].train["per_device_train_batch_size"] == 24 * 1024
+    page = [*rounds.table({"x": [[(0, 0.5), (1, 0.6), (2, 0.7), (3, 0.8)], [(0, 0.5), (1, 0.5), (2, 0.5), (3, 0.6)]]})]
+    assert page[-1] == "| x | 50.0% | 55.0% | 60.0% | 70.0% | 60.0% to 80.0% |"
+
+
+@pytest.mark.slow
+def test_the_experiments_of_rounds_run(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.rounds", "--fast", "--seeds", "0", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert {*json.loads((tmp_path / "results.json").read_text())} == {*rounds.settings()}

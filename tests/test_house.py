@@ -17,6 +17,7 @@ LEVELS = (  # each may import those below it, and its own level without a circle
     {"check", "report", "commands"},
     {"recipe"},
     {"methods", ""},
+    {"rounds"},
     {"trainer"},
     {"watch", "models", "generation", "engines"},
     {"scoring", "data"},
@@ -109,7 +110,7 @@ def test_circles_are_found():
 def test_the_top_level_is_a_page():
     entries = [path for path in PACKAGE.iterdir() if path.name != "__pycache__"]
     assert sum(path.is_file() for path in entries) <= 4
-    assert sum(path.is_dir() for path in entries) <= 13
+    assert sum(path.is_dir() for path in entries) <= 14
 
 
 def strings(tree):

@@ -27,6 +27,7 @@ SHA256 = {
     "heldout.jsonl": "247083f9f6441286df560c1bb0a4e8d3672841590dbf0e631c412196aa2a0072",
     "kto.jsonl": "41f82621f7fbee061adc89d3a03ec6b63e86852ef5808b1799100ce7d90d9af6",
     "prompts.jsonl": "194d9d2b09d1cebdfa50e401dcba2923c2640cf44f548db3025f1eb99a650477",
+    "sums.jsonl": "8f9cd1a9bc15952095407c4c8f6ea993d7970fbfa4937f5526cac84f7ec41f3e",
     "train.jsonl": "7fe0d9b0eed369ee32940e7d46cf707130b650a3e6fbb061d1956f19c035e3f0",
 }
 """Of the rows on which the README's exact matches were measured."""

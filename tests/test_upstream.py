@@ -88,7 +88,7 @@ NEEDS = {need.symbol: need for need in [
     Need("transformers.Trainer.current_gradient_accumulation_steps", "trainer/step.py", "micro-batches of this step"),
     Need("transformers.Trainer._prepare_inputs", "trainer/base.py",
          "called with each micro-batch, to bring it to the device"),
-    Need("transformers.Trainer.is_in_train", "methods/opd.py", "True from the start of train() to its end"),
+    Need("transformers.Trainer.is_in_train", "generation/rollout.py", "True from the start of train() to its end"),
     Need("transformers.Trainer.log", "watch/guard.py",
          "log_history has the entry, with its step, before on_log is called", "log_history"),
     Need("transformers.Trainer._maybe_log_save_evaluate", "trainer/base.py trainer/evaluation.py",

@@ -18,6 +18,8 @@ from ..data.lengths import longest, planned_passes
 from ..generation.rollout import CACHE_SHARE, LOGIT_BYTES, GrowingLayer, even_parts
 from ..methods.rules import REFERENCE_FREE
 from ..recipe.sections import Recipe
+from ..rounds.draw import PIECE
+from ..rounds.judges.section import MODELS
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
@@ -95,7 +97,7 @@ class Run:
 
     def batch(self, name: str, size: int) -> dict[str, Any]:
         """The micro-batch of the `size` longest rows."""
-        rows = longest(self.rows[name], size, ("prompt_ids",) if self.trainer_class.method.rows.sampled else ())
+        rows = longest(self.rows[name], size, ("prompt_ids",) if self.trainer_class.reads.rows.sampled else ())
         examples = planned_examples(rows, self.trainer_class, self.config)
         return collate(examples, self.layout, row_multiple=self.multiple) | {"rows": len(rows)}
 
@@ -117,6 +119,8 @@ class Run:
         reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
+        if self.recipe.rounds and self.recipe.rounds.reference == "round":
+            return False
         if config.precompute_ref_log_probs is None:  # scored before training if rows are seen more than once
             step = config.per_device_train_batch_size * config.gradient_accumulation_steps * self.engine.processes
             return not leaves or planned_passes(self.rows["train"], config, step) <= 1
@@ -126,6 +130,8 @@ class Run:
         """The sum on one device, in the phase that needs most."""
         glibc = sys.platform == "linux" and not self.engine.gpu and "MALLOC_MMAP_THRESHOLD_" not in os.environ
         config, engine, notes = self.config, self.engine, [HEAP] * glibc
+        if self.recipe.rounds and self.recipe.rounds.judge.by in MODELS:
+            notes.append(f"the judge {self.recipe.rounds.judge.name} is not in it: it is on the device while it judges")
         device = torch.device("cuda" if engine.gpu else "cpu")
         self.mixed = bool(config.bf16 or config.fp16)
         self.gpu_memory = (self.available or META_MEMORY) if engine.gpu else None  # by which the head chooses its tiles
@@ -161,7 +167,7 @@ class Run:
         if self.rows.get("eval") is not None:
             batch = self.batch("eval", config.per_device_eval_batch_size)
             phases["evaluation"] = resting | {"activations": self.inference(self.policy, batch)}
-        if getattr(config, "rollout", None) == "transformers":
+        if getattr(self.recipe.rounds or config, "rollout", None) == "transformers":
             whole = held["parameters"] + self.policy.weights.numbers * (2 if self.mixed else 4) * engine.shards
             phases["generation"] = resting | {"parameters": whole}
             phases["generation"]["activations"] = self.generation(sum(phases["generation"].values()))
@@ -212,12 +218,15 @@ class Run:
 
     def generation(self, held: int) -> int:
         """The rollouts of an optimizer step, or as many as fit beside what is held: the cache, and what is on top."""
-        config, policy, copies = self.config, self.policy, self.config.num_generations
+        config, policy, options = self.config, self.policy, self.recipe.rounds or self.config
+        copies = options.num_generations
         count = copies * config.per_device_train_batch_size * config.gradient_accumulation_steps
+        if self.recipe.rounds:
+            count = copies * min(PIECE, len(self.rows["train"]))
         length = len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
         row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
-        if config.generation_batch_size:
-            count = min(count, config.generation_batch_size)
+        if options.generation_batch_size:
+            count = min(count, options.generation_batch_size)
         elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
             logits = LOGIT_BYTES * len(policy.head)
             count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // (row + logits))
@@ -243,8 +252,9 @@ def estimate(
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             other, available = total - free - torch.cuda.memory_reserved(), available or total
-        if getattr(config, "rollout", None) == "vllm" and config.vllm_mode != "server":
-            other += int((config.vllm_gpu_memory_utilization or 0.3) * (available or 0))
+        options: Any = recipe.rounds or config
+        if getattr(options, "rollout", None) == "vllm" and options.vllm_mode != "server":
+            other += int((options.vllm_gpu_memory_utilization or 0.3) * (available or 0))
     run = Run(recipe, config, engine, trainer_class, rows, other, available)
     if engine.gpu and not {"bf16", "fp16", "use_cpu"} & recipe.train.keys():
         run = run.changed("train", {"bf16": True})
@@ -267,7 +277,8 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
     changes: list[tuple[Any, str, dict[str, Any]]] = [
         (not config.activation_checkpointing, "train", {"activation_checkpointing": True}),
         (size > 1, "train", smaller),
-        (not getattr(config, "precompute_ref_log_probs", True), "train", {"precompute_ref_log_probs": True}),
+        (not (run.recipe.rounds or getattr(config, "precompute_ref_log_probs", True)), "train",
+         {"precompute_ref_log_probs": True}),
         (engine.gpu and teacher is not None and not (teacher.offload or teacher.url), "teacher", {"offload": True}),
         (fewer > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
         (True, "train", {"per_device_eval_batch_size": 1}),

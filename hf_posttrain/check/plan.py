@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 from transformers import PreTrainedModel
 
+from ..rounds.in_rounds import planned_rows
 from ..scoring import layouts
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
@@ -31,12 +32,14 @@ class Plan:
     tokens_per_step: int | None = None  # without padding; of answers yet to be sampled, the longest possible
     trained_per_step: int | None = None  # of them, tokens that the loss counts
     padding: float | None = None  # share of the positions of laid-out batches that is padding
+    rounds: str = ""  # what they are, where the run has rounds
     saved: float | None = None  # share of tokens that is not computed, since answers share their prompt
 
     def lines(self) -> Iterator[str]:
         of = f"{self.epochs:.3g} epochs of {self.rows} rows" if self.rows is not None else "a stream"
         processes = f" on {self.processes} processes" if self.processes > 1 else ""
         yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {of}"
+        yield from [self.rounds] if self.rounds else []
         yield f"layout: {self.layout} ({self.why})"
         if self.tokens_per_step is not None:
             shares = f"padding {self.padding:.1%}, saved by shared prompts {self.saved:.1%}"
@@ -81,11 +84,25 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     return Plan(
         len(rows), processes, per_step, steps, epochs, layout, why, round(tokens / len(order) * per_step),
         round(trained / len(order) * per_step), padding=1 - tokens / positions, saved=1 - tokens / separate,
+        rounds=_described(config, len(rows), steps),
     )  # fmt: skip
+
+
+def _described(config: Any, prompts: int, steps: int) -> str:
+    """The rounds of a run in a line."""
+    rounds = getattr(config, "rounds", None)
+    if rounds is None:
+        return ""
+    each = f"{rounds.num_generations} answers to each prompt, judged by {rounds.judge}"
+    if rounds.steps:
+        return f"rounds of {rounds.steps} steps: {each}; rows are prompts"
+    return f"{rounds.count} rounds of {steps / rounds.count:.3g} steps over {prompts} prompts: {each}"
 
 
 def planned_examples(rows: list[dict], trainer_class: Any, config: Any) -> list[Example]:
     """The examples of prepared rows; rollouts that are yet to be sampled have full length."""
+    if rounds := getattr(config, "rounds", None):
+        rows = [made for row in rows for made in planned_rows(row, trainer_class.method, rounds)]
     examples = [example for row in rows for example in trainer_class.examples(row)]
     if not trainer_class.method.rows.sampled:
         return examples

@@ -16,7 +16,6 @@ from ..data.kinds import Reader, RowKind
 from ..data.prepare import tokenised
 from ..data.sources import load
 from ..errors import InputError, error_context, printable
-from ..methods import METHODS
 from ..recipe.sections import Recipe
 
 SHOWN = 3  # samples of each source
@@ -173,8 +172,9 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     from ..models.prepare import find_terminal_ids, terminal_ids_of
 
     # special tokens: what ends an answer, what begins a text, what pads
-    method, kind = METHODS[recipe.method], METHODS[recipe.method].rows
-    kind = replace(kind, sampled=kind.sampled and config.lmbda == 1)  # OPD's: below 1 some train their own answers
+    method, kind = recipe.reads, recipe.reads.rows
+    own_answers = getattr(config, "lmbda", 1) < 1  # OPD's: below 1 some train the answers of the data
+    kind = replace(kind, sampled=kind.sampled and not own_answers)
     ends = [find_terminal_ids(model, tokenizer, config.chat_template_kwargs) for model in models]
     stops = [dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)) for ids in ends]
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id

@@ -1,29 +1,36 @@
-"""`hf-posttrain sample RECIPE`: a recipe's model answers the prompts of its data, into a file of JSON lines.
+"""`hf-posttrain sample`: a model answers prompts, into a file of JSON lines.
 
-    {"prompt": text, "completion": text, "prompt_ids": [...], "completion_ids": [...], "logps": [...], "stopped": true}
+    {"prompt": text, "completion": text, "prompt_ids": [...], "completion_ids": [...], "logps": [...], "stopped": true,
+     "messages": [...], "reference": text}
 
-Texts are as the model reads and writes them, with the template's special tokens, without the one that ends the answer:
-rows to train on as they are. `logps` are those of completion_ids at the temperature they were sampled at.
+`prompt` and `completion` are texts as the model reads and writes them, with the template's special tokens, without the
+one that ends the answer: rows to train on as they are. `logps` are those of completion_ids at the temperature they were
+sampled at. `messages` is a prompt that was messages, `reference` the right answer, both where the data have them: for
+`hf-posttrain judge`.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..models.section import ModelSection, section_of
 from ..recipe import build as parts
 from ..recipe.cli import Parser, find_recipe, tell
 from ..recipe.read import load_recipe
-from ..recipe.sections import Recipe
+from ..recipe.sections import Recipe, Source
+from .pieces import PieceFile
 
 PIECE = 64
 """Prompts that are answered at once: the random numbers of a piece depend on the seed and its place alone."""
 _EXAMPLES = """examples:
+  hf-posttrain sample outputs/mine --prompts problems.jsonl --n 8 --out answers.jsonl
   hf-posttrain sample mine.yaml --n 4 --out answers.jsonl
   hf-posttrain sample mine.yaml model.name_or_path=outputs/mine --split eval --temperature 0 --out greedy.jsonl
+  hf-posttrain sample outputs/mine --prompts problems.jsonl --url http://localhost:8000 --out answers.jsonl
+
+A command that was killed goes on where it stopped when it is given again.
 """
 
 
@@ -31,113 +38,221 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the file; returns the exit code. Raises InputError for arguments and recipes that cannot be used."""
     parser = Parser(
         prog="hf-posttrain sample",
-        usage="hf-posttrain sample RECIPE.yaml [section.key=value ...] --out FILE [OPTIONS]",
-        description="Let a recipe's model answer the prompts of its data, each of them once.",
+        usage="hf-posttrain sample RECIPE.yaml|MODEL [section.key=value ...] --out FILE [OPTIONS]",
+        description="Let a model answer prompts: those of a file, or of a recipe's data, each of them once.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("words", metavar="RECIPE.yaml, section.key=value", nargs="*")
+    parser.add_argument("words", metavar="RECIPE.yaml or MODEL, section.key=value", nargs="*")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the lines go: a new file")
-    parser.add_argument("--n", type=int, help="answers to each prompt (train.num_generations, or 1)")
-    parser.add_argument("--temperature", type=float, help="of sampling; 0: greedy (train.temperature, or 1)")
+    parser.add_argument("--prompts", metavar="FILE", help="what is answered, in any format with prompts (the recipe's)")
+    parser.add_argument("--n", type=int, help="answers to each prompt (the recipe's num_generations, or 1)")
+    parser.add_argument("--temperature", type=float, help="of sampling; 0: greedy (the recipe's, or 1)")
     parser.add_argument("--max_completion_length", type=int, help="longest answer in tokens (the recipe's, or 256)")
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="of the recipe's data (train)")
+    parser.add_argument("--limit", type=int, help="answer the first so many prompts")
+    parser.add_argument("--seed", type=int, help="of what is drawn (the recipe's, or 42)")
+    parser.add_argument("--batch_size", type=int, help=f"answers at once (those to {PIECE} prompts)")
+    parser.add_argument("--url", help="a vLLM server that samples, with the same model as RECIPE or MODEL")
+    parser.add_argument("--adapter", metavar="FOLDER", help="with MODEL: a PEFT adapter on top of it")
+    parser.add_argument("--images", action="store_true", help="with MODEL: it sees, and rows have pictures")
+    parser.add_argument("--apply_chat_template", action="store_true", help="with MODEL: texts become turns of a user")
     given = parser.parse_intermixed_args(argv)
-    for name, least in (("n", 1), ("max_completion_length", 1), ("temperature", 0)):
-        if (value := getattr(given, name)) is not None and not least <= value < float("inf"):
-            parser.error(f"--{name} must be a number from {least} on, not {value}")
+    least = {"n": 1, "max_completion_length": 1, "temperature": 0, "limit": 1, "seed": 0, "batch_size": 1}
+    for name, smallest in least.items():
+        if (value := getattr(given, name)) is not None and not smallest <= value < float("inf"):
+            parser.error(f"--{name} must be a number from {smallest} on, not {value}")
     if given.out.exists():
         parser.error(f"--out: {given.out} is there already: name another file, or delete it")
     path, overrides = find_recipe(parser, given.words)
-    recipe = load_recipe(path, overrides)
-    unfinished = given.out.with_name(given.out.name + ".part")
-    try:
-        opened = unfinished.open("w", encoding="utf-8")
-    except OSError as error:
-        parser.error(f"--out: {given.out} cannot be written ({error.strerror})")
-    try:
-        with opened as file:
-            count = stopped = 0
-            for row in sample(recipe, given.split, given.n, given.temperature, given.max_completion_length):
-                print(json.dumps(row, ensure_ascii=False), file=file)
-                count, stopped = count + 1, stopped + row["stopped"]
-        unfinished.rename(given.out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    if is_recipe(path):
+        for name in ("adapter", "images", "apply_chat_template"):
+            if getattr(given, name):
+                parser.error(f"--{name} is an option of a MODEL: a recipe has it in its sections")
+        source: Any = load_recipe(path, overrides)
+    else:
+        if overrides:
+            parser.error(f"{overrides[0]} is an option of a recipe, and {path} is no .yaml file")
+        if given.prompts is None:
+            parser.error(f"{path} is a model: --prompts names the file with what it shall answer")
+        source = section_of(path, given.adapter)
+        source.images |= given.images
+    count = stopped = 0
+    for row in sample(source, given):
+        count, stopped = count + 1, stopped + row["stopped"]
     tell(f"{count} answers, of which {stopped / count:.0%} ended by themselves, are in {given.out}")
     return 0
 
 
-def sample(
-    recipe: Recipe, split: str, count: int | None, temperature: float | None, longest: int | None
-) -> Iterator[dict[str, Any]]:
-    """The rows of the file. None: what the recipe says. Raises InputError where the data have no prompts."""
+def is_recipe(name: str) -> bool:
+    """Is it a recipe's file, and not a model's folder or hub name?"""
+    return Path(name).suffix in (".yaml", ".yml") or Path(name).is_file()
+
+
+def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]]:
+    """Write the file, then give its rows. given: the options of the command. Raises InputError where the data have no
+    prompts."""
+    asked = _of_recipe(source, given) if isinstance(source, Recipe) else _of_model(source, given)
+    from tqdm import tqdm
+
+    from ..scoring.layouts import Prompt
+
+    # each once, by its tokens and pictures
+    first_of: dict[str, dict[str, Any]] = {}
+    for row in sorted(asked.rows, key=lambda row: not row.get("label", True)):  # a wrong answer is no reference
+        first_of.setdefault(repr((row["prompt_ids"], row.get("images"))), row)
+    rows = [*first_of.values()][: given.limit]
+    if all(len(row["prompt_ids"]) < 2 for row in rows):
+        raise InputError(f"{asked.where}: its rows have no prompts to answer")
+    answer = _by_server(asked, given.url) if given.url else _by_model(asked, given.batch_size)
+    read = _hash([(row["prompt_ids"], row.get("images")) for row in rows])
+    key = asked.key() | {"prompts": read, "url": given.url, "batch_size": given.batch_size}
+    with PieceFile(given.out, key) as file:
+        starts = [*range(0, len(rows), PIECE)]
+        for first in tqdm(starts[file.done :], "sampling", len(starts), initial=file.done, unit="piece", disable=None):
+            some = rows[first : first + PIECE]
+            prompts = [Prompt.of(row) for row in some for _ in range(asked.count)]
+            found = answer(prompts, first)
+            repeated = [row for row in some for _ in range(asked.count)]
+            file.write(asked.written(*each) for each in zip(repeated, *found, strict=True))
+        yield from file.finish()
+
+
+class _Asked:
+    """What is answered, by which model, and how."""
+
+    def __init__(self, section: ModelSection, tokenizer: Any, rows: Any, where: str, switches: Any = None):
+        self.section, self.tokenizer, self.where, self.switches = section, tokenizer, where, switches
+        self.rows: list[dict[str, Any]] = [row for row in rows if row["prompt_ids"]]
+        self.count, self.temperature, self.longest, self.seed = 1, 1.0, 256, 42
+        self.low: Any = None  # dtype of autocast
+        self.device: Any = None
+        self.ends: list[int] = []
+        self.weights = ""
+
+    def set(self, given: Any, options: Any, seed: int) -> None:
+        """What the command says, or else `options` of a recipe."""
+        known = {"num_generations": 1, "temperature": 1.0, "max_completion_length": self.longest} | vars(options)
+        self.count = given.n or known["num_generations"]
+        self.temperature = known["temperature"] if given.temperature is None else given.temperature
+        self.longest = given.max_completion_length or known["max_completion_length"]
+        self.seed = seed if given.seed is None else given.seed
+
+    def key(self) -> dict[str, Any]:
+        """All that answers depend on, besides prompts and a server."""
+        options = {"n": self.count, "temperature": self.temperature, "longest": self.longest, "seed": self.seed}
+        return {"model": self.section.name_or_path, "weights": self.weights, "ends": self.ends, **options}
+
+    def written(self, row: dict[str, Any], answer: list[int], logps: list[float]) -> dict[str, Any]:
+        """A row of the file."""
+        from ..data.images import in_json
+        from ..rounds.judges.question import answer_row
+
+        made = answer_row(row, answer, self.tokenizer, self.ends)
+        made |= {"prompt_ids": row["prompt_ids"], "completion_ids": answer, "logps": [round(logp, 6) for logp in logps]}
+        return made | ({"images": [*map(in_json, row["images"])]} if row.get("images") is not None else {})
+
+
+def _of_recipe(recipe: Recipe, given: Any) -> _Asked:
+    """The recipe's model, and its prompts or those of a file."""
     trainer_class, config = parts.configure(recipe)
     import datasets
     import torch
-    from tqdm import tqdm
 
-    from ..data.images import in_json, read_by
-    from ..generation import rollout
-    from ..models.load import load_model
-    from ..models.prepare import find_terminal_ids
     from ..recipe.datasets import prepare_data
-    from ..scoring.forward import enable_scoring
-    from ..scoring.layouts import Prompt
-    from ..scoring.pictures import Pictures
+    from .answers import read_prompts, reading_options
 
     if config.world_size > 1:
         raise InputError("sample answers in one process, and was started in several: drop the launcher")
-    if split not in dict(recipe.data.given()):
+    if not given.prompts and given.split not in dict(recipe.data.given()):
         raise InputError(f"--split eval: {recipe.where('data')}: the recipe has no data.eval")
-    known = vars(config)
-    each: int = count or known.get("num_generations", 1)
-    temperature = known.get("temperature", 1.0) if temperature is None else temperature
-    most: int = longest or known.get("max_completion_length", config.eval_max_completion_length)
+    config.keep_asked = True
     tokenizer, _ = parts.check_models(recipe)
-    rows = prepare_data(recipe, trainer_class, tokenizer, config)[0][split]
+    if given.prompts:
+        rows = read_prompts(Source(given.prompts), tokenizer, reading_options(**vars(config)))
+    else:
+        rows = prepare_data(recipe, trainer_class, tokenizer, config)[0][given.split]
     if not isinstance(rows, datasets.Dataset):
         raise InputError(f"{recipe.where('data')}: sample needs data of known length: drop streaming")
-    # each once, by its tokens and pictures
-    written = {repr((row["prompt_ids"], row.get("images"))): Prompt.of(row) for row in rows if len(row["prompt_ids"])}
-    prompts = [*written.values()]
-    if all(len(prompt) < 2 for prompt in prompts):
-        raise InputError(f"{recipe.where('data')}: the rows of data.{split} have no prompts to answer")
-    model = load_model(recipe.model, trainable=False, device=config.device).to(config.device)
-    enable_scoring(model)
-    reader = read_by(tokenizer)
-    see = Pictures.of(model, reader) if reader else None
-    ends = find_terminal_ids(model, tokenizer, config.chat_template_kwargs)
-    half = torch.float16 if config.fp16 else torch.bfloat16
-    low = torch.autocast(config.device.type, half) if config.bf16 or config.fp16 else nullcontext()
-    for first in tqdm(range(0, len(prompts), PIECE), "sampling", unit="piece"):
-        repeated = [prompt for prompt in prompts[first : first + PIECE] for _ in range(each)]
-        with rollout.seeded(config.device, config.seed, first), low:
-            given = most, ends, tokenizer.pad_token_id, temperature or None
-            answers = rollout.generate(model, repeated, *given, vocabulary=len(tokenizer), see=see)
-            logps = log_probabilities(model, repeated, answers, temperature or 1.0, len(tokenizer), see)
-        for prompt, answer, own in zip(repeated, answers, logps, strict=True):
-            stopped = answer[-1] in ends
-            yield {
-                "prompt": tokenizer.decode(prompt), "completion": tokenizer.decode(answer[:-1] if stopped else answer),
-                "prompt_ids": list(prompt), "completion_ids": answer, "logps": own, "stopped": stopped,
-                **({"images": [*map(in_json, prompt.pictures)]} if see else {}),
-            }  # fmt: skip
+    asked = _Asked(recipe.model, tokenizer, rows, given.prompts or recipe.where("data"), config.chat_template_kwargs)
+    asked.longest = config.eval_max_completion_length
+    asked.set(given, recipe.rounds or config, config.seed)
+    asked.device = config.device
+    asked.low = torch.bfloat16 if config.bf16 else torch.float16 if config.fp16 else None
+    return asked
 
 
-def log_probabilities(
-    model: Any, prompts: Sequence, answers: Sequence, temperature: float, vocabulary: int, see: Any = None
-) -> list[list[float]]:
-    """Of each answer's tokens, behind its prompt, among the first `vocabulary` ids."""
+def _of_model(section: ModelSection, given: Any) -> _Asked:
+    """A model by name, and the prompts of a file."""
+    from ..models.load import load_tokenizer
+    from .answers import read_prompts, reading_options
+
+    tokenizer = load_tokenizer(section)
+    options = reading_options(apply_chat_template=given.apply_chat_template)
+    asked = _Asked(section, tokenizer, read_prompts(Source(given.prompts), tokenizer, options), given.prompts)
+    asked.set(given, argparse.Namespace(), 42)
+    return asked
+
+
+def _by_model(asked: _Asked, batch_size: int | None) -> Any:
+    """What answers prompts and says how likely each token was, here."""
+    from contextlib import nullcontext
+
     import torch
-    from accelerate.utils import send_to_device
 
-    from ..scoring.forward import score, targets
-    from ..scoring.head import LogProb
-    from ..scoring.layouts import Branch, Example, collate
+    from ..models.score_cache import weights_key
+    from .answers import Answerer
 
-    pairs = zip(prompts, answers, strict=True)
-    examples = [Example(prompt, [Branch(ids)], pictures=prompt.pictures) for prompt, ids in pairs]
-    batch = send_to_device(collate(examples, "padded", pictures=see), model.device)
-    with torch.no_grad():
-        values = score(model, batch, LogProb(targets(batch), temperature, vocabulary=vocabulary))["value"]
-    return [[round(value, 6) for value in values[batch["owner"] == n].tolist()] for n in range(len(answers))]
+    model = Answerer(asked.section, asked.switches, asked.tokenizer, asked.device)
+    asked.ends = model.ends
+    asked.weights = weights_key(model.model.state_dict(), sample=64)
+
+    def answer(prompts: list[Any], first: int) -> tuple[list[list[int]], list[list[float]]]:
+        with torch.autocast(model.device.type, asked.low) if asked.low else nullcontext():
+            seed = asked.seed, first
+            found = model.generate(prompts, asked.longest, asked.temperature, seed, batch_size)
+            size, logps = batch_size or len(prompts), []
+            for start in range(0, len(prompts), size):
+                part = slice(start, start + size)
+                logps += model.logps(prompts[part], found[part], asked.temperature or 1.0)
+        return found, logps
+
+    return answer
+
+
+def _by_server(asked: _Asked, url: str) -> Any:
+    """The same by a vLLM server, with a request for each prompt."""
+    from ..generation import rollout
+    from ..generation.server import PLAIN, Server, as_server_error, at_once
+    from ..models.load import generation_config_of
+    from ..models.prepare import terminal_ids_of
+
+    if asked.section.images:
+        raise InputError("--url: a server is shown no pictures yet: drop it")
+    server = Server(url, "--url")
+    with as_server_error():
+        served, told = server.card()["id"], server.settings()
+    mode = told["model_config"]["logprobs_mode"] if told else "unknown"
+    if mode != "processed_logprobs" and asked.temperature not in (1, 0):
+        how = "start it with --logprobs-mode processed_logprobs and VLLM_SERVER_DEV_MODE=1, or sample at temperature 1"
+        raise InputError(f"--url: logps of {url} are of another temperature, maybe ({mode}): {how}")
+    asked.ends = terminal_ids_of(generation_config_of(asked.section), asked.tokenizer, asked.switches)
+    shared = {
+        "model": served, "n": asked.count, "temperature": asked.temperature, "max_tokens": asked.longest, **PLAIN,
+        "stop_token_ids": asked.ends, "ignore_eos": True, "logprobs": 0,
+    }  # fmt: skip
+
+    def answer(prompts: list[Any], first: int) -> tuple[list[list[int]], list[list[float]]]:
+        each = prompts[:: asked.count]
+        seeds = [rollout.mix_seed(asked.seed, first, number) >> 2 for number in range(len(each))]
+        with as_server_error():
+            found = at_once(lambda n: server.complete(shared | {"seed": seeds[n]}, each[n]), range(len(each)))
+            choices = [choice for choices in found for choice in choices]
+            return [one["token_ids"] for one in choices], [one["logprobs"]["token_logprobs"] for one in choices]
+
+    return answer
+
+
+def _hash(value: Any) -> str:
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(repr(value).encode())

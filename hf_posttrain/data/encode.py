@@ -46,6 +46,7 @@ class Plan(NamedTuple):
     image_ids: tuple[int, ...] = ()  # tokens that become features of pictures, where the model sees
     image_folder: str | None = None  # where relative paths of pictures start
     reasoning: str | None = None  # keep or drop what assistants thought
+    asked: bool = False  # is the raw prompt kept next to its ids, for what judges answers?
     version: int = VERSION
 
 

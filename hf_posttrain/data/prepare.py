@@ -1,5 +1,6 @@
 """Raw rows -> rows of ids, as the method's kind of rows has them, mapped and cached by `datasets`."""
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -52,7 +53,7 @@ FACTS = {  # what is known of each example: its type in Arrow
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
 }
 SCORES = {"ref_logps", "teacher_ids", "teacher_logps"}
-ADDED = {"mismatch_ids", "length", "images", *FOR_TEACHER} | SCORES
+ADDED = {"mismatch_ids", "length", "images", "asked", *FOR_TEACHER} | SCORES
 """Columns that trainers and teachers add to prepared rows."""
 _FIRST = 20
 """Rows that are looked at for a prompt in columns that are not read."""
@@ -71,6 +72,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     # rows that are prepared have these types too, or lists of them where packed: other rows of ids are yet to be cut
     more: tuple[str, ...] = FOR_TEACHER if teacher_plan(config) else ()
     more += ("images",) if read_by(tokenizer) else ()
+    more += ("asked",) if getattr(config, "keep_asked", False) else ()
     own, kinds = {*method.rows.columns, "index", *more}, dict(dataset.features or {})
     typed = all(kinds.get(name) in (kind, datasets.List(kind)) for name, kind in _features(method.rows, False).items())
     if typed and own <= {*kinds} <= own | ADDED:
@@ -127,10 +129,17 @@ def _columns(dataset: Any) -> list[str]:
 
 def _features(rows: RowKind, facts: bool = True, more: Sequence[str] = ()) -> datasets.Features:
     types = {"label": datasets.Value("bool"), "prompt_key": datasets.Value("int64"), **FACTS}
-    types |= {"teacher": datasets.Value("string"), "images": STORED}
+    types |= {"teacher": datasets.Value("string"), "images": STORED, "asked": datasets.Value("string")}
     ids = datasets.List(datasets.Value("int32"))
     names = (*rows.columns, *more, *(FACTS if facts else ()))
     return datasets.Features({name: types.get(name, ids) for name in names})
+
+
+def typed_rows(rows: Sequence[Mapping[str, Any]], kind: RowKind, sees: bool = False) -> datasets.Dataset:
+    """Rows of ids, made by a program, as prepared ones: `kind.columns` of them and `index`. sees: with pictures."""
+    features = _features(kind, False, ["images"] if sees else []) | {"index": datasets.Value("int64")}
+    columns = {name: [row[name] for row in rows] for name in features}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
 def tokenised(
@@ -153,7 +162,8 @@ def tokenised(
         else:
             _refuse_pictures(dataset, columns, form)
         _refuse_lost_prompt(dataset, columns, form, name)
-    features = _features(method.rows, more=(*(FOR_TEACHER if asked else ()), *(["images"] if sees else [])))
+    more = (*(FOR_TEACHER if asked else ()), *(["images"] if sees else []), *(["asked"] if plan.asked else []))
+    features = _features(method.rows, more=more)
     kwargs = {
         "batched": True, "with_indices": True, "remove_columns": columns, "features": features,
         "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled_by_arrow(dataset)},
@@ -333,6 +343,7 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         option("chat_template_kwargs"), as_chat, max(tokenizer.get_vocab().values()) + 1 if is_ids else None,
         tokenizer.bos_token_id, last_turn=turns == "last", image_ids=tuple(reader.token_ids) if reader else (),
         image_folder=option("image_folder"), reasoning=option("reasoning"),
+        asked=bool(option("keep_asked")),
     )  # fmt: skip
 
 
@@ -357,6 +368,8 @@ def tokenise(
     # 2. samples -> ids, of the whole batch together
     kinds = [kind_of(sample, plan) for sample in samples]
     more = teachers_prompts(raw, samples, origin, tokenizer, plan, plan.teacher) if plan.teacher else {}
+    if plan.asked:
+        more["asked"] = [_asked(sample, plan) for sample in samples]
     if "_ids" not in plan.form:
         if rows[0] == 0:
             refuse_misread(batch, samples, plan, tokenizer)
@@ -378,17 +391,25 @@ def tokenise(
         compared = [[]] if plan.rows.sampled else whole.branches
         examples.append({
             "prompt_ids": kept.prompt, **dict(zip(plan.rows.answers, branches, strict=True)),
-            "completion_mask": kept.mask, "label": kept.label, "prompt_key": _key(whole.prompt, whole.pictures),
+            "completion_mask": kept.mask, "label": kept.label, "prompt_key": prompt_key(whole.prompt, whole.pictures),
             "row": row, "state": state | cut & CUT | kind,
             "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
             "unread": ", ".join(kept.unread),
             "uncut": len(whole.prompt) + max(map(len, whole.branches), default=0),
             "trained": 0 if plan.rows.sampled else trained,
-            "keys": [_key([*whole.prompt, -1, *branch], whole.pictures) for branch in compared],
+            "keys": [prompt_key([*whole.prompt, -1, *branch], whole.pictures) for branch in compared],
             "images": list(kept.pictures),
         })  # fmt: skip
     columns = (*plan.rows.columns, *FACTS, *(["images"] if reader else []))
     return {column: [example[column] for example in examples] for column in columns} | more
+
+
+def _asked(sample: Sample, plan: Plan) -> str:
+    """The prompt as it stands in the data, as JSON, with what its template is given; of ids there is no more than they
+    are."""
+    prompt = None if "_ids" in plan.form else sample.prompt
+    given = {"tools": sample.tools, "chat_template_kwargs": sample.template_kwargs} if sample.is_chat else {}
+    return json.dumps({"prompt": prompt} | {name: value for name, value in given.items() if value}, ensure_ascii=False)
 
 
 def _with_its_pictures(sample: Sample, reader: PictureReader) -> Sample:
@@ -407,7 +428,7 @@ def _with_its_pictures(sample: Sample, reader: PictureReader) -> Sample:
     return sample._replace(pictures=sample.pictures[: len(counts)])
 
 
-def _key(ids: list[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:
+def prompt_key(ids: Sequence[int], pictures: Sequence[Mapping[str, Any]] = ()) -> int:
     """A hash of ids and pictures that is the same in every process, as a signed 64-bit number."""
     digest = xxhash.xxh64(np.array(ids, dtype="<i4").tobytes())
     for picture in pictures:

@@ -21,12 +21,12 @@ _ALTERING = {
 
 def generate(
     model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, terminal_ids: list[int], pad_id: int, sampler: Any,
-    visual: dict[str, Tensor] | None = None,
+    more: dict[str, Any] | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Completions of left-padded prompts, ids and mask [n, L]: each may be followed by padding.
 
-    model: with its adapter. sampler: a Sampler. visual: what the forward takes of pictures. Raises RuntimeError where
-    the model's logits are NaN or infinite.
+    model: with its adapter. sampler: a Sampler. more: arguments of its own `generate`, such as those for pictures or a
+    streamer. Raises RuntimeError where the model's logits are NaN or infinite.
     """
     sampling: dict[str, Any] = {"do_sample": False}
     if sampler.temperature is not None:
@@ -42,7 +42,7 @@ def generate(
         each.generation_config = config
     try:  # not synced: whole weights are on each rank, so none waits for another
         given = {"generation_config": config, "logits_processor": [_finite], "synced_gpus": False}
-        output = model.generate(input_ids=ids, attention_mask=mask, **given, **(visual or {}))
+        output = model.generate(input_ids=ids, attention_mask=mask, **given, **(more or {}))
     finally:
         for each, own in before:
             each.generation_config = own

@@ -34,7 +34,7 @@ GRAM = 4
 
 
 class OwnModel:
-    """OPD's rollouts by the policy itself; `vllm` has two other backends with the same methods."""
+    """Rollouts by the policy itself; `vllm` has two other backends with the same methods."""
 
     logps: list[list[float]] | None = None
     """Of the rollouts of the last call, under the distribution that they were drawn from; None: it is the student's."""
@@ -47,10 +47,10 @@ class OwnModel:
 
     def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
         """K rollouts of each prompt, one prompt after the other, from the global generator: see `seeded`."""
-        trainer, args = self.trainer, self.trainer.args
-        repeated = [prompt for prompt in prompts for _ in range(args.num_generations)]
-        options = {"temperature": args.temperature, "batch_size": args.generation_batch_size}
-        return trainer.generate(repeated, longest, vocabulary=trainer.vocabulary, **options)
+        trainer, options = self.trainer, self.trainer.rollout_options
+        repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
+        given = {"temperature": options.temperature or None, "batch_size": options.generation_batch_size}
+        return trainer.generate(repeated, longest, vocabulary=trainer.vocabulary, **given)
 
 
 @dataclass(frozen=True)
@@ -276,6 +276,15 @@ def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
 
 
 # ---- around a generation
+
+
+def synchronise(trainer: Any) -> None:
+    """The weights of now to where the trainer's rollouts are sampled: once an optimizer step, and each time outside
+    training. All ranks call it."""
+    step = trainer.state.global_step if trainer.is_in_train else None
+    if step is None or step != trainer.synchronised:
+        trainer.backend.synchronise()
+    trainer.synchronised = step
 
 
 def mix_seed(*seed: int) -> int:

@@ -100,10 +100,10 @@ class Server:
         except ValueError as error:
             raise ServerError(f"{self.option}: {url} answered no JSON ({_said(text)}): is it that server?") from error
 
-    def card(self) -> dict[str, Any]:
+    def card(self, **options: Any) -> dict[str, Any]:
         """What it says of its model: id, root (a name or folder), max_model_len. Raises ServerError at once where it
         cannot be asked."""
-        listed = self.get("/v1/models", retries=False)
+        listed = self.get("/v1/models", retries=False, **options)
         try:
             return listed["data"][0]  # the base, then adapters
         except (TypeError, LookupError) as error:

@@ -1,4 +1,4 @@
-"""OPD's rollouts by vLLM: an engine in each training process (`Colocated`), or `vllm serve` over HTTP (`Served`).
+"""Rollouts by vLLM: an engine in each training process (`Colocated`), or `vllm serve` over HTTP (`Served`).
 
 Both have the methods of `rollout.OwnModel`: synchronise() gives vLLM the policy's weights, and all ranks call it;
 generate(prompts, seed, longest) samples K rollouts of each prompt. What vLLM cannot do is refused, mostly before
@@ -75,7 +75,7 @@ class Backend:
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
         if self.lora:
             max_rank(self.lora)
-        self.trainer, self.sampling = trainer, sampling(trainer)
+        self.trainer, self.options, self.sampling = trainer, trainer.rollout_options, sampling(trainer)
         self.count, self.sent = 0, 0  # what was written, and how often vLLM got the policy
         self.adapter: Any = None
         self.logps: list[list[float]] | None = None
@@ -101,7 +101,7 @@ class Backend:
                 self._check_otherwise()
         self._send()
         self.sent += 1
-        if self.sent == 1 or self.sent % self.trainer.args.vllm_check_steps == 0:
+        if self.sent == 1 or self.sent % self.options.vllm_check_steps == 0:
             self._check()
 
     def _open(self) -> None:
@@ -145,7 +145,7 @@ class Backend:
         ids, logps = zip(*(group[0] for group in groups), strict=True)  # of K rollouts one is enough
         examples = [Example(prompt, [Branch(answer)]) for prompt, answer in zip(prompts, ids, strict=True)]
         batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
-        tile = LogProb(scoring.targets(batch), trainer.args.temperature, vocabulary=trainer.vocabulary)
+        tile = LogProb(scoring.targets(batch), self.options.temperature, vocabulary=trainer.vocabulary)
         model = trainer.model_wrapped
         with torch.no_grad(), scoring.eval_mode(model), trainer.accelerator.autocast():
             values = scoring.score(model, batch, tile)["value"].float()
@@ -266,7 +266,7 @@ class Colocated(Backend):
             return LLM(
                 model=str(place), load_format="dummy", generation_config="vllm", dtype=self.dtype,
                 max_model_len=min(filter(None, lengths), default=None),
-                gpu_memory_utilization=trainer.args.vllm_gpu_memory_utilization or 0.3,
+                gpu_memory_utilization=self.options.vllm_gpu_memory_utilization or 0.3,
                 logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
                 enable_prefix_caching=True,  # K rollouts read their prompt once
                 distributed_executor_backend="uni" if accelerator.num_processes == 1 else "external_launcher", **lora,
@@ -317,13 +317,13 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
     Raises InputError where more ids must never be drawn than vLLM can be told.
     """
-    args, size = trainer.args, scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
+    options, size = trainer.rollout_options, scoring.causal_lm(trainer.model).config.get_text_config().vocab_size
     padding = range(trainer.vocabulary, size)
     if len(padding) > _MOST_BIASED:
-        lacks = f"the student's vocabulary has {len(padding)} ids that the teacher lacks"
+        lacks = f"the vocabulary has {len(padding)} ids that stand for no token, or that the teacher lacks"
         raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set rollout: transformers")
     return {
-        "n": args.num_generations, "temperature": args.temperature, **PLAIN,
+        "n": options.num_generations, "temperature": options.temperature, **PLAIN,
         "stop_token_ids": trainer.terminal_ids, "ignore_eos": True,  # ours alone, and they stay in the rollout
         "logit_bias": {token: _NEVER for token in padding} or None,
     }  # fmt: skip
@@ -333,7 +333,7 @@ def sampling(trainer: Any) -> dict[str, Any]:
 
 
 def check_installed(config: Any) -> None:
-    """Raises InputError where an OPDConfig wants vLLM in this environment and it is not there."""
+    """Raises InputError where options of rollouts want vLLM in this environment and it is not there."""
     if config.rollout == "vllm" and config.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
         raise InputError("rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server")
 

@@ -1,4 +1,4 @@
-"""OPD's rollouts by `vllm serve`: weights as files, rollouts over HTTP, the next window's while this one trains."""
+"""Rollouts by `vllm serve`: weights as files, rollouts over HTTP, the next window's while this one trains."""
 
 import json
 import logging
@@ -104,8 +104,8 @@ class Served(Backend):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.card = card = together(lambda: check(trainer.args, self.lora))
-        self.server = _server(trainer.args)
+        self.card = card = together(lambda: check(self.options, self.lora, trainer.args.max_length))
+        self.server = _server(self.options)
         self.model, base = card["id"], scoring.causal_lm(trainer.model).name_or_path
         self.dtype, self.process = card.get("dtype"), card.get("process")
         if self.lora and card["root"] != base:
@@ -114,7 +114,7 @@ class Served(Backend):
         if self.temporary and not runs_as_this_user(self.server.url):
             os.chmod(self.folder, 0o755)
         self.ahead: Ahead | None = None
-        if trainer.args.rollout_ahead:
+        if self.options.rollout_ahead:
             self.ahead = Ahead(trainer.accelerator, trainer.args.should_save)
             trainer.kept_in_checkpoints.append(self.ahead)
 
@@ -209,7 +209,7 @@ class Served(Backend):
     def _likely(self) -> str:
         if self.dtype is None or self.card.get("logprobs_mode") not in (None, "processed_logprobs"):
             more = "start it with --logprobs-mode processed_logprobs, and VLLM_SERVER_DEV_MODE=1 for a better answer"
-            if self.trainer.args.temperature != 1:
+            if self.options.temperature != 1:
                 return f"The server gives them at temperature 1, maybe: {more}"
         if self.lora:
             return "Its base is not the student's, or is quantised: serve the student's own base"
@@ -237,7 +237,7 @@ def runs_as_this_user(url: str) -> bool:
 # ---- what is refused
 
 
-def check(config: Any, peft_config: Any = None) -> dict[str, Any]:
+def check(options: Any, peft_config: Any = None, max_length: int | None = None) -> dict[str, Any]:
     """What the server, if there is one, says of itself: id, root (a name or folder) and max_model_len of its model; in
     development mode also dtype, logprobs_mode, load_format and its process.
 
@@ -245,27 +245,27 @@ def check(config: Any, peft_config: Any = None) -> dict[str, Any]:
     needed, and for an adapter that vLLM cannot serve.
     """
     rank = None if peft_config is None else max_rank(peft_config)
-    if config.vllm_mode != "server":
+    if options.vllm_mode != "server":
         return {}
     with as_server_error():
-        return _checked(_server(config), config, rank)
+        return _checked(_server(options), options, rank, max_length)
 
 
-def _checked(server: Server, config: Any, rank: int | None) -> dict[str, Any]:
+def _checked(server: Server, options: Any, rank: int | None, max_length: int | None) -> dict[str, Any]:
     """`check` of a server that serves an adapter of this rank, None for whole weights."""
     card, told = server.card(), server.settings()
     longest = card.get("max_model_len") or math.inf  # others than vLLM may not say
-    if config.max_length is not None and longest < config.max_length:
+    if max_length is not None and longest < max_length:
         problem = f"the vLLM server's --max-model-len {longest}: lower max_length, or start it with more"
-        raise ServerError(f"max_length={config.max_length} is more than {problem}")
+        raise ServerError(f"max_length={max_length} is more than {problem}")
     if told is None:
         if rank is None:
             how = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, so that it takes weights"
             raise InputError(f"vllm_server_base_url: {server.url} is not in development mode: {how}")
         return card
     mode, lora = told["model_config"]["logprobs_mode"], told["lora_config"]
-    if mode != "processed_logprobs" and (config.temperature != 1 or mode != "raw_logprobs"):
-        how = f"of another distribution than rollouts are drawn from at temperature {config.temperature:g}"
+    if mode != "processed_logprobs" and (options.temperature != 1 or mode != "raw_logprobs"):
+        how = f"of another distribution than rollouts are drawn from at temperature {options.temperature:g}"
         raise InputError(f"the vLLM server gives {mode}, {how}: start it with --logprobs-mode processed_logprobs")
     if rank is not None and (lora is None or lora["max_lora_rank"] < rank):
         raise InputError(f"the vLLM server takes no adapter of rank {rank}: start it with --enable-lora and "
@@ -276,5 +276,5 @@ def _checked(server: Server, config: Any, rank: int | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _server(config: Any) -> Server:
-    return Server(config.vllm_server_base_url, "vllm_server_base_url", _NEEDS)
+def _server(options: Any) -> Server:
+    return Server(options.vllm_server_base_url, "vllm_server_base_url", _NEEDS)

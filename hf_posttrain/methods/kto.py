@@ -83,7 +83,7 @@ class KTOTrainer(PostTrainer):
 
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._weigh_classes()
+        self.learn_of_rows(self.train_dataset)
         self.reference = make_reference(self, ref_model, self.both_completions)
         self.delta = RunningMean(self.accelerator)
         self.evaluated: list[Tensor] = []
@@ -108,13 +108,14 @@ class KTOTrainer(PostTrainer):
     def prepare_replaced(self) -> None:
         """As PostTrainer has it; the classes may be other ones."""
         super().prepare_replaced()
-        self._weigh_classes()
+        self.learn_of_rows(self.train_dataset)
         if "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
             logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
-    def _weigh_classes(self) -> None:
-        given = self.args.desirable_weight, self.args.undesirable_weight
-        self.class_weights = class_weights(*given, None if self.train_dataset is None else self.train_dataset["label"])
+    def learn_of_rows(self, rows: Any) -> None:
+        """The weights of both classes."""
+        labels = rows["label"] if "label" in (getattr(rows, "column_names", None) or ()) else None
+        self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
 
     @staticmethod
     def examples(row: dict) -> list[Example]:
@@ -134,7 +135,7 @@ class KTOTrainer(PostTrainer):
         else:
             kl, weights = torch.cat([b["kl"] for b in batches]), torch.cat([self.weights(b) for b in batches])
             total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
-            shift = total / count
+            shift = total / count.clamp(min=1)  # in rounds a window may have no row
         # its metrics count once for each window
         return [batch | {"shift": shift, "share": torch.full_like(shift, 1 / len(batches))} for batch in batches]
 

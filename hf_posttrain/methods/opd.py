@@ -20,7 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..data.lengths import check_answered, check_completions
 from ..errors import InputError
-from ..generation import rollout, vllm, vllm_server
+from ..generation import rollout, vllm
+from ..generation.backends import make_backend
 from ..losses.divergence import policy_gradient
 from ..losses.token_weights import Tokens, weigh
 from ..models.add_teacher import add_teacher, find_across, find_stop_outcome
@@ -38,14 +39,10 @@ from ..trainer.loss_units import Losses, row_weights
 from . import METHODS
 from .distillation import DistillationConfig, check_teacher
 from .opd_diagnostics import look_at
-from .opd_reward import Reward, find_grader, group_advantage
+from .opd_reward import Reward, group_advantage
 from .opd_rollouts import SOURCES, Live
 from .rules import POLICY_GRADIENT, named_options
 
-BACKENDS: dict[str, Any] = {
-    "transformers": rollout.OwnModel, "colocate": vllm.Colocated, "server": vllm_server.Served,
-}  # fmt: skip
-"""What samples rollouts, by vllm_mode or else by rollout."""
 EVALUATION = 2**31
 """Stands for the step in the seed of an evaluation's rollouts, which are then the same at every evaluation."""
 
@@ -120,7 +117,7 @@ class OPDConfig(DistillationConfig):
         super().__post_init__()
         vllm.check_installed(self)
         if self.reward:
-            find_grader(self.reward["function"])
+            Reward(**self.reward)
         if self.rollout == "vllm":
             self.vllm_mode, self.vllm_check_steps = self.vllm_mode or "colocate", self.vllm_check_steps or 20
 
@@ -157,7 +154,7 @@ class OPDTrainer(PostTrainer):
         if self.data_collator.pictures and (self.args.rollout == "vllm" or self.args.rollouts == "replay"):
             option = "rollout: vllm" if self.args.rollout == "vllm" else "rollouts: replay"
             raise InputError(f"{option} shows prompts' pictures to nobody yet: drop it, or model.images")
-        self.backend = BACKENDS[self.args.vllm_mode or self.args.rollout](self)
+        self.backend = make_backend(self, self.args)
         self.reward = Reward(**self.args.reward) if self.args.reward else None
         self.live, self.source = Live(self), SOURCES[self.args.rollouts](self)
         self.upcoming: list[dict[str, Any]] = []  # the next step's micro-batches, with `rollout_ahead`
@@ -194,7 +191,7 @@ class OPDTrainer(PostTrainer):
     def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rollouts of all micro-batches, from one generation call."""
         if self.args.rollouts != "frozen":
-            self._synchronise()
+            rollout.synchronise(self)
         batches = self.roll_out(batches, self.state.global_step)
         if self.upcoming:
             rows = [row for batch in self.upcoming for row in batch["prompts"].items]
@@ -220,14 +217,7 @@ class OPDTrainer(PostTrainer):
 
     def prepare_evaluation(self) -> None:
         """Evaluation samples too."""
-        self._synchronise()
-
-    def _synchronise(self) -> None:
-        """The weights of now to where rollouts are sampled: once an optimizer step, and each time outside training."""
-        step = self.state.global_step if self.is_in_train else None
-        if step is None or step != self.synchronised:
-            self.backend.synchronise()
-        self.synchronised = step
+        rollout.synchronise(self)
 
     def roll_out(self, batches: list[dict], *seed: int) -> list[dict]:
         """Batches of prompts -> batches with K rollouts of each prompt as branches or (a share 1 - lmbda) its data."""

@@ -6,47 +6,15 @@ when `with`: in all steps. `after`: the first share of the steps, `start`, has t
 reward alone; one after the other is better than both at once (arXiv 2609.04108).
 """
 
-import importlib
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from ..generation.final_answer import final_answer
-
-Grader = Callable[..., Sequence[float]]
-"""(prompts, completions, references: texts) -> a number for each completion; as TRL's reward functions, by keyword."""
-
-
-def exact_match(prompts: list[str], completions: list[str], references: list[str | None]) -> list[float]:
-    """1 where the final answer is that of the data, else 0. Raises InputError for a row without an answer."""
-    if None in references:
-        raise InputError("reward: exact_match needs rows with an answer")
-    pairs = zip(completions, references, strict=True)
-    return [float(final_answer(one) == final_answer(str(other))) for one, other in pairs]
-
-
-def find_grader(name: str) -> Grader:
-    """`exact_match`, or a function of the user's, as package.module:name; the current folder is looked in too. Raises
-    InputError where there is none."""
-    if name == "exact_match":
-        return exact_match
-    if os.getcwd() not in sys.path:  # as `python -m` has it, and the console script has not
-        sys.path.append(os.getcwd())
-    module, _, function = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), function)
-        if not callable(found):
-            raise ValueError("no function")
-    except (ImportError, AttributeError, ValueError) as error:
-        wanted = "exact_match, or package.module:name of a function that can be imported"
-        raise InputError(f"reward: function {name!r} ({error}): {wanted}") from error
-    return found
+from ..errors import error_context
+from ..generation.graders import find_grader, grade
 
 
 @dataclass
@@ -59,7 +27,8 @@ class Reward:
     start: float = 0.5  # of when: after, the share of steps before it
 
     def __post_init__(self) -> None:
-        self.grade = find_grader(self.function)
+        with error_context("reward"):
+            self.grader = find_grader(self.function)
 
     def shares(self, progress: float) -> tuple[float, float]:
         """What the teacher and the reward count at this share of all steps."""
@@ -76,15 +45,8 @@ class Reward:
             for row, (prompt, rollouts) in zip(rows, answered, strict=True) for ids in rollouts
         ]  # fmt: skip
         prompts, completions, references = map(list, zip(*texts, strict=True)) if texts else ([], [], [])
-        given = list(self.grade(prompts=prompts, completions=completions, references=references))
-        try:
-            found = torch.as_tensor(given, dtype=torch.float)
-        except (TypeError, ValueError):  # such as None, or texts
-            found = torch.empty(0)
-        if found.shape != (len(texts),) or not found.isfinite().all():
-            problem = f"reward: {self.function} gave {given!r:.80} for {len(texts)} completions"
-            raise InputError(f"{problem}: a finite number for each is wanted")
-        return found.view(len(rows), -1)
+        found = grade(self.grader, f"reward: {self.function}", prompts, completions, references)
+        return torch.tensor(found, dtype=torch.float).view(len(rows), -1)
 
 
 def group_advantage(grades: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 from ..data.template import parsed
 from ..models.section import TeacherSection
 from ..trainer.method import Problem
-from ..trainer.rules import one_of
+from ..trainer.rules import one_of, vllm_problems
 from ..watch.symptoms import listed
 
 PAIRED = (
@@ -30,7 +30,6 @@ TOKEN_WEIGHTS: dict[str, dict[str, tuple[float, float]]] = {
 """Name -> its options, each with the range that it must be in, its lower end excluded."""
 OF_ADVANTAGE = ("bounded", "sign")
 """Those that weigh the advantage of the policy gradient, and so no other loss."""
-VLLM_MODES = ("colocate", "server")
 
 
 def sft(values: Any) -> Iterator[Problem]:
@@ -332,8 +331,6 @@ def opd_reward(values: Any) -> Iterator[Problem]:
 
 def opd_rollouts(values: Any) -> Iterator[Problem]:
     """What samples OPD's rollouts, and whose options are given."""
-    given = [name for name, value in vars(values).items() if name.startswith("vllm_") and value is not None]
-    given += ["rollout_ahead"] if values.rollout_ahead else []
     yield from one_of("rollout", values.rollout, ("transformers", "vllm"))
     yield from one_of("rollouts", values.rollouts, ("live", "frozen", "replay"))
     if values.rollouts != "live" and values.lmbda == 0:
@@ -347,10 +344,15 @@ def opd_rollouts(values: Any) -> Iterator[Problem]:
     if values.rollouts != "replay" and (values.fresh != 0.25 or values.replay_windows != 16):
         name = "fresh" if values.fresh != 0.25 else "replay_windows"
         yield (name, "rollouts"), f"{name} is an option of rollouts: replay: set that, or drop {name}"
-    if values.rollout == "vllm":
-        yield from _of_vllm(values)
-    elif given:
-        yield (given[0], "rollout"), f"{given[0]} is an option of rollout: vllm: set that, or drop {given[0]}"
+    yield from vllm_problems(values)
+    if values.rollout_ahead not in (0, 1):
+        yield ("rollout_ahead",), f"rollout_ahead={values.rollout_ahead}: 0, or 1 for the next step's rollouts"
+    if values.rollout_ahead and values.rollout != "vllm":
+        problem = "rollout_ahead is an option of rollout: vllm: set that, or drop rollout_ahead"
+        yield ("rollout_ahead", "rollout"), problem
+    elif values.rollout_ahead and (values.vllm_mode != "server" or values.rollouts != "live"):
+        problem = "rollout_ahead: a server samples live rollouts while this step trains: set vllm_mode: server"
+        yield ("rollout_ahead", "vllm_mode"), problem
 
 
 def _of_precomputed(values: Any) -> str:
@@ -362,34 +364,3 @@ def _of_precomputed(values: Any) -> str:
     if values.lmbda < 1:
         return "scores rollouts, and lmbda below 1 trains on completions of the data too: set lmbda: 1"
     return "takes the place of teacher_top_k: drop that" if values.teacher_top_k is not None else ""
-
-
-def _of_vllm(values: Any) -> Iterator[Problem]:
-    mode, url, share = values.vllm_mode, values.vllm_server_base_url, values.vllm_gpu_memory_utilization
-    if mode is not None:
-        yield from one_of("vllm_mode", mode, VLLM_MODES)
-    if mode == "server" and url is None:
-        yield ("vllm_mode",), "vllm_mode: server needs vllm_server_base_url, such as http://localhost:8000"
-    if url is not None and mode != "server":
-        problem = "vllm_server_base_url belongs to vllm_mode: server: set that, or drop the URL"
-        yield ("vllm_server_base_url", "vllm_mode"), problem
-    if url is not None and not url.startswith(("http://", "https://")):
-        problem = f"vllm_server_base_url={url!r} is not a URL such as http://localhost:8000"
-        yield ("vllm_server_base_url",), problem
-    if share is not None and mode == "server":
-        problem = "vllm_gpu_memory_utilization is of vllm_mode: colocate: give --gpu-memory-utilization to vllm serve"
-        yield ("vllm_gpu_memory_utilization", "vllm_mode"), problem
-    if share is not None and not 0 < share <= 1:
-        problem = f"vllm_gpu_memory_utilization={share:g} is not a share of the GPU's memory, above 0 and up to 1"
-        yield ("vllm_gpu_memory_utilization",), problem
-    if values.rollout_ahead not in (0, 1):
-        yield ("rollout_ahead",), f"rollout_ahead={values.rollout_ahead}: 0, or 1 for the next step's rollouts"
-    if values.rollout_ahead and (mode != "server" or values.rollouts != "live"):
-        problem = "rollout_ahead: a server samples live rollouts while this step trains: set vllm_mode: server"
-        yield ("rollout_ahead", "vllm_mode"), problem
-    if values.generation_batch_size is not None:
-        problem = "generation_batch_size is of rollout: transformers: vLLM makes its own batches, drop it"
-        yield ("generation_batch_size", "rollout"), problem
-    if not 0.01 <= values.temperature <= 2:
-        problem = f"temperature={values.temperature:g}: vLLM samples at 0.01 to 2: choose one, or rollout: transformers"
-        yield ("temperature", "rollout"), problem

@@ -168,6 +168,11 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, config: Any, name: 
         )
 
 
+def drawable_ids(tokenizer: PreTrainedTokenizerBase, config: Any) -> int:
+    """Ids below this may be drawn: those behind them stand for no token of the tokenizer, or the model lacks them."""
+    return min(max(tokenizer.get_vocab().values()) + 1, config.get_text_config().vocab_size)
+
+
 def check_same_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> None:
     """Raises InputError unless both tokenizers map the same tokens to the same ids. The sizes of the models'
     vocabularies may differ, as padding does; equal sizes prove nothing."""
@@ -224,7 +229,8 @@ def load_model(
                 vars(model).pop("_weight_conversions", None)
     if section.adapter:
         try:
-            model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
+            with names_the_source("adapter", section.adapter):
+                model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
         except RuntimeError as error:
             if "size mismatch" not in str(error):
                 raise
@@ -233,7 +239,18 @@ def load_model(
         base, here = Path(str(model.active_peft_config.base_model_name_or_path)), Path(section.name_or_path)
         if base.name != here.name or (base.is_dir() and here.is_dir() and base.resolve() != here.resolve()):
             logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)
+        _check_loaded(model, section)
     return model if trainable else model.requires_grad_(False).eval()
+
+
+def _check_loaded(model: Any, section: ModelSection) -> None:
+    """Raises InputError where PEFT has left out weights of an adapter's file, or found none for layers of the base: it
+    warns of the one, and says nothing of the other."""
+    found = model.load_adapter(section.adapter, model.active_adapter, torch_device="cpu")
+    for names, one in ((found.unexpected_keys, "base"), (found.missing_keys, "adapter")):
+        if names:
+            what = f"the {one} lacks {len(names)} weights, {names[0]} first"
+            raise InputError(f"adapter {section.adapter} was not trained on {section.name_or_path}: {what}")
 
 
 def load_skeleton(section: ModelSection) -> PreTrainedModel:

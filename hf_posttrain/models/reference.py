@@ -28,6 +28,8 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
     With precompute_ref_log_probs the trainer's data sets are scored now and no second model is kept; left to itself
     (None), they are scored now if that is cheaper, and the reference stays for rows that come later.
     """
+    if trainer.reference_moves:  # the policy scores the rows of a round as it begins
+        return Reference(trainer, None, None, lay_out, starts_equal=False)
     policy, accelerator, asked = trainer.model, trainer.accelerator, trainer.args.precompute_ref_log_probs
     precompute = planned_twice(trainer) if asked is None else asked
     # under an adapter the base is there already: a new adapter is switched off, of a continued one a copy is kept

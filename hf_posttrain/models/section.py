@@ -1,8 +1,15 @@
 """The `model` and `teacher` sections of a recipe: importable without torch, so that a recipe is read in no time."""
 
+import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from ..errors import InputError, nearest_path
+
+ADAPTER = "adapter_config.json"
+"""What a folder with an adapter has."""
 
 
 @dataclass
@@ -59,3 +66,30 @@ def has_tokenizer(folder: Path) -> bool:
 def is_local(name: str) -> bool:
     """Can `name` only be that of a folder, since no repository of the hub is called so?"""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def section_of(name: str, adapter: str | Path | None = None) -> ModelSection:
+    """The section of a model as commands are given it: a folder or hub name, with an adapter on it; or the folder of an
+    adapter, such as a run's output_dir, whose base comes with it."""
+    if adapter is not None:
+        return section_of_adapter(Path(adapter), name)
+    folder = Path(name)
+    alone = (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
+    return section_of_adapter(folder) if alone else ModelSection(name)
+
+
+def section_of_adapter(folder: Path, base: str | None = None) -> ModelSection:
+    """The section of the adapter in a folder on its base (None: the one that it names), which sees where a run has
+    saved a processor. Raises InputError for a folder without an adapter."""
+    file = folder / ADAPTER
+    if not file.is_file() or not any(folder.glob("adapter_model.*")):
+        inside = sorted(folder.glob(f"*/{ADAPTER}"), key=os.path.getmtime)
+        hint = f"; did you mean '{inside[-1].parent}'?" if inside else "" if folder.is_dir() else nearest_path(folder)
+        raise InputError(f"{folder} has no adapter ({ADAPTER} and adapter_model.safetensors){hint}")
+    try:
+        named = base or json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError):
+        named = None
+    if not named:
+        raise InputError(f"{file} does not say which model the adapter is for: name that too")
+    return ModelSection(named, adapter=str(folder), images=any(folder.glob("*processor_config.json")))

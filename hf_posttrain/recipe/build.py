@@ -49,7 +49,22 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
     if isinstance(wanted, str) and wanted != "auto" and (absent := lacking(Path(wanted))):
         place = recipe.where("train.resume_from_checkpoint")
         raise InputError(f"{place}: the checkpoint {wanted} is incomplete, without {', '.join(absent)}")
-    return trainer_class(method), config
+    return (trainer_class(method), config) if recipe.rounds is None else _with_rounds(recipe, config)
+
+
+def _with_rounds(recipe: Recipe, config: Any) -> tuple[Any, Any]:
+    """`configure` of a recipe with rounds."""
+    from ..generation.graders import find_grader
+    from ..generation.vllm import check_installed
+    from ..rounds.in_rounds import in_rounds, with_section
+
+    rounds: Any = recipe.rounds
+    with error_context(recipe.where("rounds.rollout")):
+        check_installed(rounds)
+    if rounds.judge.by == "function":
+        with error_context(recipe.where("rounds.judge.name")):
+            find_grader(rounds.judge.name)
+    return in_rounds(trainer_class(METHODS[recipe.method]), rounds), with_section(config, rounds)
 
 
 def of_any_machine(recipe: Recipe) -> Recipe:
@@ -62,7 +77,10 @@ def of_any_machine(recipe: Recipe) -> Recipe:
     train = {"bf16" if value is True and name == "fp16" else name: value
              for name, value in recipe.train.items()
              if not name.startswith(wanting) and name != "rollout"}  # fmt: skip
-    return replace(recipe, train=train | {"use_cpu": True})
+    rounds: Any = recipe.rounds
+    if rounds and rounds.rollout == "vllm":
+        rounds = replace(rounds, rollout="transformers", **{name: None for name in vars(rounds) if "vllm_" in name})
+    return replace(recipe, rounds=rounds, train=train | {"use_cpu": True})
 
 
 def imported(module: str) -> Any:
@@ -116,6 +134,7 @@ def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[I
     """What is wrong with the servers that a run would ask: one that is not there, or cannot do what is needed."""
     from ..generation import vllm_server
     from ..models import served_teacher
+    from ..rounds.judges.server import ServerJudge
 
     asked: list[tuple[str, Callable[[], Any]]] = [
         (f"{name}.url", partial(served_teacher.look_at, taught, f"{name}.url", config))
@@ -123,7 +142,12 @@ def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[I
     ]  # fmt: skip
     if getattr(config, "rollout", None) == "vllm":
         key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
-        asked.append((key, partial(vllm_server.check, config, peft_config)))
+        asked.append((key, partial(vllm_server.check, config, peft_config, config.max_length)))
+    if recipe.rounds and recipe.rounds.rollout == "vllm":
+        key = "rounds.vllm_server_base_url" if recipe.rounds.vllm_mode == "server" else "rounds.rollout"
+        asked.append((key, partial(vllm_server.check, recipe.rounds, peft_config, config.max_length)))
+    if recipe.rounds and recipe.rounds.judge.by == "url":
+        asked.append(("rounds.judge.name", ServerJudge(recipe.rounds.judge).check))
     for key, ask in asked:
         try:
             with error_context(recipe.where(key)):

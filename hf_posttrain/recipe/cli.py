@@ -13,12 +13,17 @@ from ..methods import METHODS
 from .yaml_tree import OVERRIDE
 
 _USAGE = """hf-posttrain RECIPE.yaml [section.key=value ...] [--check [OPTIONS]] [--preprocess-only]
-       hf-posttrain data FILE ...
-       hf-posttrain sample RECIPE.yaml [section.key=value ...] --out FILE
-       hf-posttrain compare RUN RUN ..."""
-_EPILOG = """other commands:
+       hf-posttrain COMMAND ... (each has its own --help)"""
+_EPILOG = """commands:
+  hf-posttrain recipes           the recipes that come with the package: lists, shows and copies them
+  hf-posttrain init METHOD       writes a recipe with a comment on each line
   hf-posttrain data FILE         the format of a data file, and its first row as it would be trained
-  hf-posttrain sample RECIPE     the model's answers to the prompts of the data, as rows to train on
+  hf-posttrain sample MODEL      a model's answers to prompts, or those of a recipe, as rows to train on
+  hf-posttrain judge FILE        a score for each answer: exact match, a function, a model or a server
+  hf-posttrain pair FILE         rows to train on from judged answers
+  hf-posttrain eval MODEL        exact match, perplexity, accuracy of pairs, and tasks of lm-eval
+  hf-posttrain chat MODEL        talk to a model
+  hf-posttrain merge ADAPTER     an adapter and its base as one plain model
   hf-posttrain compare RUN RUN   several finished runs (their output_dir) side by side in one page
 
 examples:

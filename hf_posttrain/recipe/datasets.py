@@ -17,7 +17,6 @@ from ..data.sources import load
 from ..engines import launch
 from ..errors import InputError, error_context
 from ..generation.exact_match import answerable
-from ..methods import METHODS
 from .sections import Recipe
 
 
@@ -29,7 +28,7 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
     with launch.main_process_first(config):
         for name, sources in recipe.data.given():
             with error_context(recipe.where(f"data.{name}.path")), _naming_line(sources):
-                raw[name] = load(sources, name, partial(columns_read, method=METHODS[recipe.method], config=config))
+                raw[name] = load(sources, name, partial(columns_read, method=recipe.reads, config=config))
                 rows[name] = trainer_class.prepare(raw[name], tokenizer, config, _with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
                     answerable(rows[name])
@@ -39,7 +38,7 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
 def audit_data(recipe: Recipe, raw: dict[str, Any], tokenizer: Any, config: Any) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
     names = {name: _with_file(name, sources) for name, sources in recipe.data.given()}
-    return audits(raw, METHODS[recipe.method], tokenizer, config, names)
+    return audits(raw, recipe.reads, tokenizer, config, names)
 
 
 def summary(rows: Any) -> str:

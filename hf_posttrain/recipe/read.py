@@ -14,6 +14,8 @@ from typing import Any
 from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.section import ModelSection
+from ..rounds.judges.section import MODELS
+from ..rounds.section import RoundsSection, expand
 from ..trainer.method import Problem
 from ..trainer.rules import instead_of, without_defaults
 from . import rules
@@ -58,6 +60,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     if isinstance(tree, dict):
         known = fields_of(Recipe)  # of which an empty section is no section
         tree = {name: value for name, value in tree.items() if value is not None or name not in known}
+        if "rounds" in tree:
+            tree["rounds"] = expand(tree["rounds"])
     method = tree.get("method") if isinstance(tree, dict) else None
     given = build(fields_of(Recipe), tree, "", partial(place_of, places), partial(_advise, method))
     recipe = Recipe(**given, path=path, places=places)
@@ -88,6 +92,8 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         # `lora` is a plain mapping of peft's names and our friendly ones
         if section.lora is not None:
             section.lora = _checked(recipe, lora_fields, section.lora, f"{key}.lora", {f"{key}.lora.rank": "use r"}.get)
+    if recipe.rounds and recipe.rounds.judge.by in MODELS:
+        recipe.rounds.judge.name = found(recipe.rounds.judge.name, "rounds.judge.name")
     for key, source in recipe.sources():
         source.path = found(source.path, f"{key}.path")
     return recipe
@@ -156,6 +162,10 @@ def _advise(method: Any, key: str) -> str | None:
     for other, names in sections.items():
         if name in names and other != section:
             return f"write {other}.{name}"
+    in_rounds = name in fields_of(RoundsSection)
     if section in ("", "train") and (methods := owners(name)):
-        return f"it is of method {' or '.join(methods)}, not of {method}"
+        more = f"; for rounds write rounds.{name}" if in_rounds else ""
+        return f"it is of method {' or '.join(methods)}, not of {method}{more}"
+    if in_rounds and section != "rounds":
+        return f"write rounds.{name}"
     return None

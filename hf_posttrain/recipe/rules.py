@@ -18,8 +18,10 @@ from ..data.suggest import misspelt
 from ..data.template import parsed
 from ..errors import nearest_path
 from ..methods import METHODS
-from ..methods.rules import section_problems, teacher_problems
+from ..methods.rules import REFERENCE_FREE, section_problems, teacher_problems
 from ..models.section import has_tokenizer, is_local
+from ..rounds.judges.section import MODELS
+from ..rounds.section import RoundsSection, rounds_problems
 from ..trainer.method import BELOW_ONE, COUNT, Limit, Problem
 from ..trainer.rules import REPORTERS, beyond, merge_problem, one_of, problems
 from ..watch.symptoms import listed
@@ -81,6 +83,8 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
             yield from _below(f"{key}.lora", beyond(_LORA_LIMITS, SimpleNamespace(**section.lora)))
             if section.lora.get("target_modules") in ("", []):
                 yield (f"{key}.lora.target_modules",), f"{key}.lora.target_modules must not be empty"
+    if recipe.rounds:
+        yield from _of_rounds(recipe)
     # what only one of the two models can have
     if recipe.model.offload:
         problem = "model.offload is for a teacher; for a policy use accelerate_configs/zero3_offload.yaml"
@@ -115,12 +119,17 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
     if values.merge_lora and (problem := merge_problem(has_adapter, quantised)):
         keys = ("train.merge_lora", "model.quantization") if has_adapter else ("train.merge_lora",)
         yield keys, f"train.{problem}"
-    if getattr(values, "rollout", None) == "vllm" and quantised:
-        problem = "train.rollout: vllm takes no quantised student: drop it, or model.quantization"
-        yield ("train.rollout", "model.quantization"), problem
+    sampled_by = {"train": values, "rounds": recipe.rounds}
+    for key in (key for key, one in sampled_by.items() if getattr(one, "rollout", None) == "vllm" and quantised):
+        problem = f"{key}.rollout: vllm takes no quantised student: drop it, or model.quantization"
+        yield (f"{key}.rollout", "model.quantization"), problem
     if recipe.model.images:
         yield from _of_pictures(recipe, values)
+    if recipe.rounds:
+        yield from _of_training_in_rounds(recipe.rounds, values)
     for name, source in recipe.sources():
+        if source.streaming and recipe.rounds:
+            yield (f"{name}.streaming", "rounds"), f"{name}.streaming: rounds need prompts of known length: drop it"
         if name.startswith("data.train") and source.streaming and values.max_steps <= 0:
             problem = "true needs train.max_steps, since the length of a stream is not known"
             yield (f"{name}.streaming",), f"{name}.streaming: {problem}"
@@ -147,6 +156,10 @@ def of_inputs(recipe: Recipe) -> Iterator[Problem]:
             name = getattr(section, field)
             if name is not None and (problem := problem_of(Path(name)) or _missing(name, recipe)):
                 yield (f"{key}.{field}",), f"{key}.{field}: {problem}"
+    if recipe.rounds and recipe.rounds.judge.by in MODELS:
+        name = str(recipe.rounds.judge.name)
+        if problem := _model_problem(Path(name)) or _missing(name, recipe):
+            yield ("rounds.judge.name",), f"rounds.judge.name: {problem}"
     for key, source in recipe.sources():
         if problem := source_problem(source.path):
             yield (f"{key}.path",), f"{key}.path: {problem}"
@@ -182,11 +195,39 @@ def of_training(recipe: Recipe) -> Iterator[Problem]:
         yield ("train.resume_from_checkpoint",), f"train.resume_from_checkpoint: {problem}"
 
 
+def _of_rounds(recipe: Recipe) -> Iterator[Problem]:
+    """What makes no sense in the section of rounds, or for its method."""
+    method, rounds = METHODS[recipe.method], recipe.rounds
+    if method.second == "teacher":
+        problem = f"method {method.name} learns from a teacher, not from judged answers: drop the section"
+        yield ("rounds", "method"), f"rounds: {problem}"
+    yield from _below("rounds", rounds_problems(rounds, method.rows))  # type: ignore[arg-type]
+
+
+def _of_training_in_rounds(rounds: RoundsSection, values: Any) -> Iterator[Problem]:
+    losses = {*listed(getattr(values, "loss_type", None) or "none")}
+    if rounds.reference == "round" and losses <= REFERENCE_FREE:
+        problem = f"round is of losses with a reference, and {', '.join(losses)} has none: drop it"
+        yield ("rounds.reference", "train.loss_type"), f"rounds.reference: {problem}"
+    longest = rounds.max_completion_length
+    if values.max_length is not None and values.max_length <= longest:
+        problem = f"{values.max_length} leaves no prompt next to rounds.max_completion_length: {longest}"
+        yield ("train.max_length", "rounds.max_completion_length"), f"train.max_length: {problem}"
+    if getattr(values, "precompute_ref_log_probs", None):
+        problem = "a round's rows are not known beforehand: drop it"
+        yield ("train.precompute_ref_log_probs", "rounds"), f"train.precompute_ref_log_probs: {problem}"
+
+
 def _of_pictures(recipe: Recipe, values: Any) -> Iterator[Problem]:
     """What shows pictures to nobody yet, or to a model without a tower."""
     for option, what in (("rollout", "vllm"), ("rollouts", "replay")):
         if getattr(values, option, None) == what:
             yield (f"train.{option}", "model.images"), f"train.{option}: {what} shows no pictures yet: drop it"
+    if recipe.rounds and recipe.rounds.rollout == "vllm":
+        yield ("rounds.rollout", "model.images"), "rounds.rollout: vllm shows no pictures yet: drop it"
+    if recipe.rounds and recipe.rounds.judge.by not in ("exact_match", "function"):
+        problem = f"{recipe.rounds.judge.by} is shown no pictures yet: judge by a function"
+        yield ("rounds.judge", "model.images"), f"rounds.judge: {problem}"
     for key, section in recipe.taught_by():
         for name in ("url", "prompt", "own_tokenizer"):
             if getattr(section, name):

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from ..data.kinds import PROMPTS
 from ..methods import METHODS
 from ..models.section import ModelSection, TeacherSection
+from ..rounds.section import RoundsSection
+from ..trainer.method import Method
 from .yaml_tree import place_of, write_tree
 
 _NAMES: Any = Literal[tuple(METHODS)]
@@ -64,6 +67,8 @@ class Recipe:
     """The teacher, for methods with one."""
     teachers: dict[str, TeacherSection] | None = None
     """Several teachers by name, in the place of one: a row's column `teacher` says which is its own."""
+    rounds: RoundsSection | None = None
+    """Train on the model's own judged answers, in rounds; the data hold prompts."""
     train: dict[str, Any] = field(default_factory=dict)
     """Arguments of the method's Config, as given."""
     path: Path = field(default=Path("recipe"), metadata={"hidden": True})
@@ -74,6 +79,12 @@ class Recipe:
     def where(self, key: str) -> str:
         """The place of a dotted key, or of the nearest key above it."""
         return place_of(self.places, key)
+
+    @property
+    def reads(self) -> Method:
+        """The method's row of the table, with the kind of rows that the data hold: in rounds they are prompts."""
+        method = METHODS[self.method]
+        return dataclasses.replace(method, rows=PROMPTS) if self.rounds else method
 
     def models(self) -> Iterator[tuple[str, ModelSection]]:
         """("model", section) and the same of each teacher whose weights are loaded: no server, nor the student."""
@@ -97,7 +108,8 @@ class Recipe:
         """The recipe as resolved: every key of every section; `train` holds the given ones, without secrets."""
         tree = dataclasses.asdict(self)
         tree["train"] = {name: value for name, value in tree["train"].items() if not name.endswith("_token")}
-        names = ("method", "model", "teacher", *(["teachers"] if self.teachers else []), "data", "train")
+        names = ("method", "model", "teacher", *(["teachers"] if self.teachers else []), "data",
+                 *(["rounds"] if self.rounds else []), "train")  # fmt: skip
         return {name: tree[name] for name in names}
 
     def to_yaml(self, defaults: Mapping[str, Any] | None = None) -> str:

@@ -91,7 +91,7 @@ class Record(TrainerCallback):
         for handler in [one for one in library.handlers if isinstance(one, _Warnings)]:
             library.removeHandler(handler)
         # A fresh run might never write these, and those of an earlier run must not pass for its own.
-        for name in () if state.global_step else ("samples.json", "all_results.json"):
+        for name in () if state.global_step else ("samples.json", "all_results.json", "evaluations.json"):
             with warn_on_error(f"{name} of an earlier run stays"):
                 self.file.with_name(name).unlink(missing_ok=True)
         with warn_on_error("run.json is missing"):
@@ -153,8 +153,10 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         # PEFT may have spelt the modules out for each layer.
         if not isinstance(modules := lora["target_modules"], str | None):
             lora["target_modules"] = sorted({module.rpartition(".")[2] for module in modules})
+    rounds = getattr(args, "rounds", None)
     return {
-        "method": trainer.method.name, "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
+        "method": trainer.method.name, "rounds": rounds and rounds.described(),
+        "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,
         "arguments": arguments,
         "trainer": None if kind.startswith(f"{library.name}.") else kind,  # a class of the user's
         "weights": {"all": sum(n for n, _ in weights), "trained": sum(n for n, trained in weights if trained)},

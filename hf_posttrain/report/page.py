@@ -21,6 +21,7 @@ MACHINERY = (
     "use_cache", "average_tokens_", "local_rank", "resume_despite",
 )  # fmt: skip
 
+ROUND_COLUMNS = ("round", "score", "best of each prompt", "ended", "tokens", "rows", "prompts without a row")
 TIED = ("rewards/accuracies",)  # metrics that are of ties alone before the first step
 
 
@@ -30,8 +31,10 @@ def render(template: str, **content: Any) -> str:
 
     environment = Environment(loader=PackageLoader(__package__), undefined=StrictUndefined,
                               autoescape=select_autoescape(), trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-    functions = (list_facts, list_last_values, list_options, list_warnings, format_number)
-    environment.globals |= {"charts": charts} | {function.__name__: function for function in functions}
+    functions = (list_facts, list_last_values, list_options, list_warnings, list_rounds, list_evaluations,
+                 describe_rounds, format_number)  # fmt: skip
+    environment.globals |= {function.__name__: function for function in functions}
+    environment.globals |= {"charts": charts, "round_columns": ROUND_COLUMNS}
     return environment.get_template(template).render(**content)
 
 
@@ -126,3 +129,33 @@ def list_last_values(run: Run) -> list[tuple[str, str, str]]:
     """(metric, training, evaluation): the last logged value of every metric, "" where there is none."""
     last = {key: format_number(value) for key, value in run.last.items()}
     return [(metric, last.get(metric, ""), last.get(f"eval_{metric}", "")) for metric in list_metrics(run.history)]
+
+
+
+
+def list_rounds(run: Run) -> list[tuple[str, ...]]:
+    """What each round gave, under ROUND_COLUMNS."""
+    keys = ("round", "score", "best_score", "stopped", "length", "rows")
+    found = []
+    for one in run.rounds:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in one.get("reasons", {}).items())
+        found.append((*(format_number(one[key]) if key in one else "" for key in keys), reasons or "0"))
+    return found
+
+
+def list_evaluations(run: Run) -> list[tuple[str, str, str]]:
+    """(data or task, metric, value) of evaluations that were made afterwards."""
+    return [(str(one.get("data") or one.get("task") or ""), name, format_number(value))
+            for one in run.evaluations for name, value in one.get("metrics", {}).items()]  # fmt: skip
+
+
+def describe_rounds(run: Run) -> str:
+    """A run's rounds, judge and what it trained on, in a sentence; "" without any."""
+    given = run.in_rounds
+    if not given:
+        return ""
+    judge = given.get("judge") or {}
+    who = " ".join(str(judge[key]) for key in ("by", "name") if judge.get(key)) or "exact_match"
+    many = f"rounds of {given['steps']} optimizer steps" if given.get("steps") else f"{given.get('count')} rounds"
+    answers = f"{given.get('num_generations')} answers to each prompt at temperature {given.get('temperature'):g}"
+    return f"{many} on the model's own answers: {answers}, judged by {who}"

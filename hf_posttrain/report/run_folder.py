@@ -19,6 +19,7 @@ from ..recipe.yaml_tree import read_tree, write_tree
 from ..trainer.method import Method
 
 STATE = "trainer_state.json"
+ROUNDS = "_rounds/rounds.json"
 HIDDEN = "<hidden>"
 _NOT_CURVES = ("step", "epoch", "total_flos", "train_loss", "num_input_tokens_seen")
 _TIMES = ("_runtime", "_samples_per_second", "_steps_per_second")
@@ -82,6 +83,8 @@ class Run:
     results: dict[str, Any]  # all_results.json, which comes last
     audit: dict[str, Any]  # audit.json
     samples: list[dict[str, Any]]  # samples.json
+    rounds: list[dict[str, Any]]  # _rounds/rounds.json: of a run in rounds, what each gave
+    evaluations: list[dict[str, Any]]  # evaluations.json: of `hf-posttrain eval`, afterwards
     method: str  # sft, dpo, ...
     row: Method | None  # the method's in the table; None for one that this version does not know
     base_model: str  # hub name or folder of the model that was trained
@@ -89,6 +92,11 @@ class Run:
     adapter: str | None  # where in the folder an adapter is, "." where it is not in one of its own; None: a whole model
     lora: dict[str, Any]  # the adapter's options
     sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
+
+    @property
+    def in_rounds(self) -> dict[str, Any]:
+        """The section of a run in rounds, as the recipe or else run.json has it; empty without any."""
+        return self.recipe.get("rounds") or self.record.get("rounds") or {}
 
     @property
     def sees(self) -> bool:
@@ -140,6 +148,8 @@ def read(folder: str | Path) -> Run:
         recipe=tree, recipe_text=text, record=record,
         results={} if _is_outdated(results, state_file, started) else _read_json(results),
         audit=_read_json(folder / "audit.json", {}), samples=_read_json(folder / "samples.json", []),
+        rounds=[] if _is_earlier(folder / ROUNDS, started) else _read_json(folder / ROUNDS, []),
+        evaluations=_read_json(folder / "evaluations.json", []),
         method=method, row=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),
         arguments=arguments,
@@ -197,8 +207,8 @@ def _is_outdated(file: Path, source: Path, started: float | None) -> bool:
 
 
 def _is_earlier(file: Path, started: float | None) -> bool:
-    """Is the file older than the start of the run?"""
-    return started is not None and file.stat().st_mtime < started
+    """Is the file there, and older than the start of the run?"""
+    return started is not None and file.exists() and file.stat().st_mtime < started
 
 
 def command_line() -> str:

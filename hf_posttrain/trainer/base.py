@@ -64,6 +64,9 @@ class PostTrainer(Trainer):
     loss_is_scaled_for_ga = True  # HF reads it: it must not divide by the accumulation steps once more
     config_class: ClassVar[type[PostTrainConfig]]
     method: ClassVar[Method]  # the row of the table of methods: that of `config_class`
+    reads: ClassVar[Method]  # the same with the kind of rows that the data hold; in rounds, which make others, prompts
+    rows_ran_out = False  # in rounds: did one give no rows, so that training ended?
+    reference_moves = False  # is the reference another one in each round?
     collator_class: ClassVar[type[Collator]] = Collator
     args: Any
     model: Any
@@ -74,7 +77,8 @@ class PostTrainer(Trainer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         rules.refuse_overrides(cls.__mro__[: cls.__mro__.index(Trainer)])  # mixins too
-        cls.method = cls.config_class.method
+        if hasattr(cls, "config_class"):  # none of a class that goes in front of a method's
+            cls.method = cls.reads = cls.config_class.method
 
     def __init__(
         self,
@@ -136,7 +140,7 @@ class PostTrainer(Trainer):
             config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it
         check_optimizer(self)
-        if args.eval_exact_match or self.method.rows.sampled:
+        if args.eval_exact_match or self.reads.rows.sampled:
             warn_if_altered(model)
         progress.replace_callback(self, self.method.key_metrics)
         self.add_callback(LogLastStep())
@@ -169,6 +173,9 @@ class PostTrainer(Trainer):
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """The last word on the means of a logging interval ("train") or an evaluation ("eval", `loss` among them)."""
         return metrics
+
+    def learn_of_rows(self, rows: Any) -> None:
+        """What a method takes of prepared training rows before it trains on them, such as the number of each label."""
 
     # ---- data
 
@@ -238,7 +245,7 @@ class PostTrainer(Trainer):
         """Prepare a `train_dataset` that was put in the place of the one that the trainer was built with; a method adds
         what it took from that one."""
         self.train_dataset = rows = self.without_scores(self.train_dataset)
-        columns = {*self.method.rows.columns, "index"}
+        columns = {*self.reads.rows.columns, "index"}
         if rows is not None and not (isinstance(rows, datasets.Dataset) and columns <= set(rows.column_names)):
             with launch.main_process_first(self.args):
                 self.train_dataset = with_lengths(self.prepare(rows, self.tokenizer, self.args, "train"), self.args)
@@ -334,7 +341,8 @@ class PostTrainer(Trainer):
             newest = checkpoint.find_checkpoint(self.args.output_dir)
             how = f"{newest} is saved; the same command with train.resume_from_checkpoint=auto goes on"
             raise KeyboardInterrupt(how if newest else "no checkpoint is saved that could be resumed")
-        if not (self.has_trained or self.preemption.happened) and self.state.global_step < self.state.max_steps:
+        over = self.has_trained or self.preemption.happened or self.rows_ran_out
+        if not over and self.state.global_step < self.state.max_steps:
             raise InputError(
                 "not a step was taken: the rows do not fill one batch (dataloader_drop_last), or those of a stream one "
                 "step (per_device_train_batch_size x gradient_accumulation_steps)"
@@ -391,6 +399,7 @@ class PostTrainer(Trainer):
     prediction_step = evaluation.prediction_step
     _maybe_log_save_evaluate = evaluation.log_save_evaluate
     evaluation_loop = evaluation.evaluation_loop
+    evaluate_rows = evaluation.evaluate_rows
     _get_dataloader = evaluation.get_dataloader
     save_model = saving.save_model
     create_model_card = saving.create_model_card

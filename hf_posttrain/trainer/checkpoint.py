@@ -37,7 +37,8 @@ _PARTS = {  # what a checkpoint holds, under the names of each engine
     "random state": ("rng_state*.pth",),
 }
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's variable: torch.load unpickles no code, whoever calls it
-_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+_OTHERS_READ = ("config.json", "adapter_config.json", "latest", "round.json")
+_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".parquet")
 
 
 # ---- written
@@ -202,7 +203,7 @@ def fingerprint(file: Path) -> list[Any]:
 
 def _is_read(file: Path) -> bool:
     """Does a resumed run read this file of a checkpoint?"""
-    return file.suffix in _TENSORS or file.name in ("config.json", "adapter_config.json", "latest")
+    return file.suffix in _TENSORS or file.name in _OTHERS_READ
 
 
 def _is_readable(file: Path) -> bool:

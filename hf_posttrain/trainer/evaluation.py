@@ -79,11 +79,16 @@ def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> An
     # what training draws for its dropout does not depend on how often it is evaluated
     with self.pace.paused(), forked(self.args.device):
         self.prepare_evaluation()
-        self.meters["eval"] = Meter()
-        output: Any = Trainer.evaluation_loop(self, dataloader, *args, **kwargs)
-        metrics = self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))
+        output, metrics = self.evaluate_rows(dataloader, *args, **kwargs)
         if self.args.eval_exact_match:
             metrics["exact_match"] = exact_match(self, dataloader.dataset)
     prefix = kwargs.get("metric_key_prefix", "eval")
     output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
     return output
+
+
+def evaluate_rows(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
+    """HF's output, and the exact means of losses and metrics over the rows of a loader."""
+    self.meters["eval"] = Meter()
+    output = Trainer.evaluation_loop(self, dataloader, *args, **kwargs)
+    return output, self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))

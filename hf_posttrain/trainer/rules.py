@@ -266,3 +266,35 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> Iterator[Problem]
     if value not in allowed:
         hint = nearest(str(value), allowed, listed=False)
         yield (name,), f"{name}={value!r} is not one of {', '.join(allowed)}{hint}"
+
+
+def vllm_problems(values: Any) -> Iterator[Problem]:
+    """Options of rollout: vllm that exclude or need each other, of a Config or a section of rounds."""
+    if values.rollout != "vllm":
+        given = [name for name, value in vars(values).items() if name.startswith("vllm_") and value is not None]
+        if given:
+            yield (given[0], "rollout"), f"{given[0]} is an option of rollout: vllm: set that, or drop {given[0]}"
+        return
+    mode, url, share = values.vllm_mode, values.vllm_server_base_url, values.vllm_gpu_memory_utilization
+    if mode is not None:
+        yield from one_of("vllm_mode", mode, ("colocate", "server"))
+    if mode == "server" and url is None:
+        yield ("vllm_mode",), "vllm_mode: server needs vllm_server_base_url, such as http://localhost:8000"
+    if url is not None and mode != "server":
+        problem = "vllm_server_base_url belongs to vllm_mode: server: set that, or drop the URL"
+        yield ("vllm_server_base_url", "vllm_mode"), problem
+    if url is not None and not url.startswith(("http://", "https://")):
+        problem = f"vllm_server_base_url={url!r} is not a URL such as http://localhost:8000"
+        yield ("vllm_server_base_url",), problem
+    if share is not None and mode == "server":
+        problem = "vllm_gpu_memory_utilization is of vllm_mode: colocate: give --gpu-memory-utilization to vllm serve"
+        yield ("vllm_gpu_memory_utilization", "vllm_mode"), problem
+    if share is not None and not 0 < share <= 1:
+        problem = f"vllm_gpu_memory_utilization={share:g} is not a share of the GPU's memory, above 0 and up to 1"
+        yield ("vllm_gpu_memory_utilization",), problem
+    if values.generation_batch_size is not None:
+        problem = "generation_batch_size is of rollout: transformers: vLLM makes its own batches, drop it"
+        yield ("generation_batch_size", "rollout"), problem
+    if not 0.01 <= values.temperature <= 2:
+        problem = f"temperature={values.temperature:g}: vLLM samples at 0.01 to 2: choose one, or rollout: transformers"
+        yield ("temperature", "rollout"), problem

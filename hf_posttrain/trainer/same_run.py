@@ -75,6 +75,9 @@ def describe(trainer: Any) -> dict[str, Any]:
         "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in unread},
         "train_dataset": describe_rows(trainer, trainer.train_dataset),
     }
+    if rounds := getattr(args, "rounds", None):
+        # where a round begins depends on the length of a run, whatever its learning rate does
+        found["rounds"] = rounds.described() | {"passes": args.passes, "max_steps": args.max_steps}
     if not isinstance(trainer.train_dataset, datasets.Dataset):
         if trainer.recipe:  # not all rows of a stream are known
             sources = trainer.recipe["data"]["train"]
@@ -129,7 +132,7 @@ def describe_rows(trainer: Any, rows: Any) -> Any:
     that are raw, as those that replaced others."""
     if rows is None or isinstance(rows, dict):
         return rows and {name: describe_rows(trainer, part) for name, part in rows.items()}
-    columns = trainer.method.rows.columns
+    columns = trainer.reads.rows.columns
     if "index" not in (getattr(rows, "column_names", None) or ()):
         return None
     if not isinstance(rows, datasets.Dataset):

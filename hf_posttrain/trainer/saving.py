@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import PreTrainedModel, Trainer
+from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 from ..engines import engine, sharded
 from ..errors import InputError
@@ -194,10 +194,21 @@ def save_merged(trainer: Any, folder: str) -> None:
     policy = forward.unwrapped(trainer.model)
     check_mergeable(policy)
     state = whole_state(trainer, adapter_only=False) or policy.state_dict()
-    if not trainer.args.should_save:
-        return
+    if trainer.args.should_save:
+        generation = generation_config(policy, trainer.terminal_ids)
+        write_merged(policy, state, trainer.processing_class, generation, folder)
+
+
+def write_merged(
+    policy: peft.PeftModel, state: dict[str, Tensor], processing_class: Any, generation: GenerationConfig, folder: str
+) -> None:
+    """Save `policy` with its adapter merged, as a plain model, with its tokenizer or processor, and check the files.
+
+    state: every weight of the policy, whole. Raises RuntimeError where what was saved is not the whole model.
+    """
     # a twin in one piece, with the same adapter; not through from_config, since DeepSpeed would cut it
-    inner, trained = policy.get_base_model(), policy.active_adapter
+    inner: Any = policy.get_base_model()
+    trained = policy.active_adapter
     base = sharded.plain_class(inner)(copy.deepcopy(inner.config)).to(inner.dtype)
     # a tied head is merged by itself, and is one tensor with the embedding again if they are equal then
     head = base.get_output_embeddings()
@@ -220,7 +231,7 @@ def save_merged(trainer: Any, folder: str) -> None:
         if equal := torch.equal(head.weight, embedding.weight):
             head.weight = embedding.weight
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = equal
-    for saved in (merged, trainer.processing_class, generation_config(policy, trainer.terminal_ids)):
+    for saved in (merged, processing_class, generation):
         saved.save_pretrained(folder)
     check_saved(merged, folder)
 

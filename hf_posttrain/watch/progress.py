@@ -26,6 +26,8 @@ _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
 _UNSHOWN = ("epoch", "_runtime", "_per_second", "_time", "total_flos", "_clamped")
 """How keys end that say nothing of an evaluation's result."""
+_OF_ROUND = ("score", "best_score", "stopped", "length", "rows", "left_out")
+"""What is shown of a round's answers, from its log."""
 
 
 def figures(logs: Mapping[str, Any], key_metrics: Mapping[str, str]) -> str:
@@ -89,6 +91,9 @@ class Lines(PrinterCallback):
                 return f"step {step}/{state.max_steps}  was done before: nothing was left to train"
             took = tqdm.format_interval(logs["train_runtime"])
             return f"step {step}/{state.max_steps}  done in {took}, mean loss {_number(logs['train_loss'])}"
+        if "rounds/round" in logs:
+            told = figures(logs, {f"rounds/{name}": name.replace("_", " ") for name in _OF_ROUND})
+            return f"step {step}/{state.max_steps}  answers of round {logs['rounds/round']:g}: {told}"
         return f"step {step}/{state.max_steps}  evaluation: {results(logs, self.key_metrics)}"
 
 

@@ -11,7 +11,7 @@ The task is the sum of two three-digit numbers, worked from the ones up, each co
 
     train.jsonl      problems and solutions for the teacher     heldout.jsonl    for evaluation alone
     few.jsonl        the first of them, for the student         dpo.jsonl, kto.jsonl   right and wrong answers
-    prompts.jsonl    problems without solution, for OPD
+    prompts.jsonl    problems without solution, for OPD         sums.jsonl       some with their sums, for rounds
     teacher/, student/    config.json and the tokenizer that both share
 
 No problem of heldout.jsonl, nor its mirror image (b+a), is in another file.
@@ -88,6 +88,7 @@ def make_rows() -> dict[str, list[dict[str, Any]]]:
         ],
     }
     rows["few"] = rows["train"][: SIZES["few"]]
+    rows["sums"] = [{"prompt": f"{a}+{b}=", "completion": str(a + b)} for a, b in prompts[: SIZES["few"]]]
     return rows
 
 

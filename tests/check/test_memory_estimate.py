@@ -382,7 +382,7 @@ def run_of(engine, **config):
         "precompute_ref_log_probs": True, "optim": "adamw_8bit",
     }  # fmt: skip
     model = SimpleNamespace(lora=None, adapter="a", quantization="4bit")
-    recipe = SimpleNamespace(model=model, teacher=None)
+    recipe = SimpleNamespace(model=model, teacher=None, rounds=None)
     return memory.Run(recipe, SimpleNamespace(**usual | config), engine, None, {}, 0, None)
 
 

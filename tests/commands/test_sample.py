@@ -128,6 +128,24 @@ def test_what_cannot_be_sampled_is_said_in_a_line(arguments, said, folder, capsy
     assert not [*folder.glob("new*")]
 
 
+def test_rows_of_labels_have_the_right_answer_and_tools_come_along(folder):
+    turn, tool = [{"role": "user", "content": "Hi"}], {"type": "function", "function": {"name": "f"}}
+    say = lambda text: [{"role": "assistant", "content": text}]  # noqa: E731
+    rows = [{"prompt": turn, "completion": say(text), "label": right, "tools": [tool]}
+            for text, right in (("wrong", False), ("right", True))]  # fmt: skip
+    rows += [{"prompt": [{"role": "user", "content": "Ho"}], "completion": say("no"), "label": False}]
+    write_rows(folder / "rows.jsonl", rows)
+    rows = sampled("method=kto", "teacher=null", "train={output_dir: out, use_cpu: true, max_length: 60}",
+                   "--max_completion_length", "4")  # fmt: skip
+    assert [row.get("reference") for row in rows] == ["right", None]
+    assert (rows[0]["messages"], rows[0]["tools"]) == (turn, [tool])
+    write_rows(folder / "judged.jsonl", [rows[0] | {"score": n, "completion": str(n)} for n in (0, 1)])
+    command = ["pair", "judged.jsonl", "--method", "dpo", "--unfinished", "--out", "pairs.jsonl"]
+    assert run.main(command) == 0
+    pair = json.loads((folder / "pairs.jsonl").read_text())
+    assert pair == {"prompt": turn, "chosen": say("1"), "rejected": say("0"), "tools": [tool]}
+
+
 def test_rows_without_prompts_are_refused(folder, capsys):
     write_rows(folder / "rows.jsonl", [{"text": "some"}] * 2)
     assert run.main(["sample", "recipe.yaml", "method=sft", "teacher=null", "train={output_dir: out, use_cpu: true}",

@@ -217,7 +217,7 @@ def test_what_was_written_is_removed(backend, tmp_path):
 
 @pytest.mark.parametrize("backend", [("colocate", False), ("server", False)], ids=["colocate", "server"], indirect=True)
 def test_padding_of_the_vocabulary_is_never_drawn(backend, tmp_path, monkeypatch):
-    """The student has 40 ids that the teacher lacks, and likes them."""
+    """The student has 40 ids that stand for no token, or that the teacher lacks, and likes them."""
     student = untied()
     student.resize_token_embeddings(340, mean_resizing=False)
     with torch.no_grad():
@@ -237,7 +237,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(backend, tmp_path, monkeypatch
 def test_more_padding_than_vllm_can_be_kept_from_is_refused(backend, tmp_path):
     student = tiny_model()
     student.resize_token_embeddings(1400, mean_resizing=False)
-    with pytest.raises(InputError, match="1100 ids that the teacher lacks, and vLLM can be kept from drawing 1024"):
+    with pytest.raises(InputError, match="1100 ids that stand for no token, or that the teacher lacks, and vLLM can be kept from drawing 1024"):
         opd(backend, tmp_path, student)
 
 

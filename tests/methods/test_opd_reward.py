@@ -9,8 +9,9 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 
 from hf_posttrain.errors import InputError
+from hf_posttrain.generation.graders import exact_match
 from hf_posttrain.methods.opd import OPDConfig
-from hf_posttrain.methods.opd_reward import Reward, exact_match, group_advantage
+from hf_posttrain.methods.opd_reward import Reward, group_advantage
 from hf_posttrain.scoring.forward import targets
 from hf_posttrain.scoring.head import LogProb
 
@@ -148,4 +149,4 @@ def test_a_function_of_the_current_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [folder for folder in sys.path if folder])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_grader.py").write_text("def grade(prompts, **rest):\n    return [0.5] * len(prompts)\n")
-    assert Reward("my_grader:grade").grade(prompts=["q"], completions=["a"], references=[None]) == [0.5]
+    assert Reward("my_grader:grade").grader(prompts=["q"], completions=["a"], references=[None]) == [0.5]

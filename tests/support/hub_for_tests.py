@@ -91,6 +91,17 @@ def at_home(folder: Path, hub: Path) -> None:
     (folder / "outputs" / "quickstart").symlink_to(hub / "quickstart")
 
 
+def even_bytes(prompts, completions, references):
+    """A judge: the bytes of an answer that are even, so that a random model's answers differ."""
+    return [sum(ord(c) % 2 == 0 for c in text) for text in completions]
+
+
+def small_rounds() -> list[str]:
+    """Overrides for a recipe in rounds: a random model's answers are never right, and do not end."""
+    judge = "rounds.judge={by: function, name: 'hub_for_tests:even_bytes'}"
+    return [judge, "rounds.max_completion_length=8", "rounds.pair.unfinished=true"]
+
+
 def small(recipe) -> list[str]:
     """Overrides for one short step on CPU of the recipe, whatever its size."""
     overrides = [
@@ -99,6 +110,7 @@ def small(recipe) -> list[str]:
         "train.max_length=96", "train.eval_on_start=false",
     ]  # fmt: skip
     overrides += ["train.max_completion_length=8"] if METHODS[recipe.method].rows.sampled else []
+    overrides += small_rounds() if recipe.rounds else []
     overrides += ["train.eval_max_completion_length=8"] if recipe.train.get("eval_exact_match") else []
     if str(recipe.train.get("output_dir", "")).startswith("outputs/quickstart"):  # that is the hub
         overrides += ["train.output_dir=outputs/not_the_hub"]

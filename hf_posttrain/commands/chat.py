@@ -1,0 +1,245 @@
+"""`hf-posttrain chat MODEL`: talk to a model, or to an adapter on its base, in a terminal or through a pipe.
+What the command itself has to say stands in brackets. Heavy imports come late, so that --help is quick."""
+
+import argparse
+import json
+import os
+import re
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..data.template import switch_problem
+from ..errors import InputError, nearest, nearest_path
+from ..models.section import ModelSection, section_of
+from ..recipe.cli import Parser, tell
+
+_EXAMPLE = 'example: hf-posttrain chat outputs/mine --compare --seed 1 --system "Answer in one sentence."'
+_CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")  # a terminal would obey it: it is shown written out
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Talk until the input ends; returns the exit code. Raises InputError for arguments and models of no use."""
+    described = "Talk to a model in the terminal: it answers each line, and /help lists what else a line may be."
+    parser = Parser(prog="hf-posttrain chat", description=described, epilog=_EXAMPLE, allow_abbrev=False)
+    parser.add_argument("model", metavar="MODEL", help="a folder, such as a run's output_dir, or a hub name")
+    parser.add_argument("--adapter", metavar="FOLDER", type=Path, help="a saved adapter, to put on MODEL")
+    parser.add_argument("--system", metavar="TEXT", default="", help="the system turn")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0: greedy (0.7)")
+    parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer in tokens (512)")
+    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="the same answers to the same lines")
+    parser.add_argument("--compare", action="store_true", help="answer twice: without the adapter and with it")
+    parser.add_argument("--chat_template", metavar="FILE", help="a Jinja template, in place of the model's own")
+    parser.add_argument("--chat_template_kwargs", metavar="JSON", default="{}", help="options of the template")
+    parser.add_argument("--plain", action="store_true", help="no template: the model continues each line as a text")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
+    given = parser.parse_args(argv)
+    for name, least in (("temperature", 0), ("max_new_tokens", 1), ("seed", 0)):
+        if not least <= (value := getattr(given, name)) < float("inf"):
+            parser.error(f"--{name} must be a number from {least} on, not {value}")
+    try:
+        given.switches = json.loads(given.chat_template_kwargs)
+        problem = switch_problem(given.switches)
+    except (ValueError, AttributeError):
+        problem = f"{given.chat_template_kwargs} is no mapping in JSON, such as {{\"enable_thinking\": false}}"
+    if problem:
+        parser.error(f"--chat_template_kwargs: {problem}")
+    if (file := given.chat_template) and not os.path.isfile(file):
+        parser.error(f"--chat_template: there is no file {file}{nearest_path(Path(file))}")
+    section = section_of(given.model, given.adapter)
+    section.chat_template, section.trust_remote_code = given.chat_template, given.trust_remote_code
+    if given.compare and not section.adapter:
+        parser.error(f"--compare needs an adapter, and {given.model} is a whole model: name one with --adapter")
+    try:
+        talk(Conversation(section, given))
+    except BrokenPipeError:  # whoever reads the answers has stopped, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return 0
+
+
+def talk(conversation: "Conversation") -> None:
+    """Answer lines until the input ends, or /exit. A line that does not come from a terminal is shown."""
+    if terminal := sys.stdin.isatty():
+        with suppress(ImportError):  # lines can be edited with it
+            import readline  # noqa: F401
+    try:
+        while (line := input("> ").rstrip()) != "/exit":
+            if not terminal:
+                tell(line)
+            name, _, rest = line.partition(" ")
+            if name in COMMANDS:
+                said = COMMANDS[name](conversation, rest.strip())
+            elif name.startswith("/"):
+                said = f"there is no {name}{nearest(name, [*COMMANDS, '/exit'])}"
+            else:
+                said = line and conversation.say(line)
+            if said:
+                tell(f"({said})")
+    except EOFError:
+        pass
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise InputError(f"what was read or written is no text in {error.encoding} ({error.reason})") from error
+    tell("")
+
+
+class Screen:
+    """What `generate` streams to: it shows an answer while it is made, and keeps its text."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]):
+        self.decode, self.text, self.shown = decode, "", 0
+        self.ids: list[int] | None = None  # the prompt comes first
+
+    def put(self, ids: Any) -> None:
+        """The next token."""
+        self.ids = [] if self.ids is None else [*self.ids, *ids.flatten().tolist()]
+        self.text = self.decode(self.ids)
+        self.show(self.text.rstrip("\ufffd"))  # a character may have several tokens
+
+    def show(self, text: str) -> None:
+        """What of the text is not on the screen yet."""
+        print(_CONTROL.sub(lambda found: repr(found[0])[1:-1], text[self.shown :]), end="", flush=True)
+        self.shown = max(self.shown, len(text))
+
+    def end(self) -> None:
+        """The answer is complete, or was stopped."""
+        self.show(f"{self.text}\n")
+
+
+class Conversation:
+    """A model and what was said to it. With --plain each turn is a text by itself, and its answer how that goes on."""
+
+    def __init__(self, section: ModelSection, given: argparse.Namespace):
+        from ..models import load
+        from .answers import Answerer
+
+        section.images |= load.only_sees(load.check_model(section))
+        self.answerer = Answerer(section, given.switches)
+        self.given, self.answers = given, 0  # so far: each is drawn otherwise
+        self.turns: list[dict[str, str]] = []  # a user's and an assistant's, one after the other
+        config = self.answerer.model.config.get_text_config()
+        self.positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
+        self.plain = given.plain or not self.answerer.tokenizer.chat_template
+        if self.plain and given.system:
+            raise InputError("--system needs a chat template, and a plain text has none: drop --system")
+        if self.plain and not given.plain:
+            tell("(the model has no chat template: it continues each line as a plain text, as with --plain)")
+        self.system(given.system)
+
+    def say(self, text: str) -> str:
+        """A turn of the user's and the answer to it. A turn that cannot be read is not kept: returns the problem."""
+        try:
+            ids = self.read(asked := {"role": "user", "content": text})
+        except InputError as error:
+            return str(error)
+        self.answers += 1
+        if self.given.compare:
+            tell("[without adapter]")
+            with self.answerer.model.disable_adapter():
+                self.answer(ids)
+            tell("[with adapter]")
+        self.turns += [asked, {"role": "assistant", "content": self.answer(ids)}]
+        return ""
+
+    def read(self, asked: dict[str, str]) -> list[int]:
+        """The ids that are answered. The oldest exchanges are dropped that leave too little for the answer. Raises
+        InputError for a turn that is too long by itself, and for messages that the template refuses."""
+        from ..data.chat import ChatTemplate, encode
+
+        tokenizer, kept = self.answerer.tokenizer, self.turns
+        template = ChatTemplate(tokenizer, None, self.given.switches)
+        # a quarter of the positions is for the answer, or what it may take
+        most = self.positions - min(self.given.max_new_tokens, self.positions // 4)
+        while True:
+            text = asked["content"] if self.plain else template.prompt_text([*self.head, *kept, asked])
+            [ids] = encode(tokenizer, [text])
+            if len(ids) <= most or self.plain or not kept:
+                break
+            kept = kept[2:]
+        if len(ids) >= self.positions:
+            raise InputError(f"this has {len(ids)} tokens, and the model {self.positions} positions: say less")
+        if dropped := len(self.turns) - len(kept):
+            tell(f"(too long for the model's {self.positions} positions: the oldest {dropped} turns are forgotten)")
+        self.turns = kept
+        return ids
+
+    def answer(self, ids: list[int]) -> str:
+        """The model's answer, shown while it is made; Ctrl-C stops it. Raises InputError for logits that are NaN."""
+        import torch
+
+        from ..generation import by_transformers, rollout
+
+        own, tokenizer = self.answerer, self.answerer.tokenizer
+        never = tuple(own.see.reader.token_ids) if own.see else ()
+        sampler = rollout.Sampler(self.given.temperature or None, len(tokenizer), never)
+        screen, prompt = Screen(own.text), torch.tensor([ids], device=own.device)
+        longest = min(self.given.max_new_tokens, self.positions - len(ids))
+        given = own.model, prompt, torch.ones_like(prompt), longest, own.ends, tokenizer.pad_token_id, sampler
+        try:
+            with rollout.seeded(own.device, self.given.seed, self.answers):
+                by_transformers.generate(*given, {"streamer": screen})
+        except KeyboardInterrupt:
+            screen.end()
+        except RuntimeError as error:
+            if str(error) != by_transformers.BROKEN:
+                raise
+            raise InputError(f"{self.given.model}: {error}") from error
+        return screen.text
+
+    # ---- what a line with a slash does with the rest of it: /help shows the docstrings, what is returned is told
+
+    def help(self, _: str) -> str:
+        """this list"""
+        lines = [f"{name:<13} {command.__doc__}" for name, command in COMMANDS.items()]
+        return "\n ".join([*lines, "/exit         end, as Ctrl-D does; Ctrl-C stops an answer"])
+
+    def clear(self, _: str) -> str:
+        """forget the conversation, but for the system turn"""
+        self.turns.clear()
+        return "forgotten"
+
+    def system(self, text: str) -> str:
+        """TEXT: from now on the system turn; without TEXT there is none"""
+        self.head = [{"role": "system", "content": text}] if text and not self.plain else []
+        return "a new system turn" if self.head else "no system turn"
+
+    def undo(self, _: str) -> str:
+        """take back the last line and its answer"""
+        said, self.turns = self.turns, self.turns[:-2]
+        return "taken back" if said else NOTHING
+
+    def retry(self, _: str) -> str:
+        """another answer to the last line"""
+        said, self.turns = self.turns, self.turns[:-2]
+        return self.say(said[-2]["content"]) if said else NOTHING
+
+    def temperature(self, text: str) -> str:
+        """X: of sampling, from now on; 0: greedy"""
+        if re.fullmatch(r"\d+\.?\d*|\.\d+", text):
+            self.given.temperature = float(text)
+        return f"the temperature is {self.given.temperature:g}"
+
+    def compare(self, _: str) -> str:
+        """on or off: answer without the adapter too"""
+        if not self.answerer.section.adapter:
+            return "there is no adapter to compare with"
+        self.given.compare = not self.given.compare
+        return f"compare: {'on' if self.given.compare else 'off'}"
+
+    def save(self, name: str) -> str:
+        """FILE: add the conversation to a file of rows to train on"""
+        if not name or not self.turns:
+            return NOTHING if name else "to which file? /save FILE"
+        try:
+            with Path(name).expanduser().open("a", encoding="utf-8") as file:
+                print(json.dumps({"messages": self.head + self.turns}, ensure_ascii=False), file=file)
+        except OSError as error:
+            return f"{name} cannot be written: {error.strerror}"
+        return f"added to {name}"
+
+
+NOTHING = "nothing was said yet"
+_NAMES = ("help", "clear", "system", "undo", "retry", "temperature", "compare", "save")
+COMMANDS: dict[str, Callable[[Conversation, str], str]] = {f"/{name}": getattr(Conversation, name) for name in _NAMES}

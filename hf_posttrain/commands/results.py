@@ -1,0 +1,67 @@
+"""Where the numbers of `hf-posttrain eval` are kept: in a run's folder, next to those of its training."""
+
+import argparse
+import json
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+EVALUATIONS, RESULTS = "evaluations.json", "all_results.json"
+_IDENTITY = ("model", "adapter", "data", "split", "task")
+"""Two evaluations that agree in these are one: the later replaces the earlier."""
+
+
+def results_folder(given: argparse.Namespace) -> Path | None:
+    """Where the numbers are kept: --output, or the folder of the run that is evaluated. Raises InputError where that
+    cannot be."""
+    folder = given.output or Path(given.adapter or given.model)
+    if not given.output and not any((folder / name).is_file() for name in ("trainer_state.json", "run.json")):
+        return None
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise InputError(f"{folder} cannot be written, where the numbers would be kept: give another --output")
+    read_kept(folder)  # what is broken there is known before hours pass
+    return folder
+
+
+def read_kept(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """The evaluations and the results that a folder has. Raises InputError for files that hold something else."""
+    found: list[Any] = []
+    for name, empty in {EVALUATIONS: list[Any](), RESULTS: dict[str, Any]()}.items():
+        try:
+            found.append(json.loads((folder / name).read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            found.append(empty)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{folder / name} cannot be read as JSON ({error}): mend it, or move it away") from error
+        if type(found[-1]) is not type(empty) or not all(isinstance(each, dict | str) for each in found[-1]):
+            raise InputError(f"{folder / name} holds something else than evaluations: move it away")
+    return found[0], found[1]
+
+
+def keep(folder: Path, found: list[dict[str, Any]]) -> None:
+    """Write evaluations into both files of a folder, in the place of earlier ones; each file whole, or not at all."""
+    kept, results = read_kept(folder)
+    new = [[entry.get(name) for name in _IDENTITY] for entry in found]
+    kept = [entry for entry in kept if [entry.get(name) for name in _IDENTITY] not in new] + found
+    for entry in found:
+        stem = entry.get("task") or Path(entry["data"].removesuffix(".gz")).stem
+        results |= {f"eval_{stem}_{name}": value for name, value in entry["metrics"].items()}
+    for name, content in ((EVALUATIONS, kept), (RESULTS, dict(sorted(results.items())))):
+        unfinished = folder / f"{name}.tmp"
+        unfinished.write_text(json.dumps(content, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
+        unfinished.replace(folder / name)
+    logging.getLogger(__name__).info("kept in %s and %s", folder / EVALUATIONS, RESULTS)
+
+
+def as_table(entry: dict[str, Any]) -> str:
+    """An evaluation as people read it."""
+    width = max(map(len, entry["metrics"]), default=0)
+    lines = [f"  {name:{width}}  {value:.6g}" for name, value in entry["metrics"].items()]
+    lines += [f"  left out: {line}" for line in entry["left_out"]]
+    return "\n".join([f"{entry.get('task') or entry['data']}: {entry['rows']} rows, {entry['model']}", *lines])

@@ -1,0 +1,60 @@
+"""Functions that grade answers: exact match with the data's answer, or one of the user's."""
+
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from ..errors import InputError
+from .final_answer import final_answer
+
+Grader = Callable[..., Sequence[float]]
+"""(prompts, completions, references: texts) -> a number for each completion; as TRL's reward functions, by keyword."""
+
+
+def exact_match(prompts: list[str], completions: list[str], references: list[str | None]) -> list[float]:
+    """1 where the final answer is that of the data, else 0. Raises InputError for a row without an answer."""
+    if None in references:
+        raise InputError("exact_match needs rows with an answer, and one has none")
+    pairs = zip(completions, references, strict=True)
+    return [float(final_answer(one) == final_answer(str(other))) for one, other in pairs]
+
+
+def find_grader(name: str) -> Grader:
+    """`exact_match`, or a function of the user's, as package.module:name; the current folder is looked in too. Raises
+    InputError where there is none."""
+    if name == "exact_match":
+        return exact_match
+    if os.getcwd() not in sys.path:  # as `python -m` has it, and the console script has not
+        sys.path.append(os.getcwd())
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+        if not callable(found):
+            raise ValueError("no function")
+    except (ImportError, AttributeError, ValueError) as error:
+        wanted = "exact_match, or package.module:name of a function that can be imported"
+        raise InputError(f"function {name!r} ({error}): {wanted}") from error
+    return found
+
+
+def grade(
+    grader: Grader, name: str, prompts: list[str], completions: list[str], references: list[str | None]
+) -> list[float]:
+    """What the function says of each completion. Raises InputError where that is other than a finite number for each.
+    name: for the message."""
+    try:
+        given = list(grader(prompts=prompts, completions=completions, references=references))
+    except InputError:
+        raise
+    except Exception as error:  # of the user's code
+        raise InputError(f"{name} failed: {type(error).__name__}: {error}") from error
+    try:
+        found = [float(value) for value in given]
+    except (TypeError, ValueError):  # such as None, or texts
+        found = []
+    if len(found) != len(completions) or not all(map(math.isfinite, found)):
+        problem = f"{name} gave {given!r:.80} for {len(completions)} completions"
+        raise InputError(f"{problem}: a finite number for each is wanted")
+    return found

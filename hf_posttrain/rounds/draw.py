@@ -1,0 +1,129 @@
+"""Answers to many prompts, judged, in pieces that the ranks share out and that a run which was killed finds again."""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+import xxhash
+from accelerate.utils import gather_object
+from tqdm import tqdm
+
+from ..errors import InputError
+from ..generation import rollout
+from ..generation.server import ServerError
+from ..models.score_cache import rows_key, weights_key
+from ..scoring.forward import unwrapped
+from ..scoring.layouts import Prompt
+from .judges.question import question_of
+
+logger = logging.getLogger(__name__)
+FOLDER = "_rounds"
+"""In output_dir; by its first letter HF does not push it to the hub: it has the prompts."""
+PIECE, ONLINE_PIECE = 64, 8
+"""Prompts that are answered at once: random numbers depend on it, and not on the ranks. Online there are few."""
+SAMPLE = 64  # values of each weight that tell one policy from another
+
+
+@dataclass
+class Judged:
+    """A prompt's answers."""
+
+    answers: list[list[int]]
+    scores: list[float | None]  # None where the judge gave none
+
+
+class Pieces:
+    """Files of finished pieces, in a folder that is named after all that they depend on; without one there are none."""
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+
+    def read(self) -> dict[int, list[Judged]]:
+        """Those that are there and whole, by their number."""
+        found = {}
+        for file in self.folder.glob("*.json") if self.folder else ():
+            with suppress(OSError, ValueError, TypeError):
+                found[int(file.stem)] = [Judged(*one) for one in json.loads(file.read_text(encoding="utf-8"))]
+        return found
+
+    def write(self, number: int, piece: list[Judged]) -> None:
+        """One of them, whole or not at all."""
+        if self.folder is None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        partial = self.folder / f"{number}.partial"
+        partial.write_text(json.dumps([[one.answers, one.scores] for one in piece]), encoding="utf-8")
+        partial.replace(self.folder / f"{number}.json")
+
+
+def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> Pieces:
+    """Where the pieces of a round are. All ranks call it: the key has the policy's weights."""
+    args, options = trainer.args, trainer.rollout_options
+    weights = weights_key(unwrapped(trainer.model).state_dict(keep_vars=True), sample=SAMPLE)
+    judge = agreed(trainer.judge.key)
+    key = [weights, rows_key(prompts, trainer), seed, options.described(), judge, trainer.terminal_ids, args.bf16,
+           args.fp16]  # fmt: skip
+    name = xxhash.xxh3_64_hexdigest(json.dumps(key, sort_keys=True).encode())
+    [name, *_] = gather_object([name])  # of a model that is cut over ranks, the first one's
+    return Pieces(Path(args.output_dir, FOLDER, f"pieces-{name}"))
+
+
+def draw(
+    trainer: Any, prompts: datasets.Dataset, seed: Sequence[int], title: str, pieces: Pieces
+) -> list[Judged]:
+    """Answers of the policy to each prompt, judged, on all ranks. All ranks call it.
+
+    trainer: has a `backend`, its `rollout_options` and a `judge`. What is drawn depends on (*seed, piece) and not on
+    the number of ranks. Raises InputError and ServerError of a judge or backend on all ranks.
+    """
+    accelerator, longest = trainer.accelerator, trainer.rollout_options.max_completion_length
+    world, rank, count = accelerator.num_processes, accelerator.process_index, trainer.rollout_options.num_generations
+    size = ONLINE_PIECE if trainer.rollout_options.steps else PIECE
+    # 1. pieces that any rank has on its disk count as done; each is told by the first rank that has it
+    mine = pieces.read()
+    have = gather_object([sorted(mine)])
+    mine = {n: piece for n, piece in mine.items() if not any(n in other for other in have[:rank])}
+    done = {n for numbers in have for n in numbers}
+    todo = [n for n in range(-(-len(prompts) // size)) if n not in done]
+    if done:
+        logger.info("%s: %d of %d pieces were done before", title, len(done), len(done) + len(todo))
+    # 2. the others, one of each rank at a time: as many calls on each, since a cut model needs all ranks
+    with trainer.judge, tqdm(total=len(prompts), desc=title, unit="prompt", disable=True if rank else None) as bar:
+        for first in range(0, len(todo), world):
+            number = todo[first + rank] if first + rank < len(todo) else None
+            place = range(0) if number is None else range(number * size, min((number + 1) * size, len(prompts)))
+            rows = prompts.select(place).to_list() if number is not None else []
+            of_piece = (*seed, 0 if number is None else number)
+            with rollout.seeded(accelerator.device, *of_piece):
+                found = trainer.backend.generate([*map(Prompt.of, rows)], of_piece, longest)
+            answers = [found[n * count : (n + 1) * count] for n in range(len(rows))]
+            questions = [question_of(row, own, trainer.tokenizer, trainer.terminal_ids)
+                         for row, own in zip(rows, answers, strict=True)]  # fmt: skip
+            scores = agreed(partial(trainer.judge.score, questions))
+            if number is not None:
+                mine[number] = [Judged(*one) for one in zip(answers, scores, strict=True)]
+                pieces.write(number, mine[number])
+            bar.update(min(size * world, len(prompts) - bar.n))
+    # 3. in the prompts' order, on all ranks
+    everyone = {n: piece for part in gather_object([mine]) for n, piece in part.items()}
+    return [one for _, piece in sorted(everyone.items()) for one in piece]
+
+
+def agreed(ask: Callable[[], Any]) -> Any:
+    """What `ask` gives on each rank. Raises the InputError of any rank on all of them, which would wait for it."""
+    found, error = None, None
+    try:
+        found = ask()
+    except InputError as raised:
+        error = raised
+    told = gather_object([error and (str(error), getattr(error, "status", None))])
+    if first := next(filter(None, told), None):
+        said, status = first
+        raise (InputError(said) if status is None else ServerError(said, status)) from error
+    return found

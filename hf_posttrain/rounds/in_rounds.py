@@ -1,0 +1,459 @@
+"""A method's trainer in rounds: sample answers from the policy of now, judge them, pair them up, train on them, again.
+
+    for each round:
+        y_1 .. y_K ~ policy(.|x)  for every prompt x of the round        draw.py
+        a score for each y                                               judges/
+        rows of the method's kind from x, y and scores                   pairing.py
+        for each optimizer step of the round: its share of the rows, by the method's own loss
+
+The data hold prompts (and right answers, where the judge wants them). per_device_train_batch_size counts prompts, as in
+on-policy distillation: a run has as many optimizer steps as it would have with the prompts as rows, whatever a round
+gives. With `count` a round is a pass (or num_train_epochs passes) over all prompts; with `steps` it is so many
+optimizer steps and their prompts, and with steps: 1 every step trains on answers of the weights that it changes.
+
+One `train()` runs all rounds: optimizer, schedule, engine and report are those of any run. Checkpoints hold the rows of
+the round, and each round ends with one; what was sampled of a round that is not done is found again (`draw.Pieces`).
+"""
+
+import copy
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, ClassVar
+
+import datasets
+import numpy as np
+import torch
+from pyarrow import parquet
+from transformers import TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from ..data.kinds import PROMPTS
+from ..data.lengths import check_answered, tokens_of
+from ..data.prepare import prepare, prompt_key, typed_rows
+from ..errors import InputError
+from ..generation import vllm
+from ..generation.backends import make_backend
+from ..generation.rollout import synchronise
+from ..models.load import drawable_ids
+from ..models.score_cache import score_rows
+from ..scoring.forward import causal_lm
+from ..scoring.layouts import share_out
+from ..trainer.base import PostTrainer
+from .draw import FOLDER, Judged, Pieces, draw, pieces_of
+from .judges import make_judge
+from .judges.question import answer_row
+from .pairing import Paired, good_from, pair_up
+from .section import RoundsSection, make_section, rounds_problems
+
+logger = logging.getLogger(__name__)
+EVALUATION = 2**31
+"""Stands for the round in the seed of an evaluation's answers, which are then drawn alike at every evaluation."""
+
+
+def in_rounds(trainer_class: Any, section: Any) -> Any:
+    """A class of trainers as `trainer_class`, whose data are prompts, and which makes its rows as the section says.
+
+    section: a RoundsSection, a mapping of its keys, or a number of rounds. Raises InputError for what contradicts.
+    """
+    section = make_section(section)
+    method = trainer_class.method
+    if method.second == "teacher":
+        raise InputError(f"rounds: {method.name} learns from a teacher, not from judged answers: drop the section")
+    for names, problem in rounds_problems(section, method.rows):
+        raise InputError(f"rounds: {problem}" if problem.startswith(names) else f"rounds.{names[0]}: {problem}")
+    collator = type("RoundCollator", (_RoundCollator, trainer_class.collator_class), {})
+    own = {"section": section, "collator_class": collator, "__module__": trainer_class.__module__}
+    made: Any = type(trainer_class.__name__, (InRounds, trainer_class), own)
+    made.reads = replace(method, rows=PROMPTS)
+    return made
+
+
+def with_section(args: Any, section: RoundsSection) -> Any:
+    """A copy of a method's Config that describes all rounds; the Config itself where it is one already. Raises
+    InputError for what does not go with rounds."""
+    if getattr(args, "rounds", None) is section:
+        return args
+    args = copy.copy(args)
+    if args.max_length is not None and args.max_length <= section.max_completion_length:
+        problem = f"no prompt next to rounds.max_completion_length={section.max_completion_length}"
+        raise InputError(f"max_length={args.max_length} leaves {problem}: raise it, or lower that")
+    if getattr(args, "precompute_ref_log_probs", None):
+        raise InputError("precompute_ref_log_probs: a round's rows are not known beforehand: drop it")
+    if args.parallelism_config and args.parallelism_config.sp_size > 1:
+        raise InputError("parallelism_config: sequence parallelism cuts rows that are there before training: drop it")
+    if hasattr(args, "precompute_ref_log_probs"):
+        args.precompute_ref_log_probs = False
+    if args.metric_for_best_model == "loss" and args.load_best_model_at_end:  # HF's default: evaluations have no loss
+        args.metric_for_best_model, args.greater_is_better = "score", True
+    args.passes = args.num_train_epochs  # over the rows of a round
+    if section.count is not None:
+        args.num_train_epochs *= section.count
+    args.rounds, args.max_completion_length, args.keep_asked = section, section.max_completion_length, True
+    return args
+
+
+class _RoundCollator:
+    """Of prompts it makes nothing but their numbers: they say how many rows a step is about."""
+
+    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+        """As `Collator`, of the rows of a round."""
+        if "asked" in rows[0]:
+            return {"index": torch.tensor([row["index"] for row in rows])}
+        return super().__call__(rows)  # type: ignore[misc]
+
+
+class Round(TrainerCallback):
+    """The round that is under way, as checkpoints keep it; each ends with one, where any are saved."""
+
+    ROWS, NUMBER = "round.parquet", "round.json"
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.number = trainer, -1
+        self.rows: Any = None  # prepared, maybe none
+        self.order: list[np.ndarray] = []  # of each of its steps, numbers of rows; none: they are yet to be dealt out
+        self.tokens = np.zeros(0)  # of each row
+
+    def save(self, folder: str) -> None:
+        """Into a checkpoint. What the pieces on disk have is in it, or in an earlier one."""
+        if self.rows is not None and self.trainer.args.should_save:
+            parquet.write_table(self.rows.with_format("arrow")[:], Path(folder, self.ROWS))
+            Path(folder, self.NUMBER).write_text(json.dumps({"round": self.number}), encoding="utf-8")
+        self.remove_pieces()
+
+    def remove_pieces(self) -> None:
+        """On each machine."""
+        if self.trainer.args.local_process_index == 0:
+            for left in Path(self.trainer.args.output_dir, FOLDER).glob("pieces-*"):
+                shutil.rmtree(left, ignore_errors=True)
+
+    def begin_run(self, folder: str | None) -> None:
+        """Nothing, or what a checkpoint has."""
+        self.number, self.rows = -1, None
+        if folder is not None and Path(folder, self.NUMBER).exists():
+            rows = datasets.Dataset(datasets.table.InMemoryTable(parquet.read_table(Path(folder, self.ROWS))))
+            number = json.loads(Path(folder, self.NUMBER).read_text(encoding="utf-8"))["round"]
+            self.trainer.set_rows(number, rows)
+        elif folder is None and self.trainer.args.should_save:
+            for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
+                file.unlink()
+
+    def give_up(self, steps: int) -> None:
+        """The rows are those of the last whole step, whatever came after it."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save after the last step of a round over all prompts."""
+        trainer, saved = self.trainer, getattr(args.save_strategy, "value", args.save_strategy)
+        ends = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)
+        by_epoch = saved == "epoch" and state.global_step % len(trainer.windows) == 0  # which saves as well
+        if trainer.section.count and ends and not by_epoch and saved not in ("no", "best"):
+            control.should_save = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step of a round without rows changes nothing: without gradients torch's optimizers pass weights over."""
+        if not len(self.rows):
+            for weight in self.trainer.model.parameters():
+                weight.grad = None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Nothing is left to be found again."""
+        if not self.trainer.preemption.happened:
+            self.remove_pieces()
+
+
+class InRounds(PostTrainer):
+    """What `in_rounds` puts in front of a method's trainer."""
+
+    section: ClassVar[RoundsSection]
+    train_dataset: Any
+    synchronised: int | None = None
+    told = False  # that a loss cannot be taken of so few prompts
+
+    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any):
+        section = self.section
+        args = with_section(args or self.config_class(output_dir="outputs"), section)
+        if kwargs.get("compute_metrics") is not None:
+            raise InputError("compute_metrics: in rounds an evaluation samples, and has no predictions: drop it")
+        vllm.check_installed(section)
+        self.reference_moves = section.reference == "round" and self.method.second == "reference"
+        super().__init__(model, args, *rest, **kwargs)
+        if self.reference_moves and getattr(self, "reference", None) is None:
+            raise InputError("rounds.reference: round is of losses with a reference, and this has none: drop it")
+        if not isinstance(self.train_dataset, datasets.Dataset | None):
+            raise InputError("rounds need prompts of known length, not a stream: set streaming: false")
+        if self.data_collator.pictures and section.rollout == "vllm":
+            raise InputError("rounds.rollout: vllm shows prompts' pictures to nobody yet: drop it, or model.images")
+        if self.data_collator.pictures and section.judge.by not in ("exact_match", "function"):
+            raise InputError(f"rounds.judge: {section.judge.by} is shown no pictures yet: judge by a function")
+        if section.judge.by == "exact_match":
+            evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
+            for name, data in {"train": self.train_dataset, **evaluated}.items():
+                if data is not None:
+                    check_answered(data, f"rounds: exact_match compares with completions of the data ({name})")
+        self.vocabulary = drawable_ids(self.tokenizer, causal_lm(self.model).config)
+        self.backend = make_backend(self, section)
+        self.judge = make_judge(section.judge, self.tokenizer, self.args.device)
+        self.judge.stays = section.steps is not None
+        self.round = Round(self)
+        self.kept_in_checkpoints.append(self.round)
+        self.add_callback(self.round)
+
+    @classmethod
+    def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
+        """Prompts, with the right answers of the data where they have them."""
+        return prepare(rows, cls.reads, tokenizer, args, name)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As PostTrainer has it; the weights may have changed since the last one."""
+        self.synchronised, self.rows_ran_out = None, False
+        return super().train(*args, **kwargs)
+
+    # ---- which rows a step trains on
+
+    @property
+    def windows(self) -> list[int]:
+        """The micro-batches of each optimizer step of a pass over the prompts, on each rank: the last may have
+        fewer."""
+        count, rows = self.args.gradient_accumulation_steps, self.args.train_batch_size * self.args.world_size
+        batches = len(self.train_dataset) / rows
+        whole = math.floor(batches) if self.args.dataloader_drop_last else math.ceil(batches)
+        return [count] * (whole // count) + ([whole % count] if whole % count else []) or [count]
+
+    def round_of(self, step: int) -> int:
+        """The number of the round that optimizer step `step` belongs to, from 0 on."""
+        if self.section.steps:
+            return step // self.section.steps
+        return step * (self.section.count or 1) // self.state.max_steps
+
+    def steps_of(self, number: int) -> range:
+        """The optimizer steps of a round."""
+        if self.section.steps:
+            first, end = number * self.section.steps, (number + 1) * self.section.steps
+            return range(first, min(end, self.state.max_steps))
+        return range(*(-(-n * self.state.max_steps // (self.section.count or 1)) for n in (number, number + 1)))
+
+    def next_window(self, epoch_iterator: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+        """As PostTrainer has it: micro-batches of rows of the round, which begins where it is its turn."""
+        count = len([*islice(epoch_iterator, count)])  # the same on all ranks
+        step = self.state.global_step
+        if count and self.round_of(step) != self.round.number:
+            self.begin_round(self.round_of(step))
+        if not count or self.rows_ran_out:
+            return []
+        self.round.order = self.round.order or self._deal()
+        chosen = self.round.order[step - self.steps_of(self.round.number).start]
+        sizes = [len(part) for part in np.array_split(chosen, self.accelerator.num_processes * count)]
+        parts = share_out([int(self.round.tokens[n]) for n in chosen], sizes)
+        first = self.accelerator.process_index * count
+        return [self._micro_batch([int(chosen[n]) for n in sorted(part)]) for part in parts[first : first + count]]
+
+    def _micro_batch(self, numbers: list[int]) -> dict[str, Any]:
+        """These rows of the round; of none, a row that does not count, since every rank takes every step."""
+        rows = self.round.rows.select(numbers).to_list() if numbers else [self._blank_row()]
+        batch = self.data_collator(rows)
+        return batch | {"row_weights": torch.full((len(rows),), float(bool(numbers)))}
+
+    def _blank_row(self) -> dict[str, Any]:
+        """A row that can be laid out and scored."""
+        if len(self.round.rows):
+            return self.round.rows[0]
+        made = made_row(self.train_dataset[0], self.method, self.terminal_ids[:1])
+        return made | ({"ref_logps": [0.0] * max(2, len(self.method.rows.answers))} if self.reference_moves else {})
+
+    def set_rows(self, number: int, rows: datasets.Dataset) -> None:
+        """Train on these rows in the steps of round `number`."""
+        self.round.number, self.round.rows, self.round.order = number, rows, []
+        self.round.tokens = tokens_of(rows) if len(rows) else np.zeros(0)
+        try:
+            self.learn_of_rows(rows)
+        except InputError as error:  # the labels of this round may all be one
+            self.learn_of_rows(None)
+            logger.log(logging.DEBUG if self.section.steps else logging.WARNING, "round %d: %s", number + 1, error)
+
+    def _deal(self) -> list[np.ndarray]:
+        """Numbers of the rows of each step of the round: each pass over them in another order, dealt out by the steps'
+        micro-batches, and one row at least to each step."""
+        steps, size, windows, passes = self.steps_of(self.round.number), len(self.round.rows), self.windows, 1.0
+        shares = np.array([windows[step % len(windows)] for step in steps], dtype=float)
+        if self.section.count:
+            passes = self.args.passes if self.args.max_steps <= 0 else shares.sum() / sum(windows)
+        total = max(round(size * passes), len(steps)) if size else 0
+        seeds = [(self.args.seed, self.round.number, each) for each in range(-(-total // max(size, 1)))]
+        orders = [np.random.default_rng(seed).permutation(size) for seed in seeds]
+        order = np.concatenate([*orders, np.zeros(0, dtype=np.int64)])[:total]
+        # one each, and of the others as many as its share of micro-batches
+        least = min(1, size)
+        others = np.round(np.cumsum(shares) / shares.sum() * (total - least * len(steps))).astype(int)
+        ends = others + least * np.arange(1, len(steps) + 1)
+        return np.split(order, ends[:-1])
+
+    # ---- a round
+
+    def begin_round(self, number: int) -> None:
+        """Sample, judge and pair up, so that the steps of this round have rows. All ranks call it.
+
+        Raises InputError where the first round gives no row, ServerError where a server of answers or scores is lost.
+        """
+        began, section = time.perf_counter(), self.section
+        with self.pace.paused():
+            prompts = self._prompts_of(number)
+            synchronise(self)
+            seed = self.args.seed, number
+            # online a round is as short as a step: it is drawn again
+            pieces = Pieces(None) if section.steps else pieces_of(self, prompts, *seed)
+            judged = draw(self, prompts, seed, f"round {number + 1}: answers", pieces)
+            rows, paired = self._make_rows(prompts, judged)
+            if not len(rows) and not number and section.count:
+                reasons = ", ".join(f"{count} prompts: {reason}" for reason, count in paired.left_out.most_common())
+                raise InputError(f"rounds: the first round gives no row to train on ({reasons})")
+            if self.reference_moves and len(rows):
+                rows = self._scored(rows)
+            self.set_rows(number, rows)
+            self._report(number, prompts, judged, paired, time.perf_counter() - began)
+        if not len(rows) and section.count:
+            logger.warning("round %d gives no row to train on: training ends", number + 1)
+            self.rows_ran_out = self.control.should_training_stop = True
+
+    def _prompts_of(self, number: int) -> datasets.Dataset:
+        """The prompts of a round: all, or of an endless row of permutations those of its steps."""
+        if self.section.count:
+            return self.train_dataset
+        steps, windows, size = self.steps_of(number), self.windows, len(self.train_dataset)
+        rows = self.args.train_batch_size * self.args.world_size
+        of = lambda some: sum(windows[step % len(windows)] for step in some) * rows  # noqa: E731
+        before, count = of(range(steps.start)), of(steps)
+        passes = range(before // size, (before + count - 1) // size + 1)
+        order = np.concatenate([np.random.default_rng((self.args.seed, each)).permutation(size) for each in passes])
+        first = before - passes[0] * size
+        return self.train_dataset.select(order[first : first + count])
+
+    def _make_rows(self, prompts: datasets.Dataset, judged: list[Judged]) -> tuple[Any, Paired]:
+        """Prepared rows of the method's kind, maybe none; and how they came about."""
+        kind, section = self.method.rows, self.section
+        stopped = [[ids[-1] in self.terminal_ids for ids in one.answers] for one in judged]
+        # what is nothing but its end is empty
+        answers = [[() if ids[0] in self.terminal_ids else tuple(ids) for ids in one.answers] for one in judged]
+        threshold = good_from(section.pair, section.judge.by)
+        paired = pair_up(kind, answers, [one.scores for one in judged], stopped, section.pair, threshold)
+        made: list[dict[str, Any]] = []
+        for prompt, one, rows in zip(prompts, judged, paired.rows, strict=True):
+            for row in rows:
+                ids = [one.answers[n] for n in row.answers]
+                made.append({
+                    "prompt_ids": prompt["prompt_ids"], **dict(zip(kind.answers, ids, strict=True)),
+                    "completion_mask": [1] * len(ids[0]), "label": row.label,
+                    "prompt_key": prompt_key(prompt["prompt_ids"], prompt.get("images") or ()),
+                    "images": prompt.get("images"), "index": len(made),
+                })  # fmt: skip
+        rows = typed_rows(made, kind, sees=self.data_collator.pictures is not None)
+        bare = copy.copy(self.args)
+        bare.keep_asked = False
+        try:
+            # "train": packed where the method packs its training rows; not this class's, which makes prompts
+            rows = super().prepare_rows(rows, self.tokenizer, bare, "train") if made else rows
+        except InputError as error:
+            if not section.steps:
+                raise
+            # of a window so small that a loss over several prompts cannot be taken
+            if not self.told:
+                logger.warning("a step without rows, as others may be: %s", error)
+            self.told = True
+            paired.left_out[str(error)] += len(made)
+            rows, paired.rows = rows.select([]), [[] for _ in paired.rows]
+        return rows, paired
+
+    def _scored(self, rows: datasets.Dataset) -> datasets.Dataset:
+        """The rows with scores of the policy of now, which is the reference of this round."""
+        reference: Any = replace(self.reference, inside=nullcontext)  # type: ignore[attr-defined]
+
+        def score(batch: dict[str, Any]) -> list[list[float]]:
+            return reference.logps(self.model_wrapped, batch).float().tolist()
+
+        size = self.args.per_device_eval_batch_size
+        return rows.add_column("ref_logps", score_rows(self, rows, size, score, "Scores by the reference"))
+
+    # ---- what is told
+
+    def _report(
+        self, number: int, prompts: datasets.Dataset, judged: list[Judged], paired: Paired, seconds: float
+    ) -> None:
+        """In the log, and of rounds over all prompts in output_dir."""
+        found = summarise(judged, self.terminal_ids)
+        found |= {"rows": float(paired.count), "left_out": float(paired.left_out.total())}
+        if self.section.steps:
+            for name, value in found.items():
+                self.meters["train"].add(f"rounds/{name}", torch.tensor(value, device=self.args.device))
+            return
+        if not paired.count or paired.left_out:
+            reasons = "; ".join(f"{count}: {reason}" for reason, count in paired.left_out.most_common())
+            logger.info("round %d: of %d prompts %d gave no row (%s)", number + 1, len(prompts),
+                        paired.left_out.total(), reasons)  # fmt: skip
+        self.log({"rounds/round": number + 1} | {f"rounds/{name}": value for name, value in found.items()})
+        if not self.args.should_save:
+            return
+        folder = Path(self.args.output_dir, FOLDER)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{number + 1}.jsonl").open("w", encoding="utf-8") as file:
+            for row in self._answer_rows(prompts, judged, paired):
+                print(json.dumps(row, ensure_ascii=False), file=file)
+        entry = {"round": number + 1, "step": self.state.global_step, **found, "seconds": round(seconds, 1),
+                 "reasons": dict(paired.left_out)}  # fmt: skip
+        summary, partial = folder / "rounds.json", folder / "rounds.partial"
+        earlier = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else []
+        kept = [one for one in earlier if one["round"] <= number]
+        partial.write_text(json.dumps([*kept, entry], indent=1) + "\n", encoding="utf-8")
+        partial.replace(summary)
+
+    def _answer_rows(self, prompts: datasets.Dataset, judged: list[Judged], paired: Paired) -> Iterator[dict[str, Any]]:
+        """A row for each answer, as `hf-posttrain judge` writes them, with `used`: 1 as the better one or alone, -1 as
+        the worse one."""
+        for prompt, one, rows in zip(prompts, judged, paired.rows, strict=True):
+            better = {row.answers[0] for row in rows if row.label is not False}
+            worse = {row.answers[-1] for row in rows if len(row.answers) > 1 or row.label is False}
+            for number, (ids, score) in enumerate(zip(one.answers, one.scores, strict=True)):
+                used = 1 if number in better else -1 if number in worse else 0
+                told = {"score": score, "judge": str(self.section.judge), "used": used}
+                yield answer_row(prompt, ids, self.tokenizer, self.terminal_ids) | told
+
+    # ---- evaluation
+
+    def evaluate_rows(self, dataloader: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
+        """As PostTrainer has it: answers to the prompts are sampled and judged, the same draws at each evaluation."""
+        synchronise(self)
+        rows = dataloader.dataset
+        judged = draw(self, rows, (self.args.seed, EVALUATION), "evaluation: answers", Pieces(None))
+        return EvalLoopOutput(None, None, {}, len(rows)), summarise(judged, self.terminal_ids)  # type: ignore[arg-type]
+
+
+def made_row(prompt: dict[str, Any], method: Any, answer: list[int]) -> dict[str, Any]:
+    """A prepared row as rounds make them, all of whose answers are the same: for what only needs its shape."""
+    kind, made = method.rows, {"prompt_ids": prompt["prompt_ids"], "index": 0, "label": True}
+    made |= dict.fromkeys(kind.answers, answer) | {"completion_mask": [1] * len(answer)}
+    return made | ({"images": prompt["images"]} if "images" in prompt else {})
+
+
+def planned_rows(prompt: dict[str, Any], method: Any, section: RoundsSection) -> list[dict[str, Any]]:
+    """The rows that a prompt gives at most, with the longest answers that there may be."""
+    several = section.pair.take == "all" or (section.pair.take is None and method.rows.labelled)
+    count = section.num_generations if several else 2 if method.rows.labelled else 1
+    count = count * (count - 1) // 2 if several and method.rows.paired else count
+    return [made_row(prompt, method, [0] * section.max_completion_length)] * count
+
+
+def summarise(judged: list[Judged], ends: list[int]) -> dict[str, float]:
+    """Means over prompts' answers: of their scores, of the best score of each prompt, of the share that ended by
+    themselves, and of their lengths in tokens."""
+    answers = [ids for one in judged for ids in one.answers]
+    scores = [[score for score in one.scores if score is not None] for one in judged]
+    found: dict[str, Any] = {
+        "score": [score for own in scores for score in own], "best_score": [max(own) for own in scores if own],
+        "stopped": [ids[-1] in ends for ids in answers], "length": [*map(len, answers)],
+    }  # fmt: skip
+    return {name: float(np.mean(values)) for name, values in found.items() if values}

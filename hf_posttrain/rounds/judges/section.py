@@ -1,0 +1,82 @@
+"""Who judges, as a recipe says it: importable without torch."""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jinja2 import TemplateError
+
+from ...data.template import parsed
+from ...trainer.method import COUNT, POSITIVE, Problem
+from ...trainer.rules import beyond
+
+LIMITS = {"opponents": COUNT, "batch_size": COUNT, "timeout": POSITIVE}
+KINDS = ("exact_match", "function", "model", "teacher", "url")
+MODELS = ("model", "teacher")
+"""Kinds of judges that are models, loaded here."""
+_NAMES = {  # kind of judge -> what `name` is
+    "function": "package.module:name of a function", "model": "the folder or hub name of a reward model",
+    "teacher": "the folder or hub name of a model", "url": "a server's URL, such as http://localhost:8000",
+}  # fmt: skip
+
+
+@dataclass
+class JudgeSection:
+    """Who scores answers: a higher score is a better answer."""
+
+    by: Literal["exact_match", "function", "model", "teacher", "url"] = "exact_match"
+    """exact_match: 1 where the final answer is that of the data; function: one of yours; model: a reward model, that is
+    a sequence classifier with one label; teacher: a model's log-probability per token; url: a language model behind a
+    server with OpenAI's protocol, which compares answers two by two, in both orders."""
+    name: str | None = None
+    """Of function: package.module:name; of model and teacher: a folder or hub name; of url: http://HOST:PORT."""
+    served_model: str | None = None
+    """Of url: which of the server's models; None: the first that it lists. Its key is read from OPENAI_API_KEY."""
+    question: str | None = None
+    """Of url: what is asked, a Jinja template over prompt, first, second and reference."""
+    opponents: int = 4
+    """Of url: with how many others of the same prompt each answer is compared."""
+    timeout: float = 120.0
+    """Of url: seconds that an answer may take; what takes longer is not judged."""
+    batch_size: int = 16
+    """Of model and teacher: answers that are scored together."""
+
+    def described(self) -> dict[str, Any]:
+        """What scores depend on."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if key not in ("timeout", "batch_size")}
+
+    def __str__(self) -> str:
+        return self.by if self.name is None else f"{self.by} {self.name}"
+
+
+def expand_judge(given: Any) -> Any:
+    """`exact_match` as the mapping that it stands for; `module:name` is a function, and a URL a server."""
+    if not isinstance(given, str):
+        return given
+    if given.startswith(("http://", "https://")):
+        return {"by": "url", "name": given}
+    return {"by": "function", "name": given} if ":" in given else {"by": given}
+
+
+def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
+    """What is wrong with a section: names of its keys, and a sentence."""
+    yield from beyond(LIMITS, judge)
+    if judge.by in _NAMES and not judge.name:
+        yield ("name", "by"), f"name is missing: {_NAMES[judge.by]}"
+    if judge.by == "exact_match" and judge.name:
+        yield ("name", "by"), f"name: {judge.name}: exact_match has no name: set by, or drop name"
+    if judge.by == "function" and judge.name and not all(judge.name.partition(":")[::2]):
+        yield ("name",), f"name={judge.name!r} is not package.module:name"
+    if judge.by == "url" and judge.name and not judge.name.startswith(("http://", "https://")):
+        yield ("name",), f"name={judge.name!r} is no URL such as http://localhost:8000"
+    for field in ("served_model", "question"):
+        if getattr(judge, field) is not None and judge.by != "url":
+            yield (field, "by"), f"{field} is of by: url: set that, or drop {field}"
+    if judge.question is not None:
+        try:
+            parsed(judge.question)
+        except TemplateError as error:
+            yield ("question",), f"question is no Jinja template: {error}"
+        if not all(word in judge.question for word in ("first", "second")):
+            yield ("question",), "question: it must show both answers: write {{ first }} and {{ second }}"

@@ -1,0 +1,152 @@
+"""A language model as judge: it compares answers two by two, in both orders, behind a server with OpenAI's protocol.
+
+An answer's score is the share of its comparisons that it won; one that comes out otherwise when the answers change
+places is a draw, since models favour the place (arXiv 2306.05685). What the server does not answer in the form that is
+asked for counts as no comparison.
+"""
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import urllib3
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ...errors import InputError
+from ...generation.server import Server, ServerError, at_once
+from .question import Question
+
+logger = logging.getLogger(__name__)
+QUESTION = """\
+Compare two answers to the same question. Judge whether they are right and helpful, not how long they are.
+
+[Question]
+{{ prompt }}
+{% if reference %}
+[The right answer]
+{{ reference }}
+{% endif %}
+[Answer 1]
+{{ first }}
+
+[Answer 2]
+{{ second }}
+
+Reply with JSON alone: {"better": 1} or {"better": 2}, or {"better": 0} if neither is better."""
+TRIES = 2
+"""How often a question is asked whose answer is not of that form."""
+_JSON = re.compile(r"\{[^{}]*\}")
+
+
+class ServerJudge:
+    """Asks the server of a section."""
+
+    stays = False
+
+    def __init__(self, section: Any, tokenizer: Any = None, device: Any = None):
+        self.section, self.server = section, Server(section.name, "judge")
+        self.question = ImmutableSandboxedEnvironment().from_string(section.question or QUESTION)
+        # a key goes to no server that anybody on the way could read it of
+        host, key = urlsplit(section.name), os.environ.get("OPENAI_API_KEY")
+        private = host.scheme == "https" or host.hostname in ("localhost", "127.0.0.1", "::1")
+        self.headers = {"Authorization": f"Bearer {key}"} if key and private else {}
+        self.greedy = {"temperature": 0}
+        self.model = section.served_model
+        self.last = ""  # what went wrong last
+
+    def key(self) -> str:
+        """As `Judge`: the name of the model."""
+        self.check()
+        return str(self.model)
+
+    def score(self, questions: Sequence[Question]) -> list[list[float | None]]:
+        """As `Judge`. Raises ServerError where no comparison at all was made."""
+        asked = [(q, a, b) for q in questions for a, b in matches(q.answers, self.section.opponents)]
+        ordered = [(q, *pair) for q, a, b in asked for pair in ((a, b), (b, a))]
+        self.check()
+        found = iter(at_once(self._ask, ordered))
+        won = {id(q): [[] for _ in q.answers] for q in questions}  # type: dict[int, list[list[float]]]
+        lost = 0
+        for question, a, b in asked:
+            # 1: the first that is shown is better, 0: the second, 0.5: neither
+            one, other = next(found), next(found)
+            if one is None or other is None:
+                lost += 1
+                continue
+            result = (one + 1 - other) / 2
+            won[id(question)][a].append(result)
+            won[id(question)][b].append(1 - result)
+        if lost:
+            logger.warning("judge: %d of %d comparisons were not made, the last since %s", lost, len(asked), self.last)
+        if asked and lost == len(asked):
+            raise ServerError(f"judge: {self.server.url} made none of {len(asked)} comparisons: {self.last}")
+        return [[sum(mine) / len(mine) if mine else None for mine in won[id(q)]] for q in questions]
+
+    def check(self) -> None:
+        """Which model judges. Raises ServerError where the server cannot be asked."""
+        self.model = self.model or self.server.card(headers=self.headers)["id"]
+
+    def _ask(self, asked: tuple[Question, int, int]) -> float | None:
+        """Which of two answers, in this order, is better: 1, 0, or 0.5; None where that is not known."""
+        question, first, second = asked
+        if question.answers[first] == question.answers[second]:
+            return 0.5
+        shown = {"first": question.answers[first], "second": question.answers[second]}
+        try:
+            text = self.question.render(prompt=question.text, reference=question.reference, **shown)
+        except (TemplateError, TypeError) as error:
+            raise InputError(f"judge: question: {error}") from error
+        body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
+        for _ in range(TRIES):
+            sent = body | self.greedy
+            try:
+                answer = self.server.post("/v1/chat/completions", sent, **self._options())
+                said = answer["choices"][0]["message"]["content"]
+            except ServerError as error:
+                self.last = str(error)
+                if error.status == 400 and "temperature" in str(error) and "temperature" in sent:
+                    self.greedy = {}  # some models have but one
+                    continue
+                return None
+            except (LookupError, TypeError) as error:
+                self.last = f"it answered otherwise than OpenAI's protocol has it ({type(error).__name__}: {error})"
+                return None
+            if (better := read_verdict(said)) is not None:
+                return {0: 0.5, 1: 1.0, 2: 0.0}[better]
+            self.last = f"it said {str(said)!r:.80}"
+        return None
+
+    def _options(self) -> dict[str, Any]:
+        return {"headers": self.headers, "timeout": urllib3.Timeout(connect=10, read=self.section.timeout)}
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def matches(answers: Sequence[str], opponents: int) -> Iterator[tuple[int, int]]:
+    """Which answers are compared: each with the `opponents` next ones in a circle, or fewer where half the circle has
+    all pairs. Every answer has about as many comparisons."""
+    count = len(answers)
+    steps = min(-(-opponents // 2), count // 2)
+    pairs = {tuple(sorted((n, (n + step) % count))) for step in range(1, steps + 1) for n in range(count)}
+    yield from ((a, b) for a, b in sorted(pairs) if a != b)
+
+
+def read_verdict(said: Any) -> int | None:
+    """0, 1 or 2 of {"better": ...}, the last such JSON of a text; None without one."""
+    for text in reversed(_JSON.findall(said) if isinstance(said, str) else []):
+        try:
+            better = int(json.loads(text)["better"])
+        except (ValueError, LookupError, TypeError):
+            continue
+        if better in (0, 1, 2):
+            return better
+    return None

@@ -1,0 +1,124 @@
+"""Judged answers of a prompt -> which of them are trained on, as pairs, labelled answers or answers alone."""
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..data.kinds import RowKind
+from .section import PairSection
+
+ALIKE, TOO_CLOSE = "answers that differ score alike", "the better one is better by less than the margin"
+NOT_GOOD, ALL_SAME = "no answer reaches the threshold", "all answers are the same"
+UNJUDGED, UNFINISHED = "no score", "the good answers did not end"
+EMPTY = "empty answers"
+LABELS_ALIKE = "no score is far enough from the threshold"
+
+
+class Row(NamedTuple):
+    """A row to train on, by the numbers of its answers."""
+
+    answers: tuple[int, ...]  # the better one first
+    label: bool | None = None
+
+
+@dataclass
+class Paired:
+    """The rows of many prompts, and how many prompts gave none, by reason."""
+
+    rows: list[list[Row]] = field(default_factory=list)  # of each prompt
+    left_out: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return sum(map(len, self.rows))
+
+
+def good_from(pair: PairSection, judge: str) -> float | None:
+    """The score from which an answer is good. judge: the `by` of a JudgeSection."""
+    return 0.5 if pair.threshold is None and judge == "exact_match" else pair.threshold
+
+
+def pair_up(
+    kind: RowKind, answers: Sequence[Sequence[Hashable]], scores: Sequence[Sequence[float | None]],
+    stopped: Sequence[Sequence[bool]], pair: PairSection, threshold: float | None,
+) -> Paired:  # fmt: skip
+    """Rows of `kind` from the answers of each prompt: texts or ids, their scores, and whether they ended by themselves.
+
+    Of equal answers the first is taken. threshold: `good_from`.
+    """
+    found = Paired()
+    for own, values, ended in zip(answers, scores, stopped, strict=True):
+        rows, reason = _of_prompt(kind, own, values, ended, pair, threshold)
+        found.rows.append(rows)
+        if reason:
+            found.left_out[reason] += 1
+    return found
+
+
+def _of_prompt(
+    kind: RowKind, answers: Sequence[Hashable], scores: Sequence[float | None], stopped: Sequence[bool],
+    pair: PairSection, threshold: float | None,
+) -> tuple[list[Row], str]:  # fmt: skip
+    """(rows, why there are none)."""
+    scored = {number: score for number, score in enumerate(scores) if score is not None}
+    # of equal answers the first one that ended, or else the first
+    first: dict[Hashable, int] = {}
+    for number in sorted(scored, key=lambda number: not stopped[number]):
+        if answers[number]:
+            first.setdefault(answers[number], number)
+    if not first:
+        return [], EMPTY if scored else UNJUDGED
+    known = {number: scored[number] for number in sorted(first.values())}
+    order = sorted(known, key=lambda number: -known[number])  # best first
+    fit = [number for number in order if pair.unfinished or stopped[number]]  # may be good ones
+    return _RULES[kind.paired, kind.labelled](order, fit, known, pair, threshold)
+
+
+def _pairs(
+    order: list[int], fit: list[int], known: dict[int, float], pair: PairSection, threshold: float | None
+) -> tuple[list[Row], str]:
+    if len(order) < 2:
+        return [], ALL_SAME
+    if known[order[0]] == known[order[-1]]:
+        return [], ALIKE
+    better = [(a, b) for a in fit for b in reversed(order) if known[a] > known[b]]
+    if not better:
+        return [], UNFINISHED
+    wide = [(a, b) for a, b in better if known[a] - known[b] >= pair.margin]
+    if not wide:
+        return [], TOO_CLOSE
+    return [Row(each) for each in (wide if pair.take == "all" else wide[:1])], ""
+
+
+def _labels(
+    order: list[int], fit: list[int], known: dict[int, float], pair: PairSection, threshold: float | None
+) -> tuple[list[Row], str]:
+    mean = threshold is None
+    edge = sum(known.values()) / len(known) if threshold is None else threshold
+    high = [n for n in order if (known[n] > edge if mean else known[n] >= edge) and known[n] - edge >= pair.margin]
+    good = [n for n in high if n in fit]
+    bad = [n for n in reversed(order) if known[n] < edge and edge - known[n] >= pair.margin]
+    if not good and not bad:
+        alike = mean and known[order[0]] == known[order[-1]]
+        return [], UNFINISHED if high else ALIKE if alike else LABELS_ALIKE
+    if pair.take == "best":
+        good, bad = good[:1], bad[:1]
+    return [*(Row((n,), True) for n in good), *(Row((n,), False) for n in bad)], ""
+
+
+def _alone(
+    order: list[int], fit: list[int], known: dict[int, float], pair: PairSection, threshold: float | None
+) -> tuple[list[Row], str]:
+    good = [number for number in order if threshold is None or known[number] >= threshold]
+    if not good:
+        return [], NOT_GOOD
+    ended = [number for number in good if number in fit]
+    if not ended:
+        return [], UNFINISHED
+    return [Row((number,)) for number in (ended if pair.take == "all" else ended[:1])], ""
+
+
+_RULES = {(True, False): _pairs, (False, True): _labels, (False, False): _alone}
+"""By whether rows are paired, and labelled."""

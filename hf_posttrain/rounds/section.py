@@ -1,0 +1,127 @@
+"""The `rounds` section of a recipe: importable without torch."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ..data.kinds import RowKind
+from ..trainer.method import COUNT, NOT_NEGATIVE, Problem
+from ..trainer.rules import beyond, vllm_problems
+from .judges.section import JudgeSection, expand_judge, judge_problems
+
+LIMITS = {
+    "count": COUNT, "steps": COUNT, "num_generations": COUNT, "temperature": NOT_NEGATIVE,
+    "max_completion_length": COUNT, "generation_batch_size": COUNT, "vllm_check_steps": COUNT,
+}  # fmt: skip
+
+
+@dataclass
+class PairSection:
+    """Which of a prompt's judged answers are trained on, and as what."""
+
+    take: Literal["best", "all"] | None = None
+    """best: the best answer, next to the worst where rows are pairs or labelled; all: every answer, or every pair, that
+    is good enough. None: all where rows are labelled, else best."""
+    margin: float = 0.0
+    """By how much the better of a pair must be better; of labelled rows, how far from the threshold a score must be."""
+    threshold: float | None = None
+    """Answers from this score on are good: those that are labelled so, or may be trained alone. None: 0.5 of
+    exact_match; otherwise the mean of a prompt's own answers for labels, and none for answers that are trained alone.
+    """
+    unfinished: bool = False
+    """May an answer that was cut at max_completion_length be a good one?"""
+
+
+@dataclass
+class RoundsSection:
+    """Each round: sample answers from the policy of now, judge them, make rows of them, train on these."""
+
+    count: int | None = None
+    """How many rounds, each over all prompts; num_train_epochs is how often a round's rows are seen."""
+    steps: int | None = None
+    """In place of count: optimizer steps of a round, whose prompts are those of as many steps. 1 is online."""
+    num_generations: int = 8
+    """Answers to each prompt."""
+    temperature: float = 1.0
+    """Of sampling."""
+    max_completion_length: int = 256
+    """Longest answer in tokens; the prompt has max_length minus this."""
+    judge: JudgeSection = field(default_factory=JudgeSection)
+    """Who scores the answers: exact_match, or {by: ..., name: ...}."""
+    pair: PairSection = field(default_factory=PairSection)
+    """Which answers are trained on."""
+    reference: Literal["first", "round"] = "first"
+    """The reference of methods with one: the model as the run began, or as each round begins."""
+    generation_batch_size: int | None = None
+    """Most answers in one generation call; None: those to 64 prompts, on a GPU as many as its free memory takes."""
+    rollout: Literal["transformers", "vllm"] = "transformers"
+    """What samples: transformers, with the model that trains, or vllm, which gets the weights once a round."""
+    vllm_mode: Literal["colocate", "server"] | None = None
+    """Where vLLM runs: colocate (None), in each training process, or server, one that vllm serve started."""
+    vllm_server_base_url: str | None = None
+    """Of vllm_mode server, such as http://localhost:8000; it must see output_dir, and serve this run alone."""
+    vllm_check_steps: int | None = None
+    """Compare log-probabilities of vLLM and policy after the first and every so many transfers of weights; None: 20."""
+    vllm_gpu_memory_utilization: float | None = None
+    """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
+
+    rollout_ahead = 0  # as the engines of rollouts have it: nothing is sampled while the policy trains
+
+    def __post_init__(self) -> None:
+        if self.count is None and self.steps is None:
+            self.count = 3
+        if self.rollout == "vllm":
+            self.vllm_mode, self.vllm_check_steps = self.vllm_mode or "colocate", self.vllm_check_steps or 20
+
+    def described(self) -> dict[str, Any]:
+        """What the trained weights depend on."""
+        unread = ("vllm_", "generation_batch_size")
+        found = {name: value for name, value in dataclasses.asdict(self).items() if not name.startswith(unread)}
+        found["judge"] = self.judge.described()
+        return found
+
+
+def expand(given: Any) -> Any:
+    """`rounds: 3` and `judge: exact_match` as the mappings that they stand for; anything else as it is."""
+    if isinstance(given, int) and not isinstance(given, bool):
+        return {"count": given}
+    if isinstance(given, Mapping) and "judge" in given:
+        return {**given, "judge": expand_judge(given["judge"])}
+    return given
+
+
+def make_section(given: Any) -> RoundsSection:
+    """A section from what Python gives: a number of rounds, a mapping, or a section."""
+    if isinstance(given, RoundsSection):
+        return given
+    options = dict(expand(given))
+    judge, pair = options.get("judge", {}), options.get("pair", {})
+    options |= {"judge": JudgeSection(**judge) if isinstance(judge, Mapping) else judge}
+    options |= {"pair": PairSection(**pair) if isinstance(pair, Mapping) else pair}
+    return RoundsSection(**options)
+
+
+def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
+    """What is wrong with a section of a method that trains on rows of `kind`: names of its keys, and a sentence."""
+    yield from beyond(LIMITS, rounds)
+    if rounds.count is not None and rounds.steps is not None:
+        yield ("steps", "count"), "steps excludes count: a round is over all prompts, or of so many steps: drop either"
+    if rounds.num_generations < 2 and (kind.paired or rounds.judge.by == "url"):
+        yield ("num_generations",), "num_generations: answers are compared with each other: set 2 or more"
+    if rounds.temperature == 0 and rounds.num_generations > 1:
+        yield ("temperature",), "temperature: 0 gives the same answer each time: set it above 0"
+    for names, said in pair_problems(rounds.pair, kind):
+        yield tuple(f"pair.{name}" for name in names), f"pair.{said}"
+    for names, said in judge_problems(rounds.judge):
+        yield tuple(f"judge.{name}" for name in names), f"judge.{said}"
+    yield from vllm_problems(rounds)
+
+
+def pair_problems(pair: PairSection, kind: RowKind) -> Iterator[Problem]:
+    """The same of a `pair` section."""
+    yield from beyond({"margin": NOT_NEGATIVE}, pair)
+    if pair.margin and not (kind.paired or kind.labelled):
+        yield ("margin",), "margin is of pairs and labels: set threshold for answers that are trained alone"
+    if pair.threshold is not None and kind.paired:
+        yield ("threshold",), "threshold is of labels and of answers that are trained alone: set margin for pairs"

@@ -1,0 +1,314 @@
+"""`hf-posttrain chat`: what the model is given, what it says and what stays of it, through a pipe and in a terminal."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import sys
+import time
+
+import peft
+import pytest
+import torch
+from models_for_tests import tiny_model
+from tokenizers_for_tests import CHATML, base_tokenizer, byte_tokenizer
+from transformers import AutoModelForCausalLM
+from vision_for_tests import seeing
+
+from hf_posttrain.commands import chat
+from hf_posttrain.commands.answers import Answerer
+from hf_posttrain.data import chat as templates
+from hf_posttrain.data.images import read_by
+from hf_posttrain.data.prepare import prepare
+from hf_posttrain.data.sources import load
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS
+from hf_posttrain.methods.sft import SFTConfig
+from hf_posttrain.models.section import ModelSection
+from hf_posttrain.recipe.sections import Source
+
+ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The current directory, with the folders base and adapter, whose base it is."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("base")
+    base_tokenizer().save_pretrained("base")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained("base"), config).save_pretrained("adapter")
+    return tmp_path
+
+
+@pytest.fixture
+def talk(monkeypatch, capsys):
+    """talk(lines, *arguments) -> what is printed; 12 tokens an answer, and always the same."""
+
+    def run(lines, *arguments):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*lines, ""])))
+        assert chat.main(["--max_new_tokens", "12", "--seed", "0", *arguments]) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def given(monkeypatch):
+    """What the model was given for each answer, which is its number."""
+    seen = []
+
+    def answer(self, ids):
+        seen.append(self.answerer.tokenizer.decode(ids))
+        return f"answer {len(seen)}"
+
+    monkeypatch.setattr(chat.Conversation, "answer", answer)
+    return seen
+
+
+def saved(name="said.jsonl"):
+    return [json.loads(line) for line in open(name, encoding="utf-8")]
+
+
+def answers(row):
+    return [turn["content"] for turn in row["messages"] if turn["role"] == "assistant"]
+
+
+def test_answers_are_those_of_the_model_to_what_was_said(talk):
+    talk(["Hi", "Yes?", "/save said.jsonl"], "base", "--temperature", "0", "--system", "Be brief.")
+    [row] = saved()
+    turns = row["messages"]
+    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user", "assistant"]
+    assert [turns[n]["content"] for n in (0, 1, 3)] == ["Be brief.", "Hi", "Yes?"]
+    model = Answerer(ModelSection("base"))
+    for n in (2, 4):
+        ids = templates.encode(model.tokenizer, [templates.ChatTemplate(model.tokenizer).prompt_text(turns[:n])])[0]
+        assert turns[n]["content"] == model.text(model.generate([ids], 12)[0])
+
+
+def test_a_seed_and_the_place_in_the_conversation_decide_what_is_drawn(talk):
+    lines = ["Hi", "/retry", "/save said.jsonl", "/undo", "Hi", "/save said.jsonl"]
+    first = talk(lines, "base")
+    assert talk(lines, "base") == first
+    assert talk(lines, "base", "--seed", "1") != first
+    one, other, *_ = (answers(row) for row in saved())
+    assert len(one) == len(other) == 1
+    assert one != other
+
+
+def test_an_adapter_is_compared_with_its_base_from_the_same_seed(talk):
+    shown = talk(["Hi", "/save said.jsonl", "/compare", "Hi"], "adapter", "--compare")
+    base, adapter = (talk(["Hi"], *model).splitlines()[1:-1] for model in (["base"], ["base", "--adapter", "adapter"]))
+    assert base != adapter
+    lines = shown.splitlines()
+    cut = lines.index("(added to said.jsonl)") - 1
+    assert lines[1:cut] == ["[without adapter]", *base, "[with adapter]", *adapter]
+    assert "[" not in "".join(line[:1] for line in lines[cut + 1 :])
+    talk(["Hi", "/save other.jsonl"], "adapter")
+    assert saved() == saved("other.jsonl")  # the conversation goes on with the adapter's answer
+
+
+def test_the_model_is_given_the_conversation_as_commands_change_it(talk, given):
+    told = talk([
+        "Hi", "", "More", "/undo", "Less", "/retry", "/system Be brief.", " /bin is", "/clear", "/system", "New",
+        "/save said.jsonl", "/temperature 0.25", "/temperature x",
+    ], "base")  # fmt: skip
+    hi, system = ASKED.format("Hi"), "<|im_start|>system\nBe brief.<|im_end|>\n"
+    then = hi + "answer 1<|im_end|>\n"
+    last = then + ASKED.format("Less") + "answer 4<|im_end|>\n" + ASKED.format(" /bin is")
+    assert given == [
+        hi, then + ASKED.format("More"), *[then + ASKED.format("Less")] * 2, system + last, ASKED.format("New"),
+    ]  # fmt: skip
+    for line in ("(taken back)", "(a new system turn)", "(forgotten)", "(no system turn)", "(added to said.jsonl)"):
+        assert line in told.splitlines()
+    assert told.count("(the temperature is 0.25)\n") == 2
+
+
+@pytest.mark.parametrize(("lines", "said"), [
+    (["/hlep"], "(there is no /hlep; did you mean '/help'?)"), (["/undo"], "(nothing was said yet)"),
+    (["/retry"], "(nothing was said yet)"), (["/save x"], "(nothing was said yet)"), (["Hi", "/save"], "(to which"),
+    (["Hi", "/save no/x"], "(no/x cannot be written: No such file or directory)"),
+    (["/compare"], "(there is no adapter to compare with)"), (["/help"], " /temperature  X: of sampling"),
+    (["/exit", "Hi"], "> \n"), (["x" * 600], "(this has 619 tokens, and the model 512 positions: say less)"),
+])  # fmt: skip
+def test_what_a_line_with_a_slash_cannot_do_is_said(lines, said, talk, given, folder):
+    assert said in talk(lines, "base")
+    assert len(given) == lines.count("Hi") * ("/exit" not in lines)
+    assert not (folder / "x").exists()
+
+
+def test_the_oldest_exchanges_are_forgotten_where_the_model_has_no_positions_left(talk, given):
+    texts = [f"{n}" + "x" * 130 for n in range(5)]
+    told = talk([*texts, "y" * 600, "/save said.jsonl"], "base", "--system", "Be brief.")
+    kept = [[turn[0] for turn in re.findall(r"user\n(.)", prompt)] for prompt in given]
+    assert kept == [["0"], ["0", "1"], ["0", "1", "2"], ["1", "2", "3"], ["2", "3", "4"]]
+    assert all(prompt.startswith("<|im_start|>system\nBe brief.") for prompt in given)
+    assert told.count("(too long for the model's 512 positions: the oldest 2 turns are forgotten)") == 2
+    assert "(this has 6" in told
+    assert [turn["content"][:1] for turn in saved()[0]["messages"]] == ["B", "2", "a", "3", "a", "4", "a"]
+
+
+def test_a_refused_turn_is_taken_back(talk, given, folder):
+    refusing = "{% if 'bad' in messages[-1].content %}{{ raise_exception('bad word') }}{% endif %}"
+    (folder / "template.jinja").write_text(refusing + CHATML)
+    told = talk(["Hi", "a bad one", "Bye"], "base", "--chat_template", "template.jinja")
+    assert "(the chat template refuses messages with roles [user, assistant, user]: bad word)" in told
+    assert given[1] == given[0] + "answer 1<|im_end|>\n" + ASKED.format("Bye")
+
+
+def test_options_of_the_template_reach_it(talk, given, folder):
+    (folder / "template.jinja").write_text(CHATML + "{{ mood }}")
+    options = ["--chat_template", "template.jinja", "--chat_template_kwargs", '{"mood": "glad"}']
+    talk(["Hi"], "base", *options)
+    assert given == [ASKED.format("Hi") + "glad"]
+
+
+def test_a_base_model_continues_each_line(talk, given):
+    byte_tokenizer(None).save_pretrained("base")
+    os.remove("base/chat_template.jinja")
+    told = talk(["Once upon", "a time", "/system x"], "base")
+    assert given == ["Once upon", "a time"]
+    assert told.startswith("(the model has no chat template: it continues each line as a plain text, as with ")
+    assert told.endswith("(no system turn)\n> \n")
+    base_tokenizer().save_pretrained("base")
+    assert not talk(["Once upon"], "base", "--plain").startswith("(")
+    assert given[2:] == ["Once upon"]
+
+
+def test_a_saved_conversation_is_trained_on(talk):
+    talk(["Hi", "More", "/save said.jsonl", "/clear", "Hi", "/save said.jsonl"], "base")
+    rows = load(Source("said.jsonl"), "data")
+    config = SFTConfig(output_dir="o", use_cpu=True, max_length=500)
+    made = prepare(rows, METHODS["sft"], base_tokenizer(), config)
+    assert [len(row["messages"]) for row in saved()] == [4, 2]
+    assert len(made) == 2
+
+
+def test_an_answer_is_shown_while_it_is_made_and_without_what_a_terminal_obeys(capsys):
+    shown = []
+    tokenizer = byte_tokenizer()
+    screen = chat.Screen(lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+    screen.put(torch.tensor([[72, 105]]))  # the prompt
+    for token in [*"né\n\x1b[2J".encode(), 258]:
+        screen.put(torch.tensor([token]))
+        shown.append(capsys.readouterr().out)
+    screen.end()
+    assert shown == ["n", "", "é", "\n", "\\x1b", "[", "2", "J", ""]
+    assert capsys.readouterr().out == "\n"
+    assert screen.text == "né\n\x1b[2J"
+
+
+def test_a_model_that_sees_talks_without_pictures(talk):
+    model, tokenizer = seeing("qwen3_vl")
+    model.save_pretrained("sees")
+    read_by(tokenizer).processor.save_pretrained("sees")
+    talk(["Hi", "/save said.jsonl"], "sees")
+    assert len(saved()) == 1
+
+
+def test_logits_that_are_nan_are_told_in_a_line(talk):
+    model = tiny_model()
+    model.lm_head.weight.data.fill_(float("nan"))
+    model.save_pretrained("base")
+    with pytest.raises(InputError, match="base: the model's logits are NaN or infinite"):
+        talk(["Hi"], "base")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["bas"], "model bas: no such folder"), (["base", "--adapter", "adaptr"], "did you mean 'adapter'?"),
+    (["adapter", "--adapter", "adapter"], "adapter is an adapter"), (["base", "--compare"], "--compare needs an"),
+    (["base", "--temperature", "-1"], "--temperature must be a number from 0 on"),
+    (["base", "--temperature", "nan"], "--temperature must be a number from 0 on"),
+    (["base", "--max_new_tokens", "0"], "--max_new_tokens must be"), (["base", "--seed", "-1"], "--seed must be"),
+    (["base", "--chat_template", "base/chat_template.jinj"], "did you mean 'base/chat_template.jinja'?"),
+    (["base", "--chat_template_kwargs", "{x"], "is no mapping in JSON"),
+    (["base", "--chat_template_kwargs", "[1]"], "is no mapping in JSON"),
+    (["base", "--chat_template_kwargs", '{"x": "no"}'], "which templates take for true"),
+    (["base", "--plain", "--system", "x"], "--system needs a chat template"), (["base", "--sed", "1"], "--sed"),
+    (["small", "--adapter", "adapter"], "adapter adapter was not trained on small: the base lacks"), ([], "MODEL"),
+])  # fmt: skip
+def test_what_cannot_be_talked_to_is_said_in_a_line(arguments, said):
+    tiny_model("llama", num_hidden_layers=1).save_pretrained("small")
+    base_tokenizer().save_pretrained("small")
+    with pytest.raises(InputError) as caught:
+        chat.main(arguments)
+    assert said in str(caught.value)
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(talk, monkeypatch):
+    put, shown = chat.Screen.put, []
+
+    def stopped(self, ids):
+        put(self, ids)
+        if len(self.ids) == 3:
+            shown.append(self.ids)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat.Screen, "put", stopped)
+    talk(["Hi", "/save said.jsonl", "Yes?", "/save said.jsonl"], "adapter", "--compare")
+    first, second = saved()
+    assert second["messages"][:2] == first["messages"]
+    assert answers(second) == [base_tokenizer().decode(ids, skip_special_tokens=True) for ids in shown[1::2]]
+    assert len(shown) == 4  # of each answer, those without the adapter too
+
+
+class Terminal:
+    """A process in a terminal of its own."""
+
+    def __init__(self, *command):
+        self.pid, self.screen = pty.fork()
+        if not self.pid:
+            os.execve(command[0], command, os.environ | {"TERM": "dumb", "OMP_NUM_THREADS": "1"})
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        os.close(self.screen)  # which ends a process that is still there
+
+    def until(self, text):
+        """What it shows, up to a text."""
+        shown, end = b"", time.monotonic() + 50
+        while text not in shown:
+            ready, _, _ = select.select([self.screen], [], [], max(0, end - time.monotonic()))
+            assert ready, shown
+            shown += os.read(self.screen, 1)
+        return shown
+
+    def type(self, text):
+        os.write(self.screen, text)
+
+    def interrupted(self):
+        """Its exit code after Ctrl-C: again after 2 s, since readline misses one while it shows the prompt."""
+        for tenth in range(400):
+            if tenth % 20 == 0:
+                self.type(b"\x03")
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.1)
+        raise AssertionError("it goes on")
+
+
+@pytest.mark.slow
+def test_in_a_terminal_tokens_come_one_by_one_and_ctrl_c_ends_an_answer_and_then_the_command(folder):
+    """The answer would take hours: what is seen of it is shown before it is complete."""
+    model = tiny_model(max_position_embeddings=10**9, tie_word_embeddings=False)
+    model.lm_head.weight.data[256:] = 0  # that of an end is never the highest logit
+    model.save_pretrained("base")
+    options = ["base", "--temperature", "0", "--max_new_tokens", "9999999"]
+    with Terminal(sys.executable, "-m", "hf_posttrain.run", "chat", *options) as terminal:
+        terminal.until(b"> ")
+        terminal.type(b"Hi\n")
+        terminal.until(b"Hi\r\n")
+        for _ in range(9):
+            assert os.read(terminal.screen, 1)
+        terminal.type(b"\x03")
+        terminal.until(b"\r\n> ")
+        terminal.type(b"/save said.jsonl\n")
+        terminal.until(b"(added to said.jsonl)\r\n> ")
+        assert terminal.interrupted() == 130
+    assert len(answers(saved()[0])[0]) > 1

@@ -1,0 +1,131 @@
+"""The section `rounds` of a recipe: short forms, what is refused and where, `--check`, and what a run leaves."""
+
+import json
+
+import pytest
+from hub_for_tests import small_rounds
+from models_for_tests import tiny_model
+from tokenizers_for_tests import byte_tokenizer
+
+from hf_posttrain import run
+from hf_posttrain.errors import InputError
+from hf_posttrain.recipe.read import load_recipe
+
+RECIPE = """\
+method: dpo
+model: {name_or_path: tiny}
+data:
+  train: {path: rows.jsonl}
+  eval: {path: rows.jsonl, limit: 3}
+rounds:
+  count: 2
+  num_generations: 4
+  max_completion_length: 8
+  judge: exact_match
+train: {output_dir: out, max_length: 40, use_cpu: true, num_train_epochs: 1, per_device_train_batch_size: 4}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("tiny")
+    byte_tokenizer().save_pretrained("tiny")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    rows = [json.dumps({"prompt": f"{n}+1=", "completion": f"#### {n + 1}"}) for n in range(9)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    return tmp_path
+
+
+def read(folder, *overrides):
+    return load_recipe(folder / "recipe.yaml", ["train.max_length=600", *overrides]).rounds
+
+
+def test_short_forms_stand_for_the_whole_section(folder):
+    assert (read(folder, "rounds=4").count, read(folder, "rounds=4").num_generations) == (4, 8)
+    assert read(folder, "rounds={}").count == 3
+    assert read(folder, "rounds={steps: 1}").count is None
+    assert read(folder, "rounds=null") is None
+    assert read(folder).judge.by == "exact_match"
+    assert vars(read(folder, "rounds.judge=mine:grade")).get("judge").name == "mine:grade"
+    assert read(folder, "rounds.judge=http://localhost:8000").judge.by == "url"
+    assert read(folder, "rounds.judge={by: model, name: tiny}").judge.name == "tiny"
+
+
+def test_the_resolved_recipe_is_read_again(folder):
+    recipe = load_recipe(folder / "recipe.yaml", ["rounds.pair.take=all"])
+    (folder / "again.yaml").write_text(recipe.to_yaml())
+    again = load_recipe(folder / "again.yaml")
+    assert again.rounds == recipe.rounds
+    assert "rounds" not in load_recipe(folder / "recipe.yaml", ["rounds=null"]).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rounds.cuont=3"], "unknown key rounds.cuont; did you mean 'count'?"),
+        (["rounds.judge={by: exact_macth}"], "did you mean 'exact_match'?"),
+        (["rounds.judge=exact"], "rounds.judge.by must be exact_match"),
+        (["rounds.steps=2"], "command line: rounds.steps excludes count"),
+        (["rounds.num_generations=1"], "command line: rounds.num_generations: answers are compared"),
+        (["rounds.pair.threshold=1"], "rounds.pair.threshold is of labels"),
+        (["rounds.judge={by: model}"], "rounds.judge.name is missing"),
+        (["rounds.judge={by: model, name: nowhere/at/all}"], "rounds.judge.name: nowhere/at/all: no such folder"),
+        (["rounds.judge=nowhere:grade"], "function 'nowhere:grade'"),
+        (["rounds.max_completion_length=40"], "recipe.yaml:11: train.max_length: 40 leaves no prompt"),
+        (["train.precompute_ref_log_probs=true"], "a round's rows are not known beforehand"),
+        (["rounds.rollout=vllm"], "needs the package vllm"),
+        (["rounds.rollout=vllm", "rounds.vllm_mode=server"], "needs vllm_server_base_url"),
+        (["data.train.streaming=true", "train.max_steps=3"], "rounds need prompts of known length"),
+        (["method=opd", "teacher.name_or_path=tiny"], "learns from a teacher, not from judged answers"),
+        (["train.num_generations=4"], "write rounds.num_generations"),
+        (["rounds.judge=http://127.0.0.1:9"], "no server answers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_with_its_place(overrides, said, folder, capsys):
+    assert run.main(["recipe.yaml", *overrides]) == 2
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert said in line
+    assert not (folder / "out").exists()
+
+
+def test_rows_without_answers_are_refused_for_exact_match(folder):
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
+    with pytest.raises(InputError, match="exact_match compares with completions of the data"):
+        run.run(load_recipe(folder / "recipe.yaml"))
+
+
+def test_check_says_what_the_rounds_are(folder, capsys):
+    assert run.main(["recipe.yaml", "--check"]) in (0, 1)
+    page = capsys.readouterr().out
+    assert "2 rounds of 3 steps over 9 prompts: 4 answers to each prompt, judged by exact_match" in page
+    assert "generation" in page.partition("Memory")[2]
+    online = "rounds={steps: 1, num_generations: 2, max_completion_length: 8}"
+    assert run.main(["recipe.yaml", "--check", online]) in (0, 1)
+    assert "rounds of 1 steps: 2 answers to each prompt" in capsys.readouterr().out
+
+
+def test_probe_runs_a_step_of_a_round(folder, capsys):
+    assert run.main(["recipe.yaml", "--check", "--probe", *small_rounds()]) in (0, 1)
+    assert "a step of 4 rows" in capsys.readouterr().out
+
+
+def test_a_run_leaves_its_rounds_in_report_and_card(folder):
+    assert run.main(["recipe.yaml", *small_rounds(), "train.eval_strategy=epoch", "train.logging_steps=1"]) == 0
+    page, card = ((folder / "out" / name).read_text() for name in ("report.html", "README.md"))
+    assert "What each round gave" in page
+    assert "2 rounds on the model&#39;s own answers: 4 answers to each prompt at temperature 1" in page
+    assert "judged by function hub" in card
+    assert "### Rounds" in card
+    assert sum(line.startswith("| 2 | ") for line in card.partition("### Rounds")[2].splitlines()) == 1
+    results = json.loads((folder / "out" / "all_results.json").read_text())
+    assert {"eval_score", "eval_best_score"} <= results.keys()
+    assert sorted(path.name for path in (folder / "out" / "_rounds").iterdir()) == ["1.jsonl", "2.jsonl", "rounds.json"]
+    assert run.main(["pair", "out/_rounds/2.jsonl", "--method", "kto", "--unfinished", "--out", "kto.jsonl"]) == 0
+    # evaluated afterwards, the page has that too
+    assert run.main(["eval", "out", "--data", "rows.jsonl", "--max_completion_length", "4"]) == 0
+    from hf_posttrain import report
+
+    report.write("out")
+    assert "Made afterwards, by hf-posttrain eval" in (folder / "out" / "report.html").read_text()
+    assert "### Evaluations afterwards" in (folder / "out" / "README.md").read_text()
