@@ -120,6 +120,7 @@ class Round(TrainerCallback):
         self.rows: Any = None  # prepared, maybe none
         self.order: list[np.ndarray] = []  # of each of its steps, numbers of rows; none: they are yet to be dealt out
         self.tokens = np.zeros(0)  # of each row
+        self.drawn: Path | None = None  # where the pieces of a round are that is being drawn
 
     def save(self, folder: str) -> None:
         """Into a checkpoint. What the pieces on disk have is in it, or in an earlier one."""
@@ -129,14 +130,15 @@ class Round(TrainerCallback):
         self.remove_pieces()
 
     def remove_pieces(self) -> None:
-        """On each machine."""
+        """On each machine, but for those of a round that a lost server has kept from being drawn."""
         if self.trainer.args.local_process_index == 0:
             for left in Path(self.trainer.args.output_dir, FOLDER).glob("pieces-*"):
-                shutil.rmtree(left, ignore_errors=True)
+                if left != self.drawn:
+                    shutil.rmtree(left, ignore_errors=True)
 
     def begin_run(self, folder: str | None) -> None:
         """Nothing, or what a checkpoint has."""
-        self.number, self.rows = -1, None
+        self.number, self.rows, self.drawn = -1, None, None
         if folder is not None and Path(folder, self.NUMBER).exists():
             rows = datasets.Dataset(datasets.table.InMemoryTable(parquet.read_table(Path(folder, self.ROWS))))
             number = json.loads(Path(folder, self.NUMBER).read_text(encoding="utf-8"))["round"]
@@ -308,6 +310,7 @@ class InRounds(PostTrainer):
             seed = self.args.seed, number
             # online a round is as short as a step: it is drawn again
             pieces = Pieces(None) if section.steps else pieces_of(self, prompts, *seed)
+            self.round.drawn = pieces.folder
             judged = draw(self, prompts, seed, f"round {number + 1}: answers", pieces)
             rows, paired = self._make_rows(prompts, judged)
             if not len(rows) and not number and section.count:
@@ -316,6 +319,7 @@ class InRounds(PostTrainer):
             if self.reference_moves and len(rows):
                 rows = self._scored(rows)
             self.set_rows(number, rows)
+            self.round.drawn = None
             self._report(number, prompts, judged, paired, time.perf_counter() - began)
         if not len(rows) and section.count:
             logger.warning("round %d gives no row to train on: training ends", number + 1)

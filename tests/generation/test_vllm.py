@@ -237,7 +237,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(backend, tmp_path, monkeypatch
 def test_more_padding_than_vllm_can_be_kept_from_is_refused(backend, tmp_path):
     student = tiny_model()
     student.resize_token_embeddings(1400, mean_resizing=False)
-    with pytest.raises(InputError, match="1100 ids that stand for no token, or that the teacher lacks, and vLLM can be kept from drawing 1024"):
+    with pytest.raises(InputError, match=r"1100 ids that stand for no token, .* vLLM can be kept from drawing 1024"):
         opd(backend, tmp_path, student)
 
 

@@ -29,6 +29,7 @@ from hf_posttrain.data.kinds import PREFERENCE, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prompt_key
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
+from hf_posttrain.generation.server import ServerError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.rounds import draw, in_rounds
@@ -294,6 +295,32 @@ def slow_odd_bytes(prompts, completions, references):
     """A judge that takes its time, so that kills find it at work."""
     time.sleep(0.5)
     return odd_bytes(prompts, completions, references)
+
+
+def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_path, monkeypatch):
+    """The checkpoint that is saved then leaves the pieces of the round that was under way."""
+    monkeypatch.setattr(draw, "PIECE", 4)
+    whole = trainer("dpo", tmp_path / "whole")
+    whole.train()
+    lost = trainer("dpo", tmp_path / "lost", save_strategy="steps", save_steps=100)
+    score, calls = lost.judge.score, []
+
+    def fail(questions):
+        calls.append(len(questions))
+        if len(calls) == 5:
+            raise ServerError("the judge is gone")
+        return score(questions)
+
+    lost.judge.score = fail
+    with pytest.raises(ServerError, match="the judge is gone; checkpoint-3 is saved"):
+        lost.train()
+    again = trainer("dpo", tmp_path / "lost", save_strategy="steps", save_steps=100)
+    answered, generate = [], again.backend.generate
+    again.backend.generate = lambda asked, *rest: answered.append(len(asked)) or generate(asked, *rest)
+    again.train(resume_from_checkpoint="auto")
+    assert answered == [4, 3, 4, 4, 3]
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weights_of(again)[name], weight), name
 
 
 def test_pieces_of_other_weights_or_options_are_not_taken(tmp_path):

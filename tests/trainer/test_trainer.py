@@ -829,6 +829,7 @@ def test_predict_after_evaluate_with_persistent_workers_sees_its_own_rows(tmp_pa
     assert trainer.evaluate()["eval_loss"] == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "adapted", "warns"),
     [("bfloat16", False, True), *(pytest.param(*case, False, marks=pytest.mark.slow)
