@@ -33,7 +33,7 @@ CONFIGS = [config_class(method) for method in METHODS.values()]
 CLASSES = {
     cls.__name__: cls
     for cls in (*CONFIGS, PostTrainConfig, SupervisedOptions, DistillationConfig, ModelSection, TeacherSection, Source,
-                RoundsSection, PairSection, JudgeSection)  # fmt: skip
+                RoundsSection, PairSection, JudgeSection)
 }
 _HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
 _PART = re.compile(r"(<!-- (options|shared) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
