@@ -21,6 +21,7 @@ from ..data.prepare import prepare
 from ..data.sources import load
 from ..errors import InputError
 from ..generation import rollout
+from ..generation.by_transformers import BROKEN
 from ..models.load import check_model, check_tokenizer_fits, drawable_ids, load_model, load_tokenizer
 from ..models.prepare import find_terminal_ids
 from ..models.section import ModelSection
@@ -62,12 +63,15 @@ class Answerer:
         seed: Sequence[int] = (0,), batch_size: int | None = None,
     ) -> list[list[int]]:  # fmt: skip
         """An answer of at most `longest` tokens to each prompt; temperature None or 0: greedy. What is drawn depends on
-        `seed` and on the prompts that are answered together."""
-        with rollout.seeded(self.device, *seed):
-            return rollout.generate(
-                self.model, prompts, longest, self.ends, self.tokenizer.pad_token_id, temperature or None, batch_size,
-                self.vocabulary, self.see,
-            )  # fmt: skip
+        `seed` and on the prompts that are answered together. Raises InputError for logits that are NaN."""
+        pad_id, drawn = self.tokenizer.pad_token_id, (temperature or None, batch_size, self.vocabulary, self.see)
+        try:
+            with rollout.seeded(self.device, *seed):
+                return rollout.generate(self.model, prompts, longest, self.ends, pad_id, *drawn)
+        except RuntimeError as error:
+            if str(error) != BROKEN:
+                raise
+            raise InputError(f"{self.section.name_or_path}: {error}") from error
 
     def logps(
         self, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], temperature: float = 1.0

@@ -16,23 +16,18 @@ the round, and each round ends with one; what was sampled of a round that is not
 """
 
 import copy
-import json
 import logging
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, ClassVar
 
 import datasets
 import numpy as np
 import torch
-from pyarrow import parquet
-from transformers import TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from ..data.kinds import PROMPTS
@@ -47,11 +42,12 @@ from ..models.score_cache import score_rows
 from ..scoring.forward import causal_lm
 from ..scoring.layouts import share_out
 from ..trainer.base import PostTrainer
-from .draw import FOLDER, Judged, Pieces, draw, pieces_of
+from .draw import Judged, Pieces, draw, pieces_of
 from .judges import make_judge
-from .judges.question import answer_row
 from .pairing import Paired, good_from, pair_up
+from .record import record, summarise
 from .section import RoundsSection, make_section, rounds_problems
+from .under_way import Round
 
 logger = logging.getLogger(__name__)
 EVALUATION = 2**31
@@ -108,66 +104,6 @@ class _RoundCollator:
         if "asked" in rows[0]:
             return {"index": torch.tensor([row["index"] for row in rows])}
         return super().__call__(rows)  # type: ignore[misc]
-
-
-class Round(TrainerCallback):
-    """The round that is under way, as checkpoints keep it; each ends with one, where any are saved."""
-
-    ROWS, NUMBER = "round.parquet", "round.json"
-
-    def __init__(self, trainer: Any):
-        self.trainer, self.number = trainer, -1
-        self.rows: Any = None  # prepared, maybe none
-        self.order: list[np.ndarray] = []  # of each of its steps, numbers of rows; none: they are yet to be dealt out
-        self.tokens = np.zeros(0)  # of each row
-        self.drawn: Path | None = None  # where the pieces of a round are that is being drawn
-
-    def save(self, folder: str) -> None:
-        """Into a checkpoint. What the pieces on disk have is in it, or in an earlier one."""
-        if self.rows is not None and self.trainer.args.should_save:
-            parquet.write_table(self.rows.with_format("arrow")[:], Path(folder, self.ROWS))
-            Path(folder, self.NUMBER).write_text(json.dumps({"round": self.number}), encoding="utf-8")
-        self.remove_pieces()
-
-    def remove_pieces(self) -> None:
-        """On each machine, but for those of a round that a lost server has kept from being drawn."""
-        if self.trainer.args.local_process_index == 0:
-            for left in Path(self.trainer.args.output_dir, FOLDER).glob("pieces-*"):
-                if left != self.drawn:
-                    shutil.rmtree(left, ignore_errors=True)
-
-    def begin_run(self, folder: str | None) -> None:
-        """Nothing, or what a checkpoint has."""
-        self.number, self.rows, self.drawn = -1, None, None
-        if folder is not None and Path(folder, self.NUMBER).exists():
-            rows = datasets.Dataset(datasets.table.InMemoryTable(parquet.read_table(Path(folder, self.ROWS))))
-            number = json.loads(Path(folder, self.NUMBER).read_text(encoding="utf-8"))["round"]
-            self.trainer.set_rows(number, rows)
-        elif folder is None and self.trainer.args.should_save:
-            for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
-                file.unlink()
-
-    def give_up(self, steps: int) -> None:
-        """The rows are those of the last whole step, whatever came after it."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Save after the last step of a round over all prompts."""
-        trainer, saved = self.trainer, getattr(args.save_strategy, "value", args.save_strategy)
-        ends = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)
-        by_epoch = saved == "epoch" and state.global_step % len(trainer.windows) == 0  # which saves as well
-        if trainer.section.count and ends and not by_epoch and saved not in ("no", "best"):
-            control.should_save = True
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step of a round without rows changes nothing: without gradients torch's optimizers pass weights over."""
-        if not len(self.rows):
-            for weight in self.trainer.model.parameters():
-                weight.grad = None
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Nothing is left to be found again."""
-        if not self.trainer.preemption.happened:
-            self.remove_pieces()
 
 
 class InRounds(PostTrainer):
@@ -320,7 +256,7 @@ class InRounds(PostTrainer):
                 rows = self._scored(rows)
             self.set_rows(number, rows)
             self.round.drawn = None
-            self._report(number, prompts, judged, paired, time.perf_counter() - began)
+            record(self, prompts, judged, paired, time.perf_counter() - began)
         if not len(rows) and section.count:
             logger.warning("round %d gives no row to train on: training ends", number + 1)
             self.rows_ran_out = self.control.should_training_stop = True
@@ -383,49 +319,6 @@ class InRounds(PostTrainer):
         size = self.args.per_device_eval_batch_size
         return rows.add_column("ref_logps", score_rows(self, rows, size, score, "Scores by the reference"))
 
-    # ---- what is told
-
-    def _report(
-        self, number: int, prompts: datasets.Dataset, judged: list[Judged], paired: Paired, seconds: float
-    ) -> None:
-        """In the log, and of rounds over all prompts in output_dir."""
-        found = summarise(judged, self.terminal_ids)
-        found |= {"rows": float(paired.count), "left_out": float(paired.left_out.total())}
-        if self.section.steps:
-            for name, value in found.items():
-                self.meters["train"].add(f"rounds/{name}", torch.tensor(value, device=self.args.device))
-            return
-        if not paired.count or paired.left_out:
-            reasons = "; ".join(f"{count}: {reason}" for reason, count in paired.left_out.most_common())
-            logger.info("round %d: of %d prompts %d gave no row (%s)", number + 1, len(prompts),
-                        paired.left_out.total(), reasons)  # fmt: skip
-        self.log({"rounds/round": number + 1} | {f"rounds/{name}": value for name, value in found.items()})
-        if not self.args.should_save:
-            return
-        folder = Path(self.args.output_dir, FOLDER)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{number + 1}.jsonl").open("w", encoding="utf-8") as file:
-            for row in self._answer_rows(prompts, judged, paired):
-                print(json.dumps(row, ensure_ascii=False), file=file)
-        entry = {"round": number + 1, "step": self.state.global_step, **found, "seconds": round(seconds, 1),
-                 "reasons": dict(paired.left_out)}  # fmt: skip
-        summary, partial = folder / "rounds.json", folder / "rounds.partial"
-        earlier = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else []
-        kept = [one for one in earlier if one["round"] <= number]
-        partial.write_text(json.dumps([*kept, entry], indent=1) + "\n", encoding="utf-8")
-        partial.replace(summary)
-
-    def _answer_rows(self, prompts: datasets.Dataset, judged: list[Judged], paired: Paired) -> Iterator[dict[str, Any]]:
-        """A row for each answer, as `hf-posttrain judge` writes them, with `used`: 1 as the better one or alone, -1 as
-        the worse one."""
-        for prompt, one, rows in zip(prompts, judged, paired.rows, strict=True):
-            better = {row.answers[0] for row in rows if row.label is not False}
-            worse = {row.answers[-1] for row in rows if len(row.answers) > 1 or row.label is False}
-            for number, (ids, score) in enumerate(zip(one.answers, one.scores, strict=True)):
-                used = 1 if number in better else -1 if number in worse else 0
-                told = {"score": score, "judge": str(self.section.judge), "used": used}
-                yield answer_row(prompt, ids, self.tokenizer, self.terminal_ids) | told
-
     # ---- evaluation
 
     def evaluate_rows(self, dataloader: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
@@ -449,15 +342,3 @@ def planned_rows(prompt: dict[str, Any], method: Any, section: RoundsSection) ->
     count = section.num_generations if several else 2 if method.rows.labelled else 1
     count = count * (count - 1) // 2 if several and method.rows.paired else count
     return [made_row(prompt, method, [0] * section.max_completion_length)] * count
-
-
-def summarise(judged: list[Judged], ends: list[int]) -> dict[str, float]:
-    """Means over prompts' answers: of their scores, of the best score of each prompt, of the share that ended by
-    themselves, and of their lengths in tokens."""
-    answers = [ids for one in judged for ids in one.answers]
-    scores = [[score for score in one.scores if score is not None] for one in judged]
-    found: dict[str, Any] = {
-        "score": [score for own in scores for score in own], "best_score": [max(own) for own in scores if own],
-        "stopped": [ids[-1] in ends for ids in answers], "length": [*map(len, answers)],
-    }  # fmt: skip
-    return {name: float(np.mean(values)) for name, values in found.items() if values}

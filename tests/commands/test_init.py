@@ -97,7 +97,7 @@ def test_without_shipped_recipes_places_are_kept(method, monkeypatch):
     assert given <= {*recipe.train}
 
 
-@pytest.mark.parametrize("method", quick("dpo", "opd", among=METHODS))
+@pytest.mark.parametrize("method", quick("dpo", among=METHODS))
 def test_it_starts_a_run(method):
     tiny_model(vocab_size=300).save_pretrained("tiny")
     byte_tokenizer().save_pretrained("tiny")

@@ -89,7 +89,7 @@ def passed(model, batch):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=SLOW)], ids=["", "checkpointed"])
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)], ids=["full", "lora"])
 def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
     compiled, plain = model_of(lora, checkpointed), model_of(lora, checkpointed)

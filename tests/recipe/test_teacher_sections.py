@@ -47,11 +47,12 @@ HINTED = "{{ prompt }} ({{ hint }}: {{ completion }})"
 @pytest.mark.parametrize(
     ("method", "teacher", "teachers", "train"),
     [
-        ("opd", {"self": "start", "prompt": HINTED}, None, {}),
+        pytest.param("opd", {"self": "start", "prompt": HINTED}, None, {}, marks=pytest.mark.slow),
         pytest.param(
             "opd", {"self": "ema", "ema": 0.9, "prompt": HINTED}, None, {"save_steps": 1}, marks=pytest.mark.slow
         ),
-        ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "frozen", "precompute_teacher_top_k": 8}),
+        pytest.param("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "frozen", "precompute_teacher_top_k": 8},
+                     marks=pytest.mark.slow),
         pytest.param("kd", {**LOCAL, "prompt": HINTED}, None, {"precompute_teacher_top_k": 8}, marks=pytest.mark.slow),
         ("opd", None, {"maths": LOCAL, "code": {"self": "start", "prompt": HINTED}}, {"lmbda": 0.5}),
         pytest.param("kd", None, {"maths": LOCAL, "code": LOCAL}, {}, marks=pytest.mark.slow),

@@ -1,0 +1,73 @@
+"""What is told of a round: in the log, and of rounds over all prompts in files of output_dir."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import torch
+
+from .draw import FOLDER, Judged
+from .judges.question import answer_row
+from .pairing import Paired
+
+logger = logging.getLogger(__name__)
+
+
+def record(trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired: Paired, seconds: float) -> None:
+    """Log the round that the trainer has just made; of those over all prompts write N.jsonl, with every answer, and
+    rounds.json. All ranks call it."""
+    found, number = summarise(judged, trainer.terminal_ids), trainer.round.number + 1
+    found |= {"rows": float(paired.count), "left_out": float(paired.left_out.total())}
+    if trainer.section.steps:
+        for name, value in found.items():
+            trainer.meters["train"].add(f"rounds/{name}", torch.tensor(value, device=trainer.args.device))
+        return
+    if paired.left_out:
+        reasons = "; ".join(f"{count}: {reason}" for reason, count in paired.left_out.most_common())
+        said = "round %d: of %d prompts %d gave no row (%s)"
+        logger.info(said, number, len(prompts), paired.left_out.total(), reasons)
+    trainer.log({"rounds/round": number} | {f"rounds/{name}": value for name, value in found.items()})
+    if not trainer.args.should_save:
+        return
+    folder = Path(trainer.args.output_dir, FOLDER)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{number}.jsonl").open("w", encoding="utf-8") as file:
+        for row in _answer_rows(trainer, prompts, judged, paired):
+            print(json.dumps(row, ensure_ascii=False), file=file)
+    entry = {"round": number, "step": trainer.state.global_step, **found, "seconds": round(seconds, 1),
+             "reasons": dict(paired.left_out)}  # fmt: skip
+    summary, partial = folder / "rounds.json", folder / "rounds.partial"
+    earlier = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else []
+    kept = [one for one in earlier if one["round"] < number]
+    partial.write_text(json.dumps([*kept, entry], indent=1) + "\n", encoding="utf-8")
+    partial.replace(summary)
+
+
+def _answer_rows(
+    trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired: Paired
+) -> Iterator[dict[str, Any]]:
+    """A row for each answer, as `hf-posttrain judge` writes them, with `used`: 1 as the better one or alone, -1 as the
+    worse one."""
+    for prompt, one, rows in zip(prompts, judged, paired.rows, strict=True):
+        better = {row.answers[0] for row in rows if row.label is not False}
+        worse = {row.answers[-1] for row in rows if len(row.answers) > 1 or row.label is False}
+        for number, (ids, score) in enumerate(zip(one.answers, one.scores, strict=True)):
+            used = 1 if number in better else -1 if number in worse else 0
+            told = {"score": score, "judge": str(trainer.section.judge), "used": used}
+            yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | told
+
+
+def summarise(judged: list[Judged], ends: list[int]) -> dict[str, float]:
+    """Means over prompts' answers: of their scores, of the best score of each prompt, of the share that ended by
+    themselves, and of their lengths in tokens."""
+    answers = [ids for one in judged for ids in one.answers]
+    scores = [[score for score in one.scores if score is not None] for one in judged]
+    found: dict[str, Any] = {
+        "score": [score for own in scores for score in own], "best_score": [max(own) for own in scores if own],
+        "stopped": [ids[-1] in ends for ids in answers], "length": [*map(len, answers)],
+    }  # fmt: skip
+    return {name: float(np.mean(values)) for name, values in found.items() if values}

@@ -1,0 +1,73 @@
+"""The round that is under way: its rows, as checkpoints keep them, and what happens at its end."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+from pyarrow import parquet
+from transformers import TrainerCallback
+
+from .draw import FOLDER
+
+
+class Round(TrainerCallback):
+    """The round that is under way, as checkpoints keep it; each ends with one, where any are saved."""
+
+    ROWS, NUMBER = "round.parquet", "round.json"
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.number = trainer, -1
+        self.rows: Any = None  # prepared, maybe none
+        self.order: list[np.ndarray] = []  # of each of its steps, numbers of rows; none: they are yet to be dealt out
+        self.tokens = np.zeros(0)  # of each row
+        self.drawn: Path | None = None  # where the pieces of a round are that is being drawn
+
+    def save(self, folder: str) -> None:
+        """Into a checkpoint. What the pieces on disk have is in it, or in an earlier one."""
+        if self.rows is not None and self.trainer.args.should_save:
+            parquet.write_table(self.rows.with_format("arrow")[:], Path(folder, self.ROWS))
+            Path(folder, self.NUMBER).write_text(json.dumps({"round": self.number}), encoding="utf-8")
+        self.remove_pieces()
+
+    def remove_pieces(self) -> None:
+        """On each machine, but for those of a round that a lost server has kept from being drawn."""
+        if self.trainer.args.local_process_index == 0:
+            for left in Path(self.trainer.args.output_dir, FOLDER).glob("pieces-*"):
+                if left != self.drawn:
+                    shutil.rmtree(left, ignore_errors=True)
+
+    def begin_run(self, folder: str | None) -> None:
+        """Nothing, or what a checkpoint has."""
+        self.number, self.rows, self.drawn = -1, None, None
+        if folder is not None and Path(folder, self.NUMBER).exists():
+            rows = datasets.Dataset(datasets.table.InMemoryTable(parquet.read_table(Path(folder, self.ROWS))))
+            number = json.loads(Path(folder, self.NUMBER).read_text(encoding="utf-8"))["round"]
+            self.trainer.set_rows(number, rows)
+        elif folder is None and self.trainer.args.should_save:
+            for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
+                file.unlink()
+
+    def give_up(self, steps: int) -> None:
+        """The rows are those of the last whole step, whatever came after it."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save after the last step of a round over all prompts."""
+        trainer, saved = self.trainer, getattr(args.save_strategy, "value", args.save_strategy)
+        ends = trainer.round_of(state.global_step) != trainer.round_of(state.global_step - 1)
+        by_epoch = saved == "epoch" and state.global_step % len(trainer.windows) == 0  # which saves as well
+        if trainer.section.count and ends and not by_epoch and saved not in ("no", "best"):
+            control.should_save = True
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step of a round without rows changes nothing: without gradients torch's optimizers pass weights over."""
+        if not len(self.rows):
+            for weight in self.trainer.model.parameters():
+                weight.grad = None
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Nothing is left to be found again."""
+        if not self.trainer.preemption.happened:
+            self.remove_pieces()
