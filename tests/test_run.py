@@ -607,7 +607,7 @@ def test_a_stream_is_resumed_with_its_limits_and_weights(folder, capsys):
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [pytest.param(*row, marks=[] if n in (0, 5, 7, 8) else pytest.mark.slow) for n, row in enumerate(RESUMED)],
+    [pytest.param(*row, marks=[] if n in (0, 5, 7) else pytest.mark.slow) for n, row in enumerate(RESUMED)],
 )
 def test_a_key_of_a_recipe_is_refused_or_changes_nothing(folder, capsys, changed, said):
     (folder / "copy.jsonl").write_text((folder / "rows.jsonl").read_text())

@@ -18,7 +18,7 @@ from processes_for_tests import ENGINES, engine_arguments, on_two
 from pyarrow import parquet
 from safetensors.torch import load_file
 from tokenizers_for_tests import byte_tokenizer
-from training_for_tests import assert_same_run, assert_same_step, fake_generate, logged, logs_and_weights
+from training_for_tests import assert_same_run, assert_same_step, fake_generate, logged, logs_and_weights, quick
 from training_for_tests import one_step as step_of_plain_rows
 from transformers import TrainerCallback
 from vision_for_tests import pictures, seeing
@@ -96,7 +96,7 @@ def rows_by_hand(method, asked):
     return datasets.Dataset.from_list(made)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", quick("dpo", "kto", among=METHODS))
 def test_a_step_is_that_of_the_methods_own_trainer_on_the_same_rows(method, tmp_path, monkeypatch):
     monkeypatch.setattr(rollout, "generate", fake_generate)
     asked = prompts(8)
@@ -129,7 +129,7 @@ def test_the_reference_is_the_model_as_it_began_or_as_the_round_began(changes, t
     assert {n for n, margin in enumerate(margins) if abs(margin) < 1e-6} == first
 
 
-@pytest.mark.parametrize("method", REFERENCED)
+@pytest.mark.parametrize("method", quick("dpo", among=REFERENCED))
 def test_the_reference_of_a_round_scores_as_a_kept_model_would(method, tmp_path, monkeypatch):
     """In the first round both references are the model as it began."""
     losses = []
@@ -193,9 +193,9 @@ class Deals(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("method", "changes"),
-    [("dpo", {"reference": "round"}), ("kto", {"steps": 1}),
+    [("dpo", {"reference": "round"}),
      *(pytest.param(method, changes, marks=pytest.mark.slow) for method, changes in
-       (("sft", {}), ("dpo", {}), ("kto", {"reference": "round"}), ("cpo", {"steps": 2})))],
+       (("sft", {}), ("dpo", {}), ("kto", {"reference": "round"}), ("kto", {"steps": 1}), ("cpo", {"steps": 2})))],
 )  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(method, changes, tmp_path):
     config = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear"}
@@ -297,6 +297,7 @@ def slow_odd_bytes(prompts, completions, references):
     return odd_bytes(prompts, completions, references)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_path, monkeypatch):
     """The checkpoint that is saved then leaves the pieces of the round that was under way."""
     monkeypatch.setattr(draw, "PIECE", 4)

@@ -300,7 +300,7 @@ def test_a_checkpoint_of_another_launch_is_refused(engine, then, message, tmp_pa
 
 
 @pytest.mark.parametrize("engine", quick("fsdp2", among=("ddp", "fsdp2", "zero2", "zero3")))
-@pytest.mark.parametrize(("kind", "limit"), [("full", 1), ("lora", 2)])
+@pytest.mark.parametrize(("kind", "limit"), [pytest.param("full", 1, marks=pytest.mark.slow), ("lora", 2)])
 def test_the_best_model_is_loaded_at_the_end(engine, kind, limit, trained):
     rate = {"full": 0.1, "lora": 0.03}[kind]  # too high, so that the last evaluation is not the best
     folder, logs, weights = trained(engine, "sft", kind, save_total_limit=limit, **BEST | {"learning_rate": rate})
