@@ -147,7 +147,9 @@ class Conversation:
         """The ids that are answered. The oldest exchanges are dropped that leave too little for the answer. Raises
         InputError for a turn that is too long by itself, and for messages that the template refuses."""
         from ..data.chat import ChatTemplate, encode
+        from ..data.messages import check_unicode
 
+        check_unicode(asked["content"], "the line")
         tokenizer, kept = self.answerer.tokenizer, self.turns
         template = ChatTemplate(tokenizer, None, self.given.switches)
         # a quarter of the positions is for the answer, or what it may take

@@ -58,11 +58,14 @@ class PieceFile:
         """Give the file its name; then all of its rows."""
         self.file.close()
         new = self.out.with_name(f"{self.out.name}.new")
-        with self.part.open(encoding="utf-8") as written, new.open("w", encoding="utf-8") as file:
-            next(written)
-            file.writelines(line for line in written if not line.startswith(f'{{"{END}"'))
-        new.rename(self.out)
-        self.part.unlink()
+        try:
+            with self.part.open(encoding="utf-8") as written, new.open("w", encoding="utf-8") as file:
+                next(written)
+                file.writelines(line for line in written if not line.startswith(f'{{"{END}"'))
+            new.rename(self.out)
+            self.part.unlink()
+        except OSError as error:  # of another command that writes the same file, for one
+            raise InputError(f"--out: {self.out} cannot be written ({error.strerror})") from error
         with self.out.open(encoding="utf-8") as file:
             yield from map(json.loads, file)
 
