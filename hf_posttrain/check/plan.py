@@ -96,7 +96,8 @@ def _described(config: Any, prompts: int, steps: int) -> str:
     each = f"{rounds.num_generations} answers to each prompt, judged by {rounds.judge}"
     if rounds.steps:
         return f"rounds of {rounds.steps} steps: {each}; rows are prompts"
-    return f"{rounds.count} rounds of {steps / rounds.count:.3g} steps over {prompts} prompts: {each}"
+    about = "about " if steps % rounds.count else ""
+    return f"{rounds.count} rounds of {about}{round(steps / rounds.count)} steps over {prompts} prompts: {each}"
 
 
 def planned_examples(rows: list[dict], trainer_class: Any, config: Any) -> list[Example]:

@@ -114,4 +114,3 @@ def read_prompts(source: Source, tokenizer: PreTrainedTokenizerBase, options: Si
     if all(len(ids) < 2 for ids in rows["prompt_ids"]):
         raise InputError(f"{source.path}: its rows have no prompts to answer")
     return rows
-

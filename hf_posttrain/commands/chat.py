@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..data.template import switch_problem
-from ..errors import InputError, nearest, nearest_path
+from ..errors import InputError, nearest
 from ..models.section import ModelSection, section_of
 from ..recipe.cli import Parser, tell
 
@@ -32,23 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer in tokens (512)")
     parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="the same answers to the same lines")
     parser.add_argument("--compare", action="store_true", help="answer twice: without the adapter and with it")
-    parser.add_argument("--chat_template", metavar="FILE", help="a Jinja template, in place of the model's own")
-    parser.add_argument("--chat_template_kwargs", metavar="JSON", default="{}", help="options of the template")
+    parser.add_shared("chat_template", "chat_template_kwargs")
     parser.add_argument("--plain", action="store_true", help="no template: the model continues each line as a text")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(argv)
     for name, least in (("temperature", 0), ("max_new_tokens", 1), ("seed", 0)):
         if not least <= (value := getattr(given, name)) < float("inf"):
             parser.error(f"--{name} must be a number from {least} on, not {value}")
-    try:
-        given.switches = json.loads(given.chat_template_kwargs)
-        problem = switch_problem(given.switches)
-    except (ValueError, AttributeError):
-        problem = f"{given.chat_template_kwargs} is no mapping in JSON, such as {{\"enable_thinking\": false}}"
-    if problem:
-        parser.error(f"--chat_template_kwargs: {problem}")
-    if (file := given.chat_template) and not os.path.isfile(file):
-        parser.error(f"--chat_template: there is no file {file}{nearest_path(Path(file))}")
     section = section_of(given.model, given.adapter)
     section.chat_template, section.trust_remote_code = given.chat_template, given.trust_remote_code
     if given.compare and not section.adapter:
@@ -66,7 +55,7 @@ def talk(conversation: "Conversation") -> None:
         with suppress(ImportError):  # lines can be edited with it
             import readline  # noqa: F401
     try:
-        while (line := input("> ").rstrip()) != "/exit":
+        while (line := input("> ").rstrip()).split(" ")[0] != "/exit":
             if not terminal:
                 tell(line)
             name, _, rest = line.partition(" ")
@@ -116,7 +105,7 @@ class Conversation:
         from .answers import Answerer
 
         section.images |= load.only_sees(load.check_model(section))
-        self.answerer = Answerer(section, given.switches)
+        self.answerer = Answerer(section, given.chat_template_kwargs)
         self.given, self.answers = given, 0  # so far: each is drawn otherwise
         self.turns: list[dict[str, str]] = []  # a user's and an assistant's, one after the other
         config = self.answerer.model.config.get_text_config()
@@ -151,7 +140,7 @@ class Conversation:
 
         check_unicode(asked["content"], "the line")
         tokenizer, kept = self.answerer.tokenizer, self.turns
-        template = ChatTemplate(tokenizer, None, self.given.switches)
+        template = ChatTemplate(tokenizer, None, self.given.chat_template_kwargs)
         # a quarter of the positions is for the answer, or what it may take
         most = self.positions - min(self.given.max_new_tokens, self.positions // 4)
         while True:
@@ -188,6 +177,9 @@ class Conversation:
             if str(error) != by_transformers.BROKEN:
                 raise
             raise InputError(f"{self.given.model}: {error}") from error
+        else:
+            if screen.ids and screen.ids[-1] not in own.ends:
+                tell(f"(cut after {longest} tokens)")
         return screen.text
 
     # ---- what a line with a slash does with the rest of it: /help shows the docstrings, what is returned is told
@@ -204,7 +196,9 @@ class Conversation:
 
     def system(self, text: str) -> str:
         """TEXT: from now on the system turn; without TEXT there is none"""
-        self.head = [{"role": "system", "content": text}] if text and not self.plain else []
+        if text and self.plain:
+            return "a plain text has no system turn: it needs a chat template"
+        self.head = [{"role": "system", "content": text}] if text else []
         return "a new system turn" if self.head else "no system turn"
 
     def undo(self, _: str) -> str:
@@ -219,9 +213,10 @@ class Conversation:
 
     def temperature(self, text: str) -> str:
         """X: of sampling, from now on; 0: greedy"""
-        if re.fullmatch(r"\d+\.?\d*|\.\d+", text):
+        if is_number := re.fullmatch(r"\d+\.?\d*|\.\d+", text):
             self.given.temperature = float(text)
-        return f"the temperature is {self.given.temperature:g}"
+        problem = "" if is_number or not text else f"{text} is no number from 0 on, such as 0.7: "
+        return f"{problem}the temperature is {self.given.temperature:g}"
 
     def compare(self, _: str) -> str:
         """on or off: answer without the adapter too"""
@@ -234,12 +229,26 @@ class Conversation:
         """FILE: add the conversation to a file of rows to train on"""
         if not name or not self.turns:
             return NOTHING if name else "to which file? /save FILE"
+        rows: list[dict[str, Any]] = [{"messages": self.head + self.turns}]
+        if self.plain:  # each is by itself
+            texts = [turn["content"] for turn in self.turns]
+            rows = [{"prompt": asked, "completion": said} for asked, said in zip(texts[::2], texts[1::2], strict=True)]
         try:
-            with Path(name).expanduser().open("a", encoding="utf-8") as file:
-                print(json.dumps({"messages": self.head + self.turns}, ensure_ascii=False), file=file)
-        except OSError as error:
-            return f"{name} cannot be written: {error.strerror}"
+            with Path(name).expanduser().open("a+", encoding="utf-8") as file:
+                file.seek(0)
+                if (first := file.readline()) and not _has_columns(first, rows[0]):
+                    return f"{name} has other rows than {{{', '.join(rows[0])}}}: name another file"
+                file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+        except (OSError, UnicodeDecodeError) as error:
+            return f"{name} cannot be written: {getattr(error, 'strerror', 'it is no text')}"
         return f"added to {name}"
+
+
+def _has_columns(line: str, row: dict[str, Any]) -> bool:
+    """Is it a row of the same columns?"""
+    with suppress(ValueError):
+        return bool(json.loads(line).keys() == row.keys())
+    return False
 
 
 NOTHING = "nothing was said yet"

@@ -30,14 +30,14 @@ ANSWERED, SCORED = "exact_match, stopped, length", "perplexity, answer_nll"
 COMPARED = "pair_accuracy, pair_accuracy_per_token"
 """What is computed of greedy answers, of the data's answers and of pairs."""
 _READING = ("max_length", "image_folder", "apply_chat_template", "chat_template_kwargs")
-_OF_DATA = (*_READING, "limit", "columns", "images", "max_completion_length", "metrics")
-_OF_TASKS = ("limit", "num_fewshot", "task_folder", "max_length", "apply_chat_template", "chat_template_kwargs")
+_OF_DATA = (*_READING, "limit", "columns", "images", "chat_template", "max_completion_length", "metrics")
+_OF_TASKS = ("limit", "num_fewshot", "task_folder", "max_length", "apply_chat_template", "chat_template",
+             "chat_template_kwargs")  # fmt: skip
 """Options that rows are read by, and those that evaluations of data and of tasks are kept with."""
 _SWITCH, _SEVERAL = {"action": "store_true"}, {"nargs": "+", "default": [], "metavar": "NAME"}
 _NUMBER, _FOLDER = {"type": int, "metavar": "N"}, {"metavar": "FOLDER"}
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"metavar": "FILE"}, "a .jsonl, .json, .csv or .parquet file, a folder or a hub name"),
-    "columns": (_SEVERAL | {"metavar": "ours=theirs"}, "columns of the data, as prompt=question completion=answer"),
     "split": ({"default": "train"}, "split of a hub data set or saved DatasetDict (train)"),
     "limit": (_NUMBER, "the first N rows, of the data and of each task"),
     "adapter": (_FOLDER, "a PEFT adapter on MODEL"),
@@ -48,7 +48,6 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "images": (_SWITCH, "the model sees, and the rows have pictures"),
     "image_folder": (_FOLDER, "where relative paths of pictures start"),
     "apply_chat_template": (_SWITCH, "prompts of plain text become a user's turn"),
-    "chat_template_kwargs": ({"metavar": "JSON"}, "options of the chat template, as '{\"enable_thinking\": false}'"),
     "tasks": (_SEVERAL, "tasks of lm-eval, which pip install 'hf_posttrain[eval]' brings"),
     "task_folder": (_FOLDER, "with --tasks: where tasks of your own are, as .yaml"),
     "num_fewshot": (_NUMBER, "with --tasks: examples before each question (the task's own number)"),
@@ -78,6 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def evaluate_model(given: argparse.Namespace) -> list[dict[str, Any]]:
     """The evaluations that are asked for: of the data, and of each task. What the user gave is read before weights."""
     section = find_model(given)
+    section.chat_template = given.chat_template
     metrics = {Path(name).stem: load_metric(name) for name in given.metrics}
     tasks = load_tasks(given) if given.tasks else None
     from ..models.load import check_model, load_tokenizer, only_sees
@@ -121,6 +121,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("model", metavar="MODEL", help="a run's output_dir, another folder, or a hub name")
     for name, (reading, meaning) in _OPTIONS.items():
         parser.add_argument(f"--{name}", help=meaning, **reading)
+    parser.add_shared("columns", "chat_template", "chat_template_kwargs")
     given = parser.parse_args(argv)
     if not given.data and not given.tasks:
         parser.error("nothing to evaluate: add --data FILE or --tasks NAME")
@@ -131,9 +132,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, number in least.items():
         if (value := getattr(given, name)) is not None and value < number:
             parser.error(f"--{name} must be a number from {number} on, not {value}")
-    if wrong := next((pair for pair in given.columns if "=" not in pair), None):
-        parser.error(f"--columns: {wrong!r} is not ours=theirs, such as prompt=question")
-    given.columns = dict(pair.split("=", 1) for pair in given.columns)
+    given.columns = dict(given.columns)
     known = [*f"{ANSWERED}, {SCORED}, {COMPARED}".split(", "), *(Path(name).stem for name in given.metrics)]
     if twice := next((name for name in known if known.count(name) > 1), None):
         parser.error(f"--metrics: there is one {twice} already: drop it, or give its folder another name")
@@ -141,11 +140,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--task_folder: there is no folder {given.task_folder}{nearest_path(Path(given.task_folder))}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise InputError("eval runs in one process, and was started in several: drop the launcher")
-    if given.chat_template_kwargs:
-        from ..data.formats import read_template_kwargs
-
-        with error_context("command line: --chat_template_kwargs"):
-            given.chat_template_kwargs = read_template_kwargs(given.chat_template_kwargs)
     return given
 
 
@@ -199,6 +193,9 @@ def read_rows(given: argparse.Namespace, tokenizer: Any) -> Rows:
     other = [] if near is None or near.missing else [f"{a}={b}" for a, b in near.columns.items() if a != b]
     advice = f"; try --columns {' '.join(other)}" if other else ""
     single, rows = form(kinds.SUPERVISED) or form(kinds.PROMPTS), Rows()
+    if {"completion", "reference"} <= {*columns}:  # of a file that `sample` or `judge` wrote
+        told = "column reference: answers are compared with column completion; give the file that was sampled from"
+        rows.left_out.append(told)
     if form(kinds.PREFERENCE):
         rows.pairs = read(kinds.PREFERENCE)
         if not {"completion", "output", "completion_ids"} & {*single}:
@@ -268,7 +265,7 @@ def judge_answers(answerer: Any, rows: Rows, given: argparse.Namespace, metrics:
     right = [until_terminal(first_turn(row), ends) for row in rows.asked]
     known = [n for n, ids in enumerate(right) if ids and ids[-1] in ends] or [n for n, ids in enumerate(right) if ids]
     if known and len(known) < len(right):
-        lost = f"exact_match and --metrics of {len(right) - len(known)} rows"
+        lost = f"exact_match{' and --metrics' if metrics else ''} of {len(right) - len(known)} rows"
         rows.left_out.append(f"{lost}: their answers are missing, or cut by --max_length")
     texts = [[answerer.text(each[n]) for n in known] for each in (answers, right)]
     for name, metric in {"exact_match": ExactMatch(), **metrics}.items() if known else ():

@@ -84,12 +84,14 @@ def compose(method: Method, given: argparse.Namespace, file: Path) -> str:
     # rounds begin from prompts, as a method does that samples
     reader = next(row for row in METHODS.values() if row.rows.sampled) if given.rounds else method
     files = find_shipped()["recipes"]
-    own, of_rows = (read_tree(files[row.name])[0] if row.name in files else {} for row in (method, reader))
+    names = f"{method.name}_rounds" if given.rounds else method.name, method.name
+    shipped = next((name for name in names if name in files), None)
+    own, of_rows = (read_tree(files[name])[0] if name in files else {} for name in (shipped, reader.name))
     also = {"model": "; as it begins it is the reference too" if method.second == "reference" else ""}
     also |= {"teacher": "; its tokens are those of the model above"} if method.second == "teacher" else {}
     usual = {name: own.get(name, {}).get("name_or_path", f"ORG/{name.upper()}") for name in also}
     models = {name: getattr(given, name) or _answer(name, usual[name], given.yes) for name in also}
-    sources, as_text = _choose_rows(reader, of_rows, given)
+    sources, as_text, answered = _choose_rows(reader, of_rows, given)
     options = {"apply_chat_template": True} if as_text and _has_template(models["model"]) else {}
     if models["model"] == usual["model"]:
         options |= {name: value for name, value in own.get("train", {}).items() if name == "chat_template_kwargs"}
@@ -100,39 +102,47 @@ def compose(method: Method, given: argparse.Namespace, file: Path) -> str:
     tree["data"] = {name: {key: (value, of_source[key]) for key, value in each.items()}
                     for name, each in sources.items()}  # fmt: skip
     tree["train"] = {"output_dir": (given.output_dir or f"outputs/{file.stem}", "model, metrics, checkpoints")}
-    tree["train"] |= _training(method, own.get("train", {}), options, given.lora, "eval" in sources)
+    tree["train"] |= _training(method, own.get("train", {}), options, given, "eval" in sources)
     if given.rounds:
-        judged = {"num_generations": (8, "answers to each prompt"), "judge": ("exact_match", _JUDGES)}
-        tree["rounds"] = {"count": (given.rounds, _EACH_ROUND), **judged}
+        judge = "exact_match" if answered else {"by": "model", "name": "ORG/REWARD_MODEL"}
+        tree["rounds"] = {
+            "count": (given.rounds, _EACH_ROUND), "num_generations": (8, "answers to each prompt"),
+            "max_completion_length": (256, "longest answer in tokens; the prompt has max_length minus this"),
+            "judge": (judge, _JUDGES if answered else f"the data have no right answers; {_JUDGES}"),
+        }  # fmt: skip
     formats = " | ".join(form for form in reader.rows.formats if "_ids" not in form)
     run = f"For {method.title} of {models['model']}: accelerate launch -m hf_posttrain.run {file}"
     head = (printable(line) for line in (run, *textwrap.wrap(f"Columns of rows: {formats}", 116)))
     return "".join([*(f"# {line}\n" for line in head), *_written(tree)])
 
 
-def _choose_rows(reader: Method, shipped: dict, given: argparse.Namespace) -> tuple[dict[str, dict], bool]:
-    """({train and, where there is one, eval: source}, are the prompts plain text?): of what is given, or of `shipped`,
-    the shipped recipe of the method that reads them."""
+def _choose_rows(reader: Method, shipped: dict, given: argparse.Namespace) -> tuple[dict[str, dict], bool, bool]:
+    """({train and, where there is one, eval: source}, are the prompts plain text, have they answers?): of what is
+    given, or of `shipped`, the shipped recipe of the method that reads them."""
     rows = shipped.get("data", {"train": {"path": "ROWS.jsonl"}})
     path = given.data or _answer("data", rows["train"]["path"], given.yes)
     if path == rows["train"]["path"]:
-        sources, as_text = dict(rows), shipped.get("train", {}).get("apply_chat_template", False)
+        sources, as_text, answered = dict(rows), shipped.get("train", {}).get("apply_chat_template", False), True
     else:
-        source, as_text = look_at(path, reader, "--data")
+        source, as_text, answered = look_at(path, reader, "--data")
         sources = {"train": source}
     if given.eval:
-        sources["eval"], _ = look_at(given.eval, reader, "--eval")
-    return sources, as_text
+        sources["eval"], *_ = look_at(given.eval, reader, "--eval")
+    return sources, as_text, answered
 
 
-def _training(method: Method, shipped: dict, options: dict, lora: bool, evaluates: bool) -> dict[str, tuple[Any, str]]:
+def _training(
+    method: Method, shipped: dict, options: dict, given: argparse.Namespace, evaluates: bool
+) -> dict[str, tuple[Any, str]]:
     """{option: (value, comment)} of the section `train`. shipped: that of the shipped recipe. options: of templates."""
+    lora = given.lora
     common, docs = field_docs("PostTrainConfig"), field_docs(method.config_name)
     defaults = {name: field.default for name, field in train_fields(method.name).items()}
     found = {name: (value, common[name]) for name, value in options.items()}
     # of the method's own options those that its shipped recipe sets; without one, those with a limit and a value
     asked = shipped or {name for name in ("loss_type", *method.limits) if defaults.get(name) is not None}
-    for name in (name for name in docs if name in asked and name not in common and name != "learning_rate"):
+    left_out = {*common, "learning_rate", *(["precompute_ref_log_probs"] if given.rounds else [])}
+    for name in (name for name in docs if name in asked and name not in left_out):
         comment = re.sub("the names in `.*`", ", ".join(method.loss_papers), docs[name])
         found[name] = shipped.get(name, defaults[name]), comment
     found |= {name: (shipped.get(name, value), comment) for name, (value, comment) in _TRAIN.items()}
@@ -142,6 +152,11 @@ def _training(method: Method, shipped: dict, options: dict, lora: bool, evaluate
     if evaluates:
         found |= {"eval_strategy": ("steps", "while training,"), "eval_steps": (0.1, "after this share of all steps")}
     found |= {"save_steps": (0.25, "checkpoints after this share of all steps"), "save_total_limit": (2, "the newest")}
+    if given.rounds:
+        del found["save_steps"]
+        found |= {"eval_strategy": ("epoch", "after each pass over a round's rows")} if evaluates else {}
+        found.pop("eval_steps", None)
+        found["save_strategy"] = "epoch", "a run that is killed goes on with resume_from_checkpoint=auto"
     found["logging_steps"] = defaults["logging_steps"], f"{', '.join(method.key_metrics)}, and more"
     return found | {"report_to": ("none", "or wandb, or tensorboard"), "seed": (42, "the same seed repeats the run")}
 
@@ -164,13 +179,13 @@ def field_docs(name: str) -> dict[str, str]:
     return docs
 
 
-def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], bool]:
-    """(source, are its prompts plain text?): a file or folder with the `columns` that it needs, or a hub name. Raises
-    InputError for a file that is missing, cannot be read, or that the method cannot train on."""
+def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], bool, bool]:
+    """(source, are its prompts plain text, have they answers?): a file or folder with the `columns` that it needs, or a
+    hub name. Raises InputError for a file that is missing, cannot be read, or that the method cannot train on."""
     if problem := source_problem(path):
         raise InputError(f"{option}: {problem}")
     if not with_home(path).exists():
-        return {"path": path}, False
+        return {"path": path}, False, True
     from ..data.formats import detect, our_name
     from ..data.prepare import filled_by_arrow, without_filled
     from ..data.sources import load
@@ -189,7 +204,10 @@ def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], boo
     columns = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs} if nearest else {}
     form = nearest.form if nearest else detect([*rows[0]], method)
     asked = [rows[0][columns.get(name, name)] for name in ("prompt", "instruction") if name in form.split(" + ")]
-    return {"path": path} | ({"columns": columns} if columns else {}), any(isinstance(each, str) for each in asked)
+    last = rows[0].get(columns.get("messages", "messages")) if form == "messages" else None
+    answered = form != "prompt" and (not last or (last[-1].get("role") or last[-1].get("from")) in ("assistant", "gpt"))
+    as_text = any(isinstance(each, str) for each in asked)
+    return {"path": path} | ({"columns": columns} if columns else {}), as_text, answered
 
 
 def _has_template(model: str) -> bool:

@@ -16,13 +16,13 @@ from ..errors import InputError, nearest, shown
 from ..recipe.cli import Parser, tell
 from ..recipe.sections import Source
 from ..rounds.judges.section import KINDS, JudgeSection, judge_problems
-from .pieces import PieceFile
+from .pieces import PieceFile, refuse_existing
 
 PIECE = 64
 """Prompts whose answers are judged at once."""
 _EXAMPLES = """judges:
   --by exact_match                   1 where the final answer is that of `reference`, else 0
-  --by function package.module:name  a function of (prompts, completions, references), as TRL's reward functions
+  --by function package.module:name  a function of texts (prompts, completions, references)
   --by model REWARD_MODEL            a sequence classifier with one label
   --by teacher MODEL                 a model's log-probability per token of the answer
   --by url http://HOST:PORT          a language model with OpenAI's protocol, pairwise in both orders
@@ -50,9 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, default=known.batch_size, help="of model and teacher")
     given = parser.parse_args(argv)
     section = read_section(given)
+    refuse_existing(given.out)
     rows = read_answers(given.file)
-    if given.out.exists():
-        parser.error(f"--out: {given.out} is there already: name another file, or delete it")
+    if section.by == "exact_match":
+        unknown = (number for number, row in enumerate(rows) if row.get("reference") is None)
+        if (number := next(unknown, None)) is not None:
+            problem = "column 'reference': missing or null, and exact_match compares with the right answer in it"
+            raise InputError(f"{given.file}, row {number}: {problem}")
     count, total = 0, 0.0
     for row in judge(rows, section, given):
         if row["score"] is not None:
@@ -129,7 +133,6 @@ def judge(rows: list[dict[str, Any]], section: JudgeSection, given: Any) -> Iter
     """Write the file, then give its rows. Raises InputError where the judge cannot be asked."""
     import torch
     import xxhash
-    from tqdm import tqdm
 
     from ..rounds.judges import make_judge
 
@@ -139,8 +142,7 @@ def judge(rows: list[dict[str, Any]], section: JudgeSection, given: Any) -> Iter
     key = {"judge": section.described(), "version": made.key(), "rows": read}
     asked = [question(group) for group in groups]
     with PieceFile(given.out, key) as file, made:
-        starts = [*range(0, len(groups), PIECE)]
-        for first in tqdm(starts[file.done :], "judging", len(starts), initial=file.done, unit="piece", disable=None):
+        for first in file.left(range(0, len(groups), PIECE), "judge"):
             scores = made.score(asked[first : first + PIECE])
             pairs = zip(groups[first : first + PIECE], scores, strict=True)
             judged = [(row, score) for group, own in pairs for row, score in zip(group, own, strict=True)]

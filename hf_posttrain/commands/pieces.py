@@ -2,50 +2,73 @@
 
 import contextlib
 import json
-import os
-from collections.abc import Iterable, Iterator
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 
+logger = logging.getLogger(__name__)
 END = "end_of_piece"
+QUIET = 30.0
+"""Seconds between two lines about what is done."""
 
 
 class PieceFile:
-    """`out`, as OUT.part until it is whole. key: all that its rows depend on, by which an earlier try is known.
+    """`out`, as OUT.part until it is whole, which no other process writes meanwhile. key: all that its rows depend on,
+    by which an earlier try is known.
 
     Raises InputError where `out` is there already, cannot be written, or OUT.part is of another command.
     """
 
     def __init__(self, out: Path, key: dict[str, Any]):
+        from ..trainer.output_dir import hold
+
         self.out, self.part = out, out.with_name(f"{out.name}.part")
         refuse_existing(out)
-        head = json.dumps({"made_by": key}, ensure_ascii=False, sort_keys=True) + "\n"
-        self.done = 0
         try:
-            if self.part.exists():
-                self.done = self._go_on(head)
-            else:
-                self.part.write_text(head, encoding="utf-8")
             self.file = self.part.open("a", encoding="utf-8")
+            hold(self.file)
+            self.done = self._go_on(key)
+        except BlockingIOError:
+            self.file.close()
+            raise InputError(f"--out: another process writes {self.part}: wait for it, or name another file") from None
         except OSError as error:
             raise InputError(f"--out: {out} cannot be written ({error.strerror})") from error
 
-    def _go_on(self, head: str) -> int:
-        """How many pieces an earlier try has written; what came after them is cut off."""
-        whole = count = 0
+    def _go_on(self, key: dict[str, Any]) -> int:
+        """How many pieces an earlier try has written, whose last line may be cut off; of none, write the first line."""
+        count, head = 0, json.dumps({"made_by": key}, ensure_ascii=False, sort_keys=True) + "\n"
         with self.part.open("rb") as file:
-            first = file.readline()
-            if first.decode("utf-8", "replace") != head:
-                problem = "holds rows of another model, file or option"
-                raise InputError(f"{self.part} {problem}: delete it, or name another --out")
+            if (first := file.readline()) and first.decode("utf-8", "replace") != head:
+                problem = f"is of an earlier command, with {_differing(first, key)}"
+                raise InputError(f"{self.part} {problem}: give that again, delete it, or name another --out")
             whole = len(first)
             for line in file:
                 if line.startswith(f'{{"{END}"'.encode()) and line.endswith(b"\n"):
                     count, whole = count + 1, file.tell()
-        os.truncate(self.part, whole)
+        self.file.truncate(whole)
+        if not whole:
+            self.file.write(head)
+            self.file.flush()
         return count
+
+    def left(self, starts: Sequence[int], what: str) -> Iterator[int]:
+        """Those of the numbers, one for each piece, whose pieces are not there; with a bar on a terminal, otherwise
+        with a line now and then."""
+        from tqdm import tqdm
+
+        if self.done:
+            logger.info("%s: %d of %d pieces were done before", what, self.done, len(starts))
+        bar = tqdm(starts[self.done :], what, len(starts), initial=self.done, unit="piece", disable=None)
+        said = time.monotonic()
+        for start in bar:
+            yield start
+            if bar.disable and time.monotonic() - said > QUIET:
+                said = time.monotonic()
+                logger.info("%s: %d of %d pieces are done", what, self.done, len(starts))
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
         """One piece more."""
@@ -56,7 +79,7 @@ class PieceFile:
 
     def finish(self) -> Iterator[dict[str, Any]]:
         """Give the file its name; then all of its rows."""
-        self.file.close()
+        self.file.flush()
         new = self.out.with_name(f"{self.out.name}.new")
         try:
             with self.part.open(encoding="utf-8") as written, new.open("w", encoding="utf-8") as file:
@@ -80,10 +103,21 @@ class PieceFile:
             raise KeyboardInterrupt(f"{self.done} pieces are in {self.part}; the same command goes on")
 
 
+def _differing(first: bytes, key: dict[str, Any]) -> str:
+    """What an earlier command was given otherwise, by the first line of its file."""
+    try:
+        before = json.loads(first)["made_by"]
+        return f"another {', '.join(name for name in sorted(key) if before.get(name) != key[name])}"
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return "other lines"
+
+
 def refuse_existing(out: Path) -> None:
-    """Raises InputError where a file is there that would be written over."""
+    """Raises InputError where a file is there that would be written over, and where there is no folder for it."""
     if out.exists():
         raise InputError(f"--out: {out} is there already: name another file, or delete it")
+    if not out.parent.is_dir():
+        raise InputError(f"--out: {out} cannot be written: there is no folder {out.parent}")
 
 
 def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import InputError
 
+logger = logging.getLogger(__name__)
 EVALUATIONS, RESULTS = "evaluations.json", "all_results.json"
 _IDENTITY = ("model", "adapter", "data", "split", "task")
 """Two evaluations that agree in these are one: the later replaces the earlier."""
@@ -50,13 +51,21 @@ def keep(folder: Path, found: list[dict[str, Any]]) -> None:
     new = [[entry.get(name) for name in _IDENTITY] for entry in found]
     kept = [entry for entry in kept if [entry.get(name) for name in _IDENTITY] not in new] + found
     for entry in found:
-        stem = entry.get("task") or Path(entry["data"].removesuffix(".gz")).stem
+        stem = _stem(entry)
+        if others := [one for one in kept if _stem(one) == stem and one not in found]:
+            said = "%s: numbers of eval_%s_ were of %s, and are of %s now: a file of another name has its own"
+            logger.warning(said, RESULTS, stem, others[-1].get("data"), entry.get("data"))
         results |= {f"eval_{stem}_{name}": value for name, value in entry["metrics"].items()}
     for name, content in ((EVALUATIONS, kept), (RESULTS, dict(sorted(results.items())))):
         unfinished = folder / f"{name}.tmp"
         unfinished.write_text(json.dumps(content, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
         unfinished.replace(folder / name)
-    logging.getLogger(__name__).info("kept in %s and %s", folder / EVALUATIONS, RESULTS)
+    logger.info("kept in %s and %s", folder / EVALUATIONS, RESULTS)
+
+
+def _stem(entry: dict[str, Any]) -> str:
+    """What RESULTS calls an evaluation."""
+    return str(entry.get("task") or Path(str(entry.get("data")).removesuffix(".gz")).stem)
 
 
 def as_table(entry: dict[str, Any]) -> str:

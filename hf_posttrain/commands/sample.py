@@ -10,6 +10,7 @@ sampled at. `messages` is a prompt that was messages, `reference` the right answ
 """
 
 import argparse
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from ..recipe import build as parts
 from ..recipe.cli import Parser, find_recipe, tell
 from ..recipe.read import load_recipe
 from ..recipe.sections import Recipe, Source
-from .pieces import PieceFile
+from .pieces import PieceFile, refuse_existing
 
+logger = logging.getLogger(__name__)
 PIECE = 64
 """Prompts that are answered at once: the random numbers of a piece depend on the seed and its place alone."""
 _EXAMPLES = """examples:
@@ -56,16 +58,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapter", metavar="FOLDER", help="with MODEL: a PEFT adapter on top of it")
     parser.add_argument("--images", action="store_true", help="with MODEL: it sees, and rows have pictures")
     parser.add_argument("--apply_chat_template", action="store_true", help="with MODEL: texts become turns of a user")
+    parser.add_shared("columns", "chat_template", "chat_template_kwargs")
     given = parser.parse_intermixed_args(argv)
     least = {"n": 1, "max_completion_length": 1, "temperature": 0, "limit": 1, "seed": 0, "batch_size": 1}
     for name, smallest in least.items():
         if (value := getattr(given, name)) is not None and not smallest <= value < float("inf"):
             parser.error(f"--{name} must be a number from {smallest} on, not {value}")
-    if given.out.exists():
-        parser.error(f"--out: {given.out} is there already: name another file, or delete it")
+    refuse_existing(given.out)
+    if given.columns and not given.prompts:
+        parser.error("--columns are those of --prompts: add that, or drop --columns")
     path, overrides = find_recipe(parser, given.words)
     if is_recipe(path):
-        for name in ("adapter", "images", "apply_chat_template"):
+        for name in ("adapter", "images", "apply_chat_template", "chat_template", "chat_template_kwargs"):
             if getattr(given, name):
                 parser.error(f"--{name} is an option of a MODEL: a recipe has it in its sections")
         source: Any = load_recipe(path, overrides)
@@ -76,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{path} is a model: --prompts names the file with what it shall answer")
         source = section_of(path, given.adapter)
         source.images |= given.images
+        source.chat_template = given.chat_template
     count = stopped = 0
     for row in sample(source, given):
         count, stopped = count + 1, stopped + row["stopped"]
@@ -92,14 +97,18 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
     """Write the file, then give its rows. given: the options of the command. Raises InputError where the data have no
     prompts."""
     asked = _of_recipe(source, given) if isinstance(source, Recipe) else _of_model(source, given)
-    from tqdm import tqdm
-
+    from ..generation.exact_match import first_turn
     from ..scoring.layouts import Prompt
 
-    # each once, by its tokens and pictures
+    # each once, by its tokens and pictures, with the first right answer that the data have
     first_of: dict[str, dict[str, Any]] = {}
-    for row in sorted(asked.rows, key=lambda row: not row.get("label", True)):  # a wrong answer is no reference
-        first_of.setdefault(repr((row["prompt_ids"], row.get("images"))), row)
+    has_right = lambda row: bool(row.get("label", True) and first_turn(row))  # noqa: E731
+    for row in asked.rows:
+        known = first_of.setdefault(same := repr((row["prompt_ids"], row.get("images"))), row)
+        first_of[same] = row if has_right(row) and not has_right(known) else known
+    if repeats := len(asked.rows) - len(first_of):
+        said = "%s: %d rows repeat the prompt of another: each prompt is answered once, with the first right answer"
+        logger.info(said, asked.where, repeats)
     rows = [*first_of.values()][: given.limit]
     if all(len(row["prompt_ids"]) < 2 for row in rows):
         raise InputError(f"{asked.where}: its rows have no prompts to answer")
@@ -107,8 +116,7 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
     read = _hash([(row["prompt_ids"], row.get("images")) for row in rows])
     key = asked.key() | {"prompts": read, "url": given.url, "batch_size": given.batch_size}
     with PieceFile(given.out, key) as file:
-        starts = [*range(0, len(rows), PIECE)]
-        for first in tqdm(starts[file.done :], "sampling", len(starts), initial=file.done, unit="piece", disable=None):
+        for first in file.left(range(0, len(rows), PIECE), "sample"):
             some = rows[first : first + PIECE]
             prompts = [Prompt.of(row) for row in some for _ in range(asked.count)]
             found = answer(prompts, first)
@@ -132,14 +140,17 @@ class _Asked:
     def set(self, given: Any, options: Any, seed: int) -> None:
         """What the command says, or else `options` of a recipe."""
         known = {"num_generations": 1, "temperature": 1.0, "max_completion_length": self.longest} | vars(options)
-        self.count = given.n or known["num_generations"]
         self.temperature = known["temperature"] if given.temperature is None else given.temperature
+        self.count = given.n or (known["num_generations"] if self.temperature else 1)
+        if self.count > 1 and not self.temperature:
+            raise InputError(f"--n {self.count} at temperature 0 gives the same answer each time: drop --n")
         self.longest = given.max_completion_length or known["max_completion_length"]
         self.seed = seed if given.seed is None else given.seed
 
     def key(self) -> dict[str, Any]:
         """All that answers depend on, besides prompts and a server."""
-        options = {"n": self.count, "temperature": self.temperature, "longest": self.longest, "seed": self.seed}
+        options = {"n": self.count, "temperature": self.temperature, "seed": self.seed}
+        options |= {"max_completion_length": self.longest}
         return {"model": self.section.name_or_path, "weights": self.weights, "ends": self.ends, **options}
 
     def written(self, row: dict[str, Any], answer: list[int], logps: list[float]) -> dict[str, Any]:
@@ -168,7 +179,7 @@ def _of_recipe(recipe: Recipe, given: Any) -> _Asked:
     config.keep_asked = True
     tokenizer, _ = parts.check_models(recipe)
     if given.prompts:
-        rows = read_prompts(Source(given.prompts), tokenizer, reading_options(**vars(config)))
+        rows = read_prompts(_prompts(given), tokenizer, reading_options(**vars(config)))
     else:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)[0][given.split]
     if not isinstance(rows, datasets.Dataset):
@@ -181,14 +192,21 @@ def _of_recipe(recipe: Recipe, given: Any) -> _Asked:
     return asked
 
 
+def _prompts(given: Any) -> Source:
+    """The file with the prompts."""
+    return Source(given.prompts, columns=dict(given.columns) or None)
+
+
 def _of_model(section: ModelSection, given: Any) -> _Asked:
     """A model by name, and the prompts of a file."""
     from ..models.load import load_tokenizer
     from .answers import read_prompts, reading_options
 
     tokenizer = load_tokenizer(section)
-    options = reading_options(apply_chat_template=given.apply_chat_template)
-    asked = _Asked(section, tokenizer, read_prompts(Source(given.prompts), tokenizer, options), given.prompts)
+    switches = given.chat_template_kwargs
+    options = reading_options(apply_chat_template=given.apply_chat_template, chat_template_kwargs=switches)
+    rows = read_prompts(_prompts(given), tokenizer, options)
+    asked = _Asked(section, tokenizer, rows, given.prompts, switches)
     asked.set(given, argparse.Namespace(), 42)
     return asked
 

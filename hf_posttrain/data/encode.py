@@ -21,7 +21,7 @@ CUT = PROMPT_CUT | COMPLETION_CUT
 of users or tools count as a part of an answer; a picture would be cut, so that the row is left out."""
 MARKS = {"weight": "0 or 1", "train": "true or false"}
 """Keys of a turn that say whether it is trained, in the manner of OpenAI and others, and what they may be."""
-VERSION = 10
+VERSION = 11
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 
@@ -83,10 +83,12 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
         top = max((i for part in (sample.prompt, *sample.branches) for i in part), default=0)
         if top >= plan.vocabulary:
             raise InputError(f"columns {plan.form}: token id {top} is none of the tokenizer's {plan.vocabulary}")
-    # plain strings become turns where apply_chat_template asks for it
-    if plan.as_chat and isinstance(sample.prompt, str):
+    # plain strings become turns where apply_chat_template asks for it; so do right answers, which are not trained
+    if to_turns := plan.as_chat and isinstance(sample.prompt, str):
+        sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}])
+    if to_turns or (plan.rows.sampled and sample.is_chat):
         answers = [[{"role": "assistant", "content": b}] if isinstance(b, str) else b for b in sample.branches]
-        sample = sample._replace(prompt=[{"role": "user", "content": sample.prompt}], branches=answers)
+        sample = sample._replace(branches=answers)
     # a system turn that stands in a column of its own, and tools, which plain text has no place for
     with_columns = "_ids" not in plan.form and plan.form != "text"
     if row.get("system") and with_columns:
@@ -127,12 +129,14 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
     whole = plan.rows.masked and sample.prompt is None and sample.is_chat
     if whole and not any(turn["role"] == "assistant" for turn in sample.branches[0]):
         raise InputError(f"column {plan.form!r}: no turn is an assistant's, so there is no answer to train")
-    # where answers are sampled, the last turn of a conversation is its answer
+    # where answers are sampled, the last turn of a conversation is its answer; one that is labelled false is none
     if plan.rows.sampled and sample.prompt is None:
         turns = sample.branches[0]
         answered = turns[-1]["role"] == "assistant" and len(turns) > 1
         prompt, answers = (turns[:-1], [turns[-1:]]) if answered else (turns, [])
-        return [sample._replace(prompt=prompt, branches=answers)]
+        sample = sample._replace(prompt=prompt, branches=answers)
+    if plan.rows.sampled and row.get("label") in (False, 0):
+        sample = sample._replace(branches=[], mask=None)
     return [sample]
 
 
@@ -333,6 +337,7 @@ def fit(sample: Sample, plan: Plan) -> tuple[Sample, int]:
         prompt = _without_left(prompt, size, plan.bos)
         branches = [branch[: plan.max_length - len(prompt)] for branch in branches]
         mask = mask and mask[: len(branches[0])]
+
     def seen(prompt: list[int], branches: list[list[int]]) -> int:
         return sum(token in plan.image_ids for part in (prompt, *branches) for token in part)
 

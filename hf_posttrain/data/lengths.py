@@ -12,7 +12,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from .packing import example_lengths, lengths_of
 
 logger = logging.getLogger(__package__)
@@ -117,18 +117,21 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
         )  # fmt: skip
 
 
-def check_answered(rows: Any, why: str) -> np.ndarray:
-    """The lengths of all completions, none for a stream. Raises InputError, with the reason, where a row has none."""
+def check_answered(rows: Any, tokenizer: Any, why: str) -> np.ndarray:
+    """The lengths of all completions, none for a stream. Raises InputError, with the reason, where rows have none, or
+    one that is labelled false."""
     lengths = lengths_of(rows, "completion_ids") if isinstance(rows, datasets.Dataset) else np.ones(1)
     if not lengths.all():
-        raise InputError(f"{why}, and row {lengths.argmin()} has none")
+        asked = tokenizer.decode(rows[int(lengths.argmin())]["prompt_ids"], skip_special_tokens=True)
+        count = f"{(lengths == 0).sum()} of {len(rows)} rows have none, or a wrong one"
+        raise InputError(f"{why}, and {count} (the first prompt: {shown(asked)})")
     return lengths
 
 
-def check_completions(rows: Any, longest: int) -> None:
+def check_completions(rows: Any, tokenizer: Any, longest: int) -> None:
     """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none, and warns where it is
     cut at `longest` tokens."""
-    lengths = check_answered(rows, "lmbda below 1 trains on completions of the data")
+    lengths = check_answered(rows, tokenizer, "lmbda below 1 trains on completions of the data")
     if count := int((lengths > longest).sum()):
         said = "train: %d completions of the data are cut at max_completion_length %d, their ends with them"
         logger.warning(said, count, longest)

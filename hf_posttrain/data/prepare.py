@@ -209,8 +209,13 @@ def columns_read(dataset: Any, name: str, method: Reader, config: Any) -> list[s
     """The columns of a data set `name` that `method` reads. Raises InputError where it can read none, or not all."""
     renamed, columns, form = _opened(dataset, method, config)
     _refuse_lost_prompt(renamed, columns, form, name)
-    left = {*unread(columns, form)} - columns_for_teacher(config, columns) - {*PICTURES}
+    left = {*unread(columns, form)} - columns_for_teacher(config, columns) - {*PICTURES} - _of_answers(method)
     return [theirs for theirs, ours in zip(_columns(dataset), columns, strict=True) if ours not in left]
+
+
+def _of_answers(method: Reader) -> set[str]:
+    """Columns besides the format that say whether an answer of the data is the right one."""
+    return {"label"} if method.rows.sampled else set()
 
 
 def _undecoded(dataset: Any) -> Any:
@@ -266,7 +271,7 @@ def notes(
         if written and any(map(holds_null, islice(dataset[column], 1000))):
             why = "a file that Arrow or pandas wrote has them for the keys of other rows: take them out there"
             found[f"column {column!r} has nulls inside calls or tools, which are trained; {why}"] = logging.WARNING
-    used = {"index", "prompt_key", *ADDED} - {*PICTURES} | columns_for_teacher(config, columns)
+    used = {"index", "prompt_key", *ADDED} - {*PICTURES} | columns_for_teacher(config, columns) | _of_answers(method)
     used |= {*PICTURES} if sees else set()
     if aside := [column for column in unread(columns, form) if column not in used]:
         found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO

@@ -32,16 +32,15 @@ class ExactMatch(evaluate.Metric):
 
 
 def answerable(rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]]]:
-    """(prompts, their right answers) of prepared rows: the chosen or desirable ones.
+    """(prompts, their right answers) of prepared rows that have one: the chosen or desirable ones.
 
-    Raises InputError for rows without a prompt or an answer.
+    Raises InputError for rows without prompts, or without answers.
     """
-    kept = [row for row in rows if row.get("label", True)]
-    prompts = [Prompt.of(row) for row in kept]
-    gold = [first_turn(row) for row in kept]
-    if not kept or not all(gold) or all(len(prompt) < 2 for prompt in prompts):
+    answered = [(Prompt.of(row), first_turn(row)) for row in rows if row.get("label", True)]
+    answered = [(prompt, gold) for prompt, gold in answered if gold]
+    if all(len(prompt) < 2 for prompt, _ in answered):
         raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
-    return prompts, gold
+    return [prompt for prompt, _ in answered], [gold for _, gold in answered]
 
 
 def first_turn(row: dict) -> list[int]:
@@ -80,6 +79,9 @@ def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     if cut:
         said = "eval_exact_match: %d of %d answers of the data do not end: they are left out"
         logger.warning(said, cut, cut + len(gold))
+    wanted = sum(row.get("label", True) for row in rows)
+    if lacking := wanted - cut - len(gold):
+        logger.warning("eval_exact_match: %d of %d rows have no right answer: they are left out", lacking, wanted)
     args, accelerator = trainer.args, trainer.accelerator
     # each rank answers its share of the rows; hits and answers are added up over the ranks
     mine = slice(accelerator.process_index, None, accelerator.num_processes)

@@ -4,13 +4,15 @@ import importlib
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from ..errors import InputError
 from .final_answer import final_answer
 
 Grader = Callable[..., Sequence[float]]
-"""(prompts, completions, references: texts) -> a number for each completion; as TRL's reward functions, by keyword."""
+"""(prompts, completions, references: texts, by keyword) -> a number for each completion."""
 
 
 def exact_match(prompts: list[str], completions: list[str], references: list[str | None]) -> list[float]:
@@ -49,7 +51,9 @@ def grade(
     except InputError:
         raise
     except Exception as error:  # of the user's code
-        raise InputError(f"{name} failed: {type(error).__name__}: {error}") from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(last.filename).name}, line {last.lineno}"
+        raise InputError(f"{name} failed: {type(error).__name__}: {error} ({place})") from error
     try:
         found = [float(value) for value in given]
     except (TypeError, ValueError):  # such as None, or texts

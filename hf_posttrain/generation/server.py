@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import urllib3
 from accelerate.utils import gather_object
-from urllib3.exceptions import HTTPError
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from ..errors import InputError
 
@@ -36,12 +36,14 @@ PLAIN = {
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip
 """Sampling from the model's own distribution, whatever its generation config says."""
+LATE = 408
+"""What HTTP calls a request that timed out."""
 Asked = TypeVar("Asked")
 Found = TypeVar("Found")
 
 
 class _NowAndThen(logging.Filter):
-    """Passes one of urllib3's lines about a try that failed, and no other for QUIET seconds."""
+    """Passes one of urllib3's lines about a try that failed, in other words, and no other for QUIET seconds."""
 
     last = -math.inf
 
@@ -52,6 +54,9 @@ class _NowAndThen(logging.Filter):
         if now - self.last <= QUIET:
             return False
         self.last = now
+        if isinstance(record.args, tuple) and len(record.args) == 3:
+            _, error, path = record.args
+            record.msg, record.args = "no answer to %s (%s): it is asked again", (path, _reason(error))
         return True
 
 
@@ -59,7 +64,8 @@ logging.getLogger("urllib3.connectionpool").addFilter(_NowAndThen())
 
 
 class ServerError(InputError):
-    """A server is not there, refuses, or answers otherwise than it must. status: of HTTP, 0 where nothing answered."""
+    """A server is not there, refuses, or answers otherwise than it must. status: of HTTP, 0 where nothing answered,
+    LATE where it took too long."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
@@ -88,8 +94,9 @@ class Server:
         try:
             answer = self.pool.request(method, url, **options)
         except HTTPError as error:
-            reason = str(getattr(error, "reason", None) or error).rpartition("): ")[2]
-            where = f"no server answers at {url} ({reason})"
+            if isinstance(reason := getattr(error, "reason", None) or error, ReadTimeoutError):
+                raise ServerError(f"{self.option}: {url} took too long ({_reason(reason)})", LATE) from error
+            where = f"no server answers at {url} ({_reason(reason)})"
             raise ServerError(f"{self.option}: {where}: start it, or correct the URL") from error
         text = answer.data.decode(errors="replace")
         if answer.status != 200:
@@ -195,6 +202,11 @@ def together(ask: Callable[[], Found]) -> Found:
     if first := next(filter(None, told), None):
         raise ServerError(*first) from error
     return found  # type: ignore[return-value]
+
+
+def _reason(error: Any) -> str:
+    """What an error of urllib3 says, without the connection that had it."""
+    return str(error).rpartition("): ")[2]
 
 
 def _said(text: str) -> str:

@@ -109,7 +109,8 @@ class KTOTrainer(PostTrainer):
         """As PostTrainer has it; the classes may be other ones."""
         super().prepare_replaced()
         self.learn_of_rows(self.train_dataset)
-        if "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
+        labelled = "label" in (getattr(self.train_dataset, "column_names", None) or ())  # in rounds they are prompts
+        if labelled and "auto" in (self.args.desirable_weight, self.args.undesirable_weight):
             logger.info("class weights: desirable %.3g, undesirable %.3g", *self.class_weights)
 
     def learn_of_rows(self, rows: Any) -> None:

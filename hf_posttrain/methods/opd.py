@@ -162,11 +162,15 @@ class OPDTrainer(PostTrainer):
         self.synchronised: int | None = None
         """The step whose weights are where rollouts are sampled."""
         if self.args.lmbda < 1:
-            check_completions(self.train_dataset, self.args.max_completion_length)
-        if self.reward and self.reward.function == "exact_match":
-            evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-            for name, data in {"train": self.train_dataset, **evaluated}.items():
-                check_answered(data, f"reward: exact_match compares with completions of the data ({name})")
+            check_completions(self.train_dataset, self.tokenizer, self.args.max_completion_length)
+
+    @classmethod
+    def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
+        """As PostTrainer has it. Raises InputError where a reward wants an answer of the data that is missing."""
+        made = super().prepare_rows(rows, tokenizer, args, name)
+        if args.reward and args.reward.get("function") == "exact_match":
+            check_answered(made, tokenizer, f"{name}: reward exact_match compares with completions of the data")
+        return made
 
     @staticmethod
     def examples(row: dict) -> list[Example]:

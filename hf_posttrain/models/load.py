@@ -323,7 +323,10 @@ def names_the_source(what: str, name: str) -> Iterator[None]:
     """Turns what from_pretrained raises into one line that names the model, and its nearest folder if it is missing."""
     try:
         yield
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
+    except Exception as error:
+        # tokenizers raises Exception itself
+        if not isinstance(error, OSError | ValueError | ImportError | SafetensorError) and type(error) is not Exception:
+            raise
         first = str(error).strip().partition("\n")[0].rstrip(".")
         if (path := Path(name)).exists():
             raise InputError(f"{what} {name}: {first}") from error

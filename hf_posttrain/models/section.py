@@ -82,9 +82,11 @@ def section_of_adapter(folder: Path, base: str | None = None) -> ModelSection:
     """The section of the adapter in a folder on its base (None: the one that it names), which sees where a run has
     saved a processor. Raises InputError for a folder without an adapter."""
     file = folder / ADAPTER
+    if not folder.exists():
+        raise InputError(f"there is no folder {folder}{nearest_path(folder)}")
     if not file.is_file() or not any(folder.glob("adapter_model.*")):
         inside = sorted(folder.glob(f"*/{ADAPTER}"), key=os.path.getmtime)
-        hint = f"; did you mean '{inside[-1].parent}'?" if inside else "" if folder.is_dir() else nearest_path(folder)
+        hint = f"; did you mean '{inside[-1].parent}'?" if inside else ""
         raise InputError(f"{folder} has no adapter ({ADAPTER} and adapter_model.safetensors){hint}")
     try:
         named = base or json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]

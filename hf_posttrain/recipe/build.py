@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import InputError, error_context
 from ..methods import METHODS, config_class, trainer_class
+from ..rounds.judges.section import MODELS
 from . import rules
 from .read import refuse, train_config
 from .sections import Recipe
@@ -108,6 +109,11 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
         if not (taught.own_tokenizer or taught.self):
             with error_context(recipe.where(f"{name}.name_or_path")):
                 models.check_same_vocabulary(tokenizer, models.load_tokenizer(taught))
+    if recipe.rounds and recipe.rounds.judge.by in MODELS:
+        from ..rounds.judges.models import check_judge
+
+        with error_context(recipe.where("rounds.judge.name")):
+            check_judge(recipe.rounds.judge)
     # an attention that the model or the machine may not have: eager and sdpa are always there
     for key, section in recipe.models():
         if section.attn_implementation not in ("auto", "eager", "sdpa"):
@@ -158,9 +164,15 @@ def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[I
 
 def make_output_dir(recipe: Recipe, config: Any) -> None:
     """Make config.output_dir. Raises InputError where the system refuses it."""
+    from ..trainer.checkpoint import find_checkpoint
+
     folder = Path(config.output_dir)
-    if not config.resume_from_checkpoint and (folder / "trainer_state.json").exists():
-        logger.warning("%s holds an earlier run: its files will be overwritten", folder)
+    if not config.resume_from_checkpoint:
+        if found := find_checkpoint(config.output_dir):
+            said = "%s is of an earlier run, whose files this one overwrites: train.resume_from_checkpoint=auto goes on"
+            logger.warning(said, found)
+        elif (folder / "trainer_state.json").exists():
+            logger.warning("%s holds an earlier run: its files will be overwritten", folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,11 +50,62 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+def _type(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type of argparse's: what `read` makes of an argument, or the problem that it raises as InputError."""
+
+    def reading(text: str) -> Any:
+        try:
+            return read(text)
+        except InputError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return reading
+
+
+@_type
+def _renamed(pair: str) -> tuple[str, str]:
+    ours, found, theirs = pair.partition("=")
+    if not found:
+        raise InputError(f"{pair!r} is not ours=theirs, such as prompt=question")
+    return ours, theirs
+
+
+@_type
+def _template(file: str) -> str:
+    from .rules import template_problem
+
+    if problem := template_problem(file):
+        raise InputError(problem)
+    return file
+
+
+@_type
+def _switches(text: str) -> dict[str, Any]:
+    from ..data.formats import read_template_kwargs
+
+    return read_template_kwargs(text)
+
+
+_SHARED: dict[str, dict[str, Any]] = {
+    "columns": {"type": _renamed, "nargs": "+", "default": [], "metavar": "ours=theirs",
+                "help": "columns of the data, as prompt=question completion=answer"},
+    "chat_template": {"type": _template, "metavar": "FILE", "help": "a Jinja template, in place of the model's own"},
+    "chat_template_kwargs": {"type": _switches, "default": {}, "metavar": "JSON",
+                             "help": "options of the chat template, as '{\"enable_thinking\": false}'"},
+}  # fmt: skip
+
+
 class Parser(argparse.ArgumentParser):
     """Raises InputError where argparse prints its usage and leaves."""
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"command line: {message}")
+
+    def add_shared(self, *names: str) -> None:
+        """Options that several commands have: `columns` (pairs of names), `chat_template` (a file that renders) and
+        `chat_template_kwargs` (a mapping)."""
+        for name in names:
+            self.add_argument(f"--{name}", **_SHARED[name])
 
 
 def tell(text: str) -> None:

@@ -151,6 +151,6 @@ def _assign(tree: Any, names: Sequence[str], value: Any, key: str = "") -> Any:
         index = int(name)
         return [*tree[:index], _assign(tree[index], rest, value, join(key, name)), *tree[index + 1 :]]
     if not isinstance(tree, dict | None):
-        raise InputError(f"command line: {join(key, name)} cannot be set, {key} is {tree!r} and no mapping")
+        raise InputError(f"command line: {join(key, name)} cannot be set, {key} is {tree!r}: set {key} to a mapping")
     tree = tree or {}
     return {**tree, name: _assign(tree.get(name), rest, value, join(key, name))}

@@ -153,7 +153,8 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         # PEFT may have spelt the modules out for each layer.
         if not isinstance(modules := lora["target_modules"], str | None):
             lora["target_modules"] = sorted({module.rpartition(".")[2] for module in modules})
-    rounds = getattr(args, "rounds", None)
+    if rounds := getattr(args, "rounds", None):
+        arguments["num_train_epochs"] = args.passes  # as given: over the rows of a round
     return {
         "method": trainer.method.name, "rounds": rounds and rounds.described(),
         "base_model": name, "base_model_is_local": Path(name).exists(), "lora": lora,

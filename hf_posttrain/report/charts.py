@@ -23,7 +23,7 @@ COLUMNS = 3  # of the picture
 SMOOTHED_FROM, STRETCHES = 150, 40  # points from which a series may get a running mean, and how many windows it has
 POINTS, MARKED = 400, 30  # points of a line, at most; a line of at most so many is drawn with a mark at each
 TABLE_ROWS = 60  # rows that a line adds to the table of numbers, at most
-REPEATED = ("logprob/gap", "distill/advantage")  # differences of two other metrics, which are shown
+REPEATED = ("logprob/gap", "distill/advantage", "rounds/round")  # differences of other metrics, and what counts
 
 
 class Kind(NamedTuple):

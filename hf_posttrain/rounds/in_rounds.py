@@ -68,6 +68,7 @@ def in_rounds(trainer_class: Any, section: Any) -> Any:
     collator = type("RoundCollator", (_RoundCollator, trainer_class.collator_class), {})
     own = {"section": section, "collator_class": collator, "__module__": trainer_class.__module__}
     made: Any = type(trainer_class.__name__, (InRounds, trainer_class), own)
+    made.method = replace(method, key_metrics={"rounds/score": "score", **method.key_metrics})
     made.reads = replace(method, rows=PROMPTS)
     return made
 
@@ -130,11 +131,6 @@ class InRounds(PostTrainer):
             raise InputError("rounds.rollout: vllm shows prompts' pictures to nobody yet: drop it, or model.images")
         if self.data_collator.pictures and section.judge.by not in ("exact_match", "function"):
             raise InputError(f"rounds.judge: {section.judge.by} is shown no pictures yet: judge by a function")
-        if section.judge.by == "exact_match":
-            evaluated = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-            for name, data in {"train": self.train_dataset, **evaluated}.items():
-                if data is not None:
-                    check_answered(data, f"rounds: exact_match compares with completions of the data ({name})")
         self.vocabulary = drawable_ids(self.tokenizer, causal_lm(self.model).config)
         self.backend = make_backend(self, section)
         self.judge = make_judge(section.judge, self.tokenizer, self.args.device)
@@ -145,8 +141,12 @@ class InRounds(PostTrainer):
 
     @classmethod
     def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
-        """Prompts, with the right answers of the data where they have them."""
-        return prepare(rows, cls.reads, tokenizer, args, name)
+        """Prompts, with the right answers of the data where they have them. Raises InputError where the judge wants one
+        that is missing."""
+        made = prepare(rows, cls.reads, tokenizer, args, name)
+        if cls.section.judge.by == "exact_match":
+            check_answered(made, tokenizer, f"{name}: judge exact_match compares with completions of the data")
+        return made
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As PostTrainer has it; the weights may have changed since the last one."""

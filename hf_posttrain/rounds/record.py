@@ -15,6 +15,7 @@ from .judges.question import answer_row
 from .pairing import Paired
 
 logger = logging.getLogger(__name__)
+SUMMARY = "rounds.json"
 
 
 def record(trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired: Paired, seconds: float) -> None:
@@ -38,13 +39,39 @@ def record(trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired
     with (folder / f"{number}.jsonl").open("w", encoding="utf-8") as file:
         for row in _answer_rows(trainer, prompts, judged, paired):
             print(json.dumps(row, ensure_ascii=False), file=file)
+    found |= {name: int(found[name]) for name in ("rows", "left_out")}
     entry = {"round": number, "step": trainer.state.global_step, **found, "seconds": round(seconds, 1),
              "reasons": dict(paired.left_out)}  # fmt: skip
-    summary, partial = folder / "rounds.json", folder / "rounds.partial"
-    earlier = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else []
-    kept = [one for one in earlier if one["round"] < number]
-    partial.write_text(json.dumps([*kept, entry], indent=1) + "\n", encoding="utf-8")
-    partial.replace(summary)
+    earlier = [one for one in read_summary(folder.parent) if one["round"] < number]
+    write_summary(folder.parent, [*earlier, entry])
+    _warn_of_fall(entry, judged, earlier)
+
+
+def read_summary(output_dir: str | Path) -> list[dict[str, Any]]:
+    """An entry for each round that the run in this folder has drawn."""
+    file = Path(output_dir, FOLDER, SUMMARY)
+    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return found
+
+
+def write_summary(output_dir: str | Path, entries: list[dict[str, Any]]) -> None:
+    """The file that `read_summary` reads, whole or not at all."""
+    file = Path(output_dir, FOLDER, SUMMARY)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def _warn_of_fall(entry: dict[str, Any], judged: list[Judged], earlier: list[dict[str, Any]]) -> None:
+    """Warn where answers score clearly worse than those of an earlier round: by four times the mean's own error."""
+    best = max((one for one in earlier if "score" in one), key=lambda one: one["score"], default=None)
+    scores = [[score for score in one.scores if score is not None] for one in judged]
+    means = [np.mean(own) for own in scores if own]
+    if best and means and entry["score"] + 4 * np.std(means) / len(means) ** 0.5 < best["score"]:
+        said = "round %d: its answers score %.3g on average, and those of round %d %.3g: training made them worse"
+        advice = ": lower learning_rate; docs/rounds.md, What to watch, has more"
+        logger.warning(said + advice, entry["round"], entry["score"], best["round"], best["score"])
 
 
 def _answer_rows(
@@ -58,7 +85,8 @@ def _answer_rows(
         for number, (ids, score) in enumerate(zip(one.answers, one.scores, strict=True)):
             used = 1 if number in better else -1 if number in worse else 0
             told = {"score": score, "judge": str(trainer.section.judge), "used": used}
-            yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | told
+            as_ids = {"prompt_ids": prompt["prompt_ids"], "completion_ids": ids}
+            yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | as_ids | told
 
 
 def summarise(judged: list[Judged], ends: list[int]) -> dict[str, float]:

@@ -113,9 +113,22 @@ def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
         yield ("temperature",), "temperature: 0 gives the same answer each time: set it above 0"
     for names, said in pair_problems(rounds.pair, kind):
         yield tuple(f"pair.{name}" for name in names), f"pair.{said}"
+    yield from _out_of_range(rounds)
     for names, said in judge_problems(rounds.judge):
         yield tuple(f"judge.{name}" for name in names), f"judge.{said}"
     yield from vllm_problems(rounds)
+
+
+def _out_of_range(rounds: RoundsSection) -> Iterator[Problem]:
+    """Thresholds and margins that no score reaches, of judges whose scores are from 0 to 1."""
+    by, pair = rounds.judge.by, rounds.pair
+    if by not in ("exact_match", "url"):
+        return
+    if pair.threshold is not None and not 0 < pair.threshold <= 1:
+        problem = f"pair.threshold={pair.threshold:g}: scores of {by} are from 0 to 1: set it above 0 and up to 1"
+        yield ("pair.threshold",), problem
+    if pair.margin > 1:
+        yield ("pair.margin",), f"pair.margin={pair.margin:g}: scores of {by} are from 0 to 1: set it below 1"
 
 
 def pair_problems(pair: PairSection, kind: RowKind) -> Iterator[Problem]:

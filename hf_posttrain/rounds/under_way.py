@@ -11,6 +11,7 @@ from pyarrow import parquet
 from transformers import TrainerCallback
 
 from .draw import FOLDER
+from .record import read_summary, write_summary
 
 
 class Round(TrainerCallback):
@@ -29,7 +30,8 @@ class Round(TrainerCallback):
         """Into a checkpoint. What the pieces on disk have is in it, or in an earlier one."""
         if self.rows is not None and self.trainer.args.should_save:
             parquet.write_table(self.rows.with_format("arrow")[:], Path(folder, self.ROWS))
-            Path(folder, self.NUMBER).write_text(json.dumps({"round": self.number}), encoding="utf-8")
+            told = {"round": self.number, "told": read_summary(self.trainer.args.output_dir)}
+            Path(folder, self.NUMBER).write_text(json.dumps(told), encoding="utf-8")
         self.remove_pieces()
 
     def remove_pieces(self) -> None:
@@ -44,8 +46,10 @@ class Round(TrainerCallback):
         self.number, self.rows, self.drawn = -1, None, None
         if folder is not None and Path(folder, self.NUMBER).exists():
             rows = datasets.Dataset(datasets.table.InMemoryTable(parquet.read_table(Path(folder, self.ROWS))))
-            number = json.loads(Path(folder, self.NUMBER).read_text(encoding="utf-8"))["round"]
-            self.trainer.set_rows(number, rows)
+            kept = json.loads(Path(folder, self.NUMBER).read_text(encoding="utf-8"))
+            self.trainer.set_rows(kept["round"], rows)
+            if self.trainer.args.should_save and kept.get("told"):  # a run that began anew may have lost it
+                write_summary(self.trainer.args.output_dir, kept["told"])
         elif folder is None and self.trainer.args.should_save:
             for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
                 file.unlink()

@@ -31,6 +31,18 @@ _UNWRITABLE = re.compile(
 )  # what Python, safetensors, tokenizers and torch say of a write that failed
 
 
+def hold(file: Any) -> None:
+    """Lock an open file until it is closed, or the process that holds it ends, however it does. Raises BlockingIOError
+    where another process has it."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:  # a file system without locks
+        logger.info("%s is not locked against other processes (%s)", file.name, error)
+
+
 @contextmanager
 def locked(args: Any) -> Iterator[None]:
     """Inside, no other process trains in `args.output_dir`; the first rank holds it for all. May be nested.
@@ -44,15 +56,13 @@ def locked(args: Any) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / LOCK).open("a+", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            hold(file)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "a process"
             raise InputError(
                 f"output_dir: another run ({holder}) trains in {args.output_dir}: wait for it, or set another"
             ) from None
-        except OSError as error:  # a file system without locks
-            logger.info("%s is not locked against a second run (%s)", args.output_dir, error)
         file.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
         _held.add(folder)

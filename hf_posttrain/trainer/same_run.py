@@ -77,7 +77,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     }
     if rounds := getattr(args, "rounds", None):
         # where a round begins depends on the length of a run, whatever its learning rate does
-        found["rounds"] = rounds.described() | {"passes": args.passes, "max_steps": args.max_steps}
+        found |= {"rounds": rounds.described(), "num_train_epochs": args.passes, "max_steps": args.max_steps}
     if not isinstance(trainer.train_dataset, datasets.Dataset):
         if trainer.recipe:  # not all rows of a stream are known
             sources = trainer.recipe["data"]["train"]

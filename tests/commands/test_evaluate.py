@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -192,7 +193,7 @@ def test_conversations(folder, capsys):
     [entry] = evaluated(capsys, "tiny", "--data", "chats.jsonl")
     assert entry["metrics"]["answer_nll"] == close(-fmean(values))
     assert entry["metrics"]["length"] == fmean(map(len, answers))
-    assert "exact_match and --metrics of 1 rows: their answers are missing" in "\n".join(entry["left_out"])
+    assert "exact_match of 1 rows: their answers are missing" in "\n".join(entry["left_out"])
 
 
 def test_conversations_without_answers_are_answered(folder, capsys):
@@ -230,7 +231,7 @@ def test_cut_answers_are_not_compared(folder, capsys):
     """Their final answer is not known; what is left of them is scored."""
     write_rows("long.jsonl", [*rows_of("qa.jsonl")[:3], {"prompt": "Hi", "completion": "no " * 40 + "#### 8"}])
     [entry] = evaluated(capsys, "tiny", "--data", "long.jsonl", "--max_length", "50")
-    assert entry["left_out"][1].startswith("exact_match and --metrics of 1 rows")
+    assert entry["left_out"][1].startswith("exact_match of 1 rows")
     assert entry["metrics"]["exact_match"] == of_prompts(stopping(), rows_of("qa.jsonl")[:3])["exact_match"]
 
 
@@ -360,6 +361,16 @@ def test_only_a_run_or_output_is_written_into(folder, capsys):
     assert {*Path().rglob("*")} == before
     metrics(capsys, "tiny", "--data", "qa.jsonl", "--output", "new/results")
     assert sorted(path.name for path in Path("new/results").iterdir()) == ["all_results.json", "evaluations.json"]
+
+
+def test_numbers_that_another_file_of_the_same_name_replaces_are_told(folder, capsys, caplog):
+    Path("other").mkdir()
+    shutil.copy("qa.jsonl", "other/qa.jsonl")
+    for data, told in (("qa.jsonl", ""), ("other/qa.jsonl", "were of qa.jsonl, and are of other/qa.jsonl now")):
+        caplog.clear()
+        metrics(capsys, "tiny", "--data", data, "--limit", "2", "--output", "kept")
+        assert told in caplog.text
+        assert told or "numbers of eval_qa_" not in caplog.text
 
 
 def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):

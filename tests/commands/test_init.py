@@ -242,12 +242,27 @@ def test_rounds_begin_from_prompts(method):
     write_rows("mine.jsonl", EXAMPLES)
     init.main([method, "--rounds", "3", "--data", "mine.jsonl", "--yes"])
     tree = yaml.safe_load(Path(f"{method}.yaml").read_text())
-    assert tree["rounds"] == {"count": 3, "num_generations": 8, "judge": "exact_match"}
+    expected = {"count": 3, "num_generations": 8, "max_completion_length": 256, "judge": "exact_match"}
+    assert tree["rounds"] == expected
+    assert tree["train"]["save_strategy"] == "epoch"
+    assert "precompute_ref_log_probs" not in tree["train"]
+    assert "eval_strategy" not in tree["train"]
     assert tree["data"] == {"train": {"path": "mine.jsonl", "columns": MAPPING}}
     init.main([method, "--rounds", "2", "--yes", "-o", "usual.yaml"])
     [sampling, *_] = methods_of(PROMPTS)
     shipped = yaml.safe_load((SHIPPED / f"{sampling}.yaml").read_text())
-    assert yaml.safe_load(Path("usual.yaml").read_text())["data"] == shipped["data"]
+    usual = yaml.safe_load(Path("usual.yaml").read_text())
+    assert usual["data"] == shipped["data"]
+    assert usual["train"].get("nll_coef") == (1.0 if method == "dpo" else None)  # as dpo_rounds.yaml has it
+    assert ("eval" in usual["data"]) == ("eval_strategy" in usual["train"])
+
+
+@pytest.mark.parametrize("rows", [[{"prompt": "1+1="}], [{"messages": [{"role": "user", "content": "1+1="}]}]])
+def test_rounds_on_data_without_answers_name_another_judge(rows):
+    write_rows("asked.jsonl", rows)
+    init.main(["cpo", "--rounds", "2", "--data", "asked.jsonl", "--yes"])
+    tree = yaml.safe_load(Path("cpo.yaml").read_text())
+    assert tree["rounds"]["judge"] == {"by": "model", "name": "ORG/REWARD_MODEL"}
 
 
 @pytest.mark.parametrize("name", [

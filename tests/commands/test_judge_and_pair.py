@@ -28,6 +28,11 @@ def length(prompts, completions, references):
     return [len(text) for text in completions]
 
 
+def broken(prompts, completions, references):
+    """A judge with a mistake."""
+    return [{}["score"] for _ in completions]
+
+
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -105,6 +110,9 @@ def test_a_teacher_scores_texts_with_their_end(folder):
         (["--by", "url", "http://127.0.0.1:9"], "no server answers"),
         (["--by", "url", "http://x", "--question", "nowhere.txt"], "nowhere.txt cannot be read"),
         (["--by", "exact_match", "--out", "answers.jsonl"], "answers.jsonl is there already"),
+        (["--by", "exact_match", "--out", "no/judged.jsonl"], "there is no folder no"),
+        (["--by", "function", "localhost:8000"], "is not package.module:name; a server is http://localhost:8000"),
+        (["--by", "function", "test_judge_and_pair:broken"], "KeyError: 'score' (test_judge_and_pair.py, line "),
     ],
 )
 def test_what_cannot_judge_is_said_in_a_line(arguments, said, folder, capsys):
@@ -121,7 +129,7 @@ def test_what_cannot_judge_is_said_in_a_line(arguments, said, folder, capsys):
         ([{"prompt": "p"}], "no column 'completion': hf-posttrain sample writes such rows"),
         ([{"prompt": "p", "completion": 4}], "row 0: completion is 4"),
         ([{"prompt": "", "completion": "a"}], "row 0: prompt is ''"),
-        ([{"prompt": "p", "completion": "a"}], "exact_match needs rows with an answer"),
+        ([{"prompt": "p", "completion": "a"}], "answers.jsonl, row 0: column 'reference': missing or null"),
     ],
 )
 def test_rows_that_cannot_be_judged_are_named(rows, said, folder, capsys):
@@ -207,10 +215,13 @@ def test_a_file_goes_on_behind_its_last_whole_piece(tmp_path):
     with part.open("a") as cut:
         cut.write('{"n": 3, "tex')
     assert not out.exists()
-    with pytest.raises(InputError, match="holds rows of another model, file or option"):
-        PieceFile(out, {"of": 2})
+    with pytest.raises(InputError, match="is of an earlier command, with another n, of: give that again"):
+        PieceFile(out, {"of": 2, "n": 1} | key | {"of": 2})
     with PieceFile(out, key) as file:
         assert file.done == 1
+        assert [*file.left([0, 64, 128], "test")] == [64, 128]
+        with pytest.raises(InputError, match="another process writes"):
+            PieceFile(out, key)
         file.write([{"n": 2}])
         assert [*file.finish()] == [{"n": 0}, {"n": 1}, {"n": 2}]
     assert read(out) == [{"n": 0}, {"n": 1}, {"n": 2}]

@@ -136,7 +136,7 @@ def test_a_model_that_sees_is_merged_with_its_tower(folder):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (["adaptr", "new"], "adaptr has no adapter (adapter_config.json and adapter_model.safetensors); did you mean"),
+    (["adaptr", "new"], "there is no folder adaptr; did you mean 'adapter'?"),
     (["base", "new"], "base has no adapter (adapter_config.json and adapter_model.safetensors)"),
     (["adapter", "base"], "OUT: base is there already"), (["adapter", "file"], "OUT: file is there already"),
     (["adapter", "file/new"], "OUT: file/new cannot be written (Not a directory)"),

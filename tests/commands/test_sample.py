@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import datasets
 import pytest
@@ -94,11 +95,32 @@ def test_rows_are_what_the_model_said_and_how_likely_that_was(folder):
     assert sampled("train.temperature=0.7", "train.seed=5", out="other.jsonl") != rows
 
 
-def test_greedy_answers_and_other_numbers_of_them(folder):
-    rows = sampled("--n", "3", "--temperature", "0", "--max_completion_length", "4")
-    assert len(rows) == 6
-    assert rows[0] == rows[1] == rows[2]
+def test_a_greedy_answer_is_one_and_does_not_depend_on_the_seed(folder):
+    rows = sampled("--temperature", "0", "--max_completion_length", "4")  # the recipe's num_generations is of sampling
+    assert len(rows) == 2
     assert max(len(row["completion_ids"]) for row in rows) == 4
+    assert sampled("--temperature", "0", "--max_completion_length", "4", "--seed", "7", out="again.jsonl") == rows
+
+
+def test_the_right_answer_is_one_that_is_not_labelled_false(folder):
+    turns = [{"role": "user", "content": "Hi"}]
+    rows = [("no", False), ("Hello", True), ("Hey", True)]
+    write_rows(folder / "labelled.jsonl", [{"prompt": turns, "completion": said, "label": good} for said, good in rows])
+    write_rows(folder / "wrong.jsonl", [{"prompt": turns, "completion": "no", "label": False}])
+    [row] = sampled("--prompts", "labelled.jsonl", "--n", "1")
+    assert row["reference"] == "Hello"
+    [row] = sampled("--prompts", "wrong.jsonl", "--n", "1", out="other.jsonl")
+    assert "reference" not in row
+
+
+def test_columns_and_the_template_of_a_model_are_given(folder):
+    Path("asked.jsonl").write_text('{"question": "Hi"}\n')
+    Path("template.jinja").write_text("{{ mood }}: {{ messages[0].content }}")
+    template = "--apply_chat_template", "--chat_template", "template.jinja"
+    options = "--prompts", "asked.jsonl", "--out", "new.jsonl", "--max_completion_length", "4"
+    more = "--columns", "prompt=question", "--chat_template_kwargs", '{"mood": "glad"}'
+    assert run.main(["sample", "tiny", *options, *template, *more]) == 0
+    assert json.loads(Path("new.jsonl").read_text())["prompt"] == "glad: Hi"
 
 
 def test_rows_are_trained_as_they_were_sampled(folder):
@@ -116,6 +138,10 @@ def test_rows_are_trained_as_they_were_sampled(folder):
         (["--out", "new", "--n", "0"], "--n must be a number from 1 on"),
         (["--out", "new", "--split", "eval"], "no data.eval"),
         (["--out", "new", "--temperature", "-1"], "--temperature"),
+        (["--out", "new", "--columns", "prompt=x"], "--columns are those of --prompts"),
+        (["--out", "new", "--columns", "prompt"], "'prompt' is not ours=theirs"),
+        (["--out", "new", "--chat_template", "x"], "--chat_template: no file x"),
+        (["--out", "new", "--temperature", "0", "--n", "3"], "--n 3 at temperature 0 gives the same answer"),
         (["--out", "new", "train.temprature=1"], "temperature"),
         (["--out", "new", "model.name_or_path=nowhere"], "nowhere"),
         (["--out", "no/such/place"], "no/such/place"),

@@ -8,6 +8,7 @@ import re
 import select
 import sys
 import time
+from pathlib import Path
 
 import peft
 import pytest
@@ -28,6 +29,7 @@ from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.sft import SFTConfig
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.recipe.sections import Source
+from hf_posttrain.scoring.layouts import Prompt
 
 ASKED = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -124,7 +126,7 @@ def test_the_model_is_given_the_conversation_as_commands_change_it(talk, given):
     ]  # fmt: skip
     for line in ("(taken back)", "(a new system turn)", "(forgotten)", "(no system turn)", "(added to said.jsonl)"):
         assert line in told.splitlines()
-    assert told.count("(the temperature is 0.25)\n") == 2
+    assert told.count("the temperature is 0.25)\n") == 2
 
 
 @pytest.mark.parametrize(("lines", "said"), [
@@ -132,11 +134,13 @@ def test_the_model_is_given_the_conversation_as_commands_change_it(talk, given):
     (["/retry"], "(nothing was said yet)"), (["/save x"], "(nothing was said yet)"), (["Hi", "/save"], "(to which"),
     (["Hi", "/save no/x"], "(no/x cannot be written: No such file or directory)"),
     (["/compare"], "(there is no adapter to compare with)"), (["/help"], " /temperature  X: of sampling"),
-    (["/exit", "Hi"], "> \n"), (["x" * 600], "(this has 619 tokens, and the model 512 positions: say less)"),
+    (["/exit now", "Hi"], "> \n"), (["/temperature hot"], "(hot is no number from 0 on, such as 0.7: "),
+    (["/temperature"], "(the temperature is 0.7)"),
+    (["x" * 600], "(this has 619 tokens, and the model 512 positions: say less)"),
 ])  # fmt: skip
 def test_what_a_line_with_a_slash_cannot_do_is_said(lines, said, talk, given, folder):
     assert said in talk(lines, "base")
-    assert len(given) == lines.count("Hi") * ("/exit" not in lines)
+    assert len(given) == lines.count("Hi") * ("/exit now" not in lines)
     assert not (folder / "x").exists()
 
 
@@ -172,10 +176,30 @@ def test_a_base_model_continues_each_line(talk, given):
     told = talk(["Once upon", "a time", "/system x"], "base")
     assert given == ["Once upon", "a time"]
     assert told.startswith("(the model has no chat template: it continues each line as a plain text, as with ")
-    assert told.endswith("(no system turn)\n> \n")
+    assert told.endswith("(a plain text has no system turn: it needs a chat template)\n> \n")
     base_tokenizer().save_pretrained("base")
     assert not talk(["Once upon"], "base", "--plain").startswith("(")
     assert given[2:] == ["Once upon"]
+
+
+def test_texts_are_saved_each_by_itself_and_rows_of_other_columns_are_kept_apart(talk, given):
+    talk(["Once upon", "a time", "/save said.jsonl"], "base", "--plain")
+    said = [
+        {"prompt": "Once upon", "completion": "answer 1"}, {"prompt": "a time", "completion": "answer 2"},
+    ]  # fmt: skip
+    assert saved() == said
+    told = talk(["Hi", "/save said.jsonl"], "base")
+    assert "(said.jsonl has other rows than {messages}: name another file)" in told
+    Path("notes.txt").write_bytes(b"\xff\n")
+    assert "(notes.txt cannot be written: it is no text)" in talk(["Hi", "/save notes.txt"], "base")
+    assert saved() == said
+
+
+def test_an_answer_that_was_cut_is_marked(talk):
+    told = talk(["Hi"], "base", "--temperature", "0")
+    [ids] = Answerer(ModelSection("base")).generate([Prompt(base_tokenizer().encode(ASKED.format("Hi")))], 12)
+    assert ("(cut after 12 tokens)" in told) == (len(ids) == 12)
+    assert "(cut after 3 tokens)" in talk(["Hi"], "base", "--temperature", "0", "--max_new_tokens", "3")
 
 
 def test_a_saved_conversation_is_trained_on(talk):
@@ -224,8 +248,8 @@ def test_logits_that_are_nan_are_told_in_a_line(talk):
     (["base", "--temperature", "nan"], "--temperature must be a number from 0 on"),
     (["base", "--max_new_tokens", "0"], "--max_new_tokens must be"), (["base", "--seed", "-1"], "--seed must be"),
     (["base", "--chat_template", "base/chat_template.jinj"], "did you mean 'base/chat_template.jinja'?"),
-    (["base", "--chat_template_kwargs", "{x"], "is no mapping in JSON"),
-    (["base", "--chat_template_kwargs", "[1]"], "is no mapping in JSON"),
+    (["base", "--chat_template_kwargs", "{x"], "expected a mapping of options"),
+    (["base", "--chat_template_kwargs", "[1]"], "expected a mapping of options"),
     (["base", "--chat_template_kwargs", '{"x": "no"}'], "which templates take for true"),
     (["base", "--plain", "--system", "x"], "--system needs a chat template"), (["base", "--sed", "1"], "--sed"),
     (["small", "--adapter", "adapter"], "adapter adapter was not trained on small: the base lacks"), ([], "MODEL"),

@@ -93,13 +93,13 @@ ROWS = {  # of each kind of rows
     PROMPTS: [
         ({"prompt": "2+2?"}, {}), ({"prompt": [USER]}, {}), (PLAIN, {"max_length": 12, "max_completion_length": 6}),
         (TURNS, {}), ({"messages": CHAT}, {}), ({"conversations": SHARED}, {}), ({"prompt_ids": [50, 43]}, {}),
-        (TOKENS, {}), ({**ALPACA, "output": "4"}, {}),
+        (TOKENS, {}), ({**ALPACA, "output": "4"}, {}), ({**PLAIN, "label": False}, {}),
+        ({"prompt": [USER], "completion": "4"}, {}),
     ],
 }  # fmt: skip
 CASES = [(kind, row, options) for kind, rows in ROWS.items() for row, options in rows]
 
 # ---- mutations
-
 
 
 def deep():
@@ -249,7 +249,8 @@ def string(value):
 
 def message(raw):
     need(isinstance(raw, dict))
-    raw = {key: value for key, value in copy.deepcopy(raw).items() if value is not None}  # RecursionError: too deep
+    raw = {key: value for key, value in raw.items() if value is not None}
+    raw = {key: value if key == "content" else copy.deepcopy(value) for key, value in raw.items()}  # RecursionError
     if "from" in raw and "role" not in raw:
         need(isinstance(raw["from"], str))
         known = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
@@ -301,7 +302,7 @@ def answer(value):
 
 def blank(value):
     """Is an answer empty, which drops its row?"""
-    return not value.strip() if isinstance(value, str) else not (value[-1]["content"].strip() or value[-1]["calls"])
+    return not value.strip() if isinstance(value, str) else not (value[-1]["content"].strip() or value[-1].get("calls"))
 
 
 def single(value):
@@ -321,6 +322,7 @@ def prompt_and_answers(row, columns):
     """(prompt, answers): strings or lists of messages, one kind."""
     answers = [answer(row[column]) for column in columns]
     prompt = row.get("prompt") if "prompt" in row else None
+    prompt = string(prompt) if isinstance(prompt, str) else prompt
     whole = isinstance(prompt, str) and any(isinstance(a, list) and a[0]["role"] != "assistant" for a in answers)
     if "chosen" in columns and (prompt is None or whole):
         need(isinstance(answers[0], type(answers[1])))
@@ -354,14 +356,17 @@ def mask_of(value, ids):
 def assistants(plain, turns, tools, context):
     """Ids and mask of a conversation up to the last that an assistant wrote; of the first `context` ids none counts."""
     ids = plain.raw_ids(plain.begin + tools)
-    mask, end = [0] * len(ids), plain.special[END]
+    mask, special = [0] * len(ids), "|".join(map(re.escape, plain.special))
     for turn in turns:
-        head, text = plain.raw_ids(plain.header.format(turn["role"])), plain.raw_ids(plain.said(turn) + END)
-        rest = plain.raw_ids(plain.close.removeprefix(END))
-        words = re.sub("|".join(map(re.escape, plain.special)), "", turn["content"]).strip()
-        wrote = int(turn["role"] == "assistant" and words != "")
-        once = [wrote * (pair != (end, end)) for pair in zip([0, *text], text, strict=False)]
-        ids, mask = ids + head + text + rest, mask + [0] * len(head) + once + [0] * len(rest)
+        head, rest = plain.raw_ids(plain.header.format(turn["role"])), plain.raw_ids(plain.close.removeprefix(END))
+        ids, mask = ids + head, mask + [0] * len(head)
+        parts = re.findall(f".*?{re.escape(END)}", plain.said(turn) + END, re.DOTALL)  # an end may stand in it
+        words = [re.sub(special, "", part).strip() for part in parts]
+        need(turn["role"] != "assistant" or not any(words) or all(words[:-1]))  # nothing of it is left out
+        for part, own in zip(parts, words, strict=True):
+            text = plain.raw_ids(part)
+            ids, mask = ids + text, mask + [int(turn["role"] == "assistant" and own != "")] * len(text)
+        ids, mask = ids + rest, mask + [0] * len(rest)
     mask = [m * (n >= context) for n, m in enumerate(mask)]
     need(any(mask))
     size = len(mask) - mask[::-1].index(1)
@@ -430,8 +435,10 @@ def text_row(plain, row, kind, form, options):
     else:
         answering = [c for c in form.split(" + ") if c not in ("prompt", "instruction", "label")]
         prompt, answers = prompt_and_answers(row, answering)
-    if options.get("apply_chat_template") and isinstance(prompt, str):
+    begins_as_text = isinstance(prompt, str)
+    if options.get("apply_chat_template") and begins_as_text:
         prompt = [{"role": "user", "content": prompt}]
+    if (options.get("apply_chat_template") and begins_as_text) or (kind.sampled and isinstance(prompt, list)):
         answers = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
     need(all(isinstance(each, type(prompt)) for each in answers))
     if isinstance(prompt, str):
@@ -466,6 +473,8 @@ def expected(plain, kind, form, row, options):
     tokenised = "_ids" in form
     size = max(plain.special.values()) + 1
     prompt, branches, mask = token_row(row, size, kind) if tokenised else text_row(plain, row, kind, form, options)
+    if kind.sampled and row.get("label") in (False, 0):  # not the right answer
+        branches, mask = [], None
     ends = [] if tokenised else [[plain.special[end]] for end in (END, plain.text_end)]
     branches = [[] if branch in ends else branch for branch in branches]
     if kind.labelled and len(branches) == 2:
@@ -599,7 +608,7 @@ def test_all_kinds_and_formats_are_mutated():
         assert {form_of(of, row) for of, row, _ in CASES if of == kind} == {*kind.formats}
 
 
-IDS = (10, "1ef48370f7806814")
+IDS = (11, "39ba7a03ca2d65ad")
 """encode.VERSION, and the digest of what it makes of all ROWS."""
 
 

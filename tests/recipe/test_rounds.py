@@ -71,6 +71,7 @@ def test_the_resolved_recipe_is_read_again(folder):
         (["rounds.pair.threshold=1"], "rounds.pair.threshold is of labels"),
         (["rounds.judge={by: model}"], "rounds.judge.name is missing"),
         (["rounds.judge={by: model, name: nowhere/at/all}"], "rounds.judge.name: nowhere/at/all: no such folder"),
+        (["rounds.judge.opponents=2"], "rounds.judge is 'exact_match': set rounds.judge to a mapping"),
         (["rounds.judge=nowhere:grade"], "function 'nowhere:grade'"),
         (["rounds.max_completion_length=40"], "recipe.yaml:11: train.max_length: 40 leaves no prompt"),
         (["train.precompute_ref_log_probs=true"], "a round's rows are not known beforehand"),
@@ -93,6 +94,14 @@ def test_rows_without_answers_are_refused_for_exact_match(folder):
     (folder / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
     with pytest.raises(InputError, match="exact_match compares with completions of the data"):
         run.run(load_recipe(folder / "recipe.yaml"))
+
+
+def test_check_refuses_what_a_run_would_find_after_its_weights(folder, capsys):
+    assert run.main(["recipe.yaml", "--check", "rounds.judge={by: model, name: tiny}"]) == 2
+    assert "judge: tiny is Qwen3ForCausalLM: a reward model is a sequence classifier" in capsys.readouterr().err
+    (folder / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
+    assert run.main(["recipe.yaml", "--check"]) == 2
+    assert "judge exact_match compares with completions of the data, and 2 of 2" in capsys.readouterr().err
 
 
 def test_check_says_what_the_rounds_are(folder, capsys):

@@ -24,6 +24,7 @@ from transformers import TrainerCallback
 from vision_for_tests import pictures, seeing
 from vllm_for_tests import Serving
 
+from hf_posttrain import run
 from hf_posttrain.data.images import read_by
 from hf_posttrain.data.kinds import PREFERENCE, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prompt_key
@@ -354,9 +355,9 @@ def test_a_resumed_run_has_the_rounds_of_the_one_that_wrote_it(tmp_path):
     """Where a round begins depends on the length of a run, also under a constant rate."""
     config = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
     trainer("sft", tmp_path, **config).train()
-    for changed in ({"num_train_epochs": 2}, {"max_steps": 20}):
-        with pytest.raises(InputError, match="was written with other settings: rounds"):
-            trainer("sft", tmp_path, **config | changed).train(resume_from_checkpoint="auto")
+    for name, value in {"num_train_epochs": 2, "max_steps": 20}.items():
+        with pytest.raises(InputError, match=f"was written with other settings: {name}: then"):
+            trainer("sft", tmp_path, **config | {name: value}).train(resume_from_checkpoint="auto")
 
 
 def test_the_users_config_stays_as_it_is(tmp_path):
@@ -490,6 +491,46 @@ def test_each_round_is_logged_and_written(tmp_path):
         assert odd_bytes([], [rows[0]["completion"]], []) == [rows[0]["score"]]
 
 
+def falling(prompts, completions, references):
+    """A judge whose scores fall from call to call."""
+    CALLS.append(len(completions))
+    return [n % 2 - float(len(CALLS)) for n in range(len(completions))]
+
+
+CALLS: list[int] = []
+
+
+def test_scores_that_fall_are_warned_of(tmp_path, caplog):
+    CALLS.clear()
+    trainer("dpo", tmp_path, {"judge": "test_in_rounds:falling", "count": 2}).train()
+    said = "round 2: its answers score -1.5 on average, and those of round 1 -0.5: training made them worse"
+    assert said in caplog.text
+    caplog.clear()
+    trainer("dpo", tmp_path / "even", {"count": 2}).train()
+    assert "made them worse" not in caplog.text
+
+
+def test_a_resumed_run_has_the_story_of_the_rounds_before(tmp_path):
+    config = {"save_strategy": "steps", "save_steps": 3}
+    trainer("sft", tmp_path, **config).train()
+    told = (tmp_path / "_rounds" / "rounds.json").read_text()
+    (tmp_path / "_rounds" / "rounds.json").unlink()
+    shutil.rmtree(tmp_path / "checkpoint-9")
+    trainer("sft", tmp_path, **config).train(resume_from_checkpoint="auto")
+    again = json.loads((tmp_path / "_rounds" / "rounds.json").read_text())
+    without = [{name: value for name, value in one.items() if name != "seconds"} for one in again]
+    assert without == [{name: value for name, value in one.items() if name != "seconds"} for one in json.loads(told)]
+
+
+def test_answers_of_a_round_can_be_paired_again(tmp_path, monkeypatch):
+    trainer("dpo", tmp_path, {"count": 1}).train()
+    monkeypatch.chdir(tmp_path)
+    command = "pair", "_rounds/1.jsonl", "--method", "dpo", "--ids", "--unfinished", "--out", "again.jsonl"
+    assert run.main(command) == 0
+    told = json.loads((tmp_path / "_rounds" / "rounds.json").read_text())
+    assert len((tmp_path / "again.jsonl").read_text().splitlines()) == told[0]["rows"]
+
+
 def test_an_evaluation_samples_and_judges_the_same_draws_each_time(tmp_path):
     done = trainer("sft", tmp_path, learning_rate=0.0, evaluated=prompts(3), eval_strategy="steps", eval_steps=3)
     done.train()
@@ -614,6 +655,8 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
         ("dpo", {}, {"precompute_ref_log_probs": True}, "not known beforehand"),
         ("sft", {"max_completion_length": 60}, {}, "leaves no prompt"),
         ("sft", {"judge": {"by": "model"}}, {}, "name is missing"),
+        ("sft", {"judge": "exact_match", "pair": {"threshold": 1.5}}, {}, "scores of exact_match are from 0 to 1"),
+        ("dpo", {"judge": "exact_match", "pair": {"margin": 2.0}}, {}, "scores of exact_match are from 0 to 1"),
         ("dpo", {"reference": "round"}, {"loss_type": ["simpo"]}, "this has none"),
     ],
 )
@@ -629,5 +672,10 @@ def test_methods_with_a_teacher_are_refused():
 
 def test_exact_match_needs_answers(tmp_path):
     rows = datasets.Dataset.from_list([{"prompt": "1+1="}, {"prompt": "2+2="}])
-    with pytest.raises(InputError, match="exact_match compares with completions of the data"):
+    with pytest.raises(
+        InputError, match="exact_match compares with completions of the data, and 2 of 2 rows have none"
+    ):
         trainer("sft", tmp_path, {"judge": "exact_match"}, rows=rows)
+    labelled = [{"prompt": f"{n}=", "completion": "1", "label": n > 0} for n in range(3)]
+    with pytest.raises(InputError, match=r"1 of 3 rows have none, or a wrong one \(the first prompt: '0='\)"):
+        trainer("sft", tmp_path, {"judge": "exact_match"}, rows=datasets.Dataset.from_list(labelled))

@@ -102,8 +102,16 @@ def test_a_reward_model_reads_the_whole_conversation_in_its_own_template(reward_
 def test_a_model_with_several_labels_is_no_judge(tmp_path):
     Qwen3ForSequenceClassification(Qwen3Config(**SMALL, num_labels=2)).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="it has 2 labels, and a score is one"):
+    with pytest.raises(InputError, match="has 2 labels, and a score is one"):
         make_judge(JudgeSection("model", str(tmp_path)))
+
+
+def test_a_model_of_another_kind_is_no_judge(teachers, reward_model):
+    """What has no head for scores would be given a random one."""
+    with pytest.raises(InputError, match="is Qwen3ForCausalLM: a reward model is a sequence classifier"):
+        make_judge(JudgeSection("model", teachers[0]))
+    with pytest.raises(InputError, match="is a sequence classifier, and a teacher writes text: by: model"):
+        make_judge(JudgeSection("teacher", reward_model[0]), byte_tokenizer())
 
 
 def test_a_reward_model_sees_tools_and_reads_a_bos_once(tmp_path):
@@ -257,6 +265,8 @@ def test_equal_answers_are_not_compared():
     with serving(by_length) as server:
         assert judged([Question("p", ["a", "a"])], by="url", name=server.url) == [[0.5, 0.5]]
         assert not server.asked
+    with serving(lambda text: (200, "?")) as server, pytest.raises(ServerError, match="made none of 2 comparisons"):
+        judged([Question("p", ["a", "a", "ab"])], by="url", name=server.url)  # the third pair is none that was asked
 
 
 def test_an_own_question_and_model():
@@ -287,6 +297,8 @@ def test_a_refusal_or_a_slow_answer_is_no_comparison():
     with serving(odd) as server:
         found = judged(questions, by="url", name=server.url, timeout=0.3)
     assert found == [[0.0, 1.0], [None, None], [None, None]]
+    with serving(odd) as server, pytest.raises(ServerError, match=r"took too long.*: raise timeout"):
+        judged([Question("p", ["slow", "ab"])], by="url", name=server.url, timeout=0.2)
 
 
 def test_a_server_that_judges_nothing_ends_in_a_line():
@@ -326,6 +338,7 @@ def test_verdicts(said, verdict):
         ({"by": "model"}, "name is missing: the folder or hub name of a reward model"),
         ({"by": "exact_match", "name": "x"}, "exact_match has no name"),
         ({"by": "function", "name": "x"}, "'x' is not package.module:name"),
+        ({"by": "function", "name": "localhost:8000"}, "a server is http://localhost:8000"),
         ({"by": "url", "name": "localhost:8000"}, "is no URL"),
         ({"by": "model", "name": "x", "question": "{{ first }} {{ second }}"}, "question is of by: url"),
         ({"by": "url", "name": "http://x", "question": "{{ first }}"}, "must show both"),

@@ -7,20 +7,35 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from ...data.as_written import from_rows
 from ...data.chat import encode
 from ...data.kinds import SUPERVISED
 from ...data.prepare import prepare
 from ...errors import InputError
-from ...models.load import load_model, load_tokenizer, names_the_source, weights_dtype, whole_weights
+from ...models.load import check_model, load_model, load_tokenizer, names_the_source, weights_dtype, whole_weights
 from ...models.score_cache import weights_key
 from ...models.section import ModelSection
 from ...scoring.forward import causal_lm, enable_scoring, score, targets
 from ...scoring.head import LogProb
 from ...scoring.layouts import Branch, Example, collate
 from .question import Question
+
+
+def check_judge(section: Any) -> tuple[Any, Any]:
+    """(config, tokenizer) of a judge that is a model. Raises InputError for what it cannot be, before weights."""
+    model, rewards = ModelSection(section.name), section.by == "model"
+    config = check_model(model)
+    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
+    if rewards and not is_classifier:
+        kind = ", ".join(config.architectures or ()) or "a model of no known kind"
+        raise InputError(f"judge: {section.name} is {kind}: a reward model is a sequence classifier with one label")
+    if rewards and config.num_labels != 1:
+        raise InputError(f"judge: reward model {section.name} has {config.num_labels} labels, and a score is one")
+    if not rewards and is_classifier:
+        raise InputError(f"judge: {section.name} is a sequence classifier, and a teacher writes text: by: model")
+    return config, load_tokenizer(model)
 
 
 class ModelJudge:
@@ -31,7 +46,7 @@ class ModelJudge:
 
     def __init__(self, section: Any, tokenizer: Any = None, device: Any = "cpu"):
         self.section, self.device = section, torch.device(device)
-        self.tokenizer = load_tokenizer(ModelSection(section.name))
+        self.config, self.tokenizer = check_judge(section)
         with whole_weights():  # ZeRO-3 would cut them over ranks that ask at different times
             self.model = self.load()
         self.model.requires_grad_(False).eval()
@@ -80,15 +95,11 @@ class RewardModel(ModelJudge):
     """A sequence classifier with one label, whose logit is the score, as TRL's RewardTrainer leaves it."""
 
     def load(self) -> Any:
-        """As `ModelJudge`. Raises InputError for a model with other than one label."""
-        name, section = self.section.name, ModelSection(self.section.name)
+        """As `ModelJudge`."""
+        name, section, config = self.section.name, ModelSection(self.section.name), self.config
+        config.pad_token_id = self.tokenizer.pad_token_id  # by which the last token is found
+        dtype = weights_dtype(section, config, False, self.device)
         with names_the_source("reward model", name):
-            config = AutoConfig.from_pretrained(name)
-            if config.num_labels != 1:
-                problem = f"it has {config.num_labels} labels, and a score is one: num_labels: 1"
-                raise InputError(f"judge: reward model {name}: {problem}")
-            config.pad_token_id = self.tokenizer.pad_token_id  # by which the last token is found
-            dtype = weights_dtype(section, config, False, self.device)
             return AutoModelForSequenceClassification.from_pretrained(
                 name, config=config, dtype=dtype, use_safetensors=True
             )

@@ -66,8 +66,10 @@ def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
         yield ("name", "by"), f"name is missing: {_NAMES[judge.by]}"
     if judge.by == "exact_match" and judge.name:
         yield ("name", "by"), f"name: {judge.name}: exact_match has no name: set by, or drop name"
-    if judge.by == "function" and judge.name and not all(judge.name.partition(":")[::2]):
-        yield ("name",), f"name={judge.name!r} is not package.module:name"
+    module, _, function = (judge.name or "").partition(":")
+    if judge.by == "function" and judge.name and not (module and function.isidentifier()):
+        hint = f"; a server is http://{judge.name}" if function.isdigit() else ""
+        yield ("name",), f"name={judge.name!r} is not package.module:name{hint}"
     if judge.by == "url" and judge.name and not judge.name.startswith(("http://", "https://")):
         yield ("name",), f"name={judge.name!r} is no URL such as http://localhost:8000"
     for field in ("served_model", "question"):

@@ -18,7 +18,7 @@ from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import InputError
-from ...generation.server import Server, ServerError, at_once
+from ...generation.server import LATE, Server, ServerError, at_once
 from .question import Question
 
 logger = logging.getLogger(__name__)
@@ -66,15 +66,15 @@ class ServerJudge:
 
     def score(self, questions: Sequence[Question]) -> list[list[float | None]]:
         """As `Judge`. Raises ServerError where no comparison at all was made."""
-        asked = [(q, a, b) for q in questions for a, b in matches(q.answers, self.section.opponents)]
-        ordered = [(q, *pair) for q, a, b in asked for pair in ((a, b), (b, a))]
+        pairs = [(q, a, b) for q in questions for a, b in matches(q.answers, self.section.opponents)]
+        differ = [(q, a, b) for q, a, b in pairs if q.answers[a] != q.answers[b]]  # of equal ones neither is better
         self.check()
-        found = iter(at_once(self._ask, ordered))
+        found = iter(at_once(self._ask, [(q, *pair) for q, a, b in differ for pair in ((a, b), (b, a))]))
         won = {id(q): [[] for _ in q.answers] for q in questions}  # type: dict[int, list[list[float]]]
         lost = 0
-        for question, a, b in asked:
+        for question, a, b in pairs:
             # 1: the first that is shown is better, 0: the second, 0.5: neither
-            one, other = next(found), next(found)
+            one, other = (next(found), next(found)) if question.answers[a] != question.answers[b] else (0.5, 0.5)
             if one is None or other is None:
                 lost += 1
                 continue
@@ -82,9 +82,9 @@ class ServerJudge:
             won[id(question)][a].append(result)
             won[id(question)][b].append(1 - result)
         if lost:
-            logger.warning("judge: %d of %d comparisons were not made, the last since %s", lost, len(asked), self.last)
-        if asked and lost == len(asked):
-            raise ServerError(f"judge: {self.server.url} made none of {len(asked)} comparisons: {self.last}")
+            logger.warning("judge: %d of %d comparisons were not made, the last since %s", lost, len(differ), self.last)
+        if differ and lost == len(differ):
+            raise ServerError(f"judge: {self.server.url} made none of {len(differ)} comparisons: {self.last}")
         return [[sum(mine) / len(mine) if mine else None for mine in won[id(q)]] for q in questions]
 
     def check(self) -> None:
@@ -94,8 +94,6 @@ class ServerJudge:
     def _ask(self, asked: tuple[Question, int, int]) -> float | None:
         """Which of two answers, in this order, is better: 1, 0, or 0.5; None where that is not known."""
         question, first, second = asked
-        if question.answers[first] == question.answers[second]:
-            return 0.5
         shown = {"first": question.answers[first], "second": question.answers[second]}
         try:
             text = self.question.render(prompt=question.text, reference=question.reference, **shown)
@@ -108,7 +106,7 @@ class ServerJudge:
                 answer = self.server.post("/v1/chat/completions", sent, **self._options())
                 said = answer["choices"][0]["message"]["content"]
             except ServerError as error:
-                self.last = str(error)
+                self.last = f"{error}: raise timeout" if error.status == LATE else str(error)
                 if error.status == 400 and "temperature" in str(error) and "temperature" in sent:
                     self.greedy = {}  # some models have but one
                     continue
