@@ -13,6 +13,7 @@ BENCH ?= --method all --against trl
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EVAL_STAMP := $(VENV)/.installed-eval
 VLLM_STAMP := $(VLLM_VENV)/.installed-0.32.0
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
 SOURCES := hf_posttrain tests benchmarks recipes docs
@@ -39,13 +40,17 @@ $(STAMP): setup.cfg constraints.txt
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,deepspeed,quant]'
 	@touch $@
 
+$(EVAL_STAMP): $(STAMP)
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,deepspeed,quant,eval]'
+	@touch $@
+
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference
 	$(BIN)/python recipes/tiny/quickstart.py
 
 test: lint types ## lint, types and all tests but the slow ones
 	$(BIN)/python $(SUITE) -m "not slow and not vllm" $(PYTEST)
 
-test-all: lint types ## the same with the slow tests
+test-all: $(EVAL_STAMP) lint types ## the same with the slow tests, and those of lm-eval
 	$(BIN)/python $(SUITE) -m "not vllm" $(PYTEST)
 
 test-floor: $(FLOOR_STAMP) ## the tests of one process with the oldest versions that setup.cfg allows (torch: FLOOR_TORCH)
