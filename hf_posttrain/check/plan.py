@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..rounds.in_rounds import planned_rows
+from ..rounds.section import check_steps
 from ..scoring import layouts
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
@@ -96,6 +97,7 @@ def _described(config: Any, prompts: int, steps: int) -> str:
     each = f"{rounds.num_generations} answers to each prompt, judged by {rounds.judge}"
     if rounds.steps:
         return f"rounds of {rounds.steps} steps: {each}; rows are prompts"
+    check_steps(rounds, steps)
     about = "about " if steps % rounds.count else ""
     return f"{rounds.count} rounds of {about}{round(steps / rounds.count)} steps over {prompts} prompts: {each}"
 

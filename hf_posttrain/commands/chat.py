@@ -236,17 +236,18 @@ class Conversation:
         try:
             with Path(name).expanduser().open("a+", encoding="utf-8") as file:
                 file.seek(0)
-                if (first := file.readline()) and not _has_columns(first, rows[0]):
+                if (text := file.read()) and not _has_columns(text.partition("\n")[0], rows[0]):
                     return f"{name} has other rows than {{{', '.join(rows[0])}}}: name another file"
-                file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+                begun = "" if text.endswith("\n") or not text else "\n"
+                file.write(begun + "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
         except (OSError, UnicodeDecodeError) as error:
-            return f"{name} cannot be written: {getattr(error, 'strerror', 'it is no text')}"
+            return f"{name} cannot be written: {getattr(error, 'strerror', None) or error}"
         return f"added to {name}"
 
 
 def _has_columns(line: str, row: dict[str, Any]) -> bool:
     """Is it a row of the same columns?"""
-    with suppress(ValueError):
+    with suppress(ValueError, AttributeError):
         return bool(json.loads(line).keys() == row.keys())
     return False
 

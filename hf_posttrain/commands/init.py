@@ -27,6 +27,7 @@ from ..recipe.cli import Parser, tell
 from ..recipe.fields import train_fields
 from ..recipe.sections import Source
 from ..recipe.yaml_tree import read_tree
+from ..rounds.section import RoundsSection
 from ..trainer.method import Method
 from .recipes import find_shipped
 
@@ -104,16 +105,20 @@ def compose(method: Method, given: argparse.Namespace, file: Path) -> str:
     tree["train"] = {"output_dir": (given.output_dir or f"outputs/{file.stem}", "model, metrics, checkpoints")}
     tree["train"] |= _training(method, own.get("train", {}), options, given, "eval" in sources)
     if given.rounds:
-        judge = "exact_match" if answered else {"by": "model", "name": "ORG/REWARD_MODEL"}
-        tree["rounds"] = {
-            "count": (given.rounds, _EACH_ROUND), "num_generations": (8, "answers to each prompt"),
-            "max_completion_length": (256, "longest answer in tokens; the prompt has max_length minus this"),
-            "judge": (judge, _JUDGES if answered else f"the data have no right answers; {_JUDGES}"),
-        }  # fmt: skip
+        tree["rounds"] = _rounds(given.rounds, own.get("rounds", {}), answered)
     formats = " | ".join(form for form in reader.rows.formats if "_ids" not in form)
     run = f"For {method.title} of {models['model']}: accelerate launch -m hf_posttrain.run {file}"
     head = (printable(line) for line in (run, *textwrap.wrap(f"Columns of rows: {formats}", 116)))
     return "".join([*(f"# {line}\n" for line in head), *_written(tree)])
+
+
+def _rounds(count: int, shipped: dict, answered: bool) -> dict[str, tuple[Any, str]]:
+    """{option: (value, comment)} of the section `rounds`. shipped: that of the shipped recipe."""
+    docs, usual = field_docs("RoundsSection"), vars(RoundsSection()) | shipped
+    judge = "exact_match" if answered else {"by": "model", "name": "ORG/REWARD_MODEL"}
+    names = ["num_generations", "temperature", "max_completion_length", *({"reference"} & shipped.keys())]
+    found: dict[str, Any] = {"count": (count, _EACH_ROUND)} | {name: (usual[name], docs[name]) for name in names}
+    return found | {"judge": (judge, _JUDGES if answered else f"the data have no right answers; {_JUDGES}")}
 
 
 def _choose_rows(reader: Method, shipped: dict, given: argparse.Namespace) -> tuple[dict[str, dict], bool, bool]:
@@ -149,14 +154,15 @@ def _training(
     rate, of_adapter = defaults["learning_rate"], "; an adapter takes ten times that of all weights"
     found["learning_rate"] = float(f"{rate * 10**lora:g}"), docs["learning_rate"] + of_adapter * lora
     found["max_length"] = shipped.get("max_length", defaults["max_length"]), common["max_length"]
-    if evaluates:
-        found |= {"eval_strategy": ("steps", "while training,"), "eval_steps": (0.1, "after this share of all steps")}
-    found |= {"save_steps": (0.25, "checkpoints after this share of all steps"), "save_total_limit": (2, "the newest")}
     if given.rounds:
-        del found["save_steps"]
-        found |= {"eval_strategy": ("epoch", "after each pass over a round's rows")} if evaluates else {}
-        found.pop("eval_steps", None)
-        found["save_strategy"] = "epoch", "a run that is killed goes on with resume_from_checkpoint=auto"
+        found["per_device_train_batch_size"] = found["per_device_train_batch_size"][0], "prompts, whose rows go at once"
+        when: dict[str, Any] = {"eval_strategy": ("epoch", "after each pass over a round's rows")}
+        again = "a run that is killed goes on with resume_from_checkpoint=auto"
+        saved: dict[str, Any] = {"save_strategy": ("epoch", again)}
+    else:
+        when = {"eval_strategy": ("steps", "while training,"), "eval_steps": (0.1, "after this share of all steps")}
+        saved = {"save_steps": (0.25, "checkpoints after this share of all steps")}
+    found |= (when if evaluates else {}) | saved | {"save_total_limit": (2, "the newest")}
     found["logging_steps"] = defaults["logging_steps"], f"{', '.join(method.key_metrics)}, and more"
     return found | {"report_to": ("none", "or wandb, or tensorboard"), "seed": (42, "the same seed repeats the run")}
 
@@ -204,8 +210,9 @@ def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], boo
     columns = {ours: theirs for ours, theirs in nearest.columns.items() if ours != theirs} if nearest else {}
     form = nearest.form if nearest else detect([*rows[0]], method)
     asked = [rows[0][columns.get(name, name)] for name in ("prompt", "instruction") if name in form.split(" + ")]
-    last = rows[0].get(columns.get("messages", "messages")) if form == "messages" else None
-    answered = form != "prompt" and (not last or (last[-1].get("role") or last[-1].get("from")) in ("assistant", "gpt"))
+    answered = bool(rows[0].get("completion_ids")) if form == "prompt_ids" else form != "prompt"
+    if form == "messages" and (turns := rows[0].get(columns.get("messages", "messages"))):
+        answered = (turns[-1].get("role") or turns[-1].get("from")) in ("assistant", "gpt")
     as_text = any(isinstance(each, str) for each in asked)
     return {"path": path} | ({"columns": columns} if columns else {}), as_text, answered
 

@@ -9,8 +9,8 @@ from ..data.kinds import RowKind
 from ..errors import InputError, error_context
 from ..methods import METHODS
 from ..recipe.cli import Parser, tell
-from ..rounds.pairing import Paired, good_from, pair_up
-from ..rounds.section import PairSection, pair_problems
+from ..rounds.pairing import Paired, pair_up
+from ..rounds.section import PairSection, good_from, pair_problems
 from .judge import by_prompt, read_answers, text_of
 from .pieces import refuse_existing, write_rows
 

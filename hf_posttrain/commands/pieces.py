@@ -87,7 +87,8 @@ class PieceFile:
                 file.writelines(line for line in written if not line.startswith(f'{{"{END}"'))
             new.rename(self.out)
             self.part.unlink()
-        except OSError as error:  # of another command that writes the same file, for one
+        except OSError as error:
+            new.unlink(missing_ok=True)
             raise InputError(f"--out: {self.out} cannot be written ({error.strerror})") from error
         with self.out.open(encoding="utf-8") as file:
             yield from map(json.loads, file)
@@ -107,7 +108,8 @@ def _differing(first: bytes, key: dict[str, Any]) -> str:
     """What an earlier command was given otherwise, by the first line of its file."""
     try:
         before = json.loads(first)["made_by"]
-        return f"another {', '.join(name for name in sorted(key) if before.get(name) != key[name])}"
+        names = sorted(before.keys() | key.keys())
+        return f"another {', '.join(name for name in names if before.get(name) != key.get(name))}"
     except (ValueError, LookupError, TypeError, AttributeError):
         return "other lines"
 

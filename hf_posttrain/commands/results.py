@@ -47,20 +47,25 @@ def read_kept(folder: Path) -> tuple[list[dict[str, Any]], dict[str, float]]:
 
 def keep(folder: Path, found: list[dict[str, Any]]) -> None:
     """Write evaluations into both files of a folder, in the place of earlier ones; each file whole, or not at all."""
+    from ..trainer.output_dir import write_json
+
     kept, results = read_kept(folder)
-    new = [[entry.get(name) for name in _IDENTITY] for entry in found]
-    kept = [entry for entry in kept if [entry.get(name) for name in _IDENTITY] not in new] + found
+    last = {_stem(entry): _identity(entry) for entry in kept}  # the later ones are those of RESULTS
     for entry in found:
-        stem = _stem(entry)
-        if others := [one for one in kept if _stem(one) == stem and one not in found]:
-            said = "%s: numbers of eval_%s_ were of %s, and are of %s now: a file of another name has its own"
-            logger.warning(said, RESULTS, stem, others[-1].get("data"), entry.get("data"))
+        stem, now = _stem(entry), _identity(entry)
+        before = last.get(stem, now)
+        if differing := [f"{name} {before[name]}, now {now[name]}" for name in _IDENTITY if before[name] != now[name]]:
+            said = "%s: the numbers eval_%s_... of an earlier evaluation (%s) are replaced; %s has both"
+            logger.warning(said, RESULTS, stem, ", ".join(differing), EVALUATIONS)
         results |= {f"eval_{stem}_{name}": value for name, value in entry["metrics"].items()}
-    for name, content in ((EVALUATIONS, kept), (RESULTS, dict(sorted(results.items())))):
-        unfinished = folder / f"{name}.tmp"
-        unfinished.write_text(json.dumps(content, indent=4, ensure_ascii=False) + "\n", encoding="utf-8")
-        unfinished.replace(folder / name)
+    new = [_identity(entry) for entry in found]
+    write_json(folder / EVALUATIONS, [entry for entry in kept if _identity(entry) not in new] + found, indent=4)
+    write_json(folder / RESULTS, dict(sorted(results.items())), indent=4)
     logger.info("kept in %s and %s", folder / EVALUATIONS, RESULTS)
+
+
+def _identity(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: entry.get(name) for name in _IDENTITY}
 
 
 def _stem(entry: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", metavar="RECIPE.yaml or MODEL, section.key=value", nargs="*")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the lines go: a new file")
     parser.add_argument("--prompts", metavar="FILE", help="what is answered, in any format with prompts (the recipe's)")
-    parser.add_argument("--n", type=int, help="answers to each prompt (the recipe's num_generations, or 1)")
+    parser.add_argument("--n", type=int, help="answers to each prompt (the recipe's num_generations; 1 if greedy)")
     parser.add_argument("--temperature", type=float, help="of sampling; 0: greedy (the recipe's, or 1)")
     parser.add_argument("--max_completion_length", type=int, help="longest answer in tokens (the recipe's, or 256)")
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="of the recipe's data (train)")
@@ -97,15 +97,14 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
     """Write the file, then give its rows. given: the options of the command. Raises InputError where the data have no
     prompts."""
     asked = _of_recipe(source, given) if isinstance(source, Recipe) else _of_model(source, given)
-    from ..generation.exact_match import first_turn
+    from ..generation.exact_match import right_answer
     from ..scoring.layouts import Prompt
 
     # each once, by its tokens and pictures, with the first right answer that the data have
     first_of: dict[str, dict[str, Any]] = {}
-    has_right = lambda row: bool(row.get("label", True) and first_turn(row))  # noqa: E731
     for row in asked.rows:
         known = first_of.setdefault(same := repr((row["prompt_ids"], row.get("images"))), row)
-        first_of[same] = row if has_right(row) and not has_right(known) else known
+        first_of[same] = row if right_answer(row) and not right_answer(known) else known
     if repeats := len(asked.rows) - len(first_of):
         said = "%s: %d rows repeat the prompt of another: each prompt is answered once, with the first right answer"
         logger.info(said, asked.where, repeats)
@@ -113,7 +112,8 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
     if all(len(row["prompt_ids"]) < 2 for row in rows):
         raise InputError(f"{asked.where}: its rows have no prompts to answer")
     answer = _by_server(asked, given.url) if given.url else _by_model(asked, given.batch_size)
-    read = _hash([(row["prompt_ids"], row.get("images")) for row in rows])
+    told = ("prompt_ids", "images", "completion_ids", "label", "asked")  # what is answered, and what rows say of it
+    read = _hash([[row.get(name) for name in told] for row in rows])
     key = asked.key() | {"prompts": read, "url": given.url, "batch_size": given.batch_size}
     with PieceFile(given.out, key) as file:
         for first in file.left(range(0, len(rows), PIECE), "sample"):

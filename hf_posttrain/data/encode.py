@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import InputError, error_context, named, shown
 from . import chat, images
 from .assistant_mask import ASKED, assistant_mask
-from .formats import Sample, add_system, read_format, read_template_kwargs
+from .formats import Sample, add_system, read_format, read_label, read_template_kwargs
 from .kinds import RowKind
 from .messages import are_written_messages, text_of, with_reasoning
 from .teacher_rows import TeacherPlan, for_teacher, read_teacher
@@ -135,7 +135,7 @@ def _read(row: dict, plan: Plan) -> list[Sample]:
         answered = turns[-1]["role"] == "assistant" and len(turns) > 1
         prompt, answers = (turns[:-1], [turns[-1:]]) if answered else (turns, [])
         sample = sample._replace(prompt=prompt, branches=answers)
-    if plan.rows.sampled and row.get("label") in (False, 0):
+    if plan.rows.sampled and row.get("label") is not None and not read_label(row["label"]):
         sample = sample._replace(branches=[], mask=None)
     return [sample]
 

@@ -80,13 +80,18 @@ def unread(columns: Iterable[str], form: str) -> list[str]:
     return [column for column in columns if column not in used]
 
 
+def read_label(value: Any) -> bool:
+    """Is an answer good? Raises InputError for what says neither."""
+    if (label := _LABELS.get(str(value).lower())) is None:
+        raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(value)}")
+    return label
+
+
 def read_format(row: dict, form: str) -> Sample:
     """The raw sample of a row that has the columns of `form`. Raises InputError for a value of the wrong kind."""
     columns, label = form.split(" + "), None
     if "label" in columns:
-        label = _LABELS.get(str(row["label"]).lower())
-        if label is None:
-            raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(row['label'])}")
+        label = read_label(row["label"])
     if "_ids" in form:
         return _read_ids(row, form, label)
     if form == "text":

@@ -124,7 +124,7 @@ def check_answered(rows: Any, tokenizer: Any, why: str) -> np.ndarray:
     if not lengths.all():
         asked = tokenizer.decode(rows[int(lengths.argmin())]["prompt_ids"], skip_special_tokens=True)
         count = f"{(lengths == 0).sum()} of {len(rows)} rows have none, or a wrong one"
-        raise InputError(f"{why}, and {count} (the first prompt: {shown(asked)})")
+        raise InputError(f"{why}, and {count} (the first prompt: {shown(asked)}): leave them out")
     return lengths
 
 

@@ -199,7 +199,8 @@ def _opened(dataset: Any, method: Reader, config: Any) -> tuple[Any, list[str], 
         raise InputError("; ".join(filter(None, (str(error), here)))) from error
     if field != "text" and form != "text":
         raise InputError(f"dataset_text_field: {field!r} is not read, since the rows are {form}: leave it out")
-    classes = label.names if isinstance(label, datasets.ClassLabel) and "label" in form.split(" + ") else []
+    is_read = "label" in {*form.split(" + "), *_of_answers(method)}
+    classes = label.names if is_read and isinstance(label, datasets.ClassLabel) else []
     if classes and [name.lower() for name in classes] not in (["false", "true"], ["0", "1"]):
         raise InputError(f"column 'label' numbers classes ({named(classes)}): write true for good answers, else false")
     return dataset, columns, form

@@ -36,8 +36,7 @@ def answerable(rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]]]:
 
     Raises InputError for rows without prompts, or without answers.
     """
-    answered = [(Prompt.of(row), first_turn(row)) for row in rows if row.get("label", True)]
-    answered = [(prompt, gold) for prompt, gold in answered if gold]
+    answered = [(Prompt.of(row), gold) for row in rows if (gold := right_answer(row))]
     if all(len(prompt) < 2 for prompt, _ in answered):
         raise InputError("eval_exact_match needs eval rows with a prompt and an answer")
     return [prompt for prompt, _ in answered], [gold for _, gold in answered]
@@ -47,6 +46,11 @@ def first_turn(row: dict) -> list[int]:
     """The answer of a prepared row, of a conversation of many turns the assistant's first; [] if it has none."""
     answer, mask = row.get("chosen_ids") or row.get("completion_ids") or [], row.get("completion_mask") or []
     return answer[: mask.index(0)] if 0 in mask else answer
+
+
+def right_answer(row: dict) -> list[int]:
+    """The same, but [] for an answer that is labelled false."""
+    return first_turn(row) if row.get("label", True) else []
 
 
 def select_answerable(trainer: Any, rows: Iterable[dict]) -> tuple[list[Prompt], list[list[int]], int]:
@@ -79,7 +83,7 @@ def exact_match(trainer: Any, rows: datasets.Dataset) -> float:
     if cut:
         said = "eval_exact_match: %d of %d answers of the data do not end: they are left out"
         logger.warning(said, cut, cut + len(gold))
-    wanted = sum(row.get("label", True) for row in rows)
+    wanted = sum(rows["label"]) if "label" in rows.column_names else len(rows)
     if lacking := wanted - cut - len(gold):
         logger.warning("eval_exact_match: %d of %d rows have no right answer: they are left out", lacking, wanted)
     args, accelerator = trainer.args, trainer.accelerator

@@ -35,9 +35,9 @@ def find_grader(name: str) -> Grader:
         found = getattr(importlib.import_module(module), function)
         if not callable(found):
             raise ValueError("no function")
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # of the user's module, for one
         wanted = "exact_match, or package.module:name of a function that can be imported"
-        raise InputError(f"function {name!r} ({error}): {wanted}") from error
+        raise InputError(f"function {name!r} ({_told(error)}): {wanted}") from error
     return found
 
 
@@ -51,9 +51,7 @@ def grade(
     except InputError:
         raise
     except Exception as error:  # of the user's code
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(last.filename).name}, line {last.lineno}"
-        raise InputError(f"{name} failed: {type(error).__name__}: {error} ({place})") from error
+        raise InputError(f"{name} failed: {_told(error)}") from error
     try:
         found = [float(value) for value in given]
     except (TypeError, ValueError):  # such as None, or texts
@@ -62,3 +60,9 @@ def grade(
         problem = f"{name} gave {given!r:.80} for {len(completions)} completions"
         raise InputError(f"{problem}: a finite number for each is wanted")
     return found
+
+
+def _told(error: Exception) -> str:
+    """An error of the user's code, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"

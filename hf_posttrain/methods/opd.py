@@ -159,8 +159,7 @@ class OPDTrainer(PostTrainer):
         self.live, self.source = Live(self), SOURCES[self.args.rollouts](self)
         self.upcoming: list[dict[str, Any]] = []  # the next step's micro-batches, with `rollout_ahead`
         self.upcoming_of: Any = None
-        self.synchronised: int | None = None
-        """The step whose weights are where rollouts are sampled."""
+        self.synchronised: int | None = None  # the step whose weights are where rollouts are sampled
         if self.args.lmbda < 1:
             check_completions(self.train_dataset, self.tokenizer, self.args.max_completion_length)
 

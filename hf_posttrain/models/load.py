@@ -324,10 +324,12 @@ def names_the_source(what: str, name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # tokenizers raises Exception itself
-        if not isinstance(error, OSError | ValueError | ImportError | SafetensorError) and type(error) is not Exception:
+        # of broken files tokenizers raises Exception itself, and transformers KeyError
+        known = OSError | ValueError | ImportError | LookupError | SafetensorError
+        if not isinstance(error, known) and type(error) is not Exception:
             raise
         first = str(error).strip().partition("\n")[0].rstrip(".")
+        first = f"its files lack {first}" if isinstance(error, LookupError) else first
         if (path := Path(name)).exists():
             raise InputError(f"{what} {name}: {first}") from error
         hub = "" if is_local(name) else f"; from the Hub: {first}"

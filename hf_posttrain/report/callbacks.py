@@ -34,6 +34,7 @@ from ..generation.exact_match import answers_key, first_turn
 from ..models.reference import COPY
 from ..scoring import forward as scoring
 from ..scoring.layouts import Prompt
+from ..trainer.output_dir import write_json
 from ..trainer.same_run import describe_rows
 from .run_folder import command_line
 
@@ -62,14 +63,6 @@ def warn_on_error(consequence: str, raised: bool = False) -> Iterator[None]:
         if raised:
             raise
         logger.warning("%s: %s: %s", consequence, type(error).__name__, error)
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write the file, whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(".tmp")
-    new.write_text(json.dumps(content, indent=1, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
-    new.replace(file)
 
 
 class Record(TrainerCallback):

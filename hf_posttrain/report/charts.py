@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
 _GROUPS = yaml.safe_load((TEMPLATES / "charts.yaml").read_text(encoding="utf-8"))
 KINDS = [Kind(group, **kind) for group, kinds in _GROUPS.items() for kind in kinds]
-TITLES = {kind.metrics[0]: kind.title for kind in KINDS if len(kind.metrics) == 1}
+TITLES = {"score": "Score"} | {kind.metrics[0]: kind.title for kind in KINDS if len(kind.metrics) == 1}
 
 
 class Line(NamedTuple):

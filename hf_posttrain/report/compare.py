@@ -17,6 +17,8 @@ from .run_folder import Run, read
 OF_ANSWERS = ("exact_match",)  # on the same prompts, whatever the options
 OF_SCORES = ("mean_token_accuracy", "rewards/accuracies")  # of the same tokens
 OF_OPTIONS = ("generation/stopped",)  # where a loss is comparable
+OF_JUDGED = ("score", "best_score")  # of the same prompts, with SAMPLING alike
+SAMPLING = ("judge", "num_generations", "temperature", "max_completion_length")
 NOT_OF_THE_LOSS = (  # arguments, or how they begin, that change how a loss is lowered and not what it measures
     *page.MACHINERY, "seed", "data_seed", "full_determinism", "max_steps", "num_train_epochs", "learning_rate",
     "lr_scheduler_", "warmup_", "train_sampling_strategy", "per_device_", "gradient_", "optim",
@@ -144,6 +146,8 @@ def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple
     same. reason: of `explain_incomparable`; with one, losses get no mark."""
     answers = {str(run.record["eval_answers"]) for run in runs if run.record.get("eval_answers")}
     marked: tuple[str, ...] = OF_ANSWERS if len(_evaluated(runs)) == 1 and len(answers) < 2 else ()
+    if marked and len({str([(run.recipe.get("rounds") or {}).get(name) for name in SAMPLING]) for run in runs}) == 1:
+        marked += OF_JUDGED
     if not _explain_other_scores(runs) and not _explain_other_tokens(runs):
         marked += OF_SCORES
     if not reason:

@@ -20,6 +20,7 @@ from ..generation.server import ServerError
 from ..models.score_cache import rows_key, weights_key
 from ..scoring.forward import unwrapped
 from ..scoring.layouts import Prompt
+from ..trainer.output_dir import write_json
 from .judges.question import question_of
 
 logger = logging.getLogger(__name__)
@@ -54,12 +55,8 @@ class Pieces:
 
     def write(self, number: int, piece: list[Judged]) -> None:
         """One of them, whole or not at all."""
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        partial = self.folder / f"{number}.partial"
-        partial.write_text(json.dumps([[one.answers, one.scores] for one in piece]), encoding="utf-8")
-        partial.replace(self.folder / f"{number}.json")
+        if self.folder is not None:
+            write_json(self.folder / f"{number}.json", [[one.answers, one.scores] for one in piece], indent=None)
 
 
 def pieces_of(trainer: Any, prompts: datasets.Dataset, *seed: int) -> Pieces:

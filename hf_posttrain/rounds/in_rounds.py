@@ -44,9 +44,9 @@ from ..scoring.layouts import share_out
 from ..trainer.base import PostTrainer
 from .draw import Judged, Pieces, draw, pieces_of
 from .judges import make_judge
-from .pairing import Paired, good_from, pair_up
+from .pairing import Paired, pair_up
 from .record import record, summarise
-from .section import RoundsSection, make_section, rounds_problems
+from .section import RoundsSection, good_from, make_section, rounds_problems
 from .under_way import Round
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,8 @@ def in_rounds(trainer_class: Any, section: Any) -> Any:
     collator = type("RoundCollator", (_RoundCollator, trainer_class.collator_class), {})
     own = {"section": section, "collator_class": collator, "__module__": trainer_class.__module__}
     made: Any = type(trainer_class.__name__, (InRounds, trainer_class), own)
-    made.method = replace(method, key_metrics={"rounds/score": "score", **method.key_metrics})
+    shown = {} if section.judge.by == "url" else {"rounds/score": "score"}  # shares of wins, 0.5 on average
+    made.method = replace(method, key_metrics=shown | method.key_metrics)
     made.reads = replace(method, rows=PROMPTS)
     return made
 
@@ -90,6 +91,9 @@ def with_section(args: Any, section: RoundsSection) -> Any:
         args.precompute_ref_log_probs = False
     if args.metric_for_best_model == "loss" and args.load_best_model_at_end:  # HF's default: evaluations have no loss
         args.metric_for_best_model, args.greater_is_better = "score", True
+    if section.judge.by == "url" and str(args.metric_for_best_model).removeprefix("eval_") in ("score", "best_score"):
+        problem = "scores of judge url are shares of wins among a model's own answers, which compare no two models"
+        raise InputError(f"metric_for_best_model: {problem}: set it to exact_match, or leave load_best_model_at_end")
     args.passes = args.num_train_epochs  # over the rows of a round
     if section.count is not None:
         args.num_train_epochs *= section.count

@@ -35,11 +35,6 @@ class Paired:
         return sum(map(len, self.rows))
 
 
-def good_from(pair: PairSection, judge: str) -> float | None:
-    """The score from which an answer is good. judge: the `by` of a JudgeSection."""
-    return 0.5 if pair.threshold is None and judge == "exact_match" else pair.threshold
-
-
 def pair_up(
     kind: RowKind, answers: Sequence[Sequence[Hashable]], scores: Sequence[Sequence[float | None]],
     stopped: Sequence[Sequence[bool]], pair: PairSection, threshold: float | None,

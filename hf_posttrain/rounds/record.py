@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import datasets
 import numpy as np
 import torch
 
+from ..trainer.output_dir import write_json
 from .draw import FOLDER, Judged
 from .judges.question import answer_row
 from .pairing import Paired
@@ -40,35 +42,25 @@ def record(trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired
         for row in _answer_rows(trainer, prompts, judged, paired):
             print(json.dumps(row, ensure_ascii=False), file=file)
     found |= {name: int(found[name]) for name in ("rows", "left_out")}
-    entry = {"round": number, "step": trainer.state.global_step, **found, "seconds": round(seconds, 1),
+    means = [np.mean(own) for own in known_scores(judged) if own]
+    error = {"score_error": round(float(np.std(means, ddof=1) / len(means) ** 0.5), 6)} if len(means) > 1 else {}
+    entry = {"round": number, "step": trainer.state.global_step, **found, **error, "seconds": round(seconds, 1),
              "reasons": dict(paired.left_out)}  # fmt: skip
-    earlier = [one for one in read_summary(folder.parent) if one["round"] < number]
-    write_summary(folder.parent, [*earlier, entry])
-    _warn_of_fall(entry, judged, earlier)
+    earlier = [one for one in trainer.round.told if one["round"] < number]
+    trainer.round.told = [*earlier, entry]
+    write_json(folder / SUMMARY, trainer.round.told)
+    if trainer.section.judge.by != "url":  # its scores are shares of wins, whose mean is 0.5 in each round
+        _warn_of_fall(entry, [one for one in earlier if "score_error" in one])
 
 
-def read_summary(output_dir: str | Path) -> list[dict[str, Any]]:
-    """An entry for each round that the run in this folder has drawn."""
-    file = Path(output_dir, FOLDER, SUMMARY)
-    found: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    return found
-
-
-def write_summary(output_dir: str | Path, entries: list[dict[str, Any]]) -> None:
-    """The file that `read_summary` reads, whole or not at all."""
-    file = Path(output_dir, FOLDER, SUMMARY)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
-    partial.replace(file)
-
-
-def _warn_of_fall(entry: dict[str, Any], judged: list[Judged], earlier: list[dict[str, Any]]) -> None:
-    """Warn where answers score clearly worse than those of an earlier round: by four times the mean's own error."""
-    best = max((one for one in earlier if "score" in one), key=lambda one: one["score"], default=None)
-    scores = [[score for score in one.scores if score is not None] for one in judged]
-    means = [np.mean(own) for own in scores if own]
-    if best and means and entry["score"] + 4 * np.std(means) / len(means) ** 0.5 < best["score"]:
+def _warn_of_fall(entry: dict[str, Any], earlier: list[dict[str, Any]]) -> None:
+    """Warn where answers score clearly worse than those of an earlier round: by four standard errors of the
+    difference."""
+    best = max(earlier, key=lambda one: one["score"], default=None)
+    if not best or "score_error" not in entry:
+        return
+    fall, error = best["score"] - entry["score"], math.hypot(best["score_error"], entry["score_error"])
+    if fall > 4 * error > 0:
         said = "round %d: its answers score %.3g on average, and those of round %d %.3g: training made them worse"
         advice = ": lower learning_rate; docs/rounds.md, What to watch, has more"
         logger.warning(said + advice, entry["round"], entry["score"], best["round"], best["score"])
@@ -89,11 +81,16 @@ def _answer_rows(
             yield answer_row(prompt, ids, trainer.tokenizer, trainer.terminal_ids) | as_ids | told
 
 
+def known_scores(judged: list[Judged]) -> list[list[float]]:
+    """Of each prompt the scores that its judge gave."""
+    return [[score for score in one.scores if score is not None] for one in judged]
+
+
 def summarise(judged: list[Judged], ends: list[int]) -> dict[str, float]:
     """Means over prompts' answers: of their scores, of the best score of each prompt, of the share that ended by
     themselves, and of their lengths in tokens."""
     answers = [ids for one in judged for ids in one.answers]
-    scores = [[score for score in one.scores if score is not None] for one in judged]
+    scores = known_scores(judged)
     found: dict[str, Any] = {
         "score": [score for own in scores for score in own], "best_score": [max(own) for own in scores if own],
         "stopped": [ids[-1] in ends for ids in answers], "length": [*map(len, answers)],

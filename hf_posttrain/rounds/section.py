@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..data.kinds import RowKind
+from ..errors import InputError
 from ..trainer.method import COUNT, NOT_NEGATIVE, Problem
 from ..trainer.rules import beyond, vllm_problems
 from .judges.section import JudgeSection, expand_judge, judge_problems
@@ -113,13 +114,13 @@ def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
         yield ("temperature",), "temperature: 0 gives the same answer each time: set it above 0"
     for names, said in pair_problems(rounds.pair, kind):
         yield tuple(f"pair.{name}" for name in names), f"pair.{said}"
-    yield from _out_of_range(rounds)
+    yield from _out_of_range(rounds, kind)
     for names, said in judge_problems(rounds.judge):
         yield tuple(f"judge.{name}" for name in names), f"judge.{said}"
     yield from vllm_problems(rounds)
 
 
-def _out_of_range(rounds: RoundsSection) -> Iterator[Problem]:
+def _out_of_range(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     """Thresholds and margins that no score reaches, of judges whose scores are from 0 to 1."""
     by, pair = rounds.judge.by, rounds.pair
     if by not in ("exact_match", "url"):
@@ -127,8 +128,23 @@ def _out_of_range(rounds: RoundsSection) -> Iterator[Problem]:
     if pair.threshold is not None and not 0 < pair.threshold <= 1:
         problem = f"pair.threshold={pair.threshold:g}: scores of {by} are from 0 to 1: set it above 0 and up to 1"
         yield ("pair.threshold",), problem
-    if pair.margin > 1:
-        yield ("pair.margin",), f"pair.margin={pair.margin:g}: scores of {by} are from 0 to 1: set it below 1"
+    good = good_from(pair, by)
+    most = max(good, 1 - good) if kind.labelled and good is not None else 1
+    if pair.margin > most:
+        problem = f"pair.margin={pair.margin:g}: scores of {by} are from 0 to 1: set it to {most:g} at most"
+        yield ("pair.margin",), problem
+
+
+def good_from(pair: PairSection, judge: str) -> float | None:
+    """The score from which an answer is good. judge: the `by` of a JudgeSection."""
+    return 0.5 if pair.threshold is None and judge == "exact_match" else pair.threshold
+
+
+def check_steps(rounds: RoundsSection, steps: int) -> None:
+    """Raises InputError for more rounds than a run has optimizer steps."""
+    if rounds.count is not None and steps < rounds.count:
+        problem = f"rounds.count: {rounds.count} rounds take a step each, and the run has {steps}"
+        raise InputError(f"{problem}: raise num_train_epochs or max_steps, or lower count")
 
 
 def pair_problems(pair: PairSection, kind: RowKind) -> Iterator[Problem]:

@@ -10,8 +10,10 @@ import numpy as np
 from pyarrow import parquet
 from transformers import TrainerCallback
 
+from ..trainer.output_dir import write_json
 from .draw import FOLDER
-from .record import read_summary, write_summary
+from .record import SUMMARY
+from .section import check_steps
 
 
 class Round(TrainerCallback):
@@ -25,13 +27,14 @@ class Round(TrainerCallback):
         self.order: list[np.ndarray] = []  # of each of its steps, numbers of rows; none: they are yet to be dealt out
         self.tokens = np.zeros(0)  # of each row
         self.drawn: Path | None = None  # where the pieces of a round are that is being drawn
+        self.told: list[dict[str, Any]] = []  # what rounds.json has of each round
 
     def save(self, folder: str) -> None:
         """Into a checkpoint. What the pieces on disk have is in it, or in an earlier one."""
         if self.rows is not None and self.trainer.args.should_save:
             parquet.write_table(self.rows.with_format("arrow")[:], Path(folder, self.ROWS))
-            told = {"round": self.number, "told": read_summary(self.trainer.args.output_dir)}
-            Path(folder, self.NUMBER).write_text(json.dumps(told), encoding="utf-8")
+            kept = {"round": self.number, "told": self.told}
+            Path(folder, self.NUMBER).write_text(json.dumps(kept), encoding="utf-8")
         self.remove_pieces()
 
     def remove_pieces(self) -> None:
@@ -43,19 +46,25 @@ class Round(TrainerCallback):
 
     def begin_run(self, folder: str | None) -> None:
         """Nothing, or what a checkpoint has."""
-        self.number, self.rows, self.drawn = -1, None, None
+        self.number, self.rows, self.drawn, self.told = -1, None, None, []
         if folder is not None and Path(folder, self.NUMBER).exists():
             rows = datasets.Dataset(datasets.table.InMemoryTable(parquet.read_table(Path(folder, self.ROWS))))
             kept = json.loads(Path(folder, self.NUMBER).read_text(encoding="utf-8"))
             self.trainer.set_rows(kept["round"], rows)
-            if self.trainer.args.should_save and kept.get("told"):  # a run that began anew may have lost it
-                write_summary(self.trainer.args.output_dir, kept["told"])
+            self.told = kept.get("told", [])
         elif folder is None and self.trainer.args.should_save:
             for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
                 file.unlink()
 
     def give_up(self, steps: int) -> None:
         """The rows are those of the last whole step, whatever came after it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write what a checkpoint tells of its rounds: the folder may be another, or have been that of a new run.
+        Raises InputError for more rounds than steps."""
+        check_steps(self.trainer.section, state.max_steps)
+        if self.told and args.should_save:
+            write_json(Path(args.output_dir, FOLDER, SUMMARY), self.told)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save after the last step of a round over all prompts."""

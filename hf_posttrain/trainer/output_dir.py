@@ -1,5 +1,6 @@
 """The folder that a run writes to: one run at a time in it, and what is said where its disk has no space."""
 
+import json
 import logging
 import os
 import re
@@ -29,6 +30,14 @@ _UNWRITABLE = re.compile(
     r"No space left on device|File too large|Disk quota exceeded|Input/output error|Read-only file system"
     r"|PytorchStreamWriter failed|iostream error|unexpected pos \d+"
 )  # what Python, safetensors, tokenizers and torch say of a write that failed
+
+
+def write_json(file: Path, content: Any, indent: int | None = 1) -> None:
+    """Write the file, whole or not at all; its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    new = file.with_name(f"{file.name}.tmp")
+    new.write_text(json.dumps(content, indent=indent, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+    new.replace(file)
 
 
 def hold(file: Any) -> None:

@@ -204,8 +204,8 @@ def test_layouts_that_need_more_than_names(described, row, arguments, message):
 def test_what_one_method_cannot_read_is_said_alongside_the_others(described):
     code, text = described({"prompt": "2+2?", "completion": "4", "label": "yes"})
     assert code == 0
-    assert f"format: prompt + completion ({readers(SUPERVISED, PROMPTS)})\n" in text
-    for method in readers(UNPAIRED).split(", "):
+    assert f"format: prompt + completion ({readers(SUPERVISED)})\n" in text
+    for method in readers(UNPAIRED, PROMPTS).split(", "):
         assert f"not {method}: row 0: column 'label': expected true or false" in text
 
 

@@ -366,11 +366,16 @@ def test_only_a_run_or_output_is_written_into(folder, capsys):
 def test_numbers_that_another_file_of_the_same_name_replaces_are_told(folder, capsys, caplog):
     Path("other").mkdir()
     shutil.copy("qa.jsonl", "other/qa.jsonl")
-    for data, told in (("qa.jsonl", ""), ("other/qa.jsonl", "were of qa.jsonl, and are of other/qa.jsonl now")):
+    shutil.copytree("tiny", "same")
+    for model, data, told in (
+        ("tiny", "qa.jsonl", ""), ("tiny", "qa.jsonl", ""), ("tiny", "other/qa.jsonl", "data qa.jsonl, now other/"),
+        ("tiny", "other/qa.jsonl", ""), ("same", "other/qa.jsonl", "(model tiny, now same) are replaced"),
+    ):  # fmt: skip
         caplog.clear()
-        metrics(capsys, "tiny", "--data", data, "--limit", "2", "--output", "kept")
+        metrics(capsys, model, "--data", data, "--limit", "2", "--output", "kept")
         assert told in caplog.text
-        assert told or "numbers of eval_qa_" not in caplog.text
+        assert bool(told) == ("an earlier evaluation" in caplog.text)
+    assert len(rows_of_json("kept/evaluations.json")) == 3
 
 
 def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):

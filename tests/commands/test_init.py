@@ -242,8 +242,9 @@ def test_rounds_begin_from_prompts(method):
     write_rows("mine.jsonl", EXAMPLES)
     init.main([method, "--rounds", "3", "--data", "mine.jsonl", "--yes"])
     tree = yaml.safe_load(Path(f"{method}.yaml").read_text())
-    expected = {"count": 3, "num_generations": 8, "max_completion_length": 256, "judge": "exact_match"}
-    assert tree["rounds"] == expected
+    expected = {"count": 3, "num_generations": 8, "temperature": 1.0, "max_completion_length": 256}
+    expected |= {"max_completion_length": 320, "reference": "round"} if method == "dpo" else {}  # of dpo_rounds.yaml
+    assert tree["rounds"] == expected | {"judge": "exact_match"}
     assert tree["train"]["save_strategy"] == "epoch"
     assert "precompute_ref_log_probs" not in tree["train"]
     assert "eval_strategy" not in tree["train"]
@@ -257,7 +258,9 @@ def test_rounds_begin_from_prompts(method):
     assert ("eval" in usual["data"]) == ("eval_strategy" in usual["train"])
 
 
-@pytest.mark.parametrize("rows", [[{"prompt": "1+1="}], [{"messages": [{"role": "user", "content": "1+1="}]}]])
+@pytest.mark.parametrize(
+    "rows", [[{"prompt": "1+1="}], [{"prompt_ids": [1]}], [{"messages": [{"role": "user", "content": "1+1="}]}]]
+)
 def test_rounds_on_data_without_answers_name_another_judge(rows):
     write_rows("asked.jsonl", rows)
     init.main(["cpo", "--rounds", "2", "--data", "asked.jsonl", "--yes"])

@@ -113,10 +113,14 @@ def test_a_teacher_scores_texts_with_their_end(folder):
         (["--by", "exact_match", "--out", "no/judged.jsonl"], "there is no folder no"),
         (["--by", "function", "localhost:8000"], "is not package.module:name; a server is http://localhost:8000"),
         (["--by", "function", "test_judge_and_pair:broken"], "KeyError: 'score' (test_judge_and_pair.py, line "),
+        (["--by", "function", "wrong:f"], "function 'wrong:f' (SyntaxError: "),
+        (["--by", "function", "failing:f"], "function 'failing:f' (ZeroDivisionError: division by zero (failing.py, "),
     ],
 )
 def test_what_cannot_judge_is_said_in_a_line(arguments, said, folder, capsys):
     write(folder / "answers.jsonl", answers())
+    (folder / "wrong.py").write_text("def f(:")
+    (folder / "failing.py").write_text("1 / 0")
     assert run.main(["judge", "answers.jsonl", "--out", "judged.jsonl", *arguments]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said in line
@@ -216,7 +220,9 @@ def test_a_file_goes_on_behind_its_last_whole_piece(tmp_path):
         cut.write('{"n": 3, "tex')
     assert not out.exists()
     with pytest.raises(InputError, match="is of an earlier command, with another n, of: give that again"):
-        PieceFile(out, {"of": 2, "n": 1} | key | {"of": 2})
+        PieceFile(out, {"of": 2, "n": 1})
+    with pytest.raises(InputError, match="is of an earlier command, with another of: give that again"):
+        PieceFile(out, {})
     with PieceFile(out, key) as file:
         assert file.done == 1
         assert [*file.left([0, 64, 128], "test")] == [64, 128]

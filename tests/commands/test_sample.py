@@ -15,6 +15,7 @@ from vision_for_tests import seeing
 
 from hf_posttrain import run
 from hf_posttrain.commands import sample
+from hf_posttrain.commands.pieces import PieceFile
 from hf_posttrain.data.images import read_by, stored
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
@@ -100,6 +101,21 @@ def test_a_greedy_answer_is_one_and_does_not_depend_on_the_seed(folder):
     assert len(rows) == 2
     assert max(len(row["completion_ids"]) for row in rows) == 4
     assert sampled("--temperature", "0", "--max_completion_length", "4", "--seed", "7", out="again.jsonl") == rows
+
+
+def test_answers_of_a_file_that_was_corrected_meanwhile_are_not_mixed(folder, monkeypatch, caplog):
+    rows = [{"prompt": f"{n}?", "completion": f"{n}"} for n in (1, 2, 1)]
+    write_rows(folder / "asked.jsonl", rows)
+    monkeypatch.setattr(sample, "PIECE", 1)
+    monkeypatch.setattr(PieceFile, "finish", lambda file: (_ for _ in ()).throw(KeyboardInterrupt))
+    command = ["sample", "tiny", "--prompts", "asked.jsonl", "--max_completion_length", "3", "--out", "out.jsonl"]
+    assert run.main(command) == 130
+    assert "1 rows repeat the prompt of another" in caplog.text
+    caplog.clear()
+    assert run.main(command) == 130
+    assert "sample: 2 of 2 pieces were done before" in caplog.text
+    write_rows(folder / "asked.jsonl", [rows[0], rows[1] | {"completion": "two"}])
+    assert run.main(command) == 2
 
 
 def test_the_right_answer_is_one_that_is_not_labelled_false(folder):

@@ -191,8 +191,14 @@ def test_texts_are_saved_each_by_itself_and_rows_of_other_columns_are_kept_apart
     told = talk(["Hi", "/save said.jsonl"], "base")
     assert "(said.jsonl has other rows than {messages}: name another file)" in told
     Path("notes.txt").write_bytes(b"\xff\n")
-    assert "(notes.txt cannot be written: it is no text)" in talk(["Hi", "/save notes.txt"], "base")
+    assert "(notes.txt cannot be written: 'utf-8' codec" in talk(["Hi", "/save notes.txt"], "base")
+    for line in ("[1, 2]", "5", "null", "{"):
+        Path("notes.txt").write_text(line)
+        assert "(notes.txt has other rows than" in talk(["Hi", "/save notes.txt"], "base")
     assert saved() == said
+    Path("said.jsonl").write_text(json.dumps(said[0]))  # without a line break at its end
+    talk(["Hi", "/save said.jsonl"], "base", "--plain")
+    assert [row["prompt"] for row in saved()] == ["Once upon", "Hi"]
 
 
 def test_an_answer_that_was_cut_is_marked(talk):

@@ -313,7 +313,7 @@ def test_a_tokenizer_alone_refuses_pictures():
 # ---- cut to size
 
 
-@pytest.mark.parametrize("kind", ["qwen3_vl", "idefics3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("idefics3", marks=pytest.mark.slow)])
 def test_no_picture_is_ever_cut(kind, caplog):
     """At every length rows have all of their pictures, or are left out; and it is said."""
     asked = [user("x", image(LOGO), "What is it" + "?" * 4 * n) for n in range(4)]

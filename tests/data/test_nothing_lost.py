@@ -449,6 +449,21 @@ def test_a_null_among_masks_of_ids_is_refused_and_nulls_in_all_rows_are_none(col
     assert len(prepare(rows[1500:], "sft")) == 1500
 
 
+@pytest.mark.parametrize("label", [False, 0, 0.0, "false", "False", "0", None, True, 1, "true", "yes"])
+def test_an_answer_that_is_labelled_false_is_no_right_one_where_prompts_are_read(label, caplog):
+    rows = [{"prompt": "2+2?", "completion": "4", "label": label}]
+    if label == "yes":
+        with pytest.raises(InputError, match="row 0: column 'label': expected true or false"):
+            prepare(rows, "opd")
+        return
+    with caplog.at_level(logging.INFO, "hf_posttrain.data"):
+        [row] = prepare(rows, "opd")
+    assert bool(row["completion_ids"]) == (label is None or str(label).lower() in ("true", "1"))
+    assert "not read" not in caplog.text
+    audit = audits({"train": datasets.Dataset.from_list(rows)}, METHODS["opd"], byte_tokenizer(), config())["train"]
+    assert not any("not read" in note for note in audit.notes)
+
+
 def test_labels_that_number_classes_are_refused_unless_they_say_true():
     rows = datasets.Dataset.from_list([{"prompt": "2+2?", "completion": "4", "label": 0}])
     for names, refused in ((["good", "bad"], True), (["false", "true"], False)):
@@ -458,5 +473,8 @@ def test_labels_that_number_classes_are_refused_unless_they_say_true():
                 prepare(labelled, "kto")
         else:
             assert prepare(labelled, "kto")[0]["label"] is False
+    # where prompts are read, it says which answers are right ones
+    with pytest.raises(InputError, match=r"numbers classes \(good, bad\)"):
+        prepare(rows.cast_column("label", datasets.ClassLabel(names=["good", "bad"])), "opd")
     classed = datasets.Dataset.from_list([{"text": "abc", "label": 1}])
     assert len(prepare(classed.cast_column("label", datasets.ClassLabel(names=["a", "b"])), "sft")) == 1

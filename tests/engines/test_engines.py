@@ -206,7 +206,7 @@ def drawn_by_own_sampler(rank, drawn, folder, checkpoint=None):
     return [[*zip(batch["index"].tolist(), batch["row_weights"].tolist(), strict=True)] for batch in seen]
 
 
-@pytest.mark.parametrize("drawn", [6, 11])
+@pytest.mark.parametrize("drawn", [6, pytest.param(11, marks=pytest.mark.slow)])
 def test_rows_that_fill_up_a_batch_count_once_whatever_the_sampler_draws(drawn, tmp_path):
     for checkpoint, skipped in ((None, 0), (str(tmp_path / "checkpoint-1"), 4)):
         found = on_two(drawn_by_own_sampler, "ddp", drawn, str(tmp_path), checkpoint)

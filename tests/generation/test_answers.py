@@ -3,6 +3,7 @@
 import time
 from types import SimpleNamespace
 
+import datasets
 import pytest
 from accelerate import Accelerator
 from tokenizers_for_tests import byte_tokenizer
@@ -150,7 +151,7 @@ def test_rows_that_can_be_asked_and_graded():
             answerable(rows)
 
 
-def test_the_answer_of_the_data_is_the_first_turn_and_whole():
+def test_the_answer_of_the_data_is_the_first_turn_and_whole(caplog):
     """A conversation goes on behind its first answer; an answer that max_length has cut has no final answer."""
     tokenizer, rows = byte_tokenizer(), []
     end = tokenizer.eos_token_id
@@ -163,6 +164,12 @@ def test_the_answer_of_the_data_is_the_first_turn_and_whole():
         terminal_ids=[end], tokenizer=tokenizer, args=SimpleNamespace(eval_max_completion_length=4, eval_batch_size=4),
         accelerator=Accelerator(cpu=True), generate=lambda prompts, *_, **__: [[*encode("1"), end] for _ in prompts],
     )  # fmt: skip
-    assert exact_match(trainer, rows) == 0.5
+    assert exact_match(trainer, datasets.Dataset.from_list(rows)) == 0.5
     pairs = [{"prompt_ids": row["prompt_ids"], "chosen_ids": row["completion_ids"]} for row in rows[::2]]
-    assert exact_match(trainer, pairs) == 0.5
+    assert exact_match(trainer, datasets.Dataset.from_list(pairs)) == 0.5
+    assert "no right answer" not in caplog.text
+    # rows without an answer, or with a wrong one, are asked nothing
+    rows = [row | {"label": True} for row in rows]
+    rows += [rows[0] | {"label": False}, rows[0] | {"completion_ids": [], "completion_mask": []}]
+    assert exact_match(trainer, datasets.Dataset.from_list(rows)) == 0.5
+    assert "1 of 4 rows have no right answer: they are left out" in caplog.text

@@ -177,7 +177,7 @@ def test_a_resumed_run_repeats_its_rollouts(backend, tmp_path):
     assert losses_of(resumed) == losses_of(whole)
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True], ids=["full", "lora"])
 def test_both_modes_train_the_same(lora, tmp_path, vllm):
     """What is sampled depends on the weights and on (seed, step, rank, number of the prompt) alone."""
     peft_config = {"peft_config": peft.LoraConfig(**LORA) if lora else None}

@@ -89,8 +89,9 @@ def passed(model, batch):
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("checkpointed", [False, pytest.param(True, marks=SLOW)], ids=["", "checkpointed"])
-@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=SLOW)], ids=["full", "lora"])
+@SLOW
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_compiled_layers_give_the_same_numbers(lora, checkpointed, graphs):
     compiled, plain = model_of(lora, checkpointed), model_of(lora, checkpointed)
     layers.speed_up(compiled, asked(graphs.backend))
@@ -133,8 +134,9 @@ def test_kinds_of_layers_two_models_and_evaluation_are_all_compiled(raised, grap
                         forward.score(model.eval(), batch, LogProb(forward.targets(batch)))
 
 
-@pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=SLOW), True], ids=["", "checkpointed"])
-@pytest.mark.parametrize("lora", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
+@SLOW
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_fifty_shapes_of_batches_take_at_most_four_graphs(lora, checkpointed, graphs, monkeypatch):
     """As on a GPU in bf16, on the meta device: one varlen call a layer, which does not break the graph."""
     allow_meta(monkeypatch)

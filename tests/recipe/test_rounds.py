@@ -1,6 +1,7 @@
 """The section `rounds` of a recipe: short forms, what is refused and where, `--check`, and what a run leaves."""
 
 import json
+import shutil
 
 import pytest
 from hub_for_tests import small_rounds
@@ -10,6 +11,8 @@ from tokenizers_for_tests import byte_tokenizer
 from hf_posttrain import run
 from hf_posttrain.errors import InputError
 from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.report.page import list_facts
+from hf_posttrain.report.run_folder import read as read_run
 
 RECIPE = """\
 method: dpo
@@ -104,6 +107,13 @@ def test_check_refuses_what_a_run_would_find_after_its_weights(folder, capsys):
     assert "judge exact_match compares with completions of the data, and 2 of 2" in capsys.readouterr().err
 
 
+def test_check_refuses_more_rounds_than_steps(folder, capsys):
+    assert run.main(["recipe.yaml", "--check", "rounds.count=5", "train.max_steps=2"]) == 2
+    assert "5 rounds take a step each, and the run has 2" in capsys.readouterr().err
+    assert run.main(["recipe.yaml", "--check", "rounds.count=2", "train.max_steps=5"]) in (0, 1)
+    assert "2 rounds of about 2 steps over 9 prompts" in capsys.readouterr().out
+
+
 def test_check_says_what_the_rounds_are(folder, capsys):
     assert run.main(["recipe.yaml", "--check"]) in (0, 1)
     page = capsys.readouterr().out
@@ -119,10 +129,41 @@ def test_probe_runs_a_step_of_a_round(folder, capsys):
     assert "a step of 4 rows" in capsys.readouterr().out
 
 
+def test_a_run_that_goes_on_in_another_folder_reports_the_rounds_before(folder):
+    options = "train.save_strategy=steps", "train.save_steps=2", "train.num_train_epochs=2"
+    assert run.main(["recipe.yaml", *small_rounds(), *options]) == 0
+    (folder / "out").rename(folder / "before")
+    auto = ["train.resume_from_checkpoint=before/checkpoint-10"]
+    assert run.main(["recipe.yaml", *small_rounds(), *options, *auto]) == 0
+    first, second = (read_run(folder / name) for name in ("before", "out"))
+    assert [one["step"] for one in first.rounds] == [0, 6]
+    assert second.rounds == first.rounds
+    assert second.record["arguments"]["num_train_epochs"] == 2  # as it was given: over the rows of a round
+
+
+def test_a_run_into_the_folder_of_another_says_how_that_goes_on(folder, caplog):
+    assert run.main(["recipe.yaml", *small_rounds(), "train.save_strategy=steps", "train.save_steps=2"]) == 0
+    assert "earlier run" not in caplog.text
+    assert run.main(["recipe.yaml", *small_rounds(), "train.save_strategy=no"]) == 0
+    assert "checkpoint-6 is of an earlier run, whose files this one overwrites: train.resume" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{}", "its files lack 'added_tokens'"), ('{"added_tokens": [], "model": {}}', "data did not match")],
+)
+def test_a_judge_with_a_broken_tokenizer_is_said_in_a_line(text, said, folder, capsys):
+    shutil.copytree("tiny", "broken")
+    (folder / "broken" / "tokenizer.json").write_text(text)
+    assert run.main(["recipe.yaml", "rounds.judge={by: teacher, name: broken}"]) == 2
+    assert f"error: command line: tokenizer broken: {said}" in capsys.readouterr().err
+
+
 def test_a_run_leaves_its_rounds_in_report_and_card(folder):
     assert run.main(["recipe.yaml", *small_rounds(), "train.eval_strategy=epoch", "train.logging_steps=1"]) == 0
     page, card = ((folder / "out" / name).read_text() for name in ("report.html", "README.md"))
     assert "What each round gave" in page
+    assert "Score" in [name for name, *_ in list_facts(read_run(folder / "out"))]
     assert "2 rounds on the model&#39;s own answers: 4 answers to each prompt at temperature 1" in page
     assert "judged by function hub" in card
     assert "### Rounds" in card

@@ -139,6 +139,16 @@ def test_best_is_the_highest_accuracy_whatever_the_options_and_nobody_in_a_tie(t
     assert not any(best for _, best in rows["rewards/accuracies (evaluation)"])
 
 
+@pytest.mark.parametrize(("other", "marked"), [({"count": 5}, True), ({"temperature": 0.5}, False), (None, False)])
+def test_scores_of_rounds_are_compared_where_answers_are_drawn_and_judged_alike(other, marked, tmp_path):
+    rounds = {"count": 3, "judge": {"by": "exact_match"}, "temperature": 1.0}
+    given = [rounds, rounds | other if other else {"judge": {"by": "model", "name": "m"}}]
+    logs = [[{"step": 1, "eval_score": score}] for score in (0.25, 0.75)]
+    runs = [read(leave_run(tmp_path / str(n), logs[n], recipe=RECIPE | {"rounds": given[n]})) for n in range(2)]
+    rows = dict(compare.rank_last_values(runs, "beta differs"))
+    assert rows["score (evaluation)"] == [("0.25", False), ("0.75", marked)]
+
+
 def test_runs_without_recipes_and_with_other_metrics(tmp_path):
     page = page_of(
         leave_run(tmp_path / "a", log_of(kl=abs), recipe=None, run={"method": "kto", "arguments": {"beta": 0.1}}),

@@ -33,9 +33,9 @@ from hf_posttrain.generation import rollout
 from hf_posttrain.generation.server import ServerError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class, trainer_class
-from hf_posttrain.rounds import draw, in_rounds
-from hf_posttrain.rounds.pairing import good_from, pair_up
-from hf_posttrain.rounds.section import make_section
+from hf_posttrain.rounds import draw, in_rounds, record
+from hf_posttrain.rounds.pairing import Paired, pair_up
+from hf_posttrain.rounds.section import good_from, make_section
 
 KINDS = (SUPERVISED, PREFERENCE, UNPAIRED)
 METHODS = [name for name, row in TABLE.items() if row.rows in KINDS and row.second != "teacher"]
@@ -491,35 +491,60 @@ def test_each_round_is_logged_and_written(tmp_path):
         assert odd_bytes([], [rows[0]["completion"]], []) == [rows[0]["score"]]
 
 
-def falling(prompts, completions, references):
-    """A judge whose scores fall from call to call."""
-    CALLS.append(len(completions))
-    return [n % 2 - float(len(CALLS)) for n in range(len(completions))]
+@pytest.mark.parametrize(
+    ("first", "second", "warns"),
+    [
+        ([0.0, 1.0] * 8, [0.0, 0.1] * 8, False),  # by 3.4 standard errors
+        ([0.0, 1.0] * 16, [0.0, 0.1] * 16, True),  # by 4.9
+        ([1.0] + [0.0] * 63, [0.0] * 64, False),  # one hit, which may have been luck
+        ([1.0], [0.0], False),  # of one prompt nothing is known
+        ([0.0] * 9, [1.0] * 8 + [0.9], False), ([None] * 9, [0.5] * 9, False), ([0.5] * 9, [None] * 9, False),
+    ],
+)  # fmt: skip
+def test_scores_that_fall_are_warned_of(first, second, warns, tmp_path, caplog):
+    done = trainer("sft", tmp_path)
+    for number, scores in enumerate((first, second)):
+        done.round.number = number
+        rows = prompts(len(scores))
+        judged = [draw.Judged([[1, 258]], [score]) for score in scores]
+        record.record(done, prepared(rows), judged, Paired([[] for _ in scores]), 1.0)
+    assert ("round 2: its answers score" in caplog.text) == warns
 
 
-CALLS: list[int] = []
+def prepared(rows):
+    return rows.map(lambda row: {"prompt_ids": [65], "completion_ids": [66]})
 
 
-def test_scores_that_fall_are_warned_of(tmp_path, caplog):
-    CALLS.clear()
-    trainer("dpo", tmp_path, {"judge": "test_in_rounds:falling", "count": 2}).train()
-    said = "round 2: its answers score -1.5 on average, and those of round 1 -0.5: training made them worse"
-    assert said in caplog.text
-    caplog.clear()
-    trainer("dpo", tmp_path / "even", {"count": 2}).train()
+def test_a_judge_that_compares_has_no_level_to_fall_from(tmp_path, caplog):
+    """Shares of wins are 0.5 on average, whatever the model."""
+    judge = {"by": "url", "name": "http://127.0.0.1:9"}
+    given = section(judge=judge)
+    config = {"load_best_model_at_end": True, "max_length": 600, "eval_strategy": "epoch", "save_strategy": "epoch"}
+    with pytest.raises(InputError, match=r"shares of wins .* set it to exact_match"):
+        in_rounds.with_section(config_class(TABLE["sft"])(str(tmp_path), **config), given)
+    assert "rounds/score" not in in_rounds.in_rounds(trainer_class(TABLE["sft"]), given).method.key_metrics
+    done = trainer("sft", tmp_path)
+    type(done).section = make_section({**vars(done.section), "judge": given.judge})
+    for number, score in enumerate((0.9, 0.1)):
+        done.round.number = number
+        judged = [draw.Judged([[1, 258]], [score + n / 1000]) for n in range(9)]
+        record.record(done, prepared(prompts(9)), judged, Paired([[] for _ in judged]), 1.0)
     assert "made them worse" not in caplog.text
 
 
-def test_a_resumed_run_has_the_story_of_the_rounds_before(tmp_path):
-    config = {"save_strategy": "steps", "save_steps": 3}
-    trainer("sft", tmp_path, **config).train()
-    told = (tmp_path / "_rounds" / "rounds.json").read_text()
-    (tmp_path / "_rounds" / "rounds.json").unlink()
-    shutil.rmtree(tmp_path / "checkpoint-9")
-    trainer("sft", tmp_path, **config).train(resume_from_checkpoint="auto")
-    again = json.loads((tmp_path / "_rounds" / "rounds.json").read_text())
-    without = [{name: value for name, value in one.items() if name != "seconds"} for one in again]
-    assert without == [{name: value for name, value in one.items() if name != "seconds"} for one in json.loads(told)]
+@pytest.mark.parametrize("other", [False, True])
+def test_a_resumed_run_has_the_story_of_the_rounds_before(other, tmp_path):
+    """Also in another folder, where the last round began before the checkpoint."""
+    config = {"save_strategy": "steps", "save_steps": 4, "report_to": "none"}
+    trainer("sft", tmp_path / "one", **config).train()
+    told = json.loads((tmp_path / "one" / "_rounds" / "rounds.json").read_text())
+    (tmp_path / "one" / "_rounds" / "rounds.json").unlink()
+    checkpoint = tmp_path / "one" / "checkpoint-8"
+    shutil.rmtree(tmp_path / "one" / "checkpoint-9")
+    folder = tmp_path / ("two" if other else "one")
+    trainer("sft", folder, **config).train(resume_from_checkpoint=str(checkpoint))
+    assert [one["step"] for one in told] == [0, 3, 6]
+    assert json.loads((folder / "_rounds" / "rounds.json").read_text()) == told
 
 
 def test_answers_of_a_round_can_be_paired_again(tmp_path, monkeypatch):
@@ -528,7 +553,12 @@ def test_answers_of_a_round_can_be_paired_again(tmp_path, monkeypatch):
     command = "pair", "_rounds/1.jsonl", "--method", "dpo", "--ids", "--unfinished", "--out", "again.jsonl"
     assert run.main(command) == 0
     told = json.loads((tmp_path / "_rounds" / "rounds.json").read_text())
-    assert len((tmp_path / "again.jsonl").read_text().splitlines()) == told[0]["rows"]
+    again = [json.loads(line) for line in (tmp_path / "again.jsonl").open()]
+    drawn = [json.loads(line) for line in (tmp_path / "_rounds" / "1.jsonl").open()]
+    assert len(again) == told[0]["rows"] > 3
+    for name, used in (("chosen_ids", 1), ("rejected_ids", -1)):
+        ids = [[row["prompt_ids"], row["completion_ids"]] for row in drawn if row["used"] == used]
+        assert [[row["prompt_ids"], row[name]] for row in again] == ids
 
 
 def test_an_evaluation_samples_and_judges_the_same_draws_each_time(tmp_path):
@@ -656,13 +686,19 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
         ("sft", {"max_completion_length": 60}, {}, "leaves no prompt"),
         ("sft", {"judge": {"by": "model"}}, {}, "name is missing"),
         ("sft", {"judge": "exact_match", "pair": {"threshold": 1.5}}, {}, "scores of exact_match are from 0 to 1"),
-        ("dpo", {"judge": "exact_match", "pair": {"margin": 2.0}}, {}, "scores of exact_match are from 0 to 1"),
+        ("dpo", {"judge": "exact_match", "pair": {"margin": 2.0}}, {}, "from 0 to 1: set it to 1 at most"),
+        ("kto", {"judge": "exact_match", "pair": {"margin": 0.6}}, {}, "from 0 to 1: set it to 0.5 at most"),
         ("dpo", {"reference": "round"}, {"loss_type": ["simpo"]}, "this has none"),
     ],
 )
 def test_what_cannot_be_is_refused(method, changes, config, said, tmp_path):
     with pytest.raises(InputError, match=said):
         trainer(method, tmp_path, changes, **config)
+
+
+def test_rounds_are_no_more_than_steps(tmp_path):
+    with pytest.raises(InputError, match="3 rounds take a step each, and the run has 2: raise"):
+        trainer("sft", tmp_path, max_steps=2).train()
 
 
 def test_methods_with_a_teacher_are_refused():

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from ...data.prepare import prepare
 from ...errors import InputError
 from ...models.load import check_model, load_model, load_tokenizer, names_the_source, weights_dtype, whole_weights
 from ...models.score_cache import weights_key
-from ...models.section import ModelSection
+from ...models.section import ADAPTER, ModelSection
 from ...scoring.forward import causal_lm, enable_scoring, score, targets
 from ...scoring.head import LogProb
 from ...scoring.layouts import Branch, Example, collate
@@ -26,6 +27,8 @@ from .question import Question
 def check_judge(section: Any) -> tuple[Any, Any]:
     """(config, tokenizer) of a judge that is a model. Raises InputError for what it cannot be, before weights."""
     model, rewards = ModelSection(section.name), section.by == "model"
+    if Path(section.name, ADAPTER).is_file() and not Path(section.name, "config.json").is_file():
+        raise InputError(f"judge: {section.name} is an adapter: merge it into its base first (PEFT's merge_and_unload)")
     config = check_model(model)
     is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
     if rewards and not is_classifier:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ...generation.exact_match import first_turn
+from ...generation.exact_match import right_answer
 
 
 @dataclass(frozen=True)
@@ -77,5 +77,5 @@ def _asked(row: Mapping[str, Any], tokenizer: Any) -> tuple[Any, dict[str, Any]]
 
 def _reference(row: Mapping[str, Any], tokenizer: Any) -> str | None:
     """The right answer of a prepared row; None where it has none, or a wrong one."""
-    right = first_turn(dict(row)) if row.get("label", True) else []
+    right = right_answer(dict(row))
     return tokenizer.decode(right, skip_special_tokens=True) if right else None
