@@ -10,7 +10,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from ..rounds.in_rounds import planned_rows
-from ..rounds.section import check_steps
+from ..rounds.section import rounds_in
 from ..scoring import layouts
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
@@ -97,9 +97,11 @@ def _described(config: Any, prompts: int, steps: int) -> str:
     each = f"{rounds.num_generations} answers to each prompt, judged by {rounds.judge}"
     if rounds.steps:
         return f"rounds of {rounds.steps} steps: {each}; rows are prompts"
-    check_steps(rounds, steps)
-    about = "about " if steps % rounds.count else ""
-    return f"{rounds.count} rounds of {about}{round(steps / rounds.count)} steps over {prompts} prompts: {each}"
+    if (count := rounds_in(rounds, steps)) < 1:
+        return ""
+    fewer = f", and not {rounds.count}, of which each takes a step" if count < rounds.count else ""
+    about = "about " if steps % count else ""
+    return f"{count} rounds of {about}{round(steps / count)} steps{fewer} over {prompts} prompts: {each}"
 
 
 def planned_examples(rows: list[dict], trainer_class: Any, config: Any) -> list[Example]:

@@ -93,8 +93,7 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
     # the recipe's own trainer and weights, on as many of the longest rows as a step takes
     with tempfile.TemporaryDirectory() as folder:
         once = {name: value for name, value in _ONCE.items() if name in known} | {"output_dir": folder}
-        rounds = replace(recipe.rounds, count=1) if recipe.rounds and recipe.rounds.count else recipe.rounds
-        trainer_class, config = build.configure(replace(recipe, train=recipe.train | once, rounds=rounds))
+        trainer_class, config = build.configure(replace(recipe, train=recipe.train | once))
         step = config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
         chosen = longest(rows, step)
         given = {"args": config, "processing_class": tokenizer, "peft_config": peft_config, "train_dataset": chosen}

@@ -46,7 +46,7 @@ from .draw import Judged, Pieces, draw, pieces_of
 from .judges import make_judge
 from .pairing import Paired, pair_up
 from .record import record, summarise
-from .section import RoundsSection, good_from, make_section, rounds_problems
+from .section import RoundsSection, good_from, make_section, rounds_in, rounds_problems
 from .under_way import Round
 
 logger = logging.getLogger(__name__)
@@ -172,14 +172,15 @@ class InRounds(PostTrainer):
         """The number of the round that optimizer step `step` belongs to, from 0 on."""
         if self.section.steps:
             return step // self.section.steps
-        return step * (self.section.count or 1) // self.state.max_steps
+        return step * rounds_in(self.section, self.state.max_steps) // self.state.max_steps
 
     def steps_of(self, number: int) -> range:
         """The optimizer steps of a round."""
         if self.section.steps:
             first, end = number * self.section.steps, (number + 1) * self.section.steps
             return range(first, min(end, self.state.max_steps))
-        return range(*(-(-n * self.state.max_steps // (self.section.count or 1)) for n in (number, number + 1)))
+        count = rounds_in(self.section, self.state.max_steps)
+        return range(*(-(-n * self.state.max_steps // count) for n in (number, number + 1)))
 
     def next_window(self, epoch_iterator: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
         """As PostTrainer has it: micro-batches of rows of the round, which begins where it is its turn."""

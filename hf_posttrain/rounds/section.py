@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..data.kinds import RowKind
-from ..errors import InputError
 from ..trainer.method import COUNT, NOT_NEGATIVE, Problem
 from ..trainer.rules import beyond, vllm_problems
 from .judges.section import JudgeSection, expand_judge, judge_problems
@@ -140,11 +139,9 @@ def good_from(pair: PairSection, judge: str) -> float | None:
     return 0.5 if pair.threshold is None and judge == "exact_match" else pair.threshold
 
 
-def check_steps(rounds: RoundsSection, steps: int) -> None:
-    """Raises InputError for more rounds than a run has optimizer steps."""
-    if rounds.count is not None and steps < rounds.count:
-        problem = f"rounds.count: {rounds.count} rounds take a step each, and the run has {steps}"
-        raise InputError(f"{problem}: raise num_train_epochs or max_steps, or lower count")
+def rounds_in(rounds: RoundsSection, steps: int) -> int:
+    """How many rounds over all prompts a run has in so many optimizer steps, of which each takes one at least."""
+    return min(rounds.count or 1, steps)
 
 
 def pair_problems(pair: PairSection, kind: RowKind) -> Iterator[Problem]:

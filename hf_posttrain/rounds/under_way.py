@@ -1,6 +1,7 @@
 """The round that is under way: its rows, as checkpoints keep them, and what happens at its end."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from transformers import TrainerCallback
 from ..trainer.output_dir import write_json
 from .draw import FOLDER
 from .record import SUMMARY
-from .section import check_steps
+from .section import rounds_in
+
+logger = logging.getLogger(__name__)
 
 
 class Round(TrainerCallback):
@@ -60,9 +63,10 @@ class Round(TrainerCallback):
         """The rows are those of the last whole step, whatever came after it."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write what a checkpoint tells of its rounds: the folder may be another, or have been that of a new run.
-        Raises InputError for more rounds than steps."""
-        check_steps(self.trainer.section, state.max_steps)
+        """Write what a checkpoint tells of its rounds: the folder may be another, or have been that of a new run."""
+        section = self.trainer.section
+        if section.count and (taken := rounds_in(section, state.max_steps)) < section.count:
+            logger.warning("rounds.count: %d rounds, and not %d: the run has no more steps", taken, section.count)
         if self.told and args.should_save:
             write_json(Path(args.output_dir, FOLDER, SUMMARY), self.told)
 

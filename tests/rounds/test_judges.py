@@ -1,7 +1,9 @@
 """Judges: functions, a small reward model, a teacher, and a server that answers badly."""
 
 import copy
+import itertools
 import json
+import random
 import threading
 import time
 from contextlib import contextmanager
@@ -97,6 +99,38 @@ def test_a_reward_model_reads_the_whole_conversation_in_its_own_template(reward_
         ids = tokenizer("2+2=4", return_tensors="pt")["input_ids"]
         assert plain == pytest.approx(model(input_ids=ids).logits.item(), abs=1e-5)
     assert len(set(scores)) == 3
+
+
+def test_a_reward_model_that_was_trained_judges_as_it_was_taught(tmp_path):
+    """Bradley-Terry on pairs of which the better answer has more of the letter a; asked about others."""
+    draw, tokenizer, asked = random.Random(0), byte_tokenizer(), [{"role": "user", "content": "Go"}]
+    torch.manual_seed(0)
+    model = Qwen3ForSequenceClassification(Qwen3Config(**SMALL, num_labels=1)).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+    def text():
+        return "".join(draw.choice("abcd") for _ in range(6))
+
+    def rewards(answers):
+        chats = [[*asked, {"role": "assistant", "content": answer}] for answer in answers]
+        ids = tokenizer.apply_chat_template(chats, return_dict=True, return_tensors="pt", padding=True)
+        return model(**ids).logits[:, 0]
+
+    for _ in range(60):
+        pairs = [sorted((text(), text()), key=lambda answer: answer.count("a")) for _ in range(32)]
+        pairs = [(worse, better) for worse, better in pairs if worse.count("a") < better.count("a")]
+        worse, better = map(rewards, zip(*pairs, strict=True))
+        torch.nn.functional.softplus(worse - better).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    questions, hits = [Question(asked, [text() for _ in range(8)]) for _ in range(20)], []
+    for question, scores in zip(questions, judged(questions, by="model", name=str(tmp_path)), strict=True):
+        counts = [answer.count("a") for answer in question.answers]
+        both = itertools.combinations(zip(counts, scores, strict=True), 2)
+        hits += [(one > other) == (n > m) for (n, one), (m, other) in both if n != m]
+    assert sum(hits) > 0.95 * len(hits) > 300
 
 
 def test_a_model_with_several_labels_is_no_judge(tmp_path):
