@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import InputError, nearest
 from ..models.section import ModelSection, section_of
-from ..recipe.cli import Parser, tell
+from ..recipe.cli import Parser, number, tell
 
 _EXAMPLE = 'example: hf-posttrain chat outputs/mine --compare --seed 1 --system "Answer in one sentence."'
 _CONTROL = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")  # a terminal would obey it: it is shown written out
@@ -27,17 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", metavar="MODEL", help="a folder, such as a run's output_dir, or a hub name")
     parser.add_argument("--adapter", metavar="FOLDER", type=Path, help="a saved adapter, to put on MODEL")
     parser.add_argument("--system", metavar="TEXT", default="", help="the system turn")
-    parser.add_argument("--temperature", type=float, default=0.7, help="of sampling; 0: greedy (0.7)")
-    parser.add_argument("--max_new_tokens", type=int, default=512, help="longest answer in tokens (512)")
-    parser.add_argument("--seed", type=int, default=secrets.randbits(32), help="the same answers to the same lines")
+    parser.add_argument("--temperature", type=number(0, float), default=0.7, help="of sampling; 0: greedy (0.7)")
+    parser.add_argument("--max_new_tokens", type=number(1), default=512, help="longest answer in tokens (512)")
+    parser.add_argument("--seed", type=number(0), default=secrets.randbits(32), help="the same answers to the same")
     parser.add_argument("--compare", action="store_true", help="answer twice: without the adapter and with it")
     parser.add_shared("chat_template", "chat_template_kwargs")
     parser.add_argument("--plain", action="store_true", help="no template: the model continues each line as a text")
     parser.add_argument("--trust_remote_code", action="store_true", help="run Python code that comes with the model")
     given = parser.parse_args(argv)
-    for name, least in (("temperature", 0), ("max_new_tokens", 1), ("seed", 0)):
-        if not least <= (value := getattr(given, name)) < float("inf"):
-            parser.error(f"--{name} must be a number from {least} on, not {value}")
     section = section_of(given.model, given.adapter)
     section.chat_template, section.trust_remote_code = given.chat_template, given.trust_remote_code
     if given.compare and not section.adapter:

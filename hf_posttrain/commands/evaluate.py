@@ -21,7 +21,7 @@ from typing import Any
 from .. import __version__
 from ..errors import InputError, error_context, named, nearest_path
 from ..models.section import ADAPTER, ModelSection, section_of
-from ..recipe.cli import Parser, tell
+from ..recipe.cli import Parser, number, tell
 from ..recipe.sections import Source
 from .metrics import load_metric, load_tasks, measure, run_tasks
 from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
@@ -35,7 +35,7 @@ _OF_TASKS = ("limit", "num_fewshot", "task_folder", "max_length", "apply_chat_te
              "chat_template_kwargs")  # fmt: skip
 """Options that rows are read by, and those that evaluations of data and of tasks are kept with."""
 _SWITCH, _SEVERAL = {"action": "store_true"}, {"nargs": "+", "default": [], "metavar": "NAME"}
-_NUMBER, _FOLDER = {"type": int, "metavar": "N"}, {"metavar": "FOLDER"}
+_NUMBER, _FOLDER = {"type": number(1), "metavar": "N"}, {"metavar": "FOLDER"}
 _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "data": ({"metavar": "FILE"}, "a .jsonl, .json, .csv or .parquet file, a folder or a hub name"),
     "split": ({"default": "train"}, "split of a hub data set or saved DatasetDict (train)"),
@@ -43,14 +43,14 @@ _OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "adapter": (_FOLDER, "a PEFT adapter on MODEL"),
     "metrics": (_SEVERAL, "of the package evaluate, for greedy answers: names, or folders with a script of that name"),
     "max_completion_length": (_NUMBER | {"default": 256}, "longest greedy answer in tokens (256)"),
-    "max_length": (_NUMBER, "longest prompt with its answer in tokens, cut as in training (default: not cut)"),
+    "max_length": (_NUMBER | {"type": number(2)}, "longest prompt with its answer in tokens, cut as in training"),
     "batch_size": (_NUMBER | {"default": 8}, "rows at once (8): no number depends on it"),
     "images": (_SWITCH, "the model sees, and the rows have pictures"),
     "image_folder": (_FOLDER, "where relative paths of pictures start"),
     "apply_chat_template": (_SWITCH, "prompts of plain text become a user's turn"),
     "tasks": (_SEVERAL, "tasks of lm-eval, which pip install 'hf_posttrain[eval]' brings"),
     "task_folder": (_FOLDER, "with --tasks: where tasks of your own are, as .yaml"),
-    "num_fewshot": (_NUMBER, "with --tasks: examples before each question (the task's own number)"),
+    "num_fewshot": (_NUMBER | {"type": number(0)}, "with --tasks: examples before each question (the task's own)"),
     "output": (_FOLDER | {"type": Path}, f"where the numbers are kept, in {EVALUATIONS} and {RESULTS} (MODEL, where it"
                " is a run's output_dir; otherwise they are only printed)"),
     "json": (_SWITCH, "print the numbers for machines"),
@@ -128,10 +128,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, needed in {"metrics": "data", "columns": "data", "task_folder": "tasks", "num_fewshot": "tasks"}.items():
         if getattr(given, name) not in (None, []) and not getattr(given, needed):
             parser.error(f"--{name} goes with --{needed}: add that, or drop --{name}")
-    least = {"limit": 1, "max_completion_length": 1, "max_length": 2, "batch_size": 1, "num_fewshot": 0}
-    for name, number in least.items():
-        if (value := getattr(given, name)) is not None and value < number:
-            parser.error(f"--{name} must be a number from {number} on, not {value}")
     given.columns = dict(given.columns)
     known = [*f"{ANSWERED}, {SCORED}, {COMPARED}".split(", "), *(Path(name).stem for name in given.metrics)]
     if twice := next((name for name in known if known.count(name) > 1), None):

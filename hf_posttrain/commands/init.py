@@ -23,7 +23,7 @@ from ..data import suggest
 from ..data.files import source_problem, with_home
 from ..errors import InputError, printable
 from ..methods import METHODS
-from ..recipe.cli import Parser, tell
+from ..recipe.cli import Parser, number, tell
 from ..recipe.fields import train_fields
 from ..recipe.sections import Source
 from ..recipe.yaml_tree import read_tree
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--eval", metavar="FILE", help="rows to evaluate on")
     parser.add_argument("--output_dir", metavar="DIR", help="where the run leaves everything (outputs/NAME_OF_RECIPE)")
     parser.add_argument("--lora", action="store_true", help="train an adapter instead of all weights")
-    parser.add_argument("--rounds", metavar="N", type=int, help="N rounds on judged answers of its own to the prompts")
+    parser.add_argument("--rounds", metavar="N", type=number(1), help="N rounds on its own judged answers")
     parser.add_argument("-o", metavar="FILE", dest="file", type=Path, help="the recipe to write (METHOD.yaml)")
     parser.add_argument("--yes", action="store_true", help="ask nothing: take the defaults of what is not given")
     given = parser.parse_args(argv)
@@ -64,8 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     file = given.file or Path(f"{method.name}.yaml")
     if given.teacher and method.second != "teacher":
         parser.error(f"--teacher: {method.name} has no teacher: drop it")
-    if given.rounds is not None and given.rounds < 1:
-        parser.error(f"--rounds must be at least 1, not {given.rounds}")
     if given.rounds and (method.rows.sampled or method.second == "teacher"):
         parser.error(f"--rounds: {method.name} learns from its teacher, not from judged answers: drop it")
     if os.path.lexists(file):

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import InputError
 from ..models.section import ModelSection, section_of
 from ..recipe import build as parts
-from ..recipe.cli import Parser, find_recipe, tell
+from ..recipe.cli import Parser, find_recipe, number, tell
 from ..recipe.read import load_recipe
 from ..recipe.sections import Recipe, Source
 from .pieces import PieceFile, refuse_existing
@@ -47,23 +47,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("words", metavar="RECIPE.yaml or MODEL, section.key=value", nargs="*")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="where the lines go: a new file")
     parser.add_argument("--prompts", metavar="FILE", help="what is answered, in any format with prompts (the recipe's)")
-    parser.add_argument("--n", type=int, help="answers to each prompt (the recipe's num_generations; 1 if greedy)")
-    parser.add_argument("--temperature", type=float, help="of sampling; 0: greedy (the recipe's, or 1)")
-    parser.add_argument("--max_completion_length", type=int, help="longest answer in tokens (the recipe's, or 256)")
+    parser.add_argument("--n", type=number(1), help="answers to each prompt (the recipe's, or 1; 1 if greedy)")
+    parser.add_argument("--temperature", type=number(0, float), help="of sampling; 0: greedy (the recipe's, or 1)")
+    parser.add_argument("--max_completion_length", type=number(1), help="longest answer (the recipe's, or 256)")
     parser.add_argument("--split", choices=["train", "eval"], default="train", help="of the recipe's data (train)")
-    parser.add_argument("--limit", type=int, help="answer the first so many prompts")
-    parser.add_argument("--seed", type=int, help="of what is drawn (the recipe's, or 42)")
-    parser.add_argument("--batch_size", type=int, help=f"answers at once (those to {PIECE} prompts)")
+    parser.add_argument("--limit", type=number(1), help="answer the first so many prompts")
+    parser.add_argument("--seed", type=number(0), help="of what is drawn (the recipe's, or 42)")
+    parser.add_argument("--batch_size", type=number(1), help=f"answers at once (those to {PIECE} prompts)")
     parser.add_argument("--url", help="a vLLM server that samples, with the same model as RECIPE or MODEL")
     parser.add_argument("--adapter", metavar="FOLDER", help="with MODEL: a PEFT adapter on top of it")
     parser.add_argument("--images", action="store_true", help="with MODEL: it sees, and rows have pictures")
     parser.add_argument("--apply_chat_template", action="store_true", help="with MODEL: texts become turns of a user")
     parser.add_shared("columns", "chat_template", "chat_template_kwargs")
     given = parser.parse_intermixed_args(argv)
-    least = {"n": 1, "max_completion_length": 1, "temperature": 0, "limit": 1, "seed": 0, "batch_size": 1}
-    for name, smallest in least.items():
-        if (value := getattr(given, name)) is not None and not smallest <= value < float("inf"):
-            parser.error(f"--{name} must be a number from {smallest} on, not {value}")
     refuse_existing(given.out)
     if given.columns and not given.prompts:
         parser.error("--columns are those of --prompts: add that, or drop --columns")

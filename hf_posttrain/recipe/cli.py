@@ -4,6 +4,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,6 +61,19 @@ def _type(read: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return reading
+
+
+def number(least: float, kind: type = int) -> Callable[[str], Any]:
+    """A type of argparse's: a number of this kind from `least` on."""
+
+    @_type
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if least <= (value := kind(text)) < float("inf"):
+                return value
+        raise InputError(f"must be a {'whole ' * (kind is int)}number from {least} on, not {text}")
+
+    return read
 
 
 @_type

@@ -401,8 +401,8 @@ def test_a_file_is_written_whole_or_not_at_all(folder, monkeypatch):
     [
         ("tiny", "nothing to evaluate: add --data FILE or --tasks NAME"),
         ("--data qa.jsonl", "required: MODEL"),
-        ("tiny --data qa.jsonl --limit 0", "--limit must be a number from 1 on, not 0"),
-        ("tiny --data qa.jsonl --batch_size x", "--batch_size"),
+        ("tiny --data qa.jsonl --limit 0", "--limit: must be a whole number from 1 on, not 0"),
+        ("tiny --data qa.jsonl --batch_size x", "--batch_size: must be a whole number from 1 on, not x"),
         ("tiny --data qa.jsonl --columns question", "'question' is not ours=theirs"),
         ("tiny --data qa.jsonl --columns prompt=promt", "no column 'promt' for 'prompt' (did you mean 'prompt'?)"),
         ("tiny --data qa.jsonl --num_fewshot 1", "--num_fewshot goes with --tasks"),

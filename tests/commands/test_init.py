@@ -229,8 +229,8 @@ def test_nothing_is_overwritten():
     (["dop"], "invalid choice: 'dop'"),
     ([JUDGED[0], "--teacher", "org/name"], f"--teacher: {JUDGED[0]} has no teacher: drop it"),
     ([JUDGED[0], "--version"], "unrecognized arguments: --version"),
-    ([JUDGED[0], "--rounds", "0"], "--rounds must be at least 1, not 0"),
-    ([JUDGED[0], "--rounds", "many"], "invalid int value: 'many'"),
+    ([JUDGED[0], "--rounds", "0"], "--rounds: must be a whole number from 1 on, not 0"),
+    ([JUDGED[0], "--rounds", "many"], "--rounds: must be a whole number from 1 on, not many"),
     *(([name, "--rounds", "3"], f"--rounds: {name} learns from its teacher") for name in TAUGHT),
 ])  # fmt: skip
 def test_arguments_that_make_no_sense(arguments, problem):

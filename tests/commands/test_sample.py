@@ -151,7 +151,7 @@ def test_rows_are_trained_as_they_were_sampled(folder):
     ("arguments", "said"),
     [
         ([], "--out"), (["--out", "rows.jsonl"], "rows.jsonl is there already"),
-        (["--out", "new", "--n", "0"], "--n must be a number from 1 on"),
+        (["--out", "new", "--n", "0"], "--n: must be a whole number from 1 on"),
         (["--out", "new", "--split", "eval"], "no data.eval"),
         (["--out", "new", "--temperature", "-1"], "--temperature"),
         (["--out", "new", "--columns", "prompt=x"], "--columns are those of --prompts"),

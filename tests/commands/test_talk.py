@@ -250,9 +250,9 @@ def test_logits_that_are_nan_are_told_in_a_line(talk):
 @pytest.mark.parametrize(("arguments", "said"), [
     (["bas"], "model bas: no such folder"), (["base", "--adapter", "adaptr"], "did you mean 'adapter'?"),
     (["adapter", "--adapter", "adapter"], "adapter is an adapter"), (["base", "--compare"], "--compare needs an"),
-    (["base", "--temperature", "-1"], "--temperature must be a number from 0 on"),
-    (["base", "--temperature", "nan"], "--temperature must be a number from 0 on"),
-    (["base", "--max_new_tokens", "0"], "--max_new_tokens must be"), (["base", "--seed", "-1"], "--seed must be"),
+    (["base", "--temperature", "-1"], "--temperature: must be a number from 0 on"),
+    (["base", "--temperature", "nan"], "--temperature: must be a number from 0 on"),
+    (["base", "--max_new_tokens", "0"], "--max_new_tokens: must be"), (["base", "--seed", "-1"], "--seed: must be"),
     (["base", "--chat_template", "base/chat_template.jinj"], "did you mean 'base/chat_template.jinja'?"),
     (["base", "--chat_template_kwargs", "{x"], "expected a mapping of options"),
     (["base", "--chat_template_kwargs", "[1]"], "expected a mapping of options"),
