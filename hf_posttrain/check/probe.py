@@ -98,10 +98,12 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
         chosen = longest(rows, step)
         given = {"args": config, "processing_class": tokenizer, "peft_config": peft_config, "train_dataset": chosen}
         trainer = trainer_class(**given, **build.load_models(recipe, config))
+        trainer.longest = True  # of rounds
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
         rollouts = sampled(trainer, chosen) if method.rows.sampled else None
+        chosen = chosen if recipe.rounds is None else trainer.round.rows
     own = [name for name in chosen.column_names if name.endswith("_ids") and name != "mismatch_ids"]
     return Probe(
         min(config.per_device_train_batch_size, len(chosen)), int(tokens_of(chosen, own).max()),

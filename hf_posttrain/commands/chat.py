@@ -52,7 +52,7 @@ def talk(conversation: "Conversation") -> None:
         with suppress(ImportError):  # lines can be edited with it
             import readline  # noqa: F401
     try:
-        while (line := input("> ").rstrip()).split(" ")[0] != "/exit":
+        while (line := ask().rstrip()).split(" ")[0] != "/exit":
             if not terminal:
                 tell(line)
             name, _, rest = line.partition(" ")
@@ -69,6 +69,15 @@ def talk(conversation: "Conversation") -> None:
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise InputError(f"what was read or written is no text in {error.encoding} ({error.reason})") from error
     tell("")
+
+
+def ask() -> str:
+    """The next line. Ctrl-C drops what of it was typed."""
+    while True:
+        try:
+            return input("> ")
+        except KeyboardInterrupt:
+            tell("\n(/exit or Ctrl-D ends)")
 
 
 class Screen:
@@ -105,6 +114,7 @@ class Conversation:
         self.answerer = Answerer(section, given.chat_template_kwargs)
         self.given, self.answers = given, 0  # so far: each is drawn otherwise
         self.turns: list[dict[str, str]] = []  # a user's and an assistant's, one after the other
+        self.cut: set[str] = set()  # answers that did not end
         config = self.answerer.model.config.get_text_config()
         self.positions: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
         self.plain = given.plain or not self.answerer.tokenizer.chat_template
@@ -170,6 +180,7 @@ class Conversation:
                 by_transformers.generate(*given, {"streamer": screen})
         except KeyboardInterrupt:
             screen.end()
+            self.cut.add(screen.text)
         except RuntimeError as error:
             if str(error) != by_transformers.BROKEN:
                 raise
@@ -177,6 +188,7 @@ class Conversation:
         else:
             if screen.ids and screen.ids[-1] not in own.ends:
                 tell(f"(cut after {longest} tokens)")
+                self.cut.add(screen.text)
         return screen.text
 
     # ---- what a line with a slash does with the rest of it: /help shows the docstrings, what is returned is told
@@ -239,7 +251,8 @@ class Conversation:
                 file.write(begun + "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
         except (OSError, UnicodeDecodeError) as error:
             return f"{name} cannot be written: {getattr(error, 'strerror', None) or error}"
-        return f"added to {name}"
+        cut = sum(turn["content"] in self.cut for turn in self.turns[1::2])
+        return f"added to {name}" + (f"; {cut} of its answers did not end, and is trained as if it had" if cut else "")
 
 
 def _has_columns(line: str, row: dict[str, Any]) -> bool:

@@ -14,6 +14,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], boo
         raise InputError(f"{option}: {problem}")
     if not with_home(path).exists():
         return {"path": path}, False, True
-    from ..data.formats import detect, our_name
+    from ..data.formats import detect, our_name, read_label
     from ..data.prepare import filled_by_arrow, without_filled
     from ..data.sources import load
     from .data import ROWS, described
@@ -211,6 +212,8 @@ def look_at(path: str, method: Method, option: str) -> tuple[dict[str, Any], boo
     answered = bool(rows[0].get("completion_ids")) if form == "prompt_ids" else form != "prompt"
     if form == "messages" and (turns := rows[0].get(columns.get("messages", "messages"))):
         answered = (turns[-1].get("role") or turns[-1].get("from")) in ("assistant", "gpt")
+    with suppress(InputError):  # a column of that name may be another thing
+        answered &= all(read_label(row["label"]) for row in rows if row.get("label") is not None)
     as_text = any(isinstance(each, str) for each in asked)
     return {"path": path} | ({"columns": columns} if columns else {}), as_text, answered
 

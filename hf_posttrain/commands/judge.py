@@ -1,12 +1,11 @@
 """`hf-posttrain judge FILE`: a score for each answer of a file, by exact match, a function, a model or a server.
 
 The file has a row for each answer: prompt, completion, and reference where it is known, as `hf-posttrain sample` writes
-them. Rows of one prompt that stand together are judged together. The new file has the same rows with `score`, of which
-more is better, or null where the judge gave none, and `judge`.
+them. Rows of one prompt are judged together and stand together in the new file, which has the same rows with `judge`
+and `score`, of which more is better, or null where the judge gave none.
 """
 
 import argparse
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -107,10 +106,12 @@ def read_answers(path: str, score: bool = False) -> list[dict[str, Any]]:
     return rows
 
 
-def by_prompt(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """Rows of one prompt that stand together."""
-    for _, group in itertools.groupby(rows, key=lambda row: repr((row["prompt"], row.get("images")))):
-        yield [*group]
+def by_prompt(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The rows of each prompt, wherever they stand."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(repr((row["prompt"], row.get("images"))), []).append(row)
+    return [*groups.values()]
 
 
 def text_of(answer: Any) -> str:

@@ -50,9 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = read_answers(given.file, score=True)
     if given.ids and not all(row.get("prompt_ids") and row.get("completion_ids") for row in rows):
         raise InputError(f"{given.file}: --ids: its rows have no prompt_ids and completion_ids")
-    groups = [*by_prompt(rows)]
+    groups = by_prompt(rows)
     found = pair(groups, kind, section)
-    reasons = [f"{count} prompts gave none: {reason}" for reason, count in found.left_out.most_common()]
+    equal = sum(len(group) - len({repr(row["completion"]) for row in group}) for group in groups)
+    reasons = [f"{equal} answers equal another of their prompt: one of each counts"] if equal else []
+    reasons += [f"{count} prompts gave none: {reason}" for reason, count in found.left_out.most_common()]
     if not found.count:
         raise InputError("; ".join([f"{given.file}: its {len(groups)} prompts give no row", *reasons]))
     with error_context(given.file):

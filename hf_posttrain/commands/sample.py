@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_shared("columns", "chat_template", "chat_template_kwargs")
     given = parser.parse_intermixed_args(argv)
     refuse_existing(given.out)
+    if given.split == "eval" and given.prompts:
+        parser.error("--split is of a recipe's own data, in place of which --prompts was given: drop either")
     if given.columns and not given.prompts:
         parser.error("--columns are those of --prompts: add that, or drop --columns")
     path, overrides = find_recipe(parser, given.words)

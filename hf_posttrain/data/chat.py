@@ -49,7 +49,8 @@ class ChatTemplate(NamedTuple):
         Raises InputError if the tokenizer has no chat template or the template refuses these messages.
         """
         if not self.tokenizer.chat_template:
-            raise InputError("messages need a chat template: set model.chat_template to a file, or give plain strings")
+            instead = "set model.chat_template (--chat_template) to a file, or give plain strings"
+            raise InputError(f"messages need a chat template: {instead}")
         try:
             text = str(self.apply(messages, tokenize=False, **options))
         except Exception as error:  # a template is a program, and raises what it likes

@@ -49,7 +49,7 @@ def detect(columns: list[str], method: Reader) -> str:
             return form
     raise InputError(
         f"columns {named(columns)} are none that {method.name} reads: {' | '.join(method.rows.formats)}; "
-        "rename yours with data.train.columns, for instance {prompt: question}"
+        "rename yours with data.train.columns (--columns of commands), for instance {prompt: question}"
     )
 
 

@@ -109,7 +109,8 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
         return
     lengths, what, remedy = full_lengths(rows, args), "are", f"set train.max_length={positions}"
     if getattr(args, "max_completion_length", None):
-        what, remedy = "may become", f"{remedy}, and train.max_completion_length below it"
+        section = "rounds" if getattr(args, "rounds", None) else "train"
+        what, remedy = "may become", f"{remedy}, and {section}.max_completion_length below it"
     if positions > 0 and (count := int((lengths > positions).sum())):
         logger.warning(
             "train: %d examples %s longer than the model's %d positions (max_position_embeddings), up to %d tokens: %s",

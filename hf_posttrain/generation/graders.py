@@ -1,14 +1,17 @@
 """Functions that grade answers: exact match with the data's answer, or one of the user's."""
 
 import importlib
+import inspect
 import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, shown
 from .final_answer import final_answer
 
 Grader = Callable[..., Sequence[float]]
@@ -35,6 +38,8 @@ def find_grader(name: str) -> Grader:
         found = getattr(importlib.import_module(module), function)
         if not callable(found):
             raise ValueError("no function")
+        with suppress(ValueError):  # of functions in C nothing is known
+            inspect.signature(found).bind(prompts=[], completions=[], references=[])
     except Exception as error:  # of the user's module, for one
         wanted = "exact_match, or package.module:name of a function that can be imported"
         raise InputError(f"function {name!r} ({_told(error)}): {wanted}") from error
@@ -42,24 +47,29 @@ def find_grader(name: str) -> Grader:
 
 
 def grade(
-    grader: Grader, name: str, prompts: list[str], completions: list[str], references: list[str | None]
-) -> list[float]:
+    grader: Grader, name: str, prompts: list[str], completions: list[str], references: list[str | None],
+    abstain: bool = False,
+) -> list[Any]:  # fmt: skip
     """What the function says of each completion. Raises InputError where that is other than a finite number for each.
-    name: for the message."""
+    name: for the message. abstain: None is allowed too."""
     try:
-        given = list(grader(prompts=prompts, completions=completions, references=references))
+        given = grader(prompts=prompts, completions=completions, references=references)
     except InputError:
         raise
     except Exception as error:  # of the user's code
         raise InputError(f"{name} failed: {_told(error)}") from error
+    wanted = f"a finite number for each of {len(completions)} completions is wanted"
     try:
-        found = [float(value) for value in given]
-    except (TypeError, ValueError):  # such as None, or texts
-        found = []
-    if len(found) != len(completions) or not all(map(math.isfinite, found)):
-        problem = f"{name} gave {given!r:.80} for {len(completions)} completions"
-        raise InputError(f"{problem}: a finite number for each is wanted")
+        found = [None if abstain and value is None else float(value) for value in given]
+    except (TypeError, ValueError) as error:  # such as None, or texts
+        raise InputError(f"{name} gave {shown(given)}: {wanted}") from error
+    if len(found) != len(completions):
+        raise InputError(f"{name} gave {len(found)} numbers: {wanted}")
+    wrong = next((n for n, value in enumerate(found) if not (value is None or math.isfinite(value))), None)
+    if wrong is not None:
+        raise InputError(f"{name} gave {found[wrong]} for {shown(completions[wrong])}: {wanted}")
     return found
+
 
 
 def _told(error: Exception) -> str:

@@ -47,6 +47,11 @@ def check_model(section: ModelSection) -> PretrainedConfig:
         return transformers.AutoConfig.from_pretrained(name, trust_remote_code=section.trust_remote_code)
 
 
+def is_classifier(config: Any) -> bool:
+    """Is it the config of a model that gives a sequence scores, as a reward model, and has no head for tokens?"""
+    return any("ForSequenceClassification" in name for name in config.architectures or ())
+
+
 # ---- tokenizers
 
 
@@ -203,6 +208,8 @@ def load_model(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = check_model(section)
+    if is_classifier(config):
+        raise InputError(f"model {section.name_or_path}: it is a sequence classifier, and writes no text")
     whole = trainable and section.lora is None and not section.adapter
     kwargs = _options(section) | {"dtype": weights_dtype(section, config, whole, device)}
     with names_the_source("model", section.name_or_path):

@@ -63,6 +63,8 @@ def in_rounds(trainer_class: Any, section: Any) -> Any:
     method = trainer_class.method
     if method.second == "teacher":
         raise InputError(f"rounds: {method.name} learns from a teacher, not from judged answers: drop the section")
+    if section.reference == "round" and method.second != "reference":
+        raise InputError(f"rounds.reference: round is of methods with a reference, and {method.name} has none: drop it")
     for names, problem in rounds_problems(section, method.rows):
         raise InputError(f"rounds: {problem}" if problem.startswith(names) else f"rounds.{names[0]}: {problem}")
     collator = type("RoundCollator", (_RoundCollator, trainer_class.collator_class), {})
@@ -118,6 +120,7 @@ class InRounds(PostTrainer):
     train_dataset: Any
     synchronised: int | None = None
     told = False  # that a loss cannot be taken of so few prompts
+    longest = False  # are rows made of the longest answers that there may be, as a probe wants them?
 
     def __init__(self, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any):
         section = self.section
@@ -297,6 +300,10 @@ class InRounds(PostTrainer):
                     "prompt_key": prompt_key(prompt["prompt_ids"], prompt.get("images") or ()),
                     "images": prompt.get("images"), "index": len(made),
                 })  # fmt: skip
+        if self.longest:
+            planned = [(prompt, row) for prompt in prompts for row in planned_rows(prompt, self.method, section)]
+            made = [{"images": None, **row, "prompt_key": prompt_key(prompt["prompt_ids"]), "index": n}
+                    for n, (prompt, row) in enumerate(planned)]  # fmt: skip
         rows = typed_rows(made, kind, sees=self.data_collator.pictures is not None)
         bare = copy.copy(self.args)
         bare.keep_asked = False

@@ -33,6 +33,10 @@ def record(trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired
         reasons = "; ".join(f"{count}: {reason}" for reason, count in paired.left_out.most_common())
         said = "round %d: of %d prompts %d gave no row (%s)"
         logger.info(said, number, len(prompts), paired.left_out.total(), reasons)
+    labels = {row.label for rows in paired.rows for row in rows} - {None}
+    if len(labels) == 1:
+        said = "round %d: all its %d labelled answers are %s: one label alone does not say what to prefer"
+        logger.warning(said, number, paired.count, "good" if True in labels else "bad")
     trainer.log({"rounds/round": number} | {f"rounds/{name}": value for name, value in found.items()})
     if not trainer.args.should_save:
         return
@@ -45,6 +49,7 @@ def record(trainer: Any, prompts: datasets.Dataset, judged: list[Judged], paired
     means = [np.mean(own) for own in known_scores(judged) if own]
     error = {"score_error": round(float(np.std(means, ddof=1) / len(means) ** 0.5), 6)} if len(means) > 1 else {}
     entry = {"round": number, "step": trainer.state.global_step, **found, **error, "seconds": round(seconds, 1),
+             "unjudged": sum(score is None for one in judged for score in one.scores),
              "reasons": dict(paired.left_out)}  # fmt: skip
     earlier = [one for one in trainer.round.told if one["round"] < number]
     trainer.round.told = [*earlier, entry]

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..data.kinds import RowKind
+from ..errors import InputError, nearest
 from ..trainer.method import COUNT, NOT_NEGATIVE, Problem
 from ..trainer.rules import beyond, vllm_problems
 from .judges.section import JudgeSection, expand_judge, judge_problems
@@ -96,6 +97,9 @@ def make_section(given: Any) -> RoundsSection:
     if isinstance(given, RoundsSection):
         return given
     options = dict(expand(given))
+    fields = [field.name for field in dataclasses.fields(RoundsSection)]
+    if unknown := next((name for name in options if name not in fields), None):
+        raise InputError(f"rounds: there is no {unknown!r}{nearest(unknown, fields)}")
     judge, pair = options.get("judge", {}), options.get("pair", {})
     options |= {"judge": JudgeSection(**judge) if isinstance(judge, Mapping) else judge}
     options |= {"pair": PairSection(**pair) if isinstance(pair, Mapping) else pair}

@@ -209,6 +209,18 @@ def test_what_gives_no_pairs_is_said_in_a_line(rows, arguments, said, folder, ca
 # ---- pieces
 
 
+def test_rows_of_a_prompt_are_of_one_prompt_wherever_they_stand(folder):
+    rows = answers()
+    apart = [*rows[::2], *rows[1::2]]
+    write(folder / "answers.jsonl", apart)
+    assert run.main(["judge", "answers.jsonl", "--by", "exact_match", "--out", "judged.jsonl"]) == 0
+    found = read(folder / "judged.jsonl")
+    assert [row["prompt"] for row in found] == [row["prompt"] for row in rows]  # together again
+    assert [row["score"] for row in judging.by_prompt(found)[0]] == [1.0, 1.0, 0.0]
+    write(folder / "judged.jsonl", [*found[::2], *found[1::2]])
+    assert len(paired("dpo")) == 2
+
+
 def test_a_file_goes_on_behind_its_last_whole_piece(tmp_path):
     out, key = tmp_path / "rows.jsonl", {"of": 1}
     with contextlib.suppress(RuntimeError), PieceFile(out, key) as file:

@@ -106,7 +106,7 @@ def test_an_adapter_is_compared_with_its_base_from_the_same_seed(talk):
     base, adapter = (talk(["Hi"], *model).splitlines()[1:-1] for model in (["base"], ["base", "--adapter", "adapter"]))
     assert base != adapter
     lines = shown.splitlines()
-    cut = lines.index("(added to said.jsonl)") - 1
+    [cut] = [n - 1 for n, line in enumerate(lines) if line.startswith("(added to said.jsonl; 1 of its answers did")]
     assert lines[1:cut] == ["[without adapter]", *base, "[with adapter]", *adapter]
     assert "[" not in "".join(line[:1] for line in lines[cut + 1 :])
     talk(["Hi", "/save other.jsonl"], "adapter")
@@ -199,6 +199,19 @@ def test_texts_are_saved_each_by_itself_and_rows_of_other_columns_are_kept_apart
     Path("said.jsonl").write_text(json.dumps(said[0]))  # without a line break at its end
     talk(["Hi", "/save said.jsonl"], "base", "--plain")
     assert [row["prompt"] for row in saved()] == ["Once upon", "Hi"]
+
+
+def test_ctrl_c_at_a_line_drops_it_and_ends_nothing(talk, given, monkeypatch):
+    typed = iter(["Hi", KeyboardInterrupt, KeyboardInterrupt, "/save said.jsonl", EOFError])
+
+    def line(prompt):
+        if isinstance(one := next(typed), str):
+            return one
+        raise one
+
+    monkeypatch.setattr("builtins.input", line)
+    assert talk([], "base").count("(/exit or Ctrl-D ends)") == 2
+    assert answers(saved()[0]) == ["answer 1"]
 
 
 def test_an_answer_that_was_cut_is_marked(talk):

@@ -126,7 +126,7 @@ def test_check_says_what_the_rounds_are(folder, capsys):
 
 def test_probe_runs_a_step_of_a_round(folder, capsys):
     assert run.main(["recipe.yaml", "--check", "--probe", *small_rounds()]) in (0, 1)
-    assert "a step of 4 rows" in capsys.readouterr().out
+    assert "a step of 4 rows of up to 20 tokens" in capsys.readouterr().out  # a prompt of 4, two answers of 8 tokens
 
 
 def test_a_run_that_goes_on_in_another_folder_reports_the_rounds_before(folder):

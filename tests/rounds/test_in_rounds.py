@@ -603,6 +603,11 @@ def test_a_first_round_without_rows_is_an_error_with_its_reasons(tmp_path):
         trainer("dpo", tmp_path, NOTHING).train()
 
 
+def test_labels_of_one_kind_are_warned_of(tmp_path, caplog):
+    trainer("kto", tmp_path, {"count": 1, "pair": {"threshold": 2.0}}).train()
+    assert "round 1: all its 44 labelled answers are bad: one label alone does not say what to prefer" in caplog.text
+
+
 def test_a_later_round_without_rows_ends_training(tmp_path, caplog):
     done = trainer("dpo", tmp_path)
     score = done.judge.score
@@ -678,6 +683,8 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
         ("dpo", {"num_generations": 1}, {}, "answers are compared with each other"),
         ("sft", {"temperature": 0.0}, {}, "the same answer each time"),
         ("sft", {"count": 2, "steps": 3}, {}, "steps excludes count"),
+        ("sft", {"reference": "round"}, {}, "round is of methods with a reference, and sft has none"),
+        ("sft", {"cuont": 2}, {}, "rounds: there is no 'cuont'; did you mean 'count'?"),
         ("sft", {"pair": {"margin": 1.0}}, {}, "margin is of pairs and labels"),
         ("dpo", {"pair": {"threshold": 1.0}}, {}, "threshold is of labels"),
         ("sft", {"vllm_mode": "server"}, {}, "is an option of rollout: vllm"),

@@ -38,8 +38,24 @@ def longer(prompts, completions, references):
     return [len(text) for text in completions]
 
 
+def picky(prompts, completions, references):
+    return [None if text == "a" else 1 for text in completions]
+
+
+def forgetful(prompts, completions, references):
+    pass
+
+
+def short(prompts, completions, references):
+    return [1.0] * (len(completions) - 1)
+
+
 def broken(prompts, completions, references):
-    return [None] * len(completions)
+    return [1.0, float("nan")]
+
+
+def narrow(prompts, completions):
+    return [1.0] * len(completions)
 
 
 def test_exact_match_compares_final_answers():
@@ -52,8 +68,14 @@ def test_exact_match_compares_final_answers():
 def test_a_function_is_called_once_with_texts():
     questions = [Question(CHAT, ["a", "abc"]), Question(CHAT, [])]
     assert judged(questions, by="function", name="test_judges:longer") == [[1.0, 3.0], []]
-    with pytest.raises(InputError, match=r"judge test_judges:broken gave \[None\] for 1 completions"):
-        judged([Question(CHAT, ["a"])], by="function", name="test_judges:broken")
+    assert judged([Question(CHAT, ["a", "b"])], by="function", name="test_judges:picky") == [[None, 1.0]]  # abstains
+    for name, said in {
+        "forgetful": "gave None: a finite number for each of 2 completions is wanted",
+        "short": "gave 1 numbers: a finite",
+        "broken": "gave nan for 'b': a finite number", "narrow": "got an unexpected keyword argument 'references'",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=said):
+            judged([Question(CHAT, ["a", "b"])], by="function", name=f"test_judges:{name}")
     with pytest.raises(InputError, match="nowhere"):
         judged(questions, by="function", name="nowhere:at_all")
 
@@ -344,6 +366,23 @@ def test_a_server_that_judges_nothing_ends_in_a_line():
         judged([Question("p", ["a", "b"])], by="url", name="http://127.0.0.1:9")
 
 
+def test_a_server_that_is_gone_or_wants_another_key_ends_it_at_once():
+    """What was judged before is in its pieces."""
+    with serving(by_length) as server:
+        server.refuse = lambda body: (401, {"error": {"message": "wrong key"}})
+        with pytest.raises(ServerError, match=r"401 .*wrong key.*: the key is read from OPENAI_API_KEY"):
+            judged([Question("p", [*map(str, range(40))])], by="url", name=server.url)
+        assert len(server.asked) < 100  # of 160
+        judge = make_judge(JudgeSection("url", server.url, served_model="m"))
+    with pytest.raises(ServerError, match="no server answers"), judge:
+        judge.score([Question("p", ["a", "b"])])
+
+
+def test_a_question_that_cannot_be_rendered_is_said_in_a_line():
+    with serving(by_length) as server, pytest.raises(InputError, match="judge: question: ZeroDivisionError: division"):
+        judged([Question("p", ["a", "b"])], by="url", name=server.url, question="{{ first }} {{ second }} {{ 1 / 0 }}")
+
+
 def test_each_answer_meets_as_many_others():
     for count in range(2, 9):
         for opponents in (1, 2, 4, 20):
@@ -376,6 +415,9 @@ def test_verdicts(said, verdict):
         ({"by": "url", "name": "localhost:8000"}, "is no URL"),
         ({"by": "model", "name": "x", "question": "{{ first }} {{ second }}"}, "question is of by: url"),
         ({"by": "url", "name": "http://x", "question": "{{ first }}"}, "must show both"),
+        ({"by": "url", "name": "http://x", "question": "{{ first }} {{ second }} {{ promt }}"}, "mean 'prompt'?"),
+        ({"by": "model", "name": "x", "opponents": 2}, "opponents is of by: url"),
+        ({"by": "teacher", "name": "x", "timeout": 5.0}, "timeout is of by: url"),
         ({"by": "url", "name": "http://x", "question": "{{ first }} {{ second"}, "no Jinja template"),
         ({"by": "url", "name": "http://x", "opponents": 0}, "must be at least 1"),
     ],
@@ -387,5 +429,6 @@ def test_sections_that_contradict_themselves(section, said):
 def test_short_forms():
     assert expand_judge("exact_match") == {"by": "exact_match"}
     assert expand_judge("mine:f") == {"by": "function", "name": "mine:f"}
+    assert expand_judge(longer) == {"by": "function", "name": "test_judges:longer"}
     assert expand_judge("http://x:1") == {"by": "url", "name": "http://x:1"}
     assert expand_judge({"by": "model"}) == {"by": "model"}

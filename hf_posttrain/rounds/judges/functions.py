@@ -30,7 +30,7 @@ class FunctionJudge:
         """As `Judge`; all questions in one call. Raises InputError for what `grade` refuses."""
         texts = [(q.text, answer, q.reference) for q in questions for answer in q.answers]
         prompts, completions, references = map(list, zip(*texts, strict=True)) if texts else ([], [], [])
-        scores: Any = iter(grade(self.grader, f"judge {self.name}", prompts, completions, references))
+        scores: Any = iter(grade(self.grader, f"judge {self.name}", prompts, completions, references, True))
         return [[next(scores) for _ in q.answers] for q in questions]
 
     def __enter__(self) -> Any:

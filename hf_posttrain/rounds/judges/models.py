@@ -15,7 +15,15 @@ from ...data.chat import encode
 from ...data.kinds import SUPERVISED
 from ...data.prepare import prepare
 from ...errors import InputError
-from ...models.load import check_model, load_model, load_tokenizer, names_the_source, weights_dtype, whole_weights
+from ...models.load import (
+    check_model,
+    is_classifier,
+    load_model,
+    load_tokenizer,
+    names_the_source,
+    weights_dtype,
+    whole_weights,
+)  # fmt: skip
 from ...models.score_cache import weights_key
 from ...models.section import ADAPTER, ModelSection
 from ...scoring.forward import causal_lm, enable_scoring, score, targets
@@ -30,13 +38,12 @@ def check_judge(section: Any) -> tuple[Any, Any]:
     if Path(section.name, ADAPTER).is_file() and not Path(section.name, "config.json").is_file():
         raise InputError(f"judge: {section.name} is an adapter: merge it into its base first (PEFT's merge_and_unload)")
     config = check_model(model)
-    is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
-    if rewards and not is_classifier:
+    if rewards and not is_classifier(config):
         kind = ", ".join(config.architectures or ()) or "a model of no known kind"
         raise InputError(f"judge: {section.name} is {kind}: a reward model is a sequence classifier with one label")
     if rewards and config.num_labels != 1:
         raise InputError(f"judge: reward model {section.name} has {config.num_labels} labels, and a score is one")
-    if not rewards and is_classifier:
+    if not rewards and is_classifier(config):
         raise InputError(f"judge: {section.name} is a sequence classifier, and a teacher writes text: by: model")
     return config, load_tokenizer(model)
 

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 
 from ...data.template import parsed
+from ...errors import nearest
 from ...trainer.method import COUNT, POSITIVE, Problem
 from ...trainer.rules import beyond
 
@@ -15,6 +16,7 @@ LIMITS = {"opponents": COUNT, "batch_size": COUNT, "timeout": POSITIVE}
 KINDS = ("exact_match", "function", "model", "teacher", "url")
 MODELS = ("model", "teacher")
 """Kinds of judges that are models, loaded here."""
+_SHOWN = ("prompt", "reference", "first", "second")  # what a question may read
 _NAMES = {  # kind of judge -> what `name` is
     "function": "package.module:name of a function", "model": "the folder or hub name of a reward model",
     "teacher": "the folder or hub name of a model", "url": "a server's URL, such as http://localhost:8000",
@@ -51,7 +53,10 @@ class JudgeSection:
 
 
 def expand_judge(given: Any) -> Any:
-    """`exact_match` as the mapping that it stands for; `module:name` is a function, and a URL a server."""
+    """`exact_match` as the mapping that it stands for; `module:name` is a function, in Python also the function itself,
+    and a URL a server."""
+    if callable(given):
+        return {"by": "function", "name": f"{given.__module__}:{given.__qualname__}"}
     if not isinstance(given, str):
         return given
     if given.startswith(("http://", "https://")):
@@ -72,13 +77,17 @@ def judge_problems(judge: JudgeSection) -> Iterator[Problem]:
         yield ("name",), f"name={judge.name!r} is not package.module:name{hint}"
     if judge.by == "url" and judge.name and not judge.name.startswith(("http://", "https://")):
         yield ("name",), f"name={judge.name!r} is no URL such as http://localhost:8000"
-    for field in ("served_model", "question"):
-        if getattr(judge, field) is not None and judge.by != "url":
+    usual = JudgeSection()
+    for field in ("served_model", "question", "opponents", "timeout"):
+        if getattr(judge, field) != getattr(usual, field) and judge.by != "url":
             yield (field, "by"), f"{field} is of by: url: set that, or drop {field}"
     if judge.question is not None:
         try:
-            parsed(judge.question)
+            read = meta.find_undeclared_variables(parsed(judge.question))
         except TemplateError as error:
             yield ("question",), f"question is no Jinja template: {error}"
-        if not all(word in judge.question for word in ("first", "second")):
+            return
+        if not {"first", "second"} <= read:
             yield ("question",), "question: it must show both answers: write {{ first }} and {{ second }}"
+        if unknown := sorted(read - {*_SHOWN}):
+            yield ("question",), f"question: there is no {unknown[0]!r}{nearest(unknown[0], _SHOWN)}"

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import urllib3
-from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import InputError
@@ -82,9 +81,9 @@ class ServerJudge:
             won[id(question)][a].append(result)
             won[id(question)][b].append(1 - result)
         if lost:
-            logger.warning("judge: %d of %d comparisons were not made, the last since %s", lost, len(differ), self.last)
+            logger.warning("judge: %d of %d comparisons were not made, the last: %s", lost, len(differ), self.last)
         if differ and lost == len(differ):
-            raise ServerError(f"judge: {self.server.url} made none of {len(differ)} comparisons: {self.last}")
+            raise ServerError(f"{self.last}; it made none of {len(differ)} comparisons")
         return [[sum(mine) / len(mine) if mine else None for mine in won[id(q)]] for q in questions]
 
     def check(self) -> None:
@@ -97,8 +96,8 @@ class ServerJudge:
         shown = {"first": question.answers[first], "second": question.answers[second]}
         try:
             text = self.question.render(prompt=question.text, reference=question.reference, **shown)
-        except (TemplateError, TypeError) as error:
-            raise InputError(f"judge: question: {error}") from error
+        except Exception as error:  # of the user's template
+            raise InputError(f"judge: question: {type(error).__name__}: {error}") from error
         body = {"model": self.model, "messages": [{"role": "user", "content": text}]}
         for _ in range(TRIES):
             sent = body | self.greedy
@@ -106,17 +105,22 @@ class ServerJudge:
                 answer = self.server.post("/v1/chat/completions", sent, **self._options())
                 said = answer["choices"][0]["message"]["content"]
             except ServerError as error:
+                if error.status in (401, 403):
+                    raise ServerError(f"{error}: the key is read from OPENAI_API_KEY", error.status) from error
+                if not error.status:  # nobody is there any more: what was judged before is kept
+                    raise
                 self.last = f"{error}: raise timeout" if error.status == LATE else str(error)
                 if error.status == 400 and "temperature" in str(error) and "temperature" in sent:
                     self.greedy = {}  # some models have but one
                     continue
                 return None
             except (LookupError, TypeError) as error:
-                self.last = f"it answered otherwise than OpenAI's protocol has it ({type(error).__name__}: {error})"
+                problem = f"answered otherwise than OpenAI's protocol has it ({type(error).__name__}: {error})"
+                self.last = f"judge: {self.server.url} {problem}"
                 return None
             if (better := read_verdict(said)) is not None:
                 return {0: 0.5, 1: 1.0, 2: 0.0}[better]
-            self.last = f"it said {str(said)!r:.80}"
+            self.last = f"judge: {self.server.url} said {str(said)!r:.80}"
         return None
 
     def _options(self) -> dict[str, Any]:
