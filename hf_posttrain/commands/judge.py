@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import InputError, nearest, shown
 from ..recipe.cli import Parser, tell
 from ..recipe.sections import Source
-from ..rounds.judges.section import KINDS, JudgeSection, judge_problems
+from ..rounds.judges.section import KINDS, JudgeSection, expand_judge, judge_problems
 from .pieces import PieceFile, refuse_existing
 
 PIECE = 64
@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_section(given: Any) -> JudgeSection:
     """The judge of the arguments. Raises InputError for a kind that does not exist, and what contradicts."""
     kind, *name = given.by
+    if not name:  # a short form, as recipes have it
+        short = expand_judge(kind)
+        kind, name = short["by"], [short["name"]] if "name" in short else []
     if len(name) > 1:
         raise InputError(f"command line: --by takes a kind and a name, and was given {' '.join(given.by)}")
     question = None

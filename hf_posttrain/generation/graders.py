@@ -7,7 +7,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,16 @@ def find_grader(name: str) -> Grader:
         found = getattr(importlib.import_module(module), function)
         if not callable(found):
             raise ValueError("no function")
-        with suppress(ValueError):  # of functions in C nothing is known
-            inspect.signature(found).bind(prompts=[], completions=[], references=[])
     except Exception as error:  # of the user's module, for one
         wanted = "exact_match, or package.module:name of a function that can be imported"
         raise InputError(f"function {name!r} ({_told(error)}): {wanted}") from error
+    try:
+        inspect.signature(found).bind(prompts=[], completions=[], references=[])
+    except TypeError as error:
+        given = "it is given prompts, completions and references, by keyword"
+        raise InputError(f"function {name!r}: {error}: {given}") from error
+    except ValueError:  # of functions in C nothing is known
+        pass
     return found
 
 
@@ -73,6 +77,7 @@ def grade(
 
 
 def _told(error: Exception) -> str:
-    """An error of the user's code, and where it was raised."""
+    """An error of the user's code, and where in it that was raised."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({Path(last.filename).name}, line {last.lineno})"
+    place = f" ({Path(last.filename).name}, line {last.lineno})"
+    return f"{type(error).__name__}: {error}{place * (last.filename != __file__ and '<frozen' not in last.filename)}"

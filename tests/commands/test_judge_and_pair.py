@@ -80,6 +80,7 @@ def test_exact_match_adds_a_score_to_each_row(folder, capsys):
 def test_a_function_gets_texts_of_messages_too(folder):
     rows = [{"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "abc"}]}]
     [row] = judged(folder, "--by", "function", "test_judge_and_pair:length", rows=rows)
+    assert judged(folder, "--by", "test_judge_and_pair:length", rows=rows, out="short.jsonl") == [row]
     assert (row["score"], row["judge"]) == (3, "function test_judge_and_pair:length")
 
 

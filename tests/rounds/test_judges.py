@@ -72,7 +72,8 @@ def test_a_function_is_called_once_with_texts():
     for name, said in {
         "forgetful": "gave None: a finite number for each of 2 completions is wanted",
         "short": "gave 1 numbers: a finite",
-        "broken": "gave nan for 'b': a finite number", "narrow": "got an unexpected keyword argument 'references'",
+        "broken": "gave nan for 'b': a finite number",
+        "narrow": "got an unexpected keyword argument 'references': it is given",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=said):
             judged([Question(CHAT, ["a", "b"])], by="function", name=f"test_judges:{name}")

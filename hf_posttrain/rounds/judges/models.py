@@ -15,15 +15,7 @@ from ...data.chat import encode
 from ...data.kinds import SUPERVISED
 from ...data.prepare import prepare
 from ...errors import InputError
-from ...models.load import (
-    check_model,
-    is_classifier,
-    load_model,
-    load_tokenizer,
-    names_the_source,
-    weights_dtype,
-    whole_weights,
-)  # fmt: skip
+from ...models import load
 from ...models.score_cache import weights_key
 from ...models.section import ADAPTER, ModelSection
 from ...scoring.forward import causal_lm, enable_scoring, score, targets
@@ -37,15 +29,15 @@ def check_judge(section: Any) -> tuple[Any, Any]:
     model, rewards = ModelSection(section.name), section.by == "model"
     if Path(section.name, ADAPTER).is_file() and not Path(section.name, "config.json").is_file():
         raise InputError(f"judge: {section.name} is an adapter: merge it into its base first (PEFT's merge_and_unload)")
-    config = check_model(model)
-    if rewards and not is_classifier(config):
+    config = load.check_model(model)
+    if rewards and not load.is_classifier(config):
         kind = ", ".join(config.architectures or ()) or "a model of no known kind"
         raise InputError(f"judge: {section.name} is {kind}: a reward model is a sequence classifier with one label")
     if rewards and config.num_labels != 1:
         raise InputError(f"judge: reward model {section.name} has {config.num_labels} labels, and a score is one")
-    if not rewards and is_classifier(config):
+    if not rewards and load.is_classifier(config):
         raise InputError(f"judge: {section.name} is a sequence classifier, and a teacher writes text: by: model")
-    return config, load_tokenizer(model)
+    return config, load.load_tokenizer(model)
 
 
 class ModelJudge:
@@ -57,7 +49,7 @@ class ModelJudge:
     def __init__(self, section: Any, tokenizer: Any = None, device: Any = "cpu"):
         self.section, self.device = section, torch.device(device)
         self.config, self.tokenizer = check_judge(section)
-        with whole_weights():  # ZeRO-3 would cut them over ranks that ask at different times
+        with load.whole_weights():  # ZeRO-3 would cut them over ranks that ask at different times
             self.model = self.load()
         self.model.requires_grad_(False).eval()
 
@@ -108,8 +100,8 @@ class RewardModel(ModelJudge):
         """As `ModelJudge`."""
         name, section, config = self.section.name, ModelSection(self.section.name), self.config
         config.pad_token_id = self.tokenizer.pad_token_id  # by which the last token is found
-        dtype = weights_dtype(section, config, False, self.device)
-        with names_the_source("reward model", name):
+        dtype = load.weights_dtype(section, config, False, self.device)
+        with load.names_the_source("reward model", name):
             return AutoModelForSequenceClassification.from_pretrained(
                 name, config=config, dtype=dtype, use_safetensors=True
             )
@@ -147,7 +139,7 @@ class TeacherJudge(ModelJudge):
 
     def load(self) -> Any:
         """As `ModelJudge`."""
-        return load_model(ModelSection(self.section.name), trainable=False, device=self.device)
+        return load.load_model(ModelSection(self.section.name), trainable=False, device=self.device)
 
     def tokens(self, questions: Sequence[Question]) -> list[tuple[Sequence[int], Sequence[int]]]:
         """The model's own ids, where both have the same tokens; otherwise its texts in the teacher's template, those
