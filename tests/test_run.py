@@ -677,7 +677,7 @@ def test_messages_without_a_chat_template_end_before_a_model_is_loaded(folder, n
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     (folder / "chat.jsonl").write_text(json.dumps(row))
     line = error_line(capsys, "sft.yaml", "data.train={path: chat.jsonl}")
-    assert "set model.chat_template to a" in line
+    assert "set model.chat_template (--chat_template) to a" in line
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,8 @@ def unread(columns: Iterable[str], form: str) -> list[str]:
 
 def read_label(value: Any) -> bool:
     """Is an answer good? Raises InputError for what says neither."""
-    if (label := _LABELS.get(str(value).lower())) is None:
+    label = _LABELS.get(str(value).lower()) if isinstance(value, str | int | float) else None
+    if label is None:
         raise InputError(f"column 'label': expected true or false (or 1, 0), found {shown(value)}")
     return label
 

@@ -473,8 +473,10 @@ def expected(plain, kind, form, row, options):
     tokenised = "_ids" in form
     size = max(plain.special.values()) + 1
     prompt, branches, mask = token_row(row, size, kind) if tokenised else text_row(plain, row, kind, form, options)
-    if kind.sampled and row.get("label") in (False, 0):  # not the right answer
-        branches, mask = [], None
+    if kind.sampled and row.get("label") is not None:
+        said = str(row["label"]).lower()
+        need(said in ("true", "1", "1.0", "false", "0", "0.0"))
+        branches, mask = (branches, mask) if said in ("true", "1", "1.0") else ([], None)  # not the right answer
     ends = [] if tokenised else [[plain.special[end]] for end in (END, plain.text_end)]
     branches = [[] if branch in ends else branch for branch in branches]
     if kind.labelled and len(branches) == 2:
@@ -540,7 +542,7 @@ def check_message(error, form, where=f"fuzz, row {ROW}: "):
     assert text.startswith(where), text
     assert "\n" not in text, text
     assert len(text) < 600, text
-    about = [*form.split(" + "), "input", "tools", "labels", "completion_", "chat template", "rendered"]
+    about = [*form.split(" + "), "input", "tools", "label", "completion_", "chat template", "rendered"]
     about += ["assistant_only_loss"]
     assert any(name in text for name in about), text
 
