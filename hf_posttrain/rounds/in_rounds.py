@@ -19,7 +19,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import islice
@@ -210,7 +210,7 @@ class InRounds(PostTrainer):
         """A row that can be laid out and scored."""
         if len(self.round.rows):
             return self.round.rows[0]
-        made = made_row(self.train_dataset[0], self.method, self.terminal_ids[:1])
+        made = made_row(self.train_dataset[0], self.method, [self.terminal_ids[:1]] * len(self.method.rows.answers))
         return made | ({"ref_logps": [0.0] * max(2, len(self.method.rows.answers))} if self.reference_moves else {})
 
     def set_rows(self, number: int, rows: datasets.Dataset) -> None:
@@ -292,18 +292,10 @@ class InRounds(PostTrainer):
         paired = pair_up(kind, answers, [one.scores for one in judged], stopped, section.pair, threshold)
         made: list[dict[str, Any]] = []
         for prompt, one, rows in zip(prompts, judged, paired.rows, strict=True):
-            for row in rows:
-                ids = [one.answers[n] for n in row.answers]
-                made.append({
-                    "prompt_ids": prompt["prompt_ids"], **dict(zip(kind.answers, ids, strict=True)),
-                    "completion_mask": [1] * len(ids[0]), "label": row.label,
-                    "prompt_key": prompt_key(prompt["prompt_ids"], prompt.get("images") or ()),
-                    "images": prompt.get("images"), "index": len(made),
-                })  # fmt: skip
-        if self.longest:
-            planned = [(prompt, row) for prompt in prompts for row in planned_rows(prompt, self.method, section)]
-            made = [{"images": None, **row, "prompt_key": prompt_key(prompt["prompt_ids"]), "index": n}
-                    for n, (prompt, row) in enumerate(planned)]  # fmt: skip
+            chosen = [made_row(prompt, self.method, [one.answers[n] for n in row.answers], row.label) for row in rows]
+            for row in planned_rows(prompt, self.method, section) if self.longest else chosen:
+                key = prompt_key(prompt["prompt_ids"], prompt.get("images") or ())
+                made.append({"images": None, **row, "prompt_key": key, "index": len(made)})
         rows = typed_rows(made, kind, sees=self.data_collator.pictures is not None)
         bare = copy.copy(self.args)
         bare.keep_asked = False
@@ -341,10 +333,12 @@ class InRounds(PostTrainer):
         return EvalLoopOutput(None, None, {}, len(rows)), summarise(judged, self.terminal_ids)  # type: ignore[arg-type]
 
 
-def made_row(prompt: dict[str, Any], method: Any, answer: list[int]) -> dict[str, Any]:
-    """A prepared row as rounds make them, all of whose answers are the same: for what only needs its shape."""
-    kind, made = method.rows, {"prompt_ids": prompt["prompt_ids"], "index": 0, "label": True}
-    made |= dict.fromkeys(kind.answers, answer) | {"completion_mask": [1] * len(answer)}
+def made_row(
+    prompt: dict[str, Any], method: Any, answers: Sequence[list[int]], label: bool | None = True
+) -> dict[str, Any]:
+    """A prepared row of a prompt and as many answers as the method's rows have."""
+    made = {"prompt_ids": prompt["prompt_ids"], "index": 0, "label": label, "completion_mask": [1] * len(answers[0])}
+    made |= dict(zip(method.rows.answers, answers, strict=True))
     return made | ({"images": prompt["images"]} if "images" in prompt else {})
 
 
@@ -353,4 +347,5 @@ def planned_rows(prompt: dict[str, Any], method: Any, section: RoundsSection) ->
     several = section.pair.take == "all" or (section.pair.take is None and method.rows.labelled)
     count = section.num_generations if several else 2 if method.rows.labelled else 1
     count = count * (count - 1) // 2 if several and method.rows.paired else count
-    return [made_row(prompt, method, [0] * section.max_completion_length)] * count
+    longest = [[0] * section.max_completion_length] * len(method.rows.answers)
+    return [made_row(prompt, method, longest)] * count
