@@ -56,11 +56,11 @@ SPECIAL = {
                        "indexer_head_dim": 8, "indexer_budget": 16, "indexer_compress_ratio": 4},
 }  # fmt: skip
 """What an architecture needs besides."""
-SCALES = {"kimi_linear": 2.0, "gemma3n_text": 1.0, "ctrl": 5.0, "olmo_hybrid": 5.0,
-          "qwen3_5_text": 5.0, "minicpm3": 5.0}  # fmt: skip
-"""Of those that with larger weights choose other experts at every rounding, have no gradient, logits that float32 knows
-to 2e-4 (MiniCPM3), or a gradient that it knows to 1e-3: in float64 those of CTRL and the two hybrids are equal to 1e-6
-at any scale."""
+SCALES = {"kimi_linear": 2.0, "gemma3n_text": 1.0, "ctrl": 5.0, "olmo_hybrid": 5.0, "qwen3_5_text": 5.0,
+          "qwen3_next": 5.0, "minicpm3": 5.0, "mimo_v2_flash": 5.0}  # fmt: skip
+"""Of those that with larger weights choose other experts at every rounding (MiMo-V2-Flash at a token whose second and
+third differ by 9e-8), have no gradient, logits that float32 knows to 2e-4 (MiniCPM3), or a gradient that it knows to
+1e-3: in float64 those of CTRL and the three hybrids are equal to 1e-6 at any scale."""
 
 
 def tiny_config(name, **changes):
