@@ -215,6 +215,11 @@ def write_merged(
     if tied := head is not None and head.weight is base.get_input_embeddings().weight:
         head.weight = nn.Parameter(head.weight.detach().clone())
     twin = peft.get_peft_model(base, adapter_shape(policy.peft_config[trained]), adapter_name=trained)
+    # what a layer has worked out of its base's weight and no state has: AdaMSS, which of its rows go together
+    for copied, layer in zip(_adapted_layers(twin), _adapted_layers(policy), strict=True):
+        for name in layer.other_param_names:
+            if isinstance(values := getattr(layer, name, None), dict) and trained in values:
+                getattr(copied, name)[trained] = copy.deepcopy(values[trained])
     for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
         if name in state:  # models keep some in float32
             tensor.data = tensor.data.to(state[name].dtype)
@@ -236,6 +241,10 @@ def write_merged(
     check_saved(merged, folder)
 
 
+def _adapted_layers(model: nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+
+
 def check_mergeable(model: Any) -> None:
     """Raises InputError where there is nothing to merge, nothing to merge into, or a kind of layer that PEFT cannot."""
     has_adapter = isinstance(model, peft.PeftModel)
@@ -245,8 +254,7 @@ def check_mergeable(model: Any) -> None:
     if any(getattr(adapter, "layer_replication", None) for adapter in model.peft_config.values()):
         raise InputError("merge_lora: the copies of layer_replication share weights: save it without merge_lora")
     # of each kind the smallest is copied: a head has gigabytes
-    found: list[Any] = [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
-    found.sort(key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
+    found = sorted(_adapted_layers(model), key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
     try:
         for layer in {type(layer): layer for layer in found}.values():
             if not any(hasattr(weight, "ds_id") or weight.is_meta for weight in layer.parameters()):  # whole and here
