@@ -105,12 +105,16 @@ def reading_options(**given: Any) -> SimpleNamespace:
     return SimpleNamespace(**(options | given))
 
 
-def read_prompts(source: Source, tokenizer: PreTrainedTokenizerBase, options: SimpleNamespace) -> datasets.Dataset:
-    """Prepared rows (`prompt_ids`, `completion_ids`, `asked`) of a file with prompts, and maybe their right answers.
+def read_prompts(
+    sources: Source | list[Source], tokenizer: PreTrainedTokenizerBase, options: SimpleNamespace
+) -> datasets.Dataset:
+    """Prepared rows (`prompt_ids`, `completion_ids`, `asked`) of files with prompts, and maybe their right answers.
     Raises InputError for the first bad row, and for rows without a prompt."""
-    rows = prepare(load(source, "prompts"), PromptReader(), tokenizer, options, Path(source.path).name)
+    where = ", ".join(source.path for source in (sources if isinstance(sources, list) else [sources]))
+    name = "prompts" if isinstance(sources, list) else Path(where).name
+    rows = prepare(load(sources, "prompts"), PromptReader(), tokenizer, options, name)
     if not isinstance(rows, datasets.Dataset):
-        raise InputError(f"{source.path}: data of known length is wanted: drop streaming")
+        raise InputError(f"{where}: data of known length is wanted: drop streaming")
     if all(len(ids) < 2 for ids in rows["prompt_ids"]):
-        raise InputError(f"{source.path}: its rows have no prompts to answer")
+        raise InputError(f"{where}: its rows have no prompts to answer")
     return rows

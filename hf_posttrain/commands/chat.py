@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--system", metavar="TEXT", default="", help="the system turn")
     parser.add_argument("--temperature", type=number(0, float), default=0.7, help="of sampling; 0: greedy (0.7)")
     parser.add_argument("--max_new_tokens", type=number(1), default=512, help="longest answer in tokens (512)")
-    parser.add_argument("--seed", type=number(0), default=secrets.randbits(32), help="the same answers to the same")
+    parser.add_argument("--seed", type=number(0), default=secrets.randbits(32), help="of what is drawn (a new one)")
     parser.add_argument("--compare", action="store_true", help="answer twice: without the adapter and with it")
     parser.add_shared("chat_template", "chat_template_kwargs")
     parser.add_argument("--plain", action="store_true", help="no template: the model continues each line as a text")

@@ -140,15 +140,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def find_model(given: argparse.Namespace) -> ModelSection:
-    """The model to load: of an adapter's folder, which may be a run's, its base with it. Raises InputError for a run's
-    folder that has checkpoints alone."""
+    """The model to load: of an adapter's folder, which may be a run's, its base with it."""
     folder = Path(given.model)
-    is_whole, is_adapter = ((folder / name).is_file() for name in ("config.json", ADAPTER))
-    if is_adapter and not is_whole and given.adapter:
+    if given.adapter and (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         raise InputError(f"{folder} is an adapter, and --adapter names another: give its base as MODEL")
-    saved = sorted(folder.glob("checkpoint-*"), key=os.path.getmtime)
-    if saved and not is_whole and not is_adapter:
-        raise InputError(f"{folder} has no model yet: give one of its checkpoints, such as {saved[-1]}")
     return section_of(given.model, given.adapter)
 
 

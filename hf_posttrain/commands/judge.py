@@ -101,19 +101,22 @@ def read_answers(path: str, score: bool = False) -> list[dict[str, Any]]:
         how = "hf-posttrain judge writes it" if lacking == ["score"] else "hf-posttrain sample writes such rows"
         raise InputError(f"{path}: there is no column {lacking[0]!r}: {how}")
     for number, row in enumerate(rows):
-        for name in ("prompt", "completion"):
-            if not isinstance(row[name], str | list) or not (row[name] or name == "completion"):
-                raise InputError(f"{path}, row {number}: {name} is {shown(row[name])}, a text or messages are wanted")
+        for name in ("prompt", "completion", *(["messages"] if row.get("messages") is not None else [])):
+            given = row[name]
+            turns = isinstance(given, list) and bool(given) and all(isinstance(turn, dict) for turn in given)
+            text = isinstance(given, str) and name != "messages" and bool(given or name == "completion")
+            if not turns and not text:
+                raise InputError(f"{path}, row {number}: {name} is {shown(given)}, a text or messages are wanted")
         if score and not (isinstance(row["score"], int | float | None) and math.isfinite(row["score"] or 0)):
             raise InputError(f"{path}, row {number}: score is {shown(row['score'])}, a number or null is wanted")
     return rows
 
 
-def by_prompt(rows: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The rows of each prompt, wherever they stand."""
+def by_prompt(rows: Iterable[dict[str, Any]], *also: str) -> list[list[dict[str, Any]]]:
+    """The rows of each prompt, wherever they stand. also: columns that are the same in a group too."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault(repr((row["prompt"], row.get("images"))), []).append(row)
+        groups.setdefault(repr((row["prompt"], row.get("images"), *map(row.get, also))), []).append(row)
     return [*groups.values()]
 
 
@@ -129,8 +132,9 @@ def question(group: list[dict[str, Any]]) -> Any:
     first = group[0]
     more = {name: first[name] for name in ("tools", "chat_template_kwargs") if first.get(name)}
     stopped = [row.get("stopped") is not False for row in group]
-    answers = [text_of(row["completion"]) for row in group]
-    return Question(first.get("messages") or first["prompt"], answers, first.get("reference"), more, stopped=stopped)
+    answers = [text_of(row["completion"]) if row.get("answered") is None else row["answered"] for row in group]
+    prompt = first.get("messages") or first.get("asked") or first["prompt"]
+    return Question(prompt, answers, first.get("reference"), more, stopped=stopped)
 
 
 def judge(rows: list[dict[str, Any]], section: JudgeSection, given: Any) -> Iterator[dict[str, Any]]:
@@ -140,7 +144,7 @@ def judge(rows: list[dict[str, Any]], section: JudgeSection, given: Any) -> Iter
 
     from ..rounds.judges import make_judge
 
-    groups = [*by_prompt(rows)]
+    groups = by_prompt(rows, "reference")
     made = make_judge(section, None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     read = xxhash.xxh3_64_hexdigest(repr(rows).encode())
     key = {"judge": section.described(), "version": made.key(), "rows": read}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.kinds import RowKind
-from ..errors import InputError, error_context
+from ..errors import InputError, error_context, shown
 from ..methods import METHODS
 from ..recipe.cli import Parser, tell
 from ..rounds.pairing import Paired, pair_up
@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = read_answers(given.file, score=True)
     if given.ids and not all(row.get("prompt_ids") and row.get("completion_ids") for row in rows):
         raise InputError(f"{given.file}: --ids: its rows have no prompt_ids and completion_ids")
+    for number, row in enumerate(rows):
+        if (one := row.get("judge")) != (other := rows[0].get("judge")):
+            problem = f"judge is {shown(one)}, and that of row 0 is {shown(other)}: scores of two judges do not compare"
+            raise InputError(f"{given.file}, row {number}: {problem}: pair the rows of each by themselves")
     groups = by_prompt(rows)
     found = pair(groups, kind, section)
     equal = sum(len(group) - len({repr(row["completion"]) for row in group}) for group in groups)

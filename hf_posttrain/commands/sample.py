@@ -5,17 +5,18 @@
 
 `prompt` and `completion` are texts as the model reads and writes them, with the template's special tokens, without the
 one that ends the answer: rows to train on as they are. `logps` are those of completion_ids at the temperature they were
-sampled at. `messages` is a prompt that was messages, `reference` the right answer, both where the data have them: for
-`hf-posttrain judge`.
+sampled at. `messages` is a prompt that was messages, `reference` the right answer, both where the data have them;
+`asked` and `answered` are the texts without special tokens where those are others: for `hf-posttrain judge`.
 """
 
 import argparse
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError
+from ..errors import InputError, error_context
 from ..models.section import ModelSection, section_of
 from ..recipe import build as parts
 from ..recipe.cli import Parser, find_recipe, number, tell
@@ -129,6 +130,8 @@ class _Asked:
     def __init__(self, section: ModelSection, tokenizer: Any, rows: Any, where: str, switches: Any = None):
         self.section, self.tokenizer, self.where, self.switches = section, tokenizer, where, switches
         self.rows: list[dict[str, Any]] = [row for row in rows if row["prompt_ids"]]
+        if lacking := len(rows) - len(self.rows):
+            logger.info("%s: %d rows have no prompt: they are left out", where, lacking)
         self.count, self.temperature, self.longest, self.seed = 1, 1.0, 256, 42
         self.low: Any = None  # dtype of autocast
         self.device: Any = None
@@ -147,8 +150,8 @@ class _Asked:
 
     def key(self) -> dict[str, Any]:
         """All that answers depend on, besides prompts and a server."""
-        options = {"n": self.count, "temperature": self.temperature, "seed": self.seed}
-        options |= {"max_completion_length": self.longest}
+        options: dict[str, Any] = {"n": self.count, "temperature": self.temperature, "seed": self.seed}
+        options |= {"max_completion_length": self.longest, "autocast": str(self.low)}
         return {"model": self.section.name_or_path, "weights": self.weights, "ends": self.ends, **options}
 
     def written(self, row: dict[str, Any], answer: list[int], logps: list[float]) -> dict[str, Any]:
@@ -167,6 +170,7 @@ def _of_recipe(recipe: Recipe, given: Any) -> _Asked:
     import datasets
     import torch
 
+    from ..data.kinds import SUPERVISED
     from ..recipe.datasets import prepare_data
     from .answers import read_prompts, reading_options
 
@@ -176,8 +180,10 @@ def _of_recipe(recipe: Recipe, given: Any) -> _Asked:
         raise InputError(f"--split eval: {recipe.where('data')}: the recipe has no data.eval")
     config.keep_asked = True
     tokenizer, _ = parts.check_models(recipe)
-    if given.prompts:
-        rows = read_prompts(_prompts(given), tokenizer, reading_options(**vars(config)))
+    sources = _prompts(given) if given.prompts else dict(recipe.data.given())[given.split]
+    if given.prompts or trainer_class.reads.rows == SUPERVISED:  # which are answered at their end, packed or not
+        with nullcontext() if given.prompts else error_context(recipe.where(f"data.{given.split}.path")):
+            rows = read_prompts(sources, tokenizer, reading_options(**vars(config)))
     else:
         rows = prepare_data(recipe, trainer_class, tokenizer, config)[0][given.split]
     if not isinstance(rows, datasets.Dataset):
@@ -211,8 +217,6 @@ def _of_model(section: ModelSection, given: Any) -> _Asked:
 
 def _by_model(asked: _Asked, batch_size: int | None) -> Any:
     """What answers prompts and says how likely each token was, here."""
-    from contextlib import nullcontext
-
     import torch
 
     from ..models.score_cache import weights_key
@@ -251,6 +255,7 @@ def _by_server(asked: _Asked, url: str) -> Any:
     if mode != "processed_logprobs" and asked.temperature not in (1, 0):
         how = "start it with --logprobs-mode processed_logprobs and VLLM_SERVER_DEV_MODE=1, or sample at temperature 1"
         raise InputError(f"--url: logps of {url} are of another temperature, maybe ({mode}): {how}")
+    asked.weights = served
     asked.ends = terminal_ids_of(generation_config_of(asked.section), asked.tokenizer, asked.switches)
     shared = {
         "model": served, "n": asked.count, "temperature": asked.temperature, "max_tokens": asked.longest, **PLAIN,

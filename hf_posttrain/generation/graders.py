@@ -58,6 +58,7 @@ def grade(
     name: for the message. abstain: None is allowed too."""
     try:
         given = grader(prompts=prompts, completions=completions, references=references)
+        given = [*given] if inspect.isgenerator(given) else given
     except InputError:
         raise
     except Exception as error:  # of the user's code
@@ -73,7 +74,6 @@ def grade(
     if wrong is not None:
         raise InputError(f"{name} gave {found[wrong]} for {shown(completions[wrong])}: {wanted}")
     return found
-
 
 
 def _told(error: Exception) -> str:

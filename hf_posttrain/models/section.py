@@ -70,12 +70,16 @@ def is_local(name: str) -> bool:
 
 def section_of(name: str, adapter: str | Path | None = None) -> ModelSection:
     """The section of a model as commands are given it: a folder or hub name, with an adapter on it; or the folder of an
-    adapter, such as a run's output_dir, whose base comes with it."""
+    adapter, such as a run's output_dir, whose base comes with it. Raises InputError for a run's folder that has
+    checkpoints alone."""
+    folder = Path(name)
+    is_whole, is_adapter = ((folder / file).is_file() for file in ("config.json", ADAPTER))
+    saved = sorted(folder.glob("checkpoint-*"), key=os.path.getmtime)
+    if saved and not is_whole and not is_adapter:
+        raise InputError(f"{folder} has no model yet: give one of its checkpoints, such as {saved[-1]}")
     if adapter is not None:
         return section_of_adapter(Path(adapter), name)
-    folder = Path(name)
-    alone = (folder / ADAPTER).is_file() and not (folder / "config.json").is_file()
-    return section_of_adapter(folder) if alone else ModelSection(name)
+    return section_of_adapter(folder) if is_adapter and not is_whole else ModelSection(name)
 
 
 def section_of_adapter(folder: Path, base: str | None = None) -> ModelSection:

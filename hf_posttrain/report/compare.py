@@ -146,7 +146,9 @@ def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple
     same. reason: of `explain_incomparable`; with one, losses get no mark."""
     answers = {str(run.record["eval_answers"]) for run in runs if run.record.get("eval_answers")}
     marked: tuple[str, ...] = OF_ANSWERS if len(_evaluated(runs)) == 1 and len(answers) < 2 else ()
-    if marked and len({str([(run.recipe.get("rounds") or {}).get(name) for name in SAMPLING]) for run in runs}) == 1:
+    judged = [[run.in_rounds.get(name) for name in SAMPLING] for run in runs]
+    by = (runs[0].in_rounds.get("judge") or {}).get("by")  # of url, shares of wins among a model's own answers
+    if marked and by != "url" and all(one == judged[0] for one in judged):
         marked += OF_JUDGED
     if not _explain_other_scores(runs) and not _explain_other_tokens(runs):
         marked += OF_SCORES

@@ -148,7 +148,7 @@ def read(folder: str | Path) -> Run:
         recipe=tree, recipe_text=text, record=record,
         results={} if _is_outdated(results, state_file, started) else _read_json(results),
         audit=_read_json(folder / "audit.json", {}), samples=_read_json(folder / "samples.json", []),
-        rounds=[] if _is_earlier(folder / ROUNDS, started) else _read_json(folder / ROUNDS, []),
+        rounds=_read_json(folder / ROUNDS, []) if tree.get("rounds") or record.get("rounds") else [],
         evaluations=_read_json(folder / "evaluations.json", []),
         method=method, row=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),

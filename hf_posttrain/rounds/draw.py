@@ -102,7 +102,8 @@ def draw(
             answers = [found[n * count : (n + 1) * count] for n in range(len(rows))]
             questions = [question_of(row, own, trainer.tokenizer, trainer.terminal_ids)
                          for row, own in zip(rows, answers, strict=True)]  # fmt: skip
-            scores = agreed(partial(trainer.judge.score, questions))
+            # in the last lap a rank may have none, and no judge is asked about nothing
+            scores = agreed(partial(trainer.judge.score, questions) if questions else list)
             if number is not None:
                 mine[number] = [Judged(*one) for one in zip(answers, scores, strict=True)]
                 pieces.write(number, mine[number])

@@ -91,13 +91,14 @@ def _labels(
     order: list[int], fit: list[int], known: dict[int, float], pair: PairSection, threshold: float | None
 ) -> tuple[list[Row], str]:
     mean = threshold is None
+    if mean and known[order[0]] == known[order[-1]]:  # their mean is rounded, and not always what they are
+        return [], ALIKE
     edge = sum(known.values()) / len(known) if threshold is None else threshold
     high = [n for n in order if (known[n] > edge if mean else known[n] >= edge) and known[n] - edge >= pair.margin]
     good = [n for n in high if n in fit]
     bad = [n for n in reversed(order) if known[n] < edge and edge - known[n] >= pair.margin]
     if not good and not bad:
-        alike = mean and known[order[0]] == known[order[-1]]
-        return [], UNFINISHED if high else ALIKE if alike else LABELS_ALIKE
+        return [], UNFINISHED if high else LABELS_ALIKE
     if pair.take == "best":
         good, bad = good[:1], bad[:1]
     return [*(Row((n,), True) for n in good), *(Row((n,), False) for n in bad)], ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..data.kinds import RowKind
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, shown
 from ..trainer.method import COUNT, NOT_NEGATIVE, Problem
 from ..trainer.rules import beyond, vllm_problems
 from .judges.section import JudgeSection, expand_judge, judge_problems
@@ -96,14 +96,21 @@ def make_section(given: Any) -> RoundsSection:
     """A section from what Python gives: a number of rounds, a mapping, or a section."""
     if isinstance(given, RoundsSection):
         return given
-    options = dict(expand(given))
-    fields = [field.name for field in dataclasses.fields(RoundsSection)]
-    if unknown := next((name for name in options if name not in fields), None):
-        raise InputError(f"rounds: there is no {unknown!r}{nearest(unknown, fields)}")
-    judge, pair = options.get("judge", {}), options.get("pair", {})
-    options |= {"judge": JudgeSection(**judge) if isinstance(judge, Mapping) else judge}
-    options |= {"pair": PairSection(**pair) if isinstance(pair, Mapping) else pair}
+    options = _checked(expand(given), RoundsSection, "rounds")
+    for name, kind in (("judge", JudgeSection), ("pair", PairSection)):
+        if not isinstance(options.get(name), kind):
+            options[name] = kind(**_checked(options.get(name, {}), kind, f"rounds.{name}"))
     return RoundsSection(**options)
+
+
+def _checked(given: Any, section: Any, where: str) -> dict[str, Any]:
+    """The options of a section. Raises InputError for what has none, and for one that does not exist."""
+    if not isinstance(given, Mapping):
+        raise InputError(f"{where}: {shown(given)} is neither a mapping of its keys nor a short form of one")
+    fields = [field.name for field in dataclasses.fields(section)]
+    if unknown := next((name for name in given if name not in fields), None):
+        raise InputError(f"{where}: there is no {unknown!r}{nearest(unknown, fields)}")
+    return dict(given)
 
 
 def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:

@@ -64,11 +64,12 @@ class Round(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write what a checkpoint tells of its rounds: the folder may be another, or have been that of a new run."""
-        section = self.trainer.section
-        if section.count and (taken := rounds_in(section, state.max_steps)) < section.count:
-            logger.warning("rounds.count: %d rounds, and not %d: the run has no more steps", taken, section.count)
-        if self.told and args.should_save:
-            write_json(Path(args.output_dir, FOLDER, SUMMARY), self.told)
+        count = None if self.trainer.longest else self.trainer.section.count  # a probe has one step
+        if count and (taken := rounds_in(self.trainer.section, state.max_steps)) < count:
+            logger.warning("rounds.count: %d rounds, and not %d: the run has no more steps", taken, count)
+        if args.should_save:
+            summary = Path(args.output_dir, FOLDER, SUMMARY)
+            write_json(summary, self.told) if self.told else summary.unlink(missing_ok=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save after the last step of a round over all prompts."""

@@ -28,9 +28,19 @@ def length(prompts, completions, references):
     return [len(text) for text in completions]
 
 
+def both(prompts, completions, references):
+    """A judge that counts letters of both."""
+    return [len(prompt + text) for prompt, text in zip(prompts, completions, strict=True)]
+
+
 def broken(prompts, completions, references):
     """A judge with a mistake."""
     return [{}["score"] for _ in completions]
+
+
+def lazy(prompts, completions, references):
+    """The same as a generator, whose mistake shows when its numbers are asked for."""
+    yield {}["score"]
 
 
 def write(path, rows):
@@ -114,6 +124,7 @@ def test_a_teacher_scores_texts_with_their_end(folder):
         (["--by", "exact_match", "--out", "no/judged.jsonl"], "there is no folder no"),
         (["--by", "function", "localhost:8000"], "is not package.module:name; a server is http://localhost:8000"),
         (["--by", "function", "test_judge_and_pair:broken"], "KeyError: 'score' (test_judge_and_pair.py, line "),
+        (["--by", "function", "test_judge_and_pair:lazy"], "KeyError: 'score' (test_judge_and_pair.py, line "),
         (["--by", "function", "wrong:f"], "function 'wrong:f' (SyntaxError: "),
         (["--by", "function", "failing:f"], "function 'failing:f' (ZeroDivisionError: division by zero (failing.py, "),
     ],
@@ -135,6 +146,9 @@ def test_what_cannot_judge_is_said_in_a_line(arguments, said, folder, capsys):
         ([{"prompt": "p", "completion": 4}], "row 0: completion is 4"),
         ([{"prompt": "", "completion": "a"}], "row 0: prompt is ''"),
         ([{"prompt": "p", "completion": "a"}], "answers.jsonl, row 0: column 'reference': missing or null"),
+        ([{"prompt": "p", "completion": []}], "row 0: completion is []"),
+        ([{"prompt": ["p"], "completion": "a"}], "row 0: prompt is ['p']"),
+        ([{"prompt": "p", "completion": "a", "messages": ["x"]}], "row 0: messages is ['x']"),
     ],
 )
 def test_rows_that_cannot_be_judged_are_named(rows, said, folder, capsys):
@@ -189,9 +203,23 @@ def test_rows_are_read_by_the_method_and_ids_stay_as_they_were(method, folder):
         assert found[0][column] == [67, 258]
 
 
+def test_each_answer_is_compared_with_its_own_reference(folder):
+    rows = [{"prompt": "p", "completion": n, "reference": n} for n in ("2", "3")]
+    assert [row["score"] for row in judged(folder, "--by", "exact_match", rows=rows)] == [1.0, 1.0]
+
+
+def test_a_judge_reads_the_texts_that_it_reads_in_a_round(folder):
+    """`asked` and `answered`, where prompt and completion have special tokens."""
+    rows = [{"prompt": "<s>p", "asked": "p", "completion": "a<eot>", "answered": "a"},
+            {"prompt": "p", "completion": "ab"}]  # fmt: skip
+    found = judged(folder, "--by", "function", "test_judge_and_pair:both", rows=rows)
+    assert [row["score"] for row in found] == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("rows", "arguments", "said"),
     [
+        ([{"prompt": "p", "completion": c, "score": 1, "judge": c} for c in "ab"], [], "row 1: judge is 'b', and that"),
         ([{"prompt": "p", "completion": "a"}], [], "no column 'score': hf-posttrain judge writes it"),
         ([{"prompt": "p", "completion": "a", "score": "x"}], [], "row 0: score is 'x'"),
         ([{"prompt": "p", "completion": c, "score": 1} for c in "ab"], [], "its 1 prompts give no row; 1 prompts gave"),

@@ -21,6 +21,7 @@ from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.sft import SFTConfig
+from hf_posttrain.rounds.judges.question import answer_row
 from hf_posttrain.scoring.pictures import Pictures
 
 RECIPE = """
@@ -188,11 +189,31 @@ def test_rows_of_labels_have_the_right_answer_and_tools_come_along(folder):
     assert pair == {"prompt": turn, "chosen": say("1"), "rejected": say("0"), "tools": [tool]}
 
 
+def test_a_recipe_of_conversations_is_answered_at_their_ends_packed_or_not(folder):
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    write_rows(folder / "rows.jsonl", [{"messages": turns}, {"messages": [*turns, {"role": "user", "content": "Ho"}]}])
+    train = "train={output_dir: out, use_cpu: true, max_length: 60, packing: true}"
+    rows = sampled("method=sft", "teacher=null", train, "--max_completion_length", "4")
+    assert [row.get("reference") for row in rows] == ["Hello", None]
+    assert [row["messages"] for row in rows] == [turns[:1], [*turns, {"role": "user", "content": "Ho"}]]
+
+
+def test_special_tokens_are_in_what_is_trained_on_and_not_in_what_is_judged(folder):
+    write_rows(folder / "rows.jsonl", [{"prompt": "Hi"}])
+    [row] = sampled("--max_completion_length", "4", "--n", "1")
+    tokenizer = byte_tokenizer()
+    made = answer_row({"prompt_ids": [tokenizer.eos_token_id, 72], "completion_ids": [], "asked": '{"prompt": "H"}'},
+                      [72, tokenizer.eos_token_id, 72], tokenizer, [])  # fmt: skip
+    assert (made["asked"], made["answered"]) == ("H", tokenizer.decode([72, 72]))
+    assert made["prompt"] != "H"
+    assert "asked" not in row
+
+
 def test_rows_without_prompts_are_refused(folder, capsys):
     write_rows(folder / "rows.jsonl", [{"text": "some"}] * 2)
     assert run.main(["sample", "recipe.yaml", "method=sft", "teacher=null", "train={output_dir: out, use_cpu: true}",
                      "--out", "new"]) == 2  # fmt: skip
-    assert "have no prompts to answer" in capsys.readouterr().err
+    assert "error: recipe.yaml:5: rows.jsonl: columns text are none that sample reads" in capsys.readouterr().err
 
 
 def error_of(rank, folder):

@@ -139,12 +139,19 @@ def test_best_is_the_highest_accuracy_whatever_the_options_and_nobody_in_a_tie(t
     assert not any(best for _, best in rows["rewards/accuracies (evaluation)"])
 
 
-@pytest.mark.parametrize(("other", "marked"), [({"count": 5}, True), ({"temperature": 0.5}, False), (None, False)])
-def test_scores_of_rounds_are_compared_where_answers_are_drawn_and_judged_alike(other, marked, tmp_path):
-    rounds = {"count": 3, "judge": {"by": "exact_match"}, "temperature": 1.0}
-    given = [rounds, rounds | other if other else {"judge": {"by": "model", "name": "m"}}]
-    logs = [[{"step": 1, "eval_score": score}] for score in (0.25, 0.75)]
-    runs = [read(leave_run(tmp_path / str(n), logs[n], recipe=RECIPE | {"rounds": given[n]})) for n in range(2)]
+@pytest.mark.parametrize("of_python", [False, True])
+@pytest.mark.parametrize(
+    ("by", "other", "marked"),
+    [("exact_match", {"count": 5}, True), ("exact_match", {"temperature": 0.5}, False),
+     ("exact_match", {"judge": {"by": "model", "name": "m"}}, False), ("url", {}, False)],
+)  # fmt: skip
+def test_scores_of_rounds_are_compared_where_answers_are_drawn_and_judged_alike(by, other, marked, of_python, tmp_path):
+    rounds = {"count": 3, "judge": {"by": by}, "temperature": 1.0}
+    given, runs = [rounds, rounds | other], []
+    for n, score in enumerate((0.25, 0.75)):
+        known = {"run": {"method": "sft", "rounds": given[n]}} if of_python else {}
+        recipe = None if of_python else RECIPE | {"rounds": given[n]}
+        runs.append(read(leave_run(tmp_path / str(n), [{"step": 1, "eval_score": score}], recipe=recipe, **known)))
     rows = dict(compare.rank_last_values(runs, "beta differs"))
     assert rows["score (evaluation)"] == [("0.25", False), ("0.75", marked)]
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -44,7 +45,8 @@ LENGTH = 7  # of the longest answer
 
 
 def odd_bytes(prompts, completions, references):
-    """A judge: the share of letters with an odd number."""
+    """A judge: the share of letters with an odd number. Nobody asks it about nothing."""
+    assert completions
     return [sum(ord(c) % 2 for c in text) / (len(text) or 1) for text in completions]
 
 
@@ -686,6 +688,10 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
         ("sft", {"count": 2, "steps": 3}, {}, "steps excludes count"),
         ("sft", {"reference": "round"}, {}, "round is of methods with a reference, and sft has none"),
         ("sft", {"cuont": 2}, {}, "rounds: there is no 'cuont'; did you mean 'count'?"),
+        ("sft", {"pair": {"tak": "all"}}, {}, "rounds.pair: there is no 'tak'; did you mean 'take'?"),
+        ("sft", {"judge": {"bye": 1}}, {}, "rounds.judge: there is no 'bye'; did you mean 'by'?"),
+        ("sft", {"judge": partial(odd_bytes)}, {}, "has no name: give a function, or package.module:name"),
+        ("sft", {"judge": 3}, {}, "rounds.judge: 3 is neither a mapping of its keys nor a short form"),
         ("sft", {"pair": {"margin": 1.0}}, {}, "margin is of pairs and labels"),
         ("dpo", {"pair": {"threshold": 1.0}}, {}, "threshold is of labels"),
         ("sft", {"vllm_mode": "server"}, {}, "is an option of rollout: vllm"),

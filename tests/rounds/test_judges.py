@@ -322,8 +322,6 @@ def test_equal_answers_are_not_compared():
     with serving(by_length) as server:
         assert judged([Question("p", ["a", "a"])], by="url", name=server.url) == [[0.5, 0.5]]
         assert not server.asked
-    with serving(lambda text: (200, "?")) as server, pytest.raises(ServerError, match="made none of 2 comparisons"):
-        judged([Question("p", ["a", "a", "ab"])], by="url", name=server.url)  # the third pair is none that was asked
 
 
 def test_an_own_question_and_model():
@@ -355,16 +353,30 @@ def test_a_refusal_or_a_slow_answer_is_no_comparison():
         found = judged(questions, by="url", name=server.url, timeout=0.3)
     assert found == [[0.0, 1.0], [None, None], [None, None]]
     with serving(odd) as server, pytest.raises(ServerError, match=r"took too long.*: raise timeout"):
-        judged([Question("p", ["slow", "ab"])], by="url", name=server.url, timeout=0.2)
+        judged([Question("p", ["slow", "ab"]) for _ in range(3)], by="url", name=server.url, timeout=0.2)
 
 
 def test_a_server_that_judges_nothing_ends_in_a_line():
     with serving(lambda text: (200, "as an AI")) as server, pytest.raises(ServerError) as caught:
-        judged([Question("p", ["a", "b"])], by="url", name=server.url)
-    assert "made none of 1 comparisons" in str(caught.value)
+        judged([Question("p", ["a", "b"]) for _ in range(3)], by="url", name=server.url)
+    assert "made no comparison of the answers to 3 prompts" in str(caught.value)
     assert "as an AI" in str(caught.value)
     with pytest.raises(ServerError, match="no server answers"):
         judged([Question("p", ["a", "b"])], by="url", name="http://127.0.0.1:9")
+
+
+def test_prompts_that_a_server_refuses_do_not_end_it(caplog):
+    """Nor a piece of nothing else, where others were judged; nor the first that is asked of after a resume."""
+    refused, fine = [Question("p", ["bad", "ab", "bad"]) for _ in range(4)], Question("p", ["a", "ab"])
+    odd = lambda text: (400, {"error": {"message": "filtered"}}) if "bad" in shown(text) else by_length(text)  # noqa: E731
+    with serving(odd) as server:
+        judge = make_judge(JudgeSection("url", server.url))
+        for questions in (refused[:2], [fine], refused):
+            found = judge.score(questions)
+            assert found == [[0.0, 1.0] if question is fine else [0.5, None, 0.5] for question in questions]
+        assert "8 of 8 comparisons were not made, the last: judge" in caplog.text
+        with pytest.raises(ServerError, match="filtered"):
+            make_judge(JudgeSection("url", server.url)).score(refused)
 
 
 def test_a_server_that_is_gone_or_wants_another_key_ends_it_at_once():

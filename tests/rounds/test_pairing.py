@@ -67,6 +67,9 @@ def test_answers_are_labelled_by_the_threshold_or_the_mean_of_their_prompt():
     assert paired(UNPAIRED, [1.0, 1.0], threshold=0.5)[0] == [Row((0,), True), Row((1,), True)]
     assert paired(UNPAIRED, [3.0, 1.0, 2.0])[0] == [Row((0,), True), Row((1,), False)]  # 2 is the mean
     assert paired(UNPAIRED, [2.0, 2.0]) == ([], [pairing.ALIKE])
+    for score, count in ((0.1, 8), (0.1, 3), (0.7, 3)):  # whose mean is another number
+        assert sum([score] * count) / count != score
+        assert paired(UNPAIRED, [score] * count) == ([], [pairing.ALIKE])
     assert paired(UNPAIRED, [3.0, 1.0, 2.5], margin=0.8)[0] == [Row((0,), True), Row((1,), False)]
     assert paired(UNPAIRED, [0.6, 0.4], threshold=0.5, margin=0.3) == ([], [pairing.LABELS_ALIKE])
     assert paired(UNPAIRED, [1.0, 0.0, 0.9, 0.1], threshold=0.5, take="best")[0] == [Row((0,), True), Row((1,), False)]

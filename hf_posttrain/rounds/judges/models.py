@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +10,13 @@ from accelerate.utils import send_to_device
 from transformers import AutoModelForSequenceClassification
 
 from ...data.as_written import from_rows
-from ...data.chat import encode
+from ...data.chat import ChatTemplate, encode
 from ...data.kinds import SUPERVISED
 from ...data.prepare import prepare
 from ...errors import InputError
 from ...models import load
 from ...models.score_cache import weights_key
-from ...models.section import ADAPTER, ModelSection
+from ...models.section import ModelSection, section_of
 from ...scoring.forward import causal_lm, enable_scoring, score, targets
 from ...scoring.head import LogProb
 from ...scoring.layouts import Branch, Example, collate
@@ -26,8 +25,8 @@ from .question import Question
 
 def check_judge(section: Any) -> tuple[Any, Any]:
     """(config, tokenizer) of a judge that is a model. Raises InputError for what it cannot be, before weights."""
-    model, rewards = ModelSection(section.name), section.by == "model"
-    if Path(section.name, ADAPTER).is_file() and not Path(section.name, "config.json").is_file():
+    model, rewards = section_of(section.name), section.by == "model"
+    if model.adapter:
         raise InputError(f"judge: {section.name} is an adapter: merge it into its base first (PEFT's merge_and_unload)")
     config = load.check_model(model)
     if rewards and not load.is_classifier(config):
@@ -107,17 +106,18 @@ class RewardModel(ModelJudge):
             )
 
     def tokens(self, questions: Sequence[Question]) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Whole conversations in the reward model's own template; plain texts as they follow each other."""
+        """Whole conversations in the reward model's own template; plain texts as they follow each other. Raises
+        InputError where the template refuses them."""
         texts = []
         for question in questions:
             more = question.more or {}
-            options = {"tools": more.get("tools"), **more.get("chat_template_kwargs", {})}
+            template = ChatTemplate(self.tokenizer, more.get("tools"), more.get("chat_template_kwargs"))
             for answer in question.answers:
                 if isinstance(question.prompt, str) or not self.tokenizer.chat_template:
                     texts.append(f"{question.text}{answer}")
                 else:
                     turns = [*question.prompt, {"role": "assistant", "content": answer}]
-                    texts.append(str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options)))
+                    texts.append(template.render(turns))
         return [((), ids) for ids in encode(self.tokenizer, texts)]
 
     def score_batch(self, examples: list[tuple[Sequence[int], Sequence[int]]]) -> list[float]:

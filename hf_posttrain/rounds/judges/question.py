@@ -57,12 +57,17 @@ def question_of(row: Mapping[str, Any], answers: Sequence[Sequence[int]], tokeni
 
 def answer_row(row: Mapping[str, Any], ids: list[int], tokenizer: Any, ends: list[int]) -> dict[str, Any]:
     """An answer to a prepared row as files have it: texts with the template's special tokens, without the one that ends
-    the answer, which are rows to train on; and what a judge wants to know."""
+    the answer, which are rows to train on; and what a judge wants to know, which reads them as `asked` and `answered`
+    where that is another text."""
     stopped, (prompt, more) = ids[-1] in ends, _asked(row, tokenizer)
     made = {
         "prompt": tokenizer.decode(row["prompt_ids"]), "completion": tokenizer.decode(ids[:-1] if stopped else ids),
         "stopped": stopped, **({} if isinstance(prompt, str) else {"messages": prompt, **more}),
     }  # fmt: skip
+    if isinstance(prompt, str) and prompt != made["prompt"]:
+        made["asked"] = prompt
+    if (answer := tokenizer.decode(ids, skip_special_tokens=True)) != made["completion"]:
+        made["answered"] = answer
     reference = _reference(row, tokenizer)
     return made | ({} if reference is None else {"reference": reference})
 

@@ -3,17 +3,18 @@
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jinja2 import TemplateError, meta
 
 from ...data.template import parsed
-from ...errors import nearest
+from ...errors import InputError, nearest
 from ...trainer.method import COUNT, POSITIVE, Problem
 from ...trainer.rules import beyond
 
 LIMITS = {"opponents": COUNT, "batch_size": COUNT, "timeout": POSITIVE}
-KINDS = ("exact_match", "function", "model", "teacher", "url")
+Kind = Literal["exact_match", "function", "model", "teacher", "url"]
+KINDS: tuple[str, ...] = get_args(Kind)
 MODELS = ("model", "teacher")
 """Kinds of judges that are models, loaded here."""
 _SHOWN = ("prompt", "reference", "first", "second")  # what a question may read
@@ -27,7 +28,7 @@ _NAMES = {  # kind of judge -> what `name` is
 class JudgeSection:
     """Who scores answers: a higher score is a better answer."""
 
-    by: Literal["exact_match", "function", "model", "teacher", "url"] = "exact_match"
+    by: Kind = "exact_match"
     """exact_match: 1 where the final answer is that of the data; function: one of yours; model: a reward model, that is
     a sequence classifier with one label; teacher: a model's log-probability per token; url: a language model behind a
     server with OpenAI's protocol, which compares answers two by two, in both orders."""
@@ -38,7 +39,7 @@ class JudgeSection:
     question: str | None = None
     """Of url: what is asked, a Jinja template over prompt, first, second and reference."""
     opponents: int = 4
-    """Of url: with how many others of the same prompt each answer is compared."""
+    """Of url: with how many others of the same prompt each answer is compared; an odd number counts as the next."""
     timeout: float = 120.0
     """Of url: seconds that an answer may take; what takes longer is not judged."""
     batch_size: int = 16
@@ -54,8 +55,10 @@ class JudgeSection:
 
 def expand_judge(given: Any) -> Any:
     """`exact_match` as the mapping that it stands for; `module:name` is a function, in Python also the function itself,
-    and a URL a server."""
+    and a URL a server. Raises InputError for something to call that has no name to find it by."""
     if callable(given):
+        if not hasattr(given, "__qualname__"):  # such as functools.partial
+            raise InputError(f"judge: {given!r} has no name: give a function, or package.module:name")
         return {"by": "function", "name": f"{given.__module__}:{given.__qualname__}"}
     if not isinstance(given, str):
         return given

@@ -39,6 +39,8 @@ Compare two answers to the same question. Judge whether they are right and helpf
 Reply with JSON alone: {"better": 1} or {"better": 2}, or {"better": 0} if neither is better."""
 TRIES = 2
 """How often a question is asked whose answer is not of that form."""
+GIVEN_UP = 3
+"""Prompts of which no comparison is made at all before the server counts as none that judges."""
 _JSON = re.compile(r"\{[^{}]*\}")
 
 
@@ -57,6 +59,7 @@ class ServerJudge:
         self.greedy = {"temperature": 0}
         self.model = section.served_model
         self.last = ""  # what went wrong last
+        self.made, self.tried = 0, 0  # comparisons, and prompts that had some to make
 
     def key(self) -> str:
         """As `Judge`: the name of the model."""
@@ -64,7 +67,7 @@ class ServerJudge:
         return str(self.model)
 
     def score(self, questions: Sequence[Question]) -> list[list[float | None]]:
-        """As `Judge`. Raises ServerError where no comparison at all was made."""
+        """As `Judge`. Raises ServerError where of GIVEN_UP prompts, over all calls, no comparison at all was made."""
         pairs = [(q, a, b) for q in questions for a, b in matches(q.answers, self.section.opponents)]
         differ = [(q, a, b) for q, a, b in pairs if q.answers[a] != q.answers[b]]  # of equal ones neither is better
         self.check()
@@ -82,8 +85,9 @@ class ServerJudge:
             won[id(question)][b].append(1 - result)
         if lost:
             logger.warning("judge: %d of %d comparisons were not made, the last: %s", lost, len(differ), self.last)
-        if differ and lost == len(differ):
-            raise ServerError(f"{self.last}; it made none of {len(differ)} comparisons")
+        self.made, self.tried = self.made + len(differ) - lost, self.tried + len({id(q) for q, _, _ in differ})
+        if not self.made and self.tried >= GIVEN_UP:
+            raise ServerError(f"{self.last}; it made no comparison of the answers to {self.tried} prompts")
         return [[sum(mine) / len(mine) if mine else None for mine in won[id(q)]] for q in questions]
 
     def check(self) -> None:
