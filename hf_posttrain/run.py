@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import __version__
-from .errors import InputError, RunStopped, printable
+from .errors import InputError, RunStopped, nearest, printable
 from .recipe import build as parts
 from .recipe.cli import parse, tell
 from .recipe.fields import train_fields
@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv and argv[0] in OTHERS:
             logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
             return parts.imported(OTHERS[argv[0]]).main(argv[1:])
+        if argv and argv[0].isidentifier() and not os.path.exists(argv[0]):
+            said = f"there is no command {argv[0]!r}{nearest(argv[0], OTHERS)}"
+            raise InputError(f"command line: {said}; a run is hf-posttrain RECIPE.yaml [section.key=value ...]")
         arguments = parse(argv)
         if arguments.check:
             return preflight(arguments)

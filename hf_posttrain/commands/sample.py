@@ -225,6 +225,10 @@ def _by_model(asked: _Asked, batch_size: int | None) -> Any:
     model = Answerer(asked.section, asked.switches, asked.tokenizer, asked.device)
     asked.ends = model.ends
     asked.weights = weights_key(model.model.state_dict(), sample=64)
+    positions = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
+    if positions and (longest := max(map(len, (row["prompt_ids"] for row in asked.rows))) + asked.longest) > positions:
+        said = "prompts and answers may have %d tokens, and the model has %d positions: lower --max_completion_length"
+        logger.warning(said, longest, positions)
 
     def answer(prompts: list[Any], first: int) -> tuple[list[list[int]], list[list[float]]]:
         with torch.autocast(model.device.type, asked.low) if asked.low else nullcontext():

@@ -125,7 +125,8 @@ def check_answered(rows: Any, tokenizer: Any, why: str) -> np.ndarray:
     if not lengths.all():
         asked = tokenizer.decode(rows[int(lengths.argmin())]["prompt_ids"], skip_special_tokens=True)
         count = f"{(lengths == 0).sum()} of {len(rows)} rows have none, or a wrong one"
-        raise InputError(f"{why}, and {count} (the first prompt: {shown(asked)}): leave them out")
+        how = "leave them out" if lengths.any() else "name the column that has it, as in columns: {completion: answer}"
+        raise InputError(f"{why}, and {count} (the first prompt: {shown(asked)}): {how}")
     return lengths
 
 

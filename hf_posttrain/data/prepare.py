@@ -336,7 +336,7 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         raise InputError(f"apply_chat_template needs a column 'prompt' or 'instruction', the data has {form}")
     if as_chat and not tokenizer.chat_template:
         lacking = "apply_chat_template needs a chat template, the tokenizer has none"
-        raise InputError(f"{lacking}: set model.chat_template (--chat_template)")
+        raise InputError(f"{lacking}: drop it, or set model.chat_template (--chat_template of commands)")
     if assistant_only and is_ids:
         raise InputError(f"{ASKED} needs messages, the data has {form}: give it a completion_mask")
     if assistant_only and not tokenizer.is_fast:

@@ -71,8 +71,10 @@ def is_local(name: str) -> bool:
 def section_of(name: str, adapter: str | Path | None = None) -> ModelSection:
     """The section of a model as commands are given it: a folder or hub name, with an adapter on it; or the folder of an
     adapter, such as a run's output_dir, whose base comes with it. Raises InputError for a run's folder that has
-    checkpoints alone."""
+    checkpoints alone, and for a recipe."""
     folder = Path(name)
+    if folder.suffix in (".yaml", ".yml"):
+        raise InputError(f"{name} is a recipe, and a model is wanted: give its model, or the output_dir of its run")
     is_whole, is_adapter = ((folder / file).is_file() for file in ("config.json", ADAPTER))
     saved = sorted(folder.glob("checkpoint-*"), key=os.path.getmtime)
     if saved and not is_whole and not is_adapter:
