@@ -76,7 +76,7 @@ def on_one(kind, method, lora, url):
     return on_two(trained, "single", kind, method, "single", lora, 4, url, world=1)[0]
 
 
-IN_CI = {("served", "opd", "ddp", True), ("across", "opd", "fsdp2", False)}
+IN_CI = {("served", "opd", "ddp", True)}
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,8 @@ def heard(caplog):
         logger.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(name, marks=[pytest.mark.slow] * (name != "dpo")) for name in FILES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FILES)
 def test_every_method_trains_on_gsm8k(method, gsm8k, folders, tmp_path, heard, recwarn):
     began = time.perf_counter()
     threads = torch.get_num_threads()
@@ -112,6 +111,7 @@ def test_every_method_trains_on_gsm8k(method, gsm8k, folders, tmp_path, heard, r
     assert [text for text in warned if not any(re.search(pattern, text) for pattern, _ in EXPECTED)] == []
 
 
+@pytest.mark.slow
 def test_total_time(gsm8k, capsys):
     with capsys.disabled():  # on stderr, which workers of pytest-xdist share
         each = ", ".join(f"{method} {seconds:.1f}" for method, seconds in SECONDS.items())

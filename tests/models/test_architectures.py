@@ -12,7 +12,7 @@ from hunt_architectures import EQUAL, examine
 
 from hf_posttrain.errors import InputError
 
-QUICK = ("llama", "qwen3_5_text", "gemma3_text", "gpt_oss", "lfm2", "deepseek_v3", "mamba")
+QUICK = ("llama", "qwen3_5_text", "gpt_oss", "deepseek_v3")
 UPSTREAM = {
     "diffllama": ("dropout", "its forward refuses attention_dropout"),
     "emu3": ("whole", "its text config is none of AutoModelForCausalLM's"), "mllama": ("whole", "the same"),

@@ -185,7 +185,10 @@ def test_what_tokenizers_and_rows_show_is_said_in_one_line(untouched, capsys, ar
     assert_is(said, expected, untouched)
 
 
-@pytest.mark.parametrize(("arguments", "expected"), WHOLE, ids=[case[0] for case in WHOLE])
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [pytest.param(*case, id=case[0], marks=[] if "latin.jsonl" in case[0] else pytest.mark.slow) for case in WHOLE],
+)
 def test_the_real_command_says_nothing_else(untouched, arguments, expected):
     code, lines = command(arguments)
     assert code == 2

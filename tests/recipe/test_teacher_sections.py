@@ -81,6 +81,7 @@ def history(folder):
     return json.loads(Path(folder, "trainer_state.json").read_text())["log_history"]
 
 
+@pytest.mark.slow
 def test_a_served_teacher_of_a_recipe(home):
     """Trained and cached; --check and --preprocess-only need no answer about rows."""
     with Serving(tiny_model("qwen3", 1)) as server:

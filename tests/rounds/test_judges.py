@@ -16,6 +16,7 @@ from tokenizers_for_tests import CHATML, bos_tokenizer, byte_tokenizer, merging_
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from hf_posttrain.errors import InputError
+from hf_posttrain.generation import server as http
 from hf_posttrain.generation.server import ServerError
 from hf_posttrain.rounds.judges import make_judge
 from hf_posttrain.rounds.judges.models import RewardModel
@@ -379,8 +380,9 @@ def test_prompts_that_a_server_refuses_do_not_end_it(caplog):
             make_judge(JudgeSection("url", server.url)).score(refused)
 
 
-def test_a_server_that_is_gone_or_wants_another_key_ends_it_at_once():
-    """What was judged before is in its pieces."""
+def test_a_server_that_is_gone_or_wants_another_key_ends_it(monkeypatch):
+    """The latter at once, the former after http.PATIENCE; what was judged before is in its pieces."""
+    monkeypatch.setattr(http, "PATIENCE", http.PATIENCE.new(total=2, backoff_factor=0.1))
     with serving(by_length) as server:
         server.refuse = lambda body: (401, {"error": {"message": "wrong key"}})
         with pytest.raises(ServerError, match=r"401 .*wrong key.*: the key is read from OPENAI_API_KEY"):

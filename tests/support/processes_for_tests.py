@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -67,15 +68,22 @@ def on_two(case: Callable[..., Any], engine: str, *args: Any, world: int = 2, ti
     return [value for _, value in results]
 
 
+def free_port() -> int:
+    """One below those that a system gives to whoever asks for any: it stays free until a process listens there."""
+    draw = random.SystemRandom()
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port := draw.randrange(10_000, 32_000)))
+            return port
+
+
 def start(
     case: Callable[..., Any], engine: str, folder: str, *args: Any, world: int = 2, timeout: float = 240
 ) -> list[Any]:
     """The processes of `on_two`, running; what they return and write is left in `folder`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ranks = [
         context.Process(target=_rank, args=(case, engine, rank, world, port, folder, timeout, args))
         for rank in range(world)

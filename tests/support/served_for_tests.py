@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import urllib3
 from models_for_tests import tiny_model
+from processes_for_tests import free_port
 from tokenizers_for_tests import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -41,10 +41,7 @@ class Running:
 
     def __init__(self, folder, *arguments, port=None, log=None, dtype="float32", **environment):
         self.folder, self.log = Path(folder), Path(log or f"{folder}.log")
-        if port is None:
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
+        port = free_port() if port is None else port
         self.port, self.url = port, f"http://127.0.0.1:{port}"
         command = [VLLM, "serve", folder, "--generation-config", "vllm", "--max-model-len", "512", "--dtype", dtype,
                    "--port", str(port), "--host", "127.0.0.1", "--enforce-eager", *arguments]  # fmt: skip

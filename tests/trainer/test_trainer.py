@@ -542,6 +542,7 @@ def test_a_method_that_only_trls_trainers_would_call_is_refused():
             type("Own", (type("Mixin", (), {name: lambda self: None}), DPOTrainer), {})
 
 
+@pytest.mark.slow  # when such workers are collected, torch waits five seconds for each
 def test_workers_of_a_data_loader_that_stay_do_not_keep_the_folder(tmp_path):
     config = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
     trainer = trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **config)
@@ -818,6 +819,7 @@ def test_the_policy_is_not_its_own_second_model(method, tmp_path):
         trainer_for(method, model, token_rows(method), tmp_path, second=model, peft_config=lora)
 
 
+@pytest.mark.slow
 def test_predict_after_evaluate_with_persistent_workers_sees_its_own_rows(tmp_path):
     trainer = trainer_for(
         "sft", tiny_model(), token_rows("sft"), tmp_path, eval_rows=token_rows("sft", 5), dataloader_num_workers=1,
