@@ -75,9 +75,10 @@ def describe(trainer: Any) -> dict[str, Any]:
         "adapter": {"peft_type": None} | {name: value for name, value in adapter.items() if name not in unread},
         "train_dataset": describe_rows(trainer, trainer.train_dataset),
     }
-    if rounds := getattr(args, "rounds", None):
-        # where a round begins depends on the length of a run, whatever its learning rate does
-        found |= {"rounds": rounds.described(), "num_train_epochs": args.passes, "max_steps": args.max_steps}
+    rounds = getattr(args, "rounds", None)
+    found["rounds"] = rounds and rounds.described()
+    if rounds:  # where one begins depends on the length of a run, whatever its learning rate does
+        found |= {"num_train_epochs": args.passes, "max_steps": args.max_steps}
     if not isinstance(trainer.train_dataset, datasets.Dataset):
         if trainer.recipe:  # not all rows of a stream are known
             sources = trainer.recipe["data"]["train"]

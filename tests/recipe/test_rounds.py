@@ -126,7 +126,9 @@ def test_check_says_what_the_rounds_are(folder, capsys):
 
 def test_probe_runs_a_step_of_a_round(folder, capsys):
     assert run.main(["recipe.yaml", "--check", "--probe", *small_rounds()]) in (0, 1)
-    assert "a step of 4 rows of up to 20 tokens" in capsys.readouterr().out  # a prompt of 4, two answers of 8 tokens
+    page = capsys.readouterr().out
+    assert "a step of 4 rows of up to 20 tokens" in page  # a prompt of 4, two answers of 8 tokens
+    assert "the run has no more steps" not in page  # which is of the probe
 
 
 def test_a_run_that_goes_on_in_another_folder_reports_the_rounds_before(folder):
@@ -146,6 +148,12 @@ def test_a_run_into_the_folder_of_another_says_how_that_goes_on(folder, caplog):
     assert "earlier run" not in caplog.text
     assert run.main(["recipe.yaml", *small_rounds(), "train.save_strategy=no"]) == 0
     assert "checkpoint-6 is of an earlier run, whose files this one overwrites: train.resume" in caplog.text
+    rows = [{"prompt": "1+1=", "chosen": str(n), "rejected": "no"} for n in range(9)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    others = "rounds=null", "data.train.path=pairs.jsonl", "data.eval=null"
+    others += ("train.resume_from_checkpoint=out/checkpoint-6",)
+    with pytest.raises(InputError, match=r"other settings: .*rounds: then .*, now None"):
+        run.run(load_recipe(folder / "recipe.yaml", others))
 
 
 @pytest.mark.parametrize(
