@@ -39,7 +39,7 @@ class JudgeSection:
     question: str | None = None
     """Of url: what is asked, a Jinja template over prompt, first, second and reference."""
     opponents: int = 4
-    """Of url: with how many others of the same prompt each answer is compared; an odd number counts as the next."""
+    """Of url: with how many others of the same prompt each answer is compared; an odd number is rounded up."""
     timeout: float = 120.0
     """Of url: seconds that an answer may take; what takes longer is not judged."""
     batch_size: int = 16
