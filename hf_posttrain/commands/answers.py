@@ -110,8 +110,8 @@ def read_prompts(
 ) -> datasets.Dataset:
     """Prepared rows (`prompt_ids`, `completion_ids`, `asked`) of files with prompts, and maybe their right answers.
     Raises InputError for the first bad row, and for rows without a prompt."""
-    where = ", ".join(source.path for source in (sources if isinstance(sources, list) else [sources]))
-    name = "prompts" if isinstance(sources, list) else Path(where).name
+    paths = [source.path for source in (sources if isinstance(sources, list) else [sources])]
+    where, name = ", ".join(paths), "prompts" if len(paths) > 1 else Path(paths[0]).name
     rows = prepare(load(sources, "prompts"), PromptReader(), tokenizer, options, name)
     if not isinstance(rows, datasets.Dataset):
         raise InputError(f"{where}: data of known length is wanted: drop streaming")

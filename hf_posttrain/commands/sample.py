@@ -107,7 +107,7 @@ def sample(source: Recipe | ModelSection, given: Any) -> Iterator[dict[str, Any]
     if repeats := len(asked.rows) - len(first_of):
         said = "%s: %d rows repeat the prompt of another: each prompt is answered once, with the first right answer"
         logger.info(said, asked.where, repeats)
-    rows = [*first_of.values()][: given.limit]
+    asked.rows = rows = [*first_of.values()][: given.limit]
     if all(len(row["prompt_ids"]) < 2 for row in rows):
         raise InputError(f"{asked.where}: its rows have no prompts to answer")
     answer = _by_server(asked, given.url) if given.url else _by_model(asked, given.batch_size)
@@ -226,7 +226,7 @@ def _by_model(asked: _Asked, batch_size: int | None) -> Any:
     asked.ends = model.ends
     asked.weights = weights_key(model.model.state_dict(), sample=64)
     positions = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
-    if positions and (longest := max(map(len, (row["prompt_ids"] for row in asked.rows))) + asked.longest) > positions:
+    if positions and (longest := max(len(row["prompt_ids"]) for row in asked.rows) + asked.longest) > positions:
         said = "prompts and answers may have %d tokens, and the model has %d positions: lower --max_completion_length"
         logger.warning(said, longest, positions)
 

@@ -180,6 +180,11 @@ def of_adapters(policy: peft.PeftModel, name: str) -> bool:
     return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
 
 
+def adapted_layers(model: nn.Module) -> list[Any]:
+    """PEFT's layers of a model, in its order; none of a model without an adapter."""
+    return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
+
+
 def adapter_shape(config: Any) -> Any:
     """A copy of an adapter's config for weights that come next: PiSSA and the like would change the base once more."""
     copied = copy.deepcopy(config)

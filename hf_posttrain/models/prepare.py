@@ -9,7 +9,6 @@ from typing import Any
 
 import peft
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 
@@ -20,7 +19,7 @@ from ..scoring import forward
 from ..scoring.attention import avoid_cudnn, choose_attention
 from ..scoring.rotary import rope_switch
 from . import load
-from .adapters import add_adapter, check_adapter_kind
+from .adapters import adapted_layers, add_adapter, check_adapter_kind
 from .changed_base import warn_if_base_changed
 from .layers import speed_up, warn_if_not_compiled
 from .section import ModelSection
@@ -123,7 +122,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             "transformers has put an adapter into the model (its folder has adapter_config.json, or add_adapter did): "
             "load the base alone, and the adapter with PEFT (model.adapter)"
         )
-    if any(isinstance(module, BaseTunerLayer) and module.merged for module in model.modules()):
+    if any(layer.merged for layer in adapted_layers(model)):
         raise InputError("the adapter is merged into the weights: call unmerge_adapter() before it is trained")
     for adapter in (*getattr(model, "peft_config", {}).values(), *([] if peft_config is None else [peft_config])):
         check_adapter_kind(adapter)

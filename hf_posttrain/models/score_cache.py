@@ -16,7 +16,6 @@ import pyarrow as pa
 import torch
 import xxhash
 from accelerate.utils import broadcast_object_list, gather_object
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -119,7 +118,7 @@ def model_key(model: nn.Module, with_adapter: bool = True) -> str:
     if with_adapter and adapted:
         configs.append(whole_model.peft_config[whole_model.active_adapter].to_dict())
         # which adapters are on in each layer, and how strongly
-        layers = (module for module in whole_model.modules() if isinstance(module, BaseTunerLayer))
+        layers = adapters.adapted_layers(whole_model)
         configs += [[m.active_adapters, m.disable_adapters, getattr(m, "scaling", None)] for m in layers]
     described = f"{sharded.plain_class(inner).__name__} {json.dumps(configs, sort_keys=True, default=plain)}"
     weights: dict[str, Any] = whole_model.state_dict(keep_vars=True)

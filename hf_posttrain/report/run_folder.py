@@ -83,7 +83,8 @@ class Run:
     results: dict[str, Any]  # all_results.json, which comes last
     audit: dict[str, Any]  # audit.json
     samples: list[dict[str, Any]]  # samples.json
-    rounds: list[dict[str, Any]]  # _rounds/rounds.json: of a run in rounds, what each gave
+    in_rounds: dict[str, Any]  # the section of a run in rounds, as the recipe or else run.json has it
+    rounds: list[dict[str, Any]]  # _rounds/rounds.json: of such a run, what each gave
     evaluations: list[dict[str, Any]]  # evaluations.json: of `hf-posttrain eval`, afterwards
     method: str  # sft, dpo, ...
     row: Method | None  # the method's in the table; None for one that this version does not know
@@ -92,11 +93,6 @@ class Run:
     adapter: str | None  # where in the folder an adapter is, "." where it is not in one of its own; None: a whole model
     lora: dict[str, Any]  # the adapter's options
     sources: dict[str, list[dict[str, Any]]]  # "train" and "eval" -> where their rows come from, as the recipe has it
-
-    @property
-    def in_rounds(self) -> dict[str, Any]:
-        """The section of a run in rounds, as the recipe or else run.json has it; empty without any."""
-        return self.recipe.get("rounds") or self.record.get("rounds") or {}
 
     @property
     def sees(self) -> bool:
@@ -134,6 +130,7 @@ def read(folder: str | Path) -> Run:
     # The recipe says what was wanted, run.json what was done; a run from Python has no recipe.
     model, data = tree.get("model") or {}, tree.get("data") or {}
     method = str(tree.get("method") or record.get("method") or "")
+    in_rounds = tree.get("rounds") or record.get("rounds") or {}
     sources = {split: data.get(split) or [] for split in ("train", "eval")}
     arguments = tree.get("train", {}) | record.get("arguments", {})
     # the best weights are loaded when a run ends, which a run's own state is of
@@ -148,7 +145,7 @@ def read(folder: str | Path) -> Run:
         recipe=tree, recipe_text=text, record=record,
         results={} if _is_outdated(results, state_file, started) else _read_json(results),
         audit=_read_json(folder / "audit.json", {}), samples=_read_json(folder / "samples.json", []),
-        rounds=_read_json(folder / ROUNDS, []) if tree.get("rounds") or record.get("rounds") else [],
+        in_rounds=in_rounds, rounds=_read_json(folder / ROUNDS, []) if in_rounds else [],
         evaluations=_read_json(folder / "evaluations.json", []),
         method=method, row=METHODS.get(method),
         base_model=str(model.get("name_or_path") or record.get("base_model") or ""),

@@ -69,7 +69,10 @@ class Round(TrainerCallback):
             logger.warning("rounds.count: %d rounds, and not %d: the run has no more steps", taken, count)
         if args.should_save:
             summary = Path(args.output_dir, FOLDER, SUMMARY)
-            write_json(summary, self.told) if self.told else summary.unlink(missing_ok=True)
+            if self.told:
+                write_json(summary, self.told)
+            else:
+                summary.unlink(missing_ok=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Save after the last step of a round over all prompts."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import peft
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 from ..engines import engine, sharded
 from ..errors import InputError
-from ..models.adapters import adapter_shape
+from ..models.adapters import adapted_layers, adapter_shape
 from ..models.prepare import generation_config, own_rates
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
@@ -216,7 +215,7 @@ def write_merged(
         head.weight = nn.Parameter(head.weight.detach().clone())
     twin = peft.get_peft_model(base, adapter_shape(policy.peft_config[trained]), adapter_name=trained)
     # what a layer has worked out of its base's weight and no state has: AdaMSS, which of its rows go together
-    for copied, layer in zip(_adapted_layers(twin), _adapted_layers(policy), strict=True):
+    for copied, layer in zip(adapted_layers(twin), adapted_layers(policy), strict=True):
         for name in layer.other_param_names:
             if isinstance(values := getattr(layer, name, None), dict) and trained in values:
                 getattr(copied, name)[trained] = copy.deepcopy(values[trained])
@@ -241,10 +240,6 @@ def write_merged(
     check_saved(merged, folder)
 
 
-def _adapted_layers(model: nn.Module) -> list[Any]:
-    return [layer for layer in model.modules() if isinstance(layer, BaseTunerLayer)]
-
-
 def check_mergeable(model: Any) -> None:
     """Raises InputError where there is nothing to merge, nothing to merge into, or a kind of layer that PEFT cannot."""
     has_adapter = isinstance(model, peft.PeftModel)
@@ -254,7 +249,7 @@ def check_mergeable(model: Any) -> None:
     if any(getattr(adapter, "layer_replication", None) for adapter in model.peft_config.values()):
         raise InputError("merge_lora: the copies of layer_replication share weights: save it without merge_lora")
     # of each kind the smallest is copied: a head has gigabytes
-    found = sorted(_adapted_layers(model), key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
+    found = sorted(adapted_layers(model), key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
     try:
         for layer in {type(layer): layer for layer in found}.values():
             if not any(hasattr(weight, "ds_id") or weight.is_meta for weight in layer.parameters()):  # whole and here

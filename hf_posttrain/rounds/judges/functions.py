@@ -29,7 +29,7 @@ class FunctionJudge:
     def score(self, questions: Sequence[Question]) -> list[list[float | None]]:
         """As `Judge`; all questions in one call. Raises InputError for what `grade` refuses."""
         texts = [(q.text, answer, q.reference) for q in questions for answer in q.answers]
-        prompts, completions, references = map(list, zip(*texts, strict=True)) if texts else ([], [], [])
+        prompts, completions, references = map(list, zip(*texts, strict=True))
         scores: Any = iter(grade(self.grader, f"judge {self.name}", prompts, completions, references, True))
         return [[next(scores) for _ in q.answers] for q in questions]
 
