@@ -39,6 +39,10 @@ class Judged:
     scores: list[float | None]  # None where the judge gave none
 
 
+class Stopped(Exception):
+    """SIGTERM or Ctrl-C asks for an end while a round is drawn: its pieces that are done are kept."""
+
+
 class Pieces:
     """Files of finished pieces, in a folder that is named after all that they depend on; without one there are none."""
 
@@ -77,7 +81,8 @@ def draw(
     """Answers of the policy to each prompt, judged, on all ranks. All ranks call it.
 
     trainer: has a `backend`, its `rollout_options` and a `judge`. What is drawn depends on (*seed, piece) and not on
-    the number of ranks. Raises InputError and ServerError of a judge or backend on all ranks.
+    the number of ranks. Raises InputError and ServerError of a judge or backend, and Stopped between pieces that are
+    kept, on all ranks.
     """
     accelerator, longest = trainer.accelerator, trainer.rollout_options.max_completion_length
     world, rank, count = accelerator.num_processes, accelerator.process_index, trainer.rollout_options.num_generations
@@ -93,6 +98,8 @@ def draw(
     # 2. the others, one of each rank at a time: as many calls on each, since a cut model needs all ranks
     with trainer.judge, tqdm(total=len(prompts), desc=title, unit="prompt", disable=True if rank else None) as bar:
         for first in range(0, len(todo), world):
+            if pieces.folder is not None and trainer.preemption.stops(trainer.state, trainer.control):
+                raise Stopped
             number = todo[first + rank] if first + rank < len(todo) else None
             place = range(0) if number is None else range(number * size, min((number + 1) * size, len(prompts)))
             rows = prompts.select(place).to_list() if number is not None else []

@@ -41,8 +41,9 @@ from ..models.load import drawable_ids
 from ..models.score_cache import score_rows
 from ..scoring.forward import causal_lm
 from ..scoring.layouts import share_out
+from ..trainer import saving
 from ..trainer.base import PostTrainer
-from .draw import Judged, Pieces, draw, pieces_of
+from .draw import Judged, Pieces, Stopped, draw, pieces_of
 from .judges import make_judge
 from .pairing import Paired, pair_up
 from .record import record, summarise
@@ -50,6 +51,8 @@ from .section import RoundsSection, good_from, make_section, rounds_in, rounds_p
 from .under_way import Round
 
 logger = logging.getLogger(__name__)
+# HF's guess where a round ends training before its first step
+logging.getLogger("transformers.trainer").addFilter(lambda said: "not to be a single sample" not in said.getMessage())
 EVALUATION = 2**31
 """Stands for the round in the seed of an evaluation's answers, which are then drawn alike at every evaluation."""
 
@@ -190,7 +193,13 @@ class InRounds(PostTrainer):
         count = len([*islice(epoch_iterator, count)])  # the same on all ranks
         step = self.state.global_step
         if count and self.round_of(step) != self.round.number:
-            self.begin_round(self.round_of(step))
+            try:
+                self.begin_round(self.round_of(step))
+            except Stopped:
+                if step:
+                    saving.save_between_steps(self)
+                self.state.best_model_checkpoint = None  # as `Preemption.on_save`
+                return []
         if not count or self.rows_ran_out:
             return []
         self.round.order = self.round.order or self._deal()
@@ -245,7 +254,8 @@ class InRounds(PostTrainer):
     def begin_round(self, number: int) -> None:
         """Sample, judge and pair up, so that the steps of this round have rows. All ranks call it.
 
-        Raises InputError where the first round gives no row, ServerError where a server of answers or scores is lost.
+        Raises InputError where the first round gives no row, ServerError where a server of answers or scores is lost,
+        and Stopped.
         """
         began, section = time.perf_counter(), self.section
         with self.pace.paused():

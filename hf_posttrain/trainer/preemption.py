@@ -1,4 +1,5 @@
-"""SIGTERM or Ctrl-C to any rank: all ranks finish the optimizer step, save a checkpoint and leave `train`."""
+"""SIGTERM or Ctrl-C to any rank: all ranks finish the optimizer step, or the piece of a round that they draw, save a
+checkpoint and leave `train`."""
 
 import logging
 import os
@@ -17,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Preemption(TrainerCallback):
-    """Looks after each step whether any rank was asked to stop.
+    """Looks after each step, and between pieces of a round, whether any rank was asked to stop.
 
     happened: was the last run stopped? interrupted: when Ctrl-C was pressed first, or 0; `train` then ends in a
     KeyboardInterrupt.
@@ -52,8 +53,8 @@ class Preemption(TrainerCallback):
             os.write(2, b"\nCtrl-C: saving after this step; again to stop at once\n")  # a logger may be in use just now
         self.asked, self.interrupted = True, self.interrupted or time.monotonic()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Stop together, where any rank was asked to. Time is short, so nothing is evaluated."""
+    def stops(self, state: Any, control: Any) -> bool:
+        """Whether any rank was asked to stop, which ends training. All ranks call it, to stop together."""
         asked = self.asked
         # the signal reaches ranks at different moments; they agree on the hosts alone, so no device is waited for
         if self.accelerator.num_processes > 1:
@@ -62,10 +63,16 @@ class Preemption(TrainerCallback):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
             asked = most.item() > 0
         if asked:
-            self.happened = control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
+            self.happened = control.should_training_stop = True
             how = "Ctrl-C" if self.interrupted else "SIGTERM"
-            logger.warning("%s: saving step %d and stopping", how, state.global_step)
+            what = f"saving step {state.global_step} and stopping" if state.global_step else "stopping before a step"
+            logger.warning("%s: %s", how, what)
+        return asked
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Save, and evaluate nothing, since time is short."""
+        if self.stops(state, control):
+            control.should_save, control.should_evaluate = True, False
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Forget the best checkpoint in memory, so that HF neither loads it now nor deletes the new one in its favour;

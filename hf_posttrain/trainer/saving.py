@@ -108,14 +108,19 @@ def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
 def keep_last_step(trainer: Any) -> str:
     """Save a checkpoint of the last whole step, in which the weights are still, and say so: after an error that all
     ranks have. Nothing where checkpoints are not wanted."""
-    step, run = trainer.state.global_step, Path(trainer.args.output_dir)
+    step = trainer.state.global_step
     if trainer.args.save_strategy == "no" or not step:
         return ""
-    if not (run / f"checkpoint-{step}").exists():
-        for kept in trainer.kept_in_checkpoints:
-            kept.give_up(step)
-        trainer._save_checkpoint(trainer.model_wrapped, None)
+    save_between_steps(trainer)
     return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
+
+
+def save_between_steps(trainer: Any) -> None:
+    """A checkpoint of the last whole step, unless there is one."""
+    if not Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}").exists():
+        for kept in trainer.kept_in_checkpoints:
+            kept.give_up(trainer.state.global_step)
+        trainer._save_checkpoint(trainer.model_wrapped, None)
 
 
 def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:

@@ -5,6 +5,7 @@ import linecache
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -328,6 +329,54 @@ def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_pat
         assert torch.equal(weights_of(again)[name], weight), name
 
 
+@pytest.mark.parametrize(
+    ("call", "best", "saved", "left"),
+    [
+        (1, False, set(), [4, 3, 4, 4, 3, 4, 4, 3]),
+        (5, False, {"checkpoint-3"}, [3, 4, 4, 3]),
+        (6, False, {"checkpoint-4"}, [4, 4, 3]),
+        (8, True, {"checkpoint-1", "checkpoint-3"}, [3, 4, 4, 3]),
+    ],
+    ids=["before a step", "between steps", "last piece", "between steps, best model"],
+)
+def test_a_run_that_is_stopped_in_a_round_ends_after_the_piece(call, best, saved, left, tmp_path, monkeypatch, caplog):
+    """SIGTERM at a call of the judge: what was trained is saved, and pieces that are done are found again. After the
+    last piece there is a step. The best model is not loaded, nor are others deleted for it."""
+    monkeypatch.setattr(draw, "PIECE", 4)
+    options = {"eval_strategy": "steps", "eval_steps": 1, "evaluated": prompts(2), "load_best_model_at_end": True,
+               "save_strategy": "steps", "save_steps": 1, "save_total_limit": 1}  # fmt: skip
+    options = options if best else {}
+    whole, stopped, again = (trainer("dpo", tmp_path / name, **options) for name in ("whole", "stopped", "stopped"))
+    whole.train()
+    calls = terminate_at(call, stopped)
+    stopped.train()
+    assert stopped.preemption.happened
+    assert len(calls) == call
+    assert {file.name for file in (tmp_path / "stopped").glob("checkpoint-*")} == saved
+    assert ("saving step" in caplog.text) is bool(saved)
+    assert "single sample" not in caplog.text
+    answered, generate = [], again.backend.generate
+    again.backend.generate = lambda asked, *rest: answered.append(len(asked)) or generate(asked, *rest)
+    again.train(resume_from_checkpoint="auto")
+    assert [count for count in answered if count > 2] == left
+    for name, weight in weights_of(whole).items():
+        assert torch.equal(weights_of(again)[name], weight), name
+
+
+def terminate_at(call, stopped):
+    """SIGTERM at this call of the judge; returns a list of all calls."""
+    score, calls = stopped.judge.score, []
+
+    def terminate(questions):
+        calls.append(len(questions))
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return score(questions)
+
+    stopped.judge.score = terminate
+    return calls
+
+
 def test_pieces_of_other_weights_or_options_are_not_taken(tmp_path):
     def name(changes=None, seed=0, rows=None):
         made = trainer("sft", tmp_path, changes, tiny_model(seed=seed), rows)
@@ -384,11 +433,14 @@ def test_the_best_model_is_that_of_the_best_score(tmp_path):
 # ---- engines
 
 
-def run_of(rank, method, engine, changes, folder):
+def run_of(rank, method, engine, changes, folder, resumed=None, stopped=False):
+    """Logs and weights. stopped: the second rank gets SIGTERM while its answers of the second round are judged."""
     done = trainer(method, folder, changes, rows=prompts(12), per_device_train_batch_size=1 if rank is not None else 2,
                    gradient_accumulation_steps=2, evaluated=prompts(3), eval_strategy="steps", eval_steps=3,
                    max_grad_norm=0.0, learning_rate=1e-4, **engine_arguments(engine))  # fmt: skip
-    done.train()
+    if stopped and rank == 1:
+        terminate_at(2, done)
+    done.train(resume_from_checkpoint=resumed)
     return logs_and_weights(done, lora=False)
 
 
@@ -410,6 +462,21 @@ def test_two_processes_are_one(method, changes, engine, tmp_path, monkeypatch):
 def small_pieces(rank, *args):
     draw.PIECE = 5
     return run_of(rank, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.engines
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_stop_together_in_a_round(engine, tmp_path):
+    """SIGTERM to the second rank in the first lap of two, which the other takes alone."""
+    folder = tmp_path / "stopped"
+    expected = on_two(small_pieces, engine, "dpo", engine, {}, str(tmp_path / "whole"))[0]
+    on_two(small_pieces, engine, "dpo", engine, {}, str(folder), None, True)
+    assert [file.name for file in folder.glob("checkpoint-*")] == ["checkpoint-3"]
+    [pieces] = (folder / "_rounds").glob("pieces-*")
+    assert sorted(file.name for file in pieces.iterdir()) == ["0.json", "1.json"]
+    found = on_two(small_pieces, engine, "dpo", engine, {}, str(folder), "auto")[0]
+    assert_same_run(found, expected)
 
 
 # ---- vLLM: stand-ins here, the real one in tests/served
