@@ -26,7 +26,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test test-all test-floor test-vllm vllm lint types docs fields bench clean
+.PHONY: help venv quickstart test suite test-all test-floor test-vllm vllm lint types docs fields bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -47,7 +47,9 @@ $(EVAL_STAMP): $(STAMP)
 quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU cores: teacher, student, OPD, preference
 	$(BIN)/python recipes/tiny/quickstart.py
 
-test: lint types ## lint, types and all tests but the slow ones
+test: lint types suite ## lint, types and all tests but the slow ones; make -j2 checks types meanwhile
+
+suite: $(STAMP)
 	$(BIN)/python $(SUITE) -m "not slow and not vllm" $(PYTEST)
 
 test-all: $(EVAL_STAMP) lint types ## the same with the slow tests, and those of lm-eval

@@ -321,7 +321,8 @@ def test_the_next_windows_rollouts_are_of_weights_one_step_old(tmp_path):
     assert staleness[0] < 1e-5 < min(staleness[1:])
 
 
-@pytest.mark.parametrize("loss_type", ["reverse_kl", pytest.param(POLICY_GRADIENT, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_type", ["reverse_kl", POLICY_GRADIENT])
 def test_one_window_ahead_changes_nothing_where_weights_do_not_move(loss_type, tmp_path):
     losses = []
     for number in (0, 1):

@@ -131,6 +131,7 @@ def test_probe_runs_a_step_of_a_round(folder, capsys):
     assert "the run has no more steps" not in page  # which is of the probe
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_in_another_folder_reports_the_rounds_before(folder):
     options = "train.save_strategy=steps", "train.save_steps=2", "train.num_train_epochs=2"
     assert run.main(["recipe.yaml", *small_rounds(), *options]) == 0

@@ -332,12 +332,11 @@ def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_pat
 @pytest.mark.parametrize(
     ("call", "best", "saved", "left"),
     [
-        (1, False, set(), [4, 3, 4, 4, 3, 4, 4, 3]),
-        (5, False, {"checkpoint-3"}, [3, 4, 4, 3]),
-        (6, False, {"checkpoint-4"}, [4, 4, 3]),
-        (8, True, {"checkpoint-1", "checkpoint-3"}, [3, 4, 4, 3]),
+        pytest.param(1, False, set(), [4, 3, 4, 4, 3, 4, 4, 3], id="before a step"),
+        pytest.param(8, True, {"checkpoint-1", "checkpoint-3"}, [3, 4, 4, 3], id="between steps, best model"),
+        pytest.param(5, False, {"checkpoint-3"}, [3, 4, 4, 3], id="no other saves", marks=pytest.mark.slow),
+        pytest.param(6, False, {"checkpoint-4"}, [4, 4, 3], id="last piece", marks=pytest.mark.slow),
     ],
-    ids=["before a step", "between steps", "last piece", "between steps, best model"],
 )
 def test_a_run_that_is_stopped_in_a_round_ends_after_the_piece(call, best, saved, left, tmp_path, monkeypatch, caplog):
     """SIGTERM at a call of the judge: what was trained is saved, and pieces that are done are found again. After the
@@ -707,12 +706,11 @@ class AfterStep(TrainerCallback):
         self.act(state.global_step)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("reference", ["first", "round"])
+@pytest.mark.parametrize(
+    ("method", "reference"), [(name, "first") for name in METHODS] + [(name, "round") for name in REFERENCED]
+)
 def test_an_online_step_without_rows_changes_nothing(method, reference, tmp_path):
     """Behind one that has moved the optimizer's momentum."""
-    if reference == "round" and method not in REFERENCED:
-        reference = "first"
     pair = {} if TABLE[method].rows.paired else {"threshold": 0.0}
     done = trainer(method, tmp_path, {"steps": 1, "reference": reference, "pair": pair | {"unfinished": True}},
                    weight_decay=0.1)  # fmt: skip

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from training_for_tests import quick
 
 from hf_posttrain.losses.divergence import DIVERGENCES
 from hf_posttrain.scoring import head as H
@@ -67,7 +68,7 @@ def test_gradcheck_log_prob(small_tiles, finish):
     assert torch.autograd.gradcheck(values, (hidden, weight, bias))
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", quick("reverse_kl", "jsd", "tvd", "skew_forward_kl", among=DIVERGENCES))
 def test_gradcheck_divergence(small_tiles, name):
     hidden, weight, bias, _ = tensors()
     teacher_hidden, teacher_weight, _, _ = tensors(bias=False)

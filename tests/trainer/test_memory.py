@@ -67,7 +67,7 @@ CASES = [
     *(pytest.param(method, {}, marks=[] if method == "kd" else pytest.mark.slow) for method in METHODS),
     pytest.param("kd", {"divergence": "jsd"}, marks=pytest.mark.slow),
     pytest.param("opd", {"loss_type": "policy_gradient"}, marks=pytest.mark.slow),
-    ("opd", {"loss_type": "policy_gradient", "discount": 0.9}),
+    pytest.param("opd", {"loss_type": "policy_gradient", "discount": 0.9}, marks=pytest.mark.slow),
 ]  # fmt: skip
 
 

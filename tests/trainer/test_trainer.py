@@ -747,10 +747,11 @@ def test_a_step_in_bf16_on_cpu_is_that_of_float32_within_rounding(method, tmp_pa
     assert found.dot(exact) / exact.dot(exact) == pytest.approx(1, abs=0.01)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize(
-    ("method", "config"), [(m, {}) for m in METHODS] + [("opd", {"loss_type": "policy_gradient", "discount": 0.5})]
-)
+    ("method", "config", "adapted"),
+    [(m, {}, False) for m in METHODS] + [pytest.param(m, {}, True, marks=pytest.mark.slow) for m in METHODS]
+    + [("opd", {"loss_type": "policy_gradient", "discount": 0.5}, adapted) for adapted in (False, True)],
+)  # fmt: skip
 def test_bf16_autocast_trains_near_float32(method, config, adapted, tmp_path, monkeypatch):
     """On CPU autocast; the head's late gradient must use the forward's dtype."""
     fix_rollouts(monkeypatch)
