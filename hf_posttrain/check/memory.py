@@ -15,10 +15,12 @@ import psutil
 import torch
 
 from ..data.lengths import longest, planned_passes
+from ..errors import InputError
 from ..generation.rollout import CACHE_SHARE, LOGIT_BYTES, GrowingLayer, even_parts
 from ..methods.rules import REFERENCE_FREE
+from ..models.section import section_of
 from ..recipe.sections import Recipe
-from ..rounds.draw import PIECE
+from ..rounds.draw import piece_size
 from ..rounds.judges.section import MODELS
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
@@ -42,7 +44,7 @@ class MemoryEstimate:
     parameters: int  # weights of the policy, with the layers that an engine gathers
     gradients: int  # of the trained weights, with the buckets that they travel in
     optimizer: int  # its state, with the float32 weights that DeepSpeed keeps
-    second_model: int  # reference or teacher
+    second_model: int  # reference or teacher, and a judge
     activations: int  # all other tensors: activations, a tile of the head, masks, the cache of generation
     other: int  # what the process has without tensors; on a GPU its context, and what vLLM keeps
     total: int  # all of these
@@ -130,8 +132,6 @@ class Run:
         """The sum on one device, in the phase that needs most."""
         glibc = sys.platform == "linux" and not self.engine.gpu and "MALLOC_MMAP_THRESHOLD_" not in os.environ
         config, engine, notes = self.config, self.engine, [HEAP] * glibc
-        if self.recipe.rounds and self.recipe.rounds.judge.by in MODELS:
-            notes.append(f"the judge {self.recipe.rounds.judge.name} is not in it: it is on the device while it judges")
         device = torch.device("cuda" if engine.gpu else "cpu")
         self.mixed = bool(config.bf16 or config.fp16)
         self.gpu_memory = (self.available or META_MEMORY) if engine.gpu else None  # by which the head chooses its tiles
@@ -140,6 +140,13 @@ class Run:
         self.scorer = max(scorers, key=lambda shapes: shapes.weights.numbers)
         models = list(dict.fromkeys([self.policy, *scorers]))
         inner = [shapes.inner for shapes in models]
+        rounds, judge = self.recipe.rounds, None
+        if rounds and rounds.judge.by in MODELS:
+            try:
+                judge = Shapes(section_of(str(rounds.judge.name)), False, device)  # a reward model's has a head more
+                models.append(judge)
+            except (InputError, ValueError):
+                notes.append(f"the judge {rounds.judge.name} is not in it: it is no decoder")
         fitting, _ = able(inner, config.max_length)
         self.multiple = row_multiple(inner, device)
         self.layout = fitting[0] if config.layout == "auto" else config.layout
@@ -157,9 +164,15 @@ class Run:
         second = sum(policy_on(frozen, shapes.weights, "sgd", self.mixed)["parameters"] for shapes in scorers)
         if not self.teachers and self.mixed and engine.name in ("single", "ddp"):
             second -= self.scorer.rounding
-        training = held | {"second_model": second * self.second_stays(), "other": self.other}
+        # a judge comes to a GPU for its own pass, unless there is one each step
+        judge_stays = rounds is not None and (not engine.gpu or rounds.steps is not None)
+        seconds = second * self.second_stays() + (judge.weights.frozen if judge and judge_stays else 0)
+        training = held | {"second_model": seconds, "other": self.other}
         resting = training | {"gradients": 0}  # between optimizer steps
         phases: dict[str, Any] = {"training step": training | {"activations": self.training_step()}}
+        if judge is not None:
+            phases["judging"] = resting | {"second_model": seconds + judge.weights.frozen * (not judge_stays)}
+            phases["judging"]["activations"] = self.judging(judge)
         if self.teachers and not self.second_stays():  # it comes to the device for its own pass
             own = {"second_model": second, "activations": self.inference(self.scorer, self.train)}
             in_a_step = getattr(config, "precompute_teacher_top_k", None) is None
@@ -209,6 +222,15 @@ class Run:
         layer = shapes.layer(batch["input_ids"].numel())
         return max(features + layer, tower_layer) + sum(self.at_head(shapes, batch))
 
+    def judging(self, judge: Shapes) -> int:
+        """A judge's pass over its batch of the longest answers to the longest prompts."""
+        options: Any = self.recipe.rounds
+        prompt = longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"]
+        scored = options.judge.batch_size * options.max_completion_length
+        batch = {"input_ids": torch.empty(options.judge.batch_size, len(prompt) + options.max_completion_length)}
+        head = sum(self.at_head(judge, batch | {"scored": range(scored)})) if options.judge.by == "teacher" else 0
+        return judge.layer(batch["input_ids"].numel()) + head
+
     def at_head(self, shapes: Shapes, batch: dict[str, Any]) -> tuple[int, int]:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
         (rows, length), scored, vocabulary = batch["input_ids"].shape, len(batch["scored"]), len(self.policy.head)
@@ -222,7 +244,7 @@ class Run:
         copies = options.num_generations
         count = copies * config.per_device_train_batch_size * config.gradient_accumulation_steps
         if self.recipe.rounds:
-            count = copies * min(PIECE, len(self.rows["train"]))
+            count = copies * min(piece_size(self.recipe.rounds), len(self.rows["train"]))
         length = len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
         row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
         if options.generation_batch_size:
@@ -230,7 +252,7 @@ class Run:
         elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
             logits = LOGIT_BYTES * len(policy.head)
             count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // (row + logits))
-        cache = row * count
+        cache = policy.cache * GrowingLayer.room(length, config.max_completion_length) // policy.tokens * count
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
         prompts = -(-count // copies)

@@ -86,7 +86,7 @@ def draw(
     """
     accelerator, longest = trainer.accelerator, trainer.rollout_options.max_completion_length
     world, rank, count = accelerator.num_processes, accelerator.process_index, trainer.rollout_options.num_generations
-    size = ONLINE_PIECE if trainer.rollout_options.steps else PIECE
+    size = piece_size(trainer.rollout_options)
     # 1. pieces that any rank has on its disk count as done; each is told by the first rank that has it
     mine = pieces.read()
     have = gather_object([sorted(mine)])
@@ -118,6 +118,11 @@ def draw(
     # 3. in the prompts' order, on all ranks
     everyone = {n: piece for part in gather_object([mine]) for n, piece in part.items()}
     return [one for _, piece in sorted(everyone.items()) for one in piece]
+
+
+def piece_size(section: Any) -> int:
+    """Prompts of a piece."""
+    return ONLINE_PIECE if section.steps else PIECE
 
 
 def agreed(ask: Callable[[], Any]) -> Any:

@@ -297,14 +297,15 @@ def prepared(path, *overrides):
     return recipe, config, trainer_class, prepare_data(recipe, trainer_class, tokenizer, config)[0]
 
 
-IMPORT = "import sys; sys.path[:0] = ['tests/check', 'tests/support']; import test_memory_estimate as here; "
+IMPORT = "import sys; import test_memory_estimate as here; "
 ESTIMATE = IMPORT + "print(here.memory.estimate(*here.prepared(sys.argv[1])).total)"
 TRAIN = "import sys; from hf_posttrain.run import main; assert main(sys.argv[1:]) == 0; "
 TRAIN += "print(open('/proc/self/status').read())"
 
 
 def in_a_process(code, path):
-    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2"}
+    paths = os.pathsep.join(str(ROOT / "tests" / name) for name in ("check", "support"))
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "2", "PYTHONPATH": paths}
     done = subprocess.run([sys.executable, "-c", code, str(path)], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()
@@ -342,17 +343,73 @@ def write_seeing_recipe(folder, name):
     return folder / "recipe.yaml"
 
 
+ROUNDS = {
+    "rounds": (TOKENS, {"count": 2}, None), "rounds, a teacher judges": (TOKENS, {"count": 2}, "teacher"),
+    "rounds, a reward model judges": (PAIRED, {"count": 2, "judge": {"batch_size": 4}}, "model"),
+    "online, a reward model judges": (PAIRED, {"steps": 1}, "model"),
+}  # fmt: skip
+"""What it shows -> method, what its section of rounds says, the kind of a judge that is larger than the policy."""
+
+
+def write_recipe_in_rounds(folder, name):
+    method, section, judge = ROUNDS[name]
+    recipe = {"method": method, "model": write_model(folder / "model", "small")}
+    if judge:
+        write_model(folder / "judge", "big", saved=True)
+    if judge == "model":
+        reward_model = tf.AutoModelForSequenceClassification.from_pretrained(folder / "judge", num_labels=1)
+        reward_model.save_pretrained(folder / "judge")
+    by = {"by": judge, "name": str(folder / "judge")} if judge else {"by": "function", "name": f"{__name__}:lengths"}
+    usual = {"num_generations": 4, "max_completion_length": 128, "pair": {"unfinished": True}}
+    recipe["rounds"] = usual | section | {"judge": by | section.get("judge", {})}
+    rows = [{"prompt_ids": [(n + k) % 250 for k in range(PROMPT)]} for n in range(32)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe["data"] = {"train": {"path": str(folder / "rows.jsonl")}}
+    recipe["train"] = ONCE | {"output_dir": str(folder / "out"), "per_device_train_batch_size": 4}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+def lengths(prompts, completions, references):
+    """A judge."""
+    return [float(len(text)) for text in completions]
+
+
+WRITERS = dict.fromkeys(SEEING, write_seeing_recipe) | dict.fromkeys(ROUNDS, write_recipe_in_rounds)
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak resident set from /proc")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*RECIPES, *SEEING])
+@pytest.mark.parametrize("name", [*RECIPES, *WRITERS])
 def test_estimate_and_measured_peak(name, tmp_path):
-    path = (write_seeing_recipe if name in SEEING else write_recipe)(tmp_path, name)
+    path = WRITERS.get(name, write_recipe)(tmp_path, name)
     estimated = int(in_a_process(ESTIMATE, path)[-1])
     assert not (tmp_path / "out").exists()
     [line] = [line for line in in_a_process(TRAIN, path) if line.startswith("VmHWM")]
     measured = int(line.split()[1]) * 1024
     print(f"{name}: estimated {estimated / 2**30:.3f} GiB, measured {measured / 2**30:.3f}")
     assert estimated == pytest.approx(measured, rel=0.15)
+
+
+@pytest.mark.parametrize(("section", "stays"), [({"count": 1}, False), ({"steps": 1}, True)], ids=["rounds", "online"])
+def test_a_judge_is_on_a_gpu_while_it_judges_or_stays(section, stays, tmp_path):
+    config = tf.Qwen3Config(**QWEN | SIZES["tiny"], tie_word_embeddings=True, num_labels=1)
+    tf.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "judge")
+    byte_tokenizer().save_pretrained(tmp_path / "judge")
+    path = write_recipe_in_rounds(tmp_path, "rounds")
+    section |= {"max_completion_length": 128, "num_generations": 4}
+
+    def estimate(**judge):
+        given = prepared(path, "rounds=" + json.dumps(section | judge))
+        given[0].train.pop("use_cpu")
+        return memory.estimate(*given, engine=Engine("single", gpu=True), gib=80).phases
+
+    found = estimate(judge={"by": "model", "name": str(tmp_path / "judge")})
+    without = estimate(judge={"by": "function", "name": f"{__name__}:lengths"})
+    weights = 2 * sum(p.numel() for p in tf.AutoModelForCausalLM.from_config(config).parameters())
+    assert found["training step"] - without["training step"] == pytest.approx(weights * stays, rel=0.001)
+    assert found["generation"] - without["generation"] == pytest.approx(weights * stays, rel=0.01)
+    assert found["judging"] > found["generation"] - without["generation"] + weights * (not stays)
 
 
 def test_what_does_not_fit_gets_advice(tmp_path):

@@ -99,6 +99,7 @@ class RewardModel(ModelJudge):
         """As `ModelJudge`."""
         name, section, config = self.section.name, ModelSection(self.section.name), self.config
         config.pad_token_id = self.tokenizer.pad_token_id  # by which the last token is found
+        config.use_cache = False  # nothing is generated
         dtype = load.weights_dtype(section, config, False, self.device)
         with load.names_the_source("reward model", name):
             return AutoModelForSequenceClassification.from_pretrained(
