@@ -201,7 +201,9 @@ def train(trainer: Any, recipe: Recipe) -> dict[str, float]:
     # a run ends in one of three ways: the machine is taken away, a warning stops it, it is finished
     if trainer.preemption.happened and not trainer.stopped:
         way = "the same command with train.resume_from_checkpoint=auto"
-        if trainer.args.save_only_model:
+        if not trainer.state.global_step:
+            way = "the same command"
+        elif trainer.args.save_only_model:
             way = "a new run from the weights of its checkpoint"
         stop(trainer, f"stopped by SIGTERM; to go on: {way}")
     if not trainer.stopped:

@@ -15,7 +15,6 @@ import psutil
 import torch
 
 from ..data.lengths import longest, planned_passes
-from ..errors import InputError
 from ..generation.rollout import CACHE_SHARE, LOGIT_BYTES, GrowingLayer, even_parts
 from ..methods.rules import REFERENCE_FREE
 from ..models.section import section_of
@@ -145,15 +144,16 @@ class Run:
             try:
                 judge = Shapes(section_of(str(rounds.judge.name)), False, device)  # a reward model's has a head more
                 models.append(judge)
-            except (InputError, ValueError):
-                notes.append(f"the judge {rounds.judge.name} is not in it: it is no decoder")
+            except Exception as error:  # no decoder, or an architecture's own code
+                reason = str(error).partition("\n")[0]
+                notes.append(f"the judge {rounds.judge.name} is not in it: it is not built as shapes alone ({reason})")
         fitting, _ = able(inner, config.max_length)
         self.multiple = row_multiple(inner, device)
         self.layout = fitting[0] if config.layout == "auto" else config.layout
         self.train = self.batch("train", config.per_device_train_batch_size)
         try:
             for shapes in models:
-                shapes.count(self.train, torch.bfloat16 if self.mixed else None)
+                shapes.count(self.train, torch.bfloat16 if self.mixed and shapes is not judge else None)
         except Exception as error:  # an architecture's own code may raise anything
             reason = str(error).partition("\n")[0]
             notes.append(f"activations are not in it: this model cannot be run on shapes alone ({reason})")
@@ -164,15 +164,15 @@ class Run:
         second = sum(policy_on(frozen, shapes.weights, "sgd", self.mixed)["parameters"] for shapes in scorers)
         if not self.teachers and self.mixed and engine.name in ("single", "ddp"):
             second -= self.scorer.rounding
-        # a judge comes to a GPU for its own pass, unless there is one each step
+        # a judge comes to a GPU while a round is drawn, unless there is one each step
         judge_stays = rounds is not None and (not engine.gpu or rounds.steps is not None)
-        seconds = second * self.second_stays() + (judge.weights.frozen if judge and judge_stays else 0)
-        training = held | {"second_model": seconds, "other": self.other}
+        judged, seconds = judge.weights.frozen if judge else 0, second * self.second_stays()
+        training = held | {"second_model": seconds + judged * judge_stays, "other": self.other}
         resting = training | {"gradients": 0}  # between optimizer steps
+        drawing = resting | {"second_model": seconds + judged}
         phases: dict[str, Any] = {"training step": training | {"activations": self.training_step()}}
         if judge is not None:
-            phases["judging"] = resting | {"second_model": seconds + judge.weights.frozen * (not judge_stays)}
-            phases["judging"]["activations"] = self.judging(judge)
+            phases["judging"] = drawing | {"activations": self.judging(judge)}
         if self.teachers and not self.second_stays():  # it comes to the device for its own pass
             own = {"second_model": second, "activations": self.inference(self.scorer, self.train)}
             in_a_step = getattr(config, "precompute_teacher_top_k", None) is None
@@ -182,7 +182,7 @@ class Run:
             phases["evaluation"] = resting | {"activations": self.inference(self.policy, batch)}
         if getattr(self.recipe.rounds or config, "rollout", None) == "transformers":
             whole = held["parameters"] + self.policy.weights.numbers * (2 if self.mixed else 4) * engine.shards
-            phases["generation"] = resting | {"parameters": whole}
+            phases["generation"] = drawing | {"parameters": whole}
             phases["generation"]["activations"] = self.generation(sum(phases["generation"].values()))
         totals = {name: sum(parts.values()) - parts["host"] for name, parts in phases.items()}
         most = max(totals, key=lambda name: totals[name])
@@ -225,15 +225,26 @@ class Run:
     def judging(self, judge: Shapes) -> int:
         """A judge's pass over its batch of the longest answers to the longest prompts."""
         options: Any = self.recipe.rounds
+        rows, longest_answer = min(options.judge.batch_size, self.answers_at_once()), options.max_completion_length
         prompt = longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"]
-        scored = options.judge.batch_size * options.max_completion_length
-        batch = {"input_ids": torch.empty(options.judge.batch_size, len(prompt) + options.max_completion_length)}
-        head = sum(self.at_head(judge, batch | {"scored": range(scored)})) if options.judge.by == "teacher" else 0
-        return judge.layer(batch["input_ids"].numel()) + head
+        ids = torch.empty(rows, len(prompt) + longest_answer)
+        batch = {"input_ids": ids, "scored": range(rows * longest_answer)}
+        head = sum(self.at_head(judge, batch)) if options.judge.by == "teacher" else 0
+        return judge.layer(ids.numel()) + head
+
+    def answers_at_once(self) -> int:
+        """Answers that a generation call is asked for: those of an optimizer step, or of a piece of a round."""
+        config, rounds = self.config, self.recipe.rounds
+        step = config.per_device_train_batch_size * config.gradient_accumulation_steps
+        if not rounds:
+            return config.num_generations * step
+        prompts = step * self.engine.processes * rounds.steps if rounds.steps else len(self.rows["train"])
+        return rounds.num_generations * min(piece_size(rounds), prompts)
 
     def at_head(self, shapes: Shapes, batch: dict[str, Any]) -> tuple[int, int]:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
-        (rows, length), scored, vocabulary = batch["input_ids"].shape, len(batch["scored"]), len(self.policy.head)
+        (rows, length), scored = batch["input_ids"].shape, len(batch["scored"])
+        vocabulary = len((self.policy if shapes is self.scorer else shapes).head)  # a teacher's is cut to the student's
         states = 8 * scored * shapes.head.shape[1] + ("document" in batch and not self.multiple) * rows * length**2
         each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.taught_by()) else 3)
         return states, each * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
@@ -241,10 +252,7 @@ class Run:
     def generation(self, held: int) -> int:
         """The rollouts of an optimizer step, or as many as fit beside what is held: the cache, and what is on top."""
         config, policy, options = self.config, self.policy, self.recipe.rounds or self.config
-        copies = options.num_generations
-        count = copies * config.per_device_train_batch_size * config.gradient_accumulation_steps
-        if self.recipe.rounds:
-            count = copies * min(piece_size(self.recipe.rounds), len(self.rows["train"]))
+        copies, count = options.num_generations, self.answers_at_once()
         length = len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
         row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
         if options.generation_batch_size:

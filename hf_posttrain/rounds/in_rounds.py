@@ -37,11 +37,11 @@ from ..errors import InputError
 from ..generation import vllm
 from ..generation.backends import make_backend
 from ..generation.rollout import synchronise
+from ..generation.server import ServerError
 from ..models.load import drawable_ids
 from ..models.score_cache import score_rows
 from ..scoring.forward import causal_lm
 from ..scoring.layouts import share_out
-from ..trainer import saving
 from ..trainer.base import PostTrainer
 from .draw import Judged, Pieces, Stopped, draw, pieces_of
 from .judges import make_judge
@@ -51,8 +51,6 @@ from .section import RoundsSection, good_from, make_section, rounds_in, rounds_p
 from .under_way import Round
 
 logger = logging.getLogger(__name__)
-# HF's guess where a round ends training before its first step
-logging.getLogger("transformers.trainer").addFilter(lambda said: "not to be a single sample" not in said.getMessage())
 EVALUATION = 2**31
 """Stands for the round in the seed of an evaluation's answers, which are then drawn alike at every evaluation."""
 
@@ -147,7 +145,8 @@ class InRounds(PostTrainer):
         self.judge.stays = section.steps is not None
         self.round = Round(self)
         self.kept_in_checkpoints.append(self.round)
-        self.add_callback(self.round)
+        # before the guard, which looks before a checkpoint is saved
+        self.callback_handler.callbacks.insert(self.callback_handler.callbacks.index(self.guard), self.round)
 
     @classmethod
     def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
@@ -161,7 +160,15 @@ class InRounds(PostTrainer):
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As PostTrainer has it; the weights may have changed since the last one."""
         self.synchronised, self.rows_ran_out = None, False
-        return super().train(*args, **kwargs)
+        # HF guesses wrong where training ends before the first step of a pass
+        expected = lambda: self.rows_ran_out or self.preemption.happened  # noqa: E731
+        quiet = lambda said: not (expected() and "not to be a single sample" in said.getMessage())  # noqa: E731
+        hf = logging.getLogger("transformers.trainer")
+        hf.addFilter(quiet)
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            hf.removeFilter(quiet)
 
     # ---- which rows a step trains on
 
@@ -190,16 +197,16 @@ class InRounds(PostTrainer):
 
     def next_window(self, epoch_iterator: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
         """As PostTrainer has it: micro-batches of rows of the round, which begins where it is its turn."""
+        step, random_state = self.state.global_step, torch.get_rng_state()
         count = len([*islice(epoch_iterator, count)])  # the same on all ranks
-        step = self.state.global_step
         if count and self.round_of(step) != self.round.number:
             try:
                 self.begin_round(self.round_of(step))
-            except Stopped:
-                if step:
-                    saving.save_between_steps(self)
-                self.state.best_model_checkpoint = None  # as `Preemption.on_save`
-                return []
+            except (Stopped, ServerError) as error:
+                torch.set_rng_state(random_state)  # of a checkpoint: a run that goes on draws for its first batch again
+                if isinstance(error, Stopped):
+                    return []
+                raise
         if not count or self.rows_ran_out:
             return []
         self.round.order = self.round.order or self._deal()

@@ -73,6 +73,7 @@ class PostTrainer(Trainer):
     model_wrapped: Any
     data_collator: Any
     has_trained = False  # did the last `train` take a step? A finished run that is resumed takes none
+    saved_step: int | None = None  # of the newest checkpoint in output_dir that this run goes on from or has saved
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -147,7 +148,7 @@ class PostTrainer(Trainer):
         launch.check_accelerator(self.accelerator, args)
         sharded.keep_scores_whole(self.accelerator)
         sharded.cut_at_layers(self.accelerator, self.scored[0])
-        self.preemption, self.guard = Preemption(self.accelerator), Guard(self)
+        self.preemption, self.guard = Preemption(self), Guard(self)
         self.add_callback(self.preemption)
         self.add_callback(self.guard)
         self.ready = self.scoring_checked = False
@@ -321,6 +322,7 @@ class PostTrainer(Trainer):
         self.prepare_replaced()
         self.described = same_run.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
+        self.saved_step = checkpoint.own_step(self, resume_from_checkpoint)
         for kept in self.kept_in_checkpoints:
             kept.begin_run(resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
@@ -338,7 +340,7 @@ class PostTrainer(Trainer):
             except ServerError as error:
                 raise ServerError(f"{error}{saving.keep_last_step(self)}") from error
         if self.preemption.interrupted:
-            newest = checkpoint.find_checkpoint(self.args.output_dir)
+            newest = checkpoint.find_checkpoint(self.args.output_dir) if self.state.global_step else None
             how = f"{newest} is saved; the same command with train.resume_from_checkpoint=auto goes on"
             raise KeyboardInterrupt(how if newest else "no checkpoint is saved that could be resumed")
         over = self.has_trained or self.preemption.happened or self.rows_ran_out

@@ -105,6 +105,13 @@ def find_checkpoint(output_dir: str | os.PathLike[str], newest: float = inf) -> 
     return None
 
 
+def own_step(trainer: Any, resumed: str | bool | None) -> int | None:
+    """The step of a checkpoint that is resumed, where it is one of this run's own folder."""
+    folder = Path(resumed).resolve() if isinstance(resumed, str) else Path()
+    own = folder.parent == Path(trainer.args.output_dir).resolve() and re.fullmatch(r"checkpoint-\d+", folder.name)
+    return _step(folder) if own else None
+
+
 def wandb_id(checkpoint: str | bool | None) -> str | None:
     """The id of the W&B run that wrote a checkpoint."""
     return None if not isinstance(checkpoint, str) else _state(Path(checkpoint)).get("wandb")

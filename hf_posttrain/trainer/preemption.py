@@ -24,8 +24,8 @@ class Preemption(TrainerCallback):
     KeyboardInterrupt.
     """
 
-    def __init__(self, accelerator: Any):
-        self.accelerator = accelerator
+    def __init__(self, trainer: Any):
+        self.trainer, self.accelerator = trainer, trainer.accelerator
         self.asked = self.happened = False
         self.interrupted = 0.0
         self.group: Any = None
@@ -81,6 +81,10 @@ class Preemption(TrainerCallback):
             state.best_model_checkpoint = None
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """This is the middle of an epoch: nothing that is due at its end."""
+        """This is the middle of an epoch: nothing that is due at its end. Save what no step has saved, as between
+        steps."""
         if self.happened:
-            control.should_save = control.should_evaluate = False
+            control.should_save = bool(state.global_step) and self.trainer.saved_step != state.global_step
+            control.should_evaluate = False
+            if not control.should_save:
+                state.best_model_checkpoint = None

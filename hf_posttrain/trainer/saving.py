@@ -101,6 +101,7 @@ def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
                 kept.save(f"{folder}/checkpoint-{self.state.global_step}")
         finally:
             del self._get_output_dir, self._push_from_checkpoint
+    self.saved_step = self.state.global_step
     if self.args.push_to_hub:
         self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
 
@@ -111,16 +112,11 @@ def keep_last_step(trainer: Any) -> str:
     step = trainer.state.global_step
     if trainer.args.save_strategy == "no" or not step:
         return ""
-    save_between_steps(trainer)
-    return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
-
-
-def save_between_steps(trainer: Any) -> None:
-    """A checkpoint of the last whole step, unless there is one."""
-    if not Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}").exists():
+    if trainer.saved_step != step:
         for kept in trainer.kept_in_checkpoints:
-            kept.give_up(trainer.state.global_step)
+            kept.give_up(step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
+    return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
 
 
 def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
