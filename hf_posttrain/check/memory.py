@@ -260,7 +260,9 @@ class Run:
         elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
             logits = LOGIT_BYTES * len(policy.head)
             count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // (row + logits))
-        cache = policy.cache * GrowingLayer.room(length, config.max_completion_length) // policy.tokens * count
+        # what GrowingLayer makes space for: SPARE tokens behind a prompt, and again when these are full
+        spare, more = GrowingLayer.SPARE, max(0, config.max_completion_length - 1 - GrowingLayer.SPARE)
+        cache = policy.cache * (length + spare + -(-more // (1 + spare)) * (1 + spare)) // policy.tokens * count
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
         prompts = -(-count // copies)

@@ -177,12 +177,6 @@ class GrowingLayer(DynamicLayer):
     SPARE = 128  # extra tokens that new buffers have space for; new ones are made when a step does not fit
     buffers: Sequence[Tensor] = ()
 
-    @classmethod
-    def room(cls, prompt: int, answer: int) -> int:
-        """How many tokens the buffers have space for in the end, for a prompt and an answer of so many."""
-        more = max(0, answer - 1 - cls.SPARE)  # the last token is not read
-        return prompt + cls.SPARE + -(-more // (1 + cls.SPARE)) * (1 + cls.SPARE)
-
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """[n, heads, new, D] twice -> all keys and all values, [n, heads, length, D], views of the buffers."""
         # rotary makes keys float32 under autocast, which attention would round at each token
