@@ -180,7 +180,7 @@ class Run:
         if self.rows.get("eval") is not None:
             batch = self.batch("eval", config.per_device_eval_batch_size)
             phases["evaluation"] = resting | {"activations": self.inference(self.policy, batch)}
-        if getattr(self.recipe.rounds or config, "rollout", None) == "transformers":
+        if getattr(rounds or config, "rollout", None) == "transformers":
             whole = held["parameters"] + self.policy.weights.numbers * (2 if self.mixed else 4) * engine.shards
             phases["generation"] = drawing | {"parameters": whole}
             phases["generation"]["activations"] = self.generation(sum(phases["generation"].values()))
@@ -226,11 +226,14 @@ class Run:
         """A judge's pass over its batch of the longest answers to the longest prompts."""
         options: Any = self.recipe.rounds
         rows, longest_answer = min(options.judge.batch_size, self.answers_at_once()), options.max_completion_length
-        prompt = longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"]
-        ids = torch.empty(rows, len(prompt) + longest_answer)
+        ids = torch.empty(rows, self.longest_prompt() + longest_answer)
         batch = {"input_ids": ids, "scored": range(rows * longest_answer)}
         head = sum(self.at_head(judge, batch)) if options.judge.by == "teacher" else 0
         return judge.layer(ids.numel()) + head
+
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt that is answered in training."""
+        return len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
 
     def answers_at_once(self) -> int:
         """Answers that a generation call is asked for: those of an optimizer step, or of a piece of a round."""
@@ -253,7 +256,7 @@ class Run:
         """The rollouts of an optimizer step, or as many as fit beside what is held: the cache, and what is on top."""
         config, policy, options = self.config, self.policy, self.recipe.rounds or self.config
         copies, count = options.num_generations, self.answers_at_once()
-        length = len(longest(self.rows["train"], 1, ("prompt_ids",))[0]["prompt_ids"])
+        length = self.longest_prompt()
         row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
         if options.generation_batch_size:
             count = min(count, options.generation_batch_size)

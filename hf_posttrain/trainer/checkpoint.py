@@ -30,6 +30,7 @@ from .rules import WEIGHTS_ALONE
 logger = logging.getLogger(__name__)
 SAVING = ".saving"  # folder in output_dir where a checkpoint is until it is complete
 LAUNCH = "launch"  # key of `launched` among the callbacks' states in trainer_state.json
+_NAME = re.compile(r"checkpoint-\d+")
 _PARTS = {  # what a checkpoint holds, under the names of each engine
     "weights": ("*model*.safetensors", "*/adapter_model.*", "*model*.bin", "pytorch_model_fsdp_0", "global_step*"),
     "optimizer": ("optimizer.pt", "optimizer.bin", "optimizer_0", "global_step*"),
@@ -97,7 +98,7 @@ def find_checkpoint(output_dir: str | os.PathLike[str], newest: float = inf) -> 
     newest: the largest N that is looked at.
     """
     for path in map(Path, reversed(sort_checkpoints(str(output_dir)))):
-        if not re.fullmatch(r"checkpoint-\d+", path.name) or _step(path) > newest:
+        if not _NAME.fullmatch(path.name) or _step(path) > newest:
             continue  # HF takes checkpoint-5-tmp for one too
         if not (absent := lacking(path)):
             return str(path)
@@ -108,7 +109,7 @@ def find_checkpoint(output_dir: str | os.PathLike[str], newest: float = inf) -> 
 def own_step(trainer: Any, resumed: str | bool | None) -> int | None:
     """The step of a checkpoint that is resumed, where it is one of this run's own folder."""
     folder = Path(resumed).resolve() if isinstance(resumed, str) else Path()
-    own = folder.parent == Path(trainer.args.output_dir).resolve() and re.fullmatch(r"checkpoint-\d+", folder.name)
+    own = folder.parent == Path(trainer.args.output_dir).resolve() and _NAME.fullmatch(folder.name)
     return _step(folder) if own else None
 
 
