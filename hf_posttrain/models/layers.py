@@ -42,7 +42,7 @@ def warn_if_not_compiled(model: PreTrainedModel, args: Any) -> None:
     if args.torch_compile and args.activation_checkpointing and pieces:
         logger.warning(
             "torch_compile does nothing here: with activation_checkpointing only layers whose attention is one kernel "
-            "can be compiled, on a GPU in bf16 (from Ampere and torch 2.10 on); switch one of the two off"
+            "can be compiled, on a GPU in bf16 (from Ampere and torch 2.11 on); switch one of the two off"
         )
 
 

@@ -16,7 +16,7 @@ Legend: R rows, L row length, D size of a head.
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -40,7 +40,19 @@ except ImportError:  # torch before 2.10
     varlen_attn = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
-GROUPS = varlen_attn is not None and "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def varlen_support(arguments: Collection[str]) -> tuple[bool, dict[str, bool]]:
+    """Return whether `varlen_attn` can be used, and the options that grouped-query attention requires.
+
+    Args:
+        arguments: Argument names of torch's `varlen_attn`. Torch 2.10 has no scale and no sliding window. Torch 2.11
+            accepts fewer key heads than query heads without `enable_gqa`, which torch 2.13 requires.
+    """
+    return {"scale", "window_size"} <= {*arguments}, {"enable_gqa": True} if "enable_gqa" in arguments else {}
+
+
+VARLEN_INSTALLED, VARLEN_GQA = varlen_support(inspect.signature(varlen_attn).parameters if varlen_attn else ())
 BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
 """Our implementations, in place of transformers' sdpa and of its flex_attention."""
 BEFORE = "_attention_before_ours"
@@ -163,7 +175,7 @@ def attend_by_segment(
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast some norms leave float32
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = [segments[name] for name in VARLEN]
-        found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, enable_gqa=True)
+        found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **VARLEN_GQA)
         return found.unsqueeze(0), None
     seen = None
     if picture is not None:
@@ -204,8 +216,8 @@ def _attend_one_by_one(
 def has_varlen_kernel(device: torch.device) -> bool:
     """Does a device compute all pieces of a row in one call of `varlen_attn`, in half precision? NVIDIA's do from
     Ampere on; the meta device stands for them."""
-    if device.type == "meta" or not GROUPS:
-        return GROUPS
+    if device.type == "meta" or not VARLEN_INSTALLED:
+        return VARLEN_INSTALLED
     cuda = device.type == "cuda" and torch.cuda.is_available()
     return cuda and torch.cuda.get_device_capability(device) >= (8, 0)
 

@@ -55,7 +55,7 @@ def varlen(monkeypatch):
     """The path of a GPU in half precision, with a kernel written in torch; the number of its calls."""
     calls = Counter()
 
-    def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size, enable_gqa):
+    def kernel(q, k, v, cu_q, cu_k, longest_q, longest_k, *, scale, window_size, enable_gqa=True):
         calls["varlen"] += 1
         assert (longest_q, longest_k) == (int(cu_q.diff().max()), int(cu_k.diff().max()))
         assert type(longest_q) is int
@@ -209,12 +209,25 @@ def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
 def test_the_varlen_kernel_is_that_of_ampere_and_later(device, capability, has, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(attention, "VARLEN_INSTALLED", True)
     attention.has_varlen_kernel.cache_clear()
     found = attention.has_varlen_kernel(torch.device(device))
-    monkeypatch.setattr(attention, "GROUPS", False)  # an older torch
+    monkeypatch.setattr(attention, "VARLEN_INSTALLED", False)  # an older torch
     attention.has_varlen_kernel.cache_clear()
     assert (found, attention.has_varlen_kernel(torch.device(device))) == (has, False)
     attention.has_varlen_kernel.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "installed", "option"),
+    [
+        (["query", "is_causal"], False, {}),  # torch 2.10
+        (["query", "scale", "window_size"], True, {}),  # torch 2.11
+        (["query", "scale", "window_size", "enable_gqa"], True, {"enable_gqa": True}),  # torch 2.13
+    ],
+)
+def test_the_varlen_kernel_of_each_torch_release_is_called_with_the_arguments_it_has(arguments, installed, option):
+    assert attention.varlen_support(arguments) == (installed, option)
 
 
 @pytest.mark.parametrize(
