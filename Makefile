@@ -6,6 +6,8 @@ VENV ?= .venv
 FLOOR_VENV ?= .venv-floor
 FLOOR_TORCH ?= 2.6.0
 VLLM_VENV ?= .venv-vllm
+GPU_VENV ?= .venv-gpu
+PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
 VLLM ?= $(abspath $(VLLM_VENV))/bin/vllm
 WORKERS ?= 2
 PYTEST ?=
@@ -15,6 +17,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EVAL_STAMP := $(VENV)/.installed-eval
 VLLM_STAMP := $(VLLM_VENV)/.installed-0.32.0
+GPU_STAMP := $(GPU_VENV)/.installed
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
 SOURCES := hf_posttrain tests benchmarks recipes docs
 SUITE := -m pytest -n $(WORKERS) --dist loadfile
@@ -26,7 +29,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test suite test-all test-floor test-vllm vllm lint types docs fields bench clean
+.PHONY: help venv quickstart test suite test-all test-floor test-vllm vllm lint types docs fields bench gpu-rehearsal clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -96,8 +99,19 @@ bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gs
 	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/python $(PIP) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
-clean: ## remove both environments, caches and build products
-	rm -rf $(VENV) $(FLOOR_VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/*.jsonl
+gpu-rehearsal: $(GPU_STAMP) ## the GPU benchmarks on CPU, in an environment like the GPU machine's (4 GB of downloads)
+	bash benchmarks/wheels.sh .whl
+	DRY=1 WHEELS=.whl PYTHON=$(GPU_VENV)/bin/python bash benchmarks/gpu.sh
+
+# the newest cuda-bindings require pydantic, which the image does not have
+$(GPU_STAMP): benchmarks/gpu_image.txt
+	@test -x $(GPU_VENV)/bin/python || $(PYTHON312) -m venv $(GPU_VENV)
+	$(GPU_VENV)/bin/python $(PIP) -r benchmarks/gpu_image.txt
+	$(GPU_VENV)/bin/python -m pip uninstall -q -y pydantic pydantic_core
+	@touch $@
+
+clean: ## remove all environments, caches and build products
+	rm -rf $(VENV) $(FLOOR_VENV) $(VLLM_VENV) $(GPU_VENV) .whl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/*.jsonl
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

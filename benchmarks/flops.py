@@ -70,6 +70,16 @@ def machine_rate(device: str, dtype: torch.dtype, size: int | None = None, repea
     return 2.0 * size**3 / statistics.median(seconds[1:])
 
 
+DATASHEET = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""Part of a card's name -> dense bf16 FLOP/s by its vendor (SXM), the usual denominator of model FLOPs utilisation."""
+
+
+def datasheet_rate(device: str) -> float | None:
+    """The card's bf16 FLOP/s by DATASHEET; None on CPU and for other cards."""
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    return next((rate for card, rate in DATASHEET.items() if card in name), None)
+
+
 def wait(device: str) -> None:
     """Until the device is done."""
     if device == "cuda":

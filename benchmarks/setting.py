@@ -1,6 +1,6 @@
 """What both sides of a benchmark are given: rows of GSM8K, a tokenizer and a model of random weights.
 
-    SHAPES           the models: `small` (44 million weights) for CPU, Qwen3's sizes for GPUs, `tiny` to try commands
+    SHAPES           the models: `small` (44 million weights) for CPU, sizes of Qwen3 and Gemma 3 for GPUs, and `tiny`
     read_rows        method -> rows of plain strings, evenly spaced over the file
     write_model      a byte-level BPE tokenizer trained on the rows' text, and config.json, in one folder
     build_model      the folder -> random weights from a seed
@@ -36,6 +36,15 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": {
         "hidden_size": 2560, "num_hidden_layers": 36, "intermediate_size": 9728, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+    },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text", "hidden_size": 1152, "num_hidden_layers": 26, "intermediate_size": 6912,
+        "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256, "sliding_window": 512,
+        "query_pre_attn_scalar": 256, "max_position_embeddings": 32768,
     },
 }  # fmt: skip
 SPECIALS = ["<|endoftext|>", "<|pad|>"]
@@ -98,10 +107,16 @@ def _lines(file: Path) -> Iterator[Row]:
 
 
 def write_model(folder: Path, data: Path, shape: str = "small", vocabulary: int = BPE_VOCABULARY) -> None:
-    """Tokenizer and config.json of a Qwen3 with tied embeddings, in `folder`.
+    """Tokenizer and config.json of a model with tied embeddings, in `folder`.
 
     vocabulary: rows of the embedding; the tokenizer fills the first 32768 of them at most.
     """
+    train_tokenizer(data, vocabulary).save_pretrained(folder)
+    configured(shape, vocabulary).save_pretrained(folder)
+
+
+def train_tokenizer(data: Path, vocabulary: int = BPE_VOCABULARY) -> Any:
+    """Return a byte-level BPE tokenizer of at most 32768 tokens, trained on the rows of `data`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -116,18 +131,15 @@ def write_model(folder: Path, data: Path, shape: str = "small", vocabulary: int 
     backend.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SPECIALS[0], pad_token=SPECIALS[1])
     tokenizer.chat_template = PLAIN
-    tokenizer.save_pretrained(folder)
-    configured(shape, vocabulary).save_pretrained(folder)
+    return tokenizer
 
 
 def configured(shape: str, vocabulary: int) -> Any:
-    """The config of a Qwen3 with tied embeddings of `vocabulary` rows."""
-    from transformers import Qwen3Config
+    """Return the config of a shape, with an embedding of `vocabulary` rows: a Qwen3 unless the shape names a type."""
+    from transformers import AutoConfig
 
-    return Qwen3Config(
-        vocab_size=vocabulary, tie_word_embeddings=True, eos_token_id=0, pad_token_id=1, bos_token_id=None,
-        **SHAPES[shape],
-    )  # fmt: skip
+    options: dict[str, Any] = {"model_type": "qwen3", "tie_word_embeddings": True} | SHAPES[shape]
+    return AutoConfig.for_model(**options, vocab_size=vocabulary, eos_token_id=0, pad_token_id=1, bos_token_id=None)
 
 
 def build_model(spec: Row, seed: int) -> Any:

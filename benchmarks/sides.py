@@ -1,6 +1,7 @@
 """The two sides of a benchmark: a trainer of hf_posttrain and TRL's best supported setting of the same method.
 
-Both: AdamW, no activation checkpointing, no evaluation, no saving, the same rows in the same order.
+Both: AdamW, no activation checkpointing unless the spec asks for it, no evaluation, no saving, the same rows in the
+same order.
 """
 
 from pathlib import Path
@@ -52,7 +53,7 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     if method in ("kd", "opd"):
         given["teacher_model"] = build_model(spec, seed=1)
     config, trainer = (getattr(hf_posttrain, method.upper() + kind) for kind in ("Config", "Trainer"))
-    args = config(**common(spec), activation_checkpointing=False, **options)
+    args = config(**common(spec), activation_checkpointing=spec.get("checkpointing", False), **options)
     built = trainer(args=args, train_dataset=datasets.Dataset.from_list(rows), **given, **lora(spec))
     if method == "opd":
         built.terminal_ids = ends(built.vocabulary)
@@ -81,7 +82,10 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
         name, options = "Distillation", {"max_completion_length": NEW_TOKENS, "beta": 1.0, "shuffle_dataset": False}
     elif method in ("dpo", "kto") and spec["variant"] != "cached" and not spec["lora"]:
         given["ref_model"] = build_model(spec, seed=0)  # it would load the reference by name
-    args = getattr(module, f"{name}Config")(**common(spec), gradient_checkpointing=False, **options)
+    if spec["liger"]:  # it would replace the forward that TRL's fused head is in
+        options["liger_kernel_config"] = {"fused_linear_cross_entropy": False}
+    checkpointing = spec.get("checkpointing", False)
+    args = getattr(module, f"{name}Config")(**common(spec), gradient_checkpointing=checkpointing, **options)
     trainer = getattr(module, f"{name}Trainer")
     return trainer(args=args, train_dataset=datasets.Dataset.from_list(rows), **given, **lora(spec))
 

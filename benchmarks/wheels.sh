@@ -1,12 +1,24 @@
 #!/bin/bash
-# For a GPU machine without network: what benchmarks/gpu.sh needs there, as wheels in a folder. Its image must have torch,
-# triton, numpy, packaging, tqdm, pyyaml, requests, filelock, psutil, pandas, jinja2, matplotlib and what those need.
-#   bash benchmarks/wheels.sh [FOLDER]     .whl by default, 80 MB; wheels that are in it go first; PYTHON_VERSION=3.12
+# Download what the GPU machine's image lacks (benchmarks/gpu_image.txt lists what it has) as wheels for Python 3.12:
+#   bash benchmarks/wheels.sh [FOLDER]     default .whl, whose wheels are replaced
+# Fails if the wheels are larger than 25 MB, or the wheels and the working tree together than 40 MiB.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-rm -f "${1:-.whl}"/*.whl
-platforms=()
-for glibc in 2_28 2_27 2_24 2_17 2_12 2_5; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
-"${PYTHON:-python3}" -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
-  --python-version "${PYTHON_VERSION:-3.12}" "${platforms[@]}" --platform manylinux2014_x86_64 -c constraints.txt -d "${1:-.whl}" \
-  transformers tokenizers safetensors regex huggingface_hub httpx2 httpcore2 h11 anyio truststore idna fsspec accelerate peft datasets pyarrow dill multiprocess xxhash evaluate trl liger-kernel
+
+folder=${1:-.whl}
+packages=(transformers datasets dill multiprocess evaluate trl liger-kernel)
+platforms=(--platform manylinux2014_x86_64)
+for glibc in 2_28 2_27 2_24 2_17; do platforms+=(--platform "manylinux_${glibc}_x86_64"); done
+
+mkdir -p "$folder"
+rm -f "$folder"/*.whl
+"${PYTHON:-python3}" -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+  --implementation cp --python-version 3.12 "${platforms[@]}" -c constraints.txt -d "$folder" "${packages[@]}"
+
+bytes_of() { du --total --bytes --apparent-size --files0-from=- | tail -n 1 | cut -f 1; }
+wheels=$(printf '%s\0' "$folder"/*.whl | bytes_of)
+tree=$(git ls-files -z | bytes_of)
+awk -v wheels="$wheels" -v tree="$tree" 'BEGIN {
+  printf "wheels %.1f MB, working tree %.1f MB, together %.1f MiB\n", wheels / 1e6, tree / 1e6, (wheels + tree) / 2^20 }'
+if ((wheels > 25 * 1000 * 1000)); then echo "error: the wheels are larger than 25 MB" >&2; exit 1; fi
+if ((wheels + tree > 40 * 1024 * 1024)); then echo "error: wheels and working tree are larger than 40 MiB" >&2; exit 1; fi

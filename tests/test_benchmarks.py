@@ -1,20 +1,16 @@
 """The benchmarks still run, and count what they say they count."""
 
 import json
-import os
-import subprocess
+import math
 import sys
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
-from benchmarks import flops, gpu, layouts, prompts, run, scaling, setting
-from hf_posttrain.scoring import head
+from benchmarks import flops, prompts, run, scaling, setting, worker
 
-REPOSITORY = Path(__file__).parents[1]
 CONFIG = SimpleNamespace(
     vocab_size=100, hidden_size=10, tie_word_embeddings=True, num_attention_heads=2, head_dim=5, num_hidden_layers=3
 )
@@ -99,55 +95,30 @@ def test_a_side_that_fails_takes_nothing_with_it(tmp_path, monkeypatch, capsys):
     assert [[*sides] for sides in found.values()] == [["ours"]] * 2
 
 
-def test_the_checks_on_a_gpu_see_what_is_wrong(monkeypatch):
-    given = SimpleNamespace(shape="tiny", device="cpu", vocabulary=512, tokens=64, repeats=1)
-    assert all(found["right"] for part in (gpu.check_head, gpu.compare_attention) for found in part(given))
-    made = iter(range(9))
-    whole = gpu.random_batch
-
-    def blind(*args):
-        batch = whole(*args)
-        return batch | ({"branch": torch.zeros_like(batch["branch"])} if next(made) == 0 else {})
-
-    monkeypatch.setattr(gpu, "random_batch", blind)
-    assert not all(found["right"] for found in gpu.compare_attention(given))
-    for name in ("LogProb", "dense"):
-        monkeypatch.setattr(gpu, name, partial(halved, getattr(gpu, name)))
-    assert not any(found["right"] for found in gpu.check_head(given))
-
-
-def halved(function, *args, **options):
-    """The tile function with half of the softmax in its gradient."""
-    tile = function(*args, **options)
-
-    def wrong(*given):
-        found = tile(*given)
-        found.grad[found.grad * (1 if function is head.LogProb else -1) < 0] *= 0.5
-        return found
-
-    return wrong
-
-
 def test_slopes():
     points = [{"value": v, "seconds": 3 * v**2, "added_gb": 7.0} for v in (1, 2, 4)]
     assert scaling.slope(points, "seconds") == pytest.approx(2)
     assert scaling.slope(points, "added_gb") == pytest.approx(0)
 
 
-def test_layouts_are_equal(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["layouts", "--shape", "tiny", "--device", "cpu"])
-    assert layouts.main() == 0
-    assert capsys.readouterr().out.count("equal") == 5
-    monkeypatch.setitem(layouts.TOLERANCE, torch.float32, -1.0)
-    assert layouts.main() == 1
-
-
-COMPARED = {
-    "small": [case for cases in run.CASES.values() for case in cases],
-    "large": [cases[0] for cases in run.CASES.values()],
-    "compiled": [*run.CASES["sft"]], "lora": [*run.CASES["dpo"]], "long": [*run.CASES["sft"]],
-}  # fmt: skip
-"""Part of gpu.sh -> cases."""
+def test_a_first_loss_that_is_not_the_plain_one_is_no_result(tmp_path, monkeypatch):
+    """Neither a loss that another computation disagrees with, nor one that is not a number, is timed."""
+    rows = [{"prompt": f"what is {n}? ", "completion": "that is a number"} for n in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    setting.write_model(tmp_path, tmp_path / "rows.jsonl", "tiny", 300)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    spec = {"folder": str(tmp_path), "device": "cpu", "dtype": "float32", "attention": "sdpa", "batch": 4,
+            "bf16": False, "variant": "", "max_length": 64}  # fmt: skip
+    for method in ("sft", "kd"):
+        loss = worker.plain_loss(spec | {"method": method}, tokenizer, rows)
+        worker.check_first_loss(spec | {"method": method}, tokenizer, rows, loss)
+        for wrong in (1.01 * loss, math.nan):
+            with pytest.raises(RuntimeError, match="the plain computation gives"):
+                worker.check_first_loss(spec | {"method": method}, tokenizer, rows, wrong)
+    with pytest.raises(RuntimeError, match=r"the plain computation gives 0\.5"):
+        worker.check_first_loss(spec | {"method": "kto"}, tokenizer, rows, math.log(2))
+    assert worker.plain_loss(spec | {"method": "opd"}, tokenizer, rows) is None
+    assert worker.plain_loss(spec | {"method": "sft", "max_length": 8}, tokenizer, rows) is None  # it is truncated
 
 
 @pytest.mark.slow
@@ -163,30 +134,3 @@ def test_prompts_are_timed_and_answers_equal(monkeypatch, capsys):
         [case, layout] for case in ("hybrid", "pictures") for layout in prompts.LAYOUTS
     ]
     assert all(float(line.rpartition(" ")[2]) < 1e-5 for line in lines)
-
-
-def test_the_gpu_script_names_what_it_has_no_time_for(tmp_path):
-    environment = os.environ | {"DRY": "1", "LIMIT": "-1", "PYTHON": sys.executable, "OUT": str(tmp_path)}
-    command = ["bash", "benchmarks/gpu.sh"]
-    done = subprocess.run([*command, "small", "lora"], cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.stdout.rstrip().endswith("left out for want of time: small lora"), done.stderr[-3000:]
-    done = subprocess.run([*command, "smal"], cwd=REPOSITORY, env=environment | {"LIMIT": "9"}, capture_output=True)
-    assert (done.returncode, b"no part smal; there are layouts" in done.stderr) == (2, True)
-
-
-@pytest.mark.slow
-def test_the_gpu_script_runs_on_cpu(tmp_path):
-    environment = os.environ | {"DRY": "1", "PYTHON": sys.executable, "OUT": str(tmp_path)}
-    command = ["bash", "benchmarks/gpu.sh"]
-    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert not any(said in done.stdout for said in ("left out", "FAILED"))
-    found = {name: json.loads((tmp_path / f"{name}.json").read_text())["summary"] for name in COMPARED}
-    assert {name: [*cases] for name, cases in found.items()} == COMPARED
-    results = found["small"]
-    assert (tmp_path / "small.md").read_text() in done.stdout
-    assert all(sides["ours"]["tokens"] > 0 and 0 < sides["ours"]["busy"] < 1 for sides in results.values())
-    parts = json.loads((tmp_path / "kernels.json").read_text())
-    assert all(found.get("right", True) for name in ("head", "tiles", "attention", "shapes") for found in parts[name])
-    assert [found["form"] for found in parts["attention"]] == ["mask", "pieces"]
-    assert (tmp_path / "scaling.png").stat().st_size > 10_000

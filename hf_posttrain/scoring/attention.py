@@ -42,7 +42,7 @@ except ImportError:  # torch before 2.10
 logger = logging.getLogger(__name__)
 
 
-def varlen_support(arguments: Collection[str]) -> tuple[bool, dict[str, bool]]:
+def varlen_support(arguments: Collection[str]) -> tuple[bool, dict[str, Any]]:
     """Return whether `varlen_attn` can be used, and the options that grouped-query attention requires.
 
     Args:
@@ -52,7 +52,7 @@ def varlen_support(arguments: Collection[str]) -> tuple[bool, dict[str, bool]]:
     return {"scale", "window_size"} <= {*arguments}, {"enable_gqa": True} if "enable_gqa" in arguments else {}
 
 
-VARLEN_INSTALLED, VARLEN_GQA = varlen_support(inspect.signature(varlen_attn).parameters if varlen_attn else ())
+VARLEN_INSTALLED, VARLEN_GQA = varlen_support(() if varlen_attn is None else inspect.signature(varlen_attn).parameters)
 BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
 """Our implementations, in place of transformers' sdpa and of its flex_attention."""
 BEFORE = "_attention_before_ours"
@@ -212,10 +212,15 @@ def _attend_one_by_one(
     return torch.cat(found, dim=1).to(kind)
 
 
-@cache
+@torch.compiler.assume_constant_result  # traced, it would ask the driver, and warn of the cache
 def has_varlen_kernel(device: torch.device) -> bool:
     """Does a device compute all pieces of a row in one call of `varlen_attn`, in half precision? NVIDIA's do from
     Ampere on; the meta device stands for them."""
+    return _has_varlen_kernel(device)
+
+
+@cache
+def _has_varlen_kernel(device: torch.device) -> bool:
     if device.type == "meta" or not VARLEN_INSTALLED:
         return VARLEN_INSTALLED
     cuda = device.type == "cuda" and torch.cuda.is_available()

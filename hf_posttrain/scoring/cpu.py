@@ -23,13 +23,23 @@ def expectation(probs: Tensor, values: Tensor) -> Tensor:
 def draw(probs: Tensor) -> Tensor:
     """One id a row from probabilities [n, V], by torch's global generator: [n]. Never one of probability 0.
 
-    On CPU it takes one random number a row, where torch.multinomial takes V: 1.08x in OPD.
+    On CPU it takes one random number a row, where `race` takes V: 1.08x in OPD.
     """
     if probs.device.type != "cpu":
-        return torch.multinomial(probs, 1).squeeze(-1)
+        return race(probs)
     upto = probs.cumsum(-1, dtype=torch.float64)
     drawn = torch.rand(len(probs), 1, dtype=torch.float64) * upto[:, -1:]
     return torch.searchsorted(upto, drawn, right=True).squeeze(-1)
+
+
+def race(probs: Tensor) -> Tensor:
+    """Sample one id per row from probabilities [n, V] without reading from the device: [n].
+
+    Of exponential waiting times with rates `probs`, the shortest is that of id i with probability `probs[i]`.
+    `torch.multinomial` samples in the same way, but before torch 2.13 it reads two values per call from the device.
+    """
+    waiting = torch.empty_like(probs).exponential_().clamp_(min=torch.finfo(probs.dtype).tiny)
+    return waiting.reciprocal_().mul_(probs).argmax(-1)
 
 
 @cache

@@ -87,7 +87,9 @@ def test_ids_beyond_the_shared_vocabulary_are_never_drawn():
     assert max(max(ids) for ids in drawn) == 39
 
 
-def test_tokens_are_drawn_from_the_softmax_and_never_with_probability_0():
+@pytest.mark.parametrize("draw", [cpu.draw, cpu.race])
+def test_tokens_are_drawn_from_the_softmax_and_never_with_probability_0(draw, monkeypatch):
+    monkeypatch.setattr(rollout, "draw", draw)
     torch.manual_seed(0)
     logits = torch.tensor([2.0, -torch.inf, 0.5, 1.0, -1.0, -torch.inf, 7.0])
     drawn = Sampler(0.7, 6)(logits.repeat(200_000, 1))
@@ -177,7 +179,7 @@ def test_broken_logits_are_told_greedy_and_sampled(temperature, broken, monkeypa
     ids = sampler(logits)
     assert ids[1] == 300
     assert (ids[[0, 2]] < 300).all()
-    monkeypatch.setattr(rollout, "draw", lambda probs: torch.multinomial(probs, 1).squeeze(-1))  # as on CUDA
+    monkeypatch.setattr(rollout, "draw", cpu.race)  # as on a GPU
     assert sampler(logits)[1] == 300
 
 
@@ -204,6 +206,7 @@ def test_looking_seldom_for_rows_that_have_ended_changes_no_answer(name, monkeyp
 def test_sampling_reads_nothing_at_each_token(monkeypatch):
     """Neither here nor in transformers, which would ask whether a mask of padding has any."""
     monkeypatch.setitem(rollout.READ_EVERY, "cpu", 8)
+    monkeypatch.setattr(rollout, "draw", cpu.race)
     model = tiny_model()
     choose_attention(model, torch.device("cpu"))
     with torch.no_grad(), HostReads() as reads:

@@ -169,6 +169,16 @@ def test_a_step_with_compiled_layers_is_the_same(method, tmp_path, monkeypatch):
     torch._dynamo.reset()
 
 
+def test_compiling_warns_of_nothing(graphs, recwarn):
+    """Dynamo traces into functions with a cache, and warns: on a GPU it would trace the question for the varlen kernel."""
+    torch._dynamo.reset()
+    model = model_of(False, False).to(torch.bfloat16)
+    layers.speed_up(model, asked(graphs.backend))
+    passed(model, next(batches(1)))
+    assert graphs.found["graphs"]
+    assert not [str(each.message) for each in recwarn if "cache" in str(each.message)]
+
+
 def test_rollouts_and_checks_run_the_layers_as_written(graphs):
     model = model_of(False, False)
     layers.speed_up(model, asked(graphs.backend))

@@ -210,12 +210,12 @@ def test_the_varlen_kernel_is_that_of_ampere_and_later(device, capability, has, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(attention, "VARLEN_INSTALLED", True)
-    attention.has_varlen_kernel.cache_clear()
+    attention._has_varlen_kernel.cache_clear()
     found = attention.has_varlen_kernel(torch.device(device))
     monkeypatch.setattr(attention, "VARLEN_INSTALLED", False)  # an older torch
-    attention.has_varlen_kernel.cache_clear()
+    attention._has_varlen_kernel.cache_clear()
     assert (found, attention.has_varlen_kernel(torch.device(device))) == (has, False)
-    attention.has_varlen_kernel.cache_clear()
+    attention._has_varlen_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,109 @@
+"""Part c: the LM head and its cross-entropy alone, forward and backward, against full logits, TRL and Liger.
+
+8,192 tokens in bf16. Each implementation's loss and gradients are compared with those of float32 before it is timed.
+`products` are the three matrix products that any of them needs at least.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from hf_posttrain.scoring.head import LinearHead, LogProb, score_tokens
+
+from .settings import Settings, median_seconds, peak_gib, relative_error
+from .supervisor import Case, Record
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden [N, H], weight [V, H], targets [N]) -> mean cross-entropy."""
+HIDDEN_SIZES = (1024, 4096)
+TRL_CHUNK = 32_768
+"""Columns of a tile in TRL's trainers."""
+TOLERANCE = 2e-2
+"""Relative error of the loss and of both gradients in bf16, against float32."""
+
+
+def cases(settings: Settings) -> list[Case]:
+    """Every implementation at every hidden size, the smaller size first."""
+    names = ["products", "ours", "full logits"]
+    names += ["TRL"] if "trl" in settings.peers else []
+    names += ["Liger"] if settings.liger else []
+    sizes = settings.pick(HIDDEN_SIZES, (32, 64))
+    return [Case(f"{name} H={size}", partial(measure, settings, name, size), 20) for size in sizes for name in names]
+
+
+def measure(settings: Settings, name: str, size: int) -> Iterator[Record]:
+    """Yield milliseconds and memory of one implementation at one hidden size."""
+    tokens = settings.pick(8192, 64)
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"device": settings.device, "dtype": torch.bfloat16}
+    weight = (torch.randn(settings.vocabulary, size, **options) / size**0.5).requires_grad_()
+    hidden = torch.randn(tokens, size, **options).requires_grad_()
+    targets = torch.randint(settings.vocabulary, (tokens,), device=settings.device)
+    loss = LOSSES[name]
+
+    def run() -> tuple[Tensor, ...]:
+        if name == "products":
+            return products(hidden, weight)
+        return with_gradients(loss, hidden, weight, targets)
+
+    record: Record = {"by": name, "hidden_size": size, "vocabulary": settings.vocabulary, "tokens": tokens}
+    if name != "products":
+        exact = [each.detach().float().requires_grad_() for each in (hidden, weight)]
+        expected = with_gradients(full_logits, exact[0], exact[1], targets)
+        errors = [relative_error(*pair) for pair in zip(run(), expected, strict=True)]
+        del exact, expected
+        record |= {"loss_error": errors[0], "gradient_error": max(errors[1:]), "right": max(errors) <= TOLERANCE}
+        if not record["right"]:
+            yield record
+            return
+    record["peak_gib"], record["added_gib"] = peak_gib(settings.device, run)
+    record["ms"] = 1e3 * median_seconds(settings.device, run, settings.pick(7, 2))
+    yield record
+
+
+def with_gradients(loss: Loss, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+    """Return the loss and its gradients of the hidden states and the weight."""
+    value = loss(hidden, weight, targets)
+    return value.detach(), *torch.autograd.grad(value, (hidden, weight))
+
+
+def products(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The logits, and two products of their size for the gradients."""
+    with torch.no_grad():
+        logits = hidden @ weight.T
+        return logits, logits @ weight, logits.T @ hidden
+
+
+def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The cross-entropy as transformers computes it: all logits, in float32."""
+    return cross_entropy(linear(hidden, weight).float(), targets)
+
+
+def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Our tiled head, as SFT calls it."""
+    weights = torch.full((len(hidden),), 1 / len(hidden), device=hidden.device)
+    values, _ = score_tokens(LinearHead(weight, None), hidden, LogProb(targets), weights)
+    return -(values * weights).sum()
+
+
+def trl(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """TRL's fused head with the tiles of its trainers, without optional outputs."""
+    from trl.kernels import ChunkedLogProbFunction
+
+    return -ChunkedLogProbFunction.apply(hidden, weight, None, targets, 1.0, TRL_CHUNK, None, 1.0, ())[0].mean()
+
+
+def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Liger's fused linear cross-entropy, with its defaults."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss()(weight, hidden, targets)
+
+
+LOSSES: dict[str, Loss] = {
+    "products": full_logits, "ours": ours, "full logits": full_logits, "TRL": trl, "Liger": liger,
+}  # fmt: skip
