@@ -7,7 +7,8 @@
 #   WHEELS    folder of `benchmarks/wheels.sh`, whose packages are installed next to those of the machine
 #   CACHES    caches.tar.gz of an earlier run, with the kernels that Triton and Inductor have compiled
 #   PYTHON    interpreter, default .venv/bin/python or python3
-#   OUT       folder of the results, default outputs/gpu: records.jsonl, summary.txt and, if below 16 MiB, caches.tar.gz
+#   OUT       folder of the results, default outputs/gpu: records.jsonl, summary.txt, log.txt and, if below 16 MiB,
+#             caches.tar.gz
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -29,9 +30,10 @@ mkdir -p "$TRITON_CACHE_DIR" "$TORCHINDUCTOR_CACHE_DIR"
 if [[ -n ${CACHES:-} ]]; then tar -xzf "$CACHES" -C "$work"; fi
 
 export HF_HUB_OFFLINE=1 HF_HOME=$work/hf TOKENIZERS_PARALLELISM=false TRL_EXPERIMENTAL_SILENCE=1 PYTHONUNBUFFERED=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4} OMP_WAIT_POLICY=PASSIVE
+cores=$(nproc)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores < 8 ? cores : 8))} OMP_WAIT_POLICY=PASSIVE
 status=0
-"$python" -m benchmarks.gpu --out "$out" --limit "${LIMIT:-560}" ${DRY:+--device cpu --tiny} || status=$?
+"$python" -m benchmarks.gpu --out "$out" --limit "${LIMIT:-560}" ${DRY:+--device cpu --tiny} 2>&1 | tee "$out/log.txt" || status=$?
 
 tar -czf "$work/caches.tar.gz" -C "$work" caches
 if (($(stat -c %s "$work/caches.tar.gz") < 16 * 1024 * 1024)); then mv "$work/caches.tar.gz" "$out/"; fi

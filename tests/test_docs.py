@@ -152,7 +152,9 @@ def _module(words: list[str], runs: bool) -> None:
         return _file(words, runs)
     if words[1] == "hf_posttrain.run":
         return _of_hf_posttrain(words[2:], runs)
-    source = Path(importlib.util.find_spec(words[1]).origin).read_text(encoding="utf-8")
+    spec = importlib.util.find_spec(words[1])
+    spec = importlib.util.find_spec(f"{words[1]}.__main__") if spec.submodule_search_locations else spec
+    source = Path(spec.origin).read_text(encoding="utf-8")
     unknown = [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in source]
     assert not unknown, f"{words[1]} has no {unknown}"
     return None
@@ -189,7 +191,7 @@ def _pip(words: list[str], runs: bool) -> None:
 
 
 def _file(words: list[str], runs: bool) -> None:
-    """Long, or for a GPU: the script is there (tests/test_benchmarks.py runs gpu.sh dry)."""
+    """Long, or for a GPU: the script is there (tests/test_gpu_benchmarks.py runs gpu.sh dry)."""
     assert Path(words[0]).is_file(), words[0]
 
 

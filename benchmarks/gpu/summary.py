@@ -124,7 +124,7 @@ def lm_head(records: Sequence[Record]) -> Iterator[str]:
             milliseconds, gib = PUBLIC_HEAD.get(by, (None, None)) if size == 4096 else (None, None)
             public = f"; published {milliseconds} ms, {number(gib)} GiB" if milliseconds else ""
             memory = f"peak {number(row['peak_gib'])} GiB, added {number(row['added_gib'])}"
-            yield f"c  H={size} {by:11s} {row['ms']:7.1f} ms{ratio}, {memory}{public}"
+            yield f"c  H={size} {by:15s} {row['ms']:7.1f} ms{ratio}, {memory}{public}"
 
 
 def lora(records: Sequence[Record]) -> Iterator[str]:

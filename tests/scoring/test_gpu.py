@@ -29,7 +29,7 @@ def interpreted():
     """The module of the kernels, run by Triton's interpreter on CPU, a thousand logits at a time."""
     pytest.importorskip("triton")
     if os.environ.get("TRITON_INTERPRET") != "1":  # see conftest.py
-        pytest.skip("there is a GPU: python -m benchmarks.gpu compares the kernels on it")
+        pytest.skip("there is a GPU: PARTS=a bash benchmarks/gpu.sh compares the kernels on it")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("hf_posttrain.scoring.kernels.BLOCK", 1024)
         yield kernels_module()
