@@ -27,7 +27,9 @@ fi
 
 export TRITON_CACHE_DIR=$work/caches/triton TORCHINDUCTOR_CACHE_DIR=$work/caches/inductor
 mkdir -p "$TRITON_CACHE_DIR" "$TORCHINDUCTOR_CACHE_DIR"
-if [[ -n ${CACHES:-} ]]; then tar -xzf "$CACHES" -C "$work"; fi
+if [[ -n ${CACHES:-} ]] && ! tar -xzf "$CACHES" -C "$work"; then
+  echo "CACHES=$CACHES cannot be read: every kernel is compiled again" >&2
+fi
 
 export HF_HUB_OFFLINE=1 HF_HOME=$work/hf TOKENIZERS_PARALLELISM=false TRL_EXPERIMENTAL_SILENCE=1 PYTHONUNBUFFERED=1
 cores=$(nproc)

@@ -61,7 +61,8 @@ def cases(settings: Settings) -> list[Case]:
 def describe_device(settings: Settings) -> Iterator[Record]:
     """The machine, the versions, and the highest rates that a copy and a matrix product reach."""
     found = {name: version_of(name) for name in PACKAGES}
-    yield {"versions": found, "python": platform.python_version(), "threads": torch.get_num_threads()}
+    threads = torch.get_num_threads()
+    yield {"versions": found, "python": platform.python_version(), "threads": threads, "tiny": settings.tiny}
     if settings.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]

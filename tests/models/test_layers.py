@@ -170,7 +170,7 @@ def test_a_step_with_compiled_layers_is_the_same(method, tmp_path, monkeypatch):
 
 
 def test_compiling_warns_of_nothing(graphs, recwarn):
-    """Dynamo traces into functions with a cache, and warns: on a GPU it would trace the question for the varlen kernel."""
+    """Dynamo warns when it traces a function with a cache, such as the one that asks for the varlen kernel."""
     torch._dynamo.reset()
     model = model_of(False, False).to(torch.bfloat16)
     layers.speed_up(model, asked(graphs.backend))
