@@ -33,7 +33,7 @@ export TOKENIZERS_PARALLELISM := false
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
-	  while IFS="$$(printf '\t')" read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+	  while IFS="$$(printf '\t')" read -r name text; do printf '  make %-13s %s\n' "$$name" "$$text"; done
 
 venv: $(STAMP) ## .venv with the tested versions; installed again only after setup.cfg or constraints.txt changed
 
@@ -99,12 +99,13 @@ bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gs
 	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/python $(PIP) -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
-gpu-rehearsal: $(GPU_STAMP) ## the GPU benchmarks on CPU, in an environment like the GPU machine's (4 GB of downloads)
+gpu-rehearsal: $(GPU_STAMP) ## the GPU benchmarks on CPU, in an environment like the GPU machine's (3 GB of downloads)
 	bash benchmarks/wheels.sh .whl
 	DRY=1 WHEELS=.whl PYTHON=$(GPU_VENV)/bin/python bash benchmarks/gpu.sh
 
 # the newest cuda-bindings require pydantic, which the image does not have
 $(GPU_STAMP): benchmarks/gpu_image.txt
+	@command -v $(PYTHON312) > /dev/null || { echo "error: there is no Python 3.12: make PYTHON312=PATH" >&2; exit 1; }
 	@test -x $(GPU_VENV)/bin/python || $(PYTHON312) -m venv $(GPU_VENV)
 	$(GPU_VENV)/bin/python $(PIP) -r benchmarks/gpu_image.txt
 	$(GPU_VENV)/bin/python -m pip uninstall -q -y pydantic pydantic_core

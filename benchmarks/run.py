@@ -34,7 +34,7 @@ PACKED_BATCH = 2
 SMALLEST = 258
 """Vocabulary: every byte, EOS and padding."""
 HEADER = ("case", "side", "rows/s", "tokens/s", "busy", "peak GB", "ours: speed", "peak", "beyond model")
-Runs = dict[str, list[dict[str, float]]]
+Runs = dict[str, list[dict[str, Any]]]
 """side -> the results of its processes."""
 
 
@@ -126,7 +126,7 @@ def run_case(case: str, given: argparse.Namespace, scratch: Path) -> tuple[Runs,
                 continue
             runs[side].append(result)
             rates = f"{result['rows_per_second']:7.2f} rows/s, {result['tokens_per_second']:6.0f} tokens/s"
-            told = f"peak {result['peak_gb']:.2f} GB, loss {result['loss']:.4f}, {result['tokens']:.0f} tokens"
+            told = f"peak {result['peak_gb']:.2f} GB, loss {result['loss']:.4f}, {result['tokens']} tokens"
             print(f"{case:11s} {side:9s} {rates}, {told}", flush=True)
     runs = {side: results for side, results in runs.items() if results}
     tokens = {side: results[0]["tokens"] for side, results in runs.items()}
@@ -149,7 +149,7 @@ def quickest(side: str, given: argparse.Namespace, bf16: bool) -> str:
     return "flash_attention_2" if flash else "sdpa"
 
 
-def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, float]:
+def run_worker(spec: dict[str, Any], threads: int, scratch: Path) -> dict[str, Any]:
     """One process with caches of its own. Raises RuntimeError with the end of its output where it fails."""
     with tempfile.TemporaryDirectory(dir=scratch) as home:
         spec = spec | {"result": f"{home}/result.json"}
@@ -173,7 +173,8 @@ def summary(runs: Runs) -> dict[str, dict[str, float]]:
     """side -> medians of its runs, the spread of rows_per_second, and `busy`."""
     found = {}
     for side, results in runs.items():
-        medians = {key: statistics.median(run[key] for run in results) for key in results[0]}
+        numbers = [key for key, value in results[0].items() if isinstance(value, int | float)]
+        medians = {key: statistics.median(run[key] for run in results) for key in numbers}
         rates = [run["rows_per_second"] for run in results]
         # ours counts them; OPD's rollouts are longer in one precision than in the other
         counted = runs.get(of_ours(side)) or results

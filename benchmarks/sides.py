@@ -12,7 +12,7 @@ import datasets
 from .setting import build_model, ends
 
 NEW_TOKENS = 128
-"""Longest rollout of OPD."""
+"""Longest rollout of OPD, if the spec has no `new_tokens`."""
 BACKENDS = {"cuda": "inductor", "cpu": "aot_eager"}
 """Of torch.compile; on CPU it is to run, not to be quick."""
 
@@ -40,7 +40,7 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     """The trainer of hf_posttrain."""
     import hf_posttrain
 
-    method = spec["method"]
+    method, longest = spec["method"], spec.get("new_tokens", NEW_TOKENS)
     options: dict[str, Any] = {"max_length": spec["max_length"]}
     options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
     options |= {"packing": True} if spec["variant"] == "packed" else {}
@@ -49,7 +49,7 @@ def ours(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     if method == "kd":  # what GKD at lmbda 0 minimises
         options |= {"kd_coef": 1.0, "divergence": "forward_kl"}
     if method == "opd":  # TRL's has no limit of the prompt
-        options |= {"max_completion_length": NEW_TOKENS, "max_length": spec["max_length"] + NEW_TOKENS}
+        options |= {"max_completion_length": longest, "max_length": spec["max_length"] + longest}
     if method in ("kd", "opd"):
         given["teacher_model"] = build_model(spec, seed=1)
     config, trainer = (getattr(hf_posttrain, method.upper() + kind) for kind in ("Config", "Trainer"))

@@ -15,24 +15,36 @@ import psutil
 import torch
 from transformers import AutoTokenizer, TrainerCallback
 
+from hf_posttrain.scoring import forward
+from hf_posttrain.scoring.attention import avoid_cudnn
+
 from . import flops
 from .setting import build_model
 from .sides import SIDES
 
 GB = 2**30
-TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-2
-"""Relative, of the first loss to the plain computation: in float32, and in bf16."""
+TOLERANCE, HALF_TOLERANCE = 1e-4, 1e-3
+"""Relative, of the first loss to the plain computation: in float32, and in bf16. With random weights targets that are
+shifted by one change the loss by 1.3e-3 or more, and bf16 by 2e-4."""
+PREFERENCE_TOLERANCE = 2e-2
+"""The same of DPO and KTO in bf16, whose losses depend on sums over an answer."""
 PACKED_TOLERANCE = 5e-2
-"""The same where packing puts other rows into the first step; weights are random, so that all rows are about alike."""
+"""The same for packed rows of the other side, whose first step holds other rows."""
+ANSWERS, ANSWER_IDS = ("completion", "chosen", "rejected"), ("completion_ids", "chosen_ids", "rejected_ids")
+Document = tuple[list[int], list[int]]
+"""The token ids of a prompt and of its answer."""
 
 
 class Clock(TrainerCallback):
-    """When the first and the last optimizer step ended, the tokens that were trained between, and the first loss."""
+    """When optimizer steps ended, the tokens that were trained after the warm-up, and the first loss.
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.times: list[float] = []
-        self.tokens = 0
+    Nothing is read from the device before the end: a device is waited for after the steps whose time counts.
+    """
+
+    def __init__(self, device: str, warm_up: int) -> None:
+        self.device, self.warm_up = device, warm_up
+        self.ends: dict[int, float] = {}
+        self.tokens: torch.Tensor | int = 0
         self.steps = 0
         self.first_loss: torch.Tensor | None = None
 
@@ -41,8 +53,8 @@ class Clock(TrainerCallback):
         compute = trainer.compute_loss
 
         def counting(model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
-            if self.steps:
-                self.tokens += trained_tokens(inputs)
+            if self.steps >= self.warm_up:
+                self.tokens = self.tokens + trained_tokens(inputs)
             result = compute(model, inputs, *args, **kwargs)
             if self.first_loss is None:
                 loss = result[0] if isinstance(result, tuple) else result
@@ -52,90 +64,117 @@ class Clock(TrainerCallback):
         trainer.compute_loss = counting
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note the time; a device is waited for only where it counts."""
+        """Note the time of the first step, of the last one of the warm-up, and of the last one."""
         self.steps += 1
-        if self.steps == 1 or self.steps == state.max_steps:
+        if self.steps in (1, self.warm_up, state.max_steps):
             flops.wait(self.device)
-            self.times.append(time.perf_counter())
+            self.ends[self.steps] = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        """From the end of the first step to the end of the last."""
-        return self.times[-1] - self.times[0]
+        """From the end of the warm-up to the end of the last step."""
+        return self.ends[self.steps] - self.ends[self.warm_up]
 
 
-def trained_tokens(batch: dict[str, Any]) -> int:
-    """Tokens that the loss of this batch is over."""
+def trained_tokens(batch: dict[str, Any]) -> torch.Tensor:
+    """The number of tokens that the loss of this batch is over, on its device."""
     if "completion_mask" in batch:
-        return int(batch["completion_mask"].sum())
-    return int((batch["shift_labels" if "shift_labels" in batch else "labels"] != -100).sum())
+        return batch["completion_mask"].sum()
+    return (batch["shift_labels" if "shift_labels" in batch else "labels"] != -100).sum()
 
 
-def measure(spec: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Rates after the first step, and memory in GB: the peak, and how much of it came after the model.
+def measure(spec: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rates after the warm-up, and memory in GB: the peak, and how much of it came after the model.
 
-    Raises RuntimeError where the first loss is not the one that the plain computation gives.
+    The spec's `warm_up` is a number of steps, by default one.
+
+    Raises RuntimeError if the first loss is not the one that the plain computation gives.
     """
-    device, clock = spec["device"], Clock(spec["device"])
-    tokenizer, model = AutoTokenizer.from_pretrained(spec["folder"]), build_model(spec, seed=0)
+    device, clock = spec["device"], Clock(spec["device"], spec.get("warm_up", 1))
+    avoid_cudnn(torch.device(device))  # for both sides: it plans attention anew for each shape
+    tokenizer, expected = AutoTokenizer.from_pretrained(spec["folder"]), None
+    # on a GPU before Liger changes the models' classes; on CPU after the run, whose peak memory it would be
+    if device == "cuda" and spec["variant"] != "packed":
+        expected = plain_loss(spec, prompts_and_answers(rows[: spec["batch"]], tokenizer))
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    model = build_model(spec, seed=0)
     costs = flops.Costs.of(model.config, sum(weight.numel() for weight in model.parameters()), spec["lora"])
     before = memory(device)
     trainer = SIDES[spec["side"]](spec, rows, model=model, processing_class=tokenizer, callbacks=[clock])
     clock.watch(trainer)
     begin = time.perf_counter()
     loss = trainer.train().training_loss
-    if clock.steps < 2:
-        raise SystemExit("error: all rows fit into one step, and rates are measured after the first: give more --rows")
+    if clock.steps <= clock.warm_up:
+        problem = f"all rows fit into {clock.steps} steps, and rates are measured after {clock.warm_up}"
+        raise SystemExit(f"error: {problem}: give more --rows")
     peak = peak_memory(device)
+    if device == "cpu" or spec["variant"] == "packed":
+        expected = plain_loss(spec, first_batch(spec, trainer, rows, tokenizer))
     assert clock.first_loss is not None
-    first_loss = clock.first_loss.item()
-    check_first_loss(spec, tokenizer, rows, first_loss)
-    count = spec["batch"] * (clock.steps - 1)
-    useful = 0.0  # known from rows as ours prepares them
-    if spec["side"] == "ours":
-        useful = useful_flops(costs, spec, trainer.train_dataset, clock.tokens // count)
-    return {
+    tokens, first_loss = int(clock.tokens), clock.first_loss.item()
+    check_first_loss(spec, first_loss, expected)
+    count = spec["batch"] * (clock.steps - clock.warm_up)
+    result = {
         "rows_per_second": count / clock.seconds,
-        "tokens_per_second": clock.tokens / clock.seconds,
+        "tokens_per_second": tokens / clock.seconds,
         "peak_gb": peak / GB,
         "added_gb": (peak - before) / GB,
-        "first_step_seconds": clock.times[0] - begin,
+        "first_step_seconds": clock.ends[1] - begin,
         "loss": loss,
         "first_loss": first_loss,
-        "tokens": clock.tokens,
+        "expected_loss": expected,
+        "tokens": tokens,
         "steps": clock.steps,
-        "token_flops": useful / clock.tokens,
+        "token_flops": 0.0,
         "machine_flops": flops.machine_rate(device, torch.bfloat16 if spec["bf16"] else getattr(torch, spec["dtype"])),
     }
+    if spec["side"] == "ours":  # whose rows are known as they are prepared
+        prepared = trainer.train_dataset.select(range(spec["batch"] * clock.warm_up, len(trainer.train_dataset)))
+        result["token_flops"] = useful_flops(costs, spec, prepared, tokens // count) / tokens
+        result["layout"] = trainer.data_collator.layout
+        result["attention"] = forward.causal_lm(trainer.model).config.get_text_config()._attn_implementation
+    return result
 
 
-def check_first_loss(spec: dict[str, Any], tokenizer: Any, rows: list[dict[str, Any]], found: float) -> None:
-    """Raises RuntimeError where a run's first loss is not that of the same rows by the models' own forwards."""
-    expected = plain_loss(spec, tokenizer, rows[: spec["batch"]])
+# ---- the first loss
+
+
+def check_first_loss(spec: dict[str, Any], found: float, expected: float | None) -> None:
+    """Raises RuntimeError if a run's first loss is not that of the same rows by the models' own forwards."""
     half = spec["bf16"] or spec["dtype"] == "bfloat16"
-    tolerance = PACKED_TOLERANCE if spec["variant"] == "packed" else HALF_TOLERANCE if half else TOLERANCE
+    tolerance = TOLERANCE
+    if half:
+        tolerance = PREFERENCE_TOLERANCE if spec["method"] in ("dpo", "kto") else HALF_TOLERANCE
+    if spec["variant"] == "packed" and spec["side"] != "ours":
+        tolerance = PACKED_TOLERANCE
     right = math.isfinite(found) if expected is None else abs(found - expected) <= tolerance * abs(expected)
     if not right:
         raise RuntimeError(f"the first loss is {found:.6g}, and the plain computation gives {expected}")
 
 
+def first_batch(spec: dict[str, Any], trainer: Any, rows: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
+    """The documents of the first step: of packed rows as ours has packed them, otherwise the first rows."""
+    if spec["variant"] != "packed" or spec["side"] != "ours":
+        return prompts_and_answers(rows[: spec["batch"]], tokenizer)
+    packed = trainer.train_dataset.select(range(spec["batch"]))
+    return [pair for row in packed for pair in zip(row["prompt_ids"], row["completion_ids"], strict=True)]
+
+
 @torch.no_grad()
-def plain_loss(spec: dict[str, Any], tokenizer: Any, rows: list[dict[str, Any]]) -> float | None:
-    """The loss of rows before the first step, a row at a time by the models' own forwards.
+def plain_loss(spec: dict[str, Any], documents: list[Document]) -> float | None:
+    """The loss of documents before the first step, one at a time by the models' own forwards.
 
     Returns None for rollouts, and for rows that are longer than `max_length`, which the sides truncate differently.
     """
-    method = spec["method"]
-    if method == "opd":
+    method, limit = spec["method"], spec["max_length"]
+    if method == "opd" or (limit and any(len(prompt) + len(answer) > limit for prompt, answer in documents)):
         return None
     if method in ("dpo", "kto"):  # the policy is its reference: -log sigmoid(0), and 1 - sigmoid(0)
         return math.log(2) if method == "dpo" else 0.5
-    texts = [prompt_and_answer(row, tokenizer) for row in rows]
-    if spec["max_length"] and any(len(prompt) + len(answer) > spec["max_length"] for prompt, answer in texts):
-        return None
     models = [build_model(spec, seed=seed).eval() for seed in ((0, 1) if method == "kd" else (0,))]
     values = []
-    for prompt, answer in texts:
+    for prompt, answer in documents:
         ids = torch.tensor([[*prompt, *answer]], device=spec["device"])
         with torch.autocast(spec["device"], torch.bfloat16, enabled=spec["bf16"]):
             logits = [model(input_ids=ids).logits[0, len(prompt) - 1 : -1] for model in models]
@@ -148,20 +187,24 @@ def plain_loss(spec: dict[str, Any], tokenizer: Any, rows: list[dict[str, Any]])
     return torch.cat(values).mean().item()
 
 
-def prompt_and_answer(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The tokens of a row; of a whole text the first one is the prompt."""
+def prompts_and_answers(rows: list[dict[str, Any]], tokenizer: Any) -> list[Document]:
+    """The token ids of each row's prompt and answer; of a plain text the prompt is the first token."""
+    return [prompt_and_answer(row, tokenizer) for row in rows]
+
+
+def prompt_and_answer(row: dict[str, Any], tokenizer: Any) -> Document:
+    """The token ids of a row's prompt and answer; of a pair of answers the longer one."""
     if "prompt_ids" in row:
-        return row["prompt_ids"], row["completion_ids"]
+        return row["prompt_ids"], max((row[name] for name in row if name in ANSWER_IDS), key=len)
     if "text" in row:
         ids = tokenizer(row["text"]).input_ids
         return ids[:1], [*ids[1:], tokenizer.eos_token_id]
-    answer = tokenizer(row["completion"]).input_ids
+    answer = max((tokenizer(row[name]).input_ids for name in row if name in ANSWERS), key=len)
     return tokenizer(row["prompt"]).input_ids, [*answer, tokenizer.eos_token_id]
 
 
 def useful_flops(costs: flops.Costs, spec: dict[str, Any], rows: Any, rollout: int) -> float:
-    """Of all rows after the first step; a packed row is worth its examples."""
-    rows = rows.select(range(spec["batch"], len(rows)))
+    """Of all rows after the warm-up; a packed row is worth its examples."""
     if spec["variant"] == "packed":
         pairs = (pair for row in rows for pair in zip(row["prompt_ids"], row["completion_ids"], strict=True))
         examples = [{"prompt_ids": prompt, "completion_ids": answer} for prompt, answer in pairs]

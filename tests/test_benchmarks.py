@@ -101,24 +101,47 @@ def test_slopes():
     assert scaling.slope(points, "added_gb") == pytest.approx(0)
 
 
-def test_a_first_loss_that_is_not_the_plain_one_is_no_result(tmp_path, monkeypatch):
+def test_a_first_loss_that_is_not_the_plain_one_is_no_result(tmp_path):
     """Neither a loss that another computation disagrees with, nor one that is not a number, is timed."""
-    rows = [{"prompt": f"what is {n}? ", "completion": "that is a number"} for n in range(4)]
+    rows = [{"prompt": f" what is {n}?", "completion": " that is a number"} for n in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     setting.write_model(tmp_path, tmp_path / "rows.jsonl", "tiny", 300)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    documents = worker.prompts_and_answers(rows, tokenizer)
     spec = {"folder": str(tmp_path), "device": "cpu", "dtype": "float32", "attention": "sdpa", "batch": 4,
-            "bf16": False, "variant": "", "max_length": 64}  # fmt: skip
+            "bf16": False, "variant": "", "max_length": 64, "side": "ours"}  # fmt: skip
     for method in ("sft", "kd"):
-        loss = worker.plain_loss(spec | {"method": method}, tokenizer, rows)
-        worker.check_first_loss(spec | {"method": method}, tokenizer, rows, loss)
-        for wrong in (1.01 * loss, math.nan):
+        loss = worker.plain_loss(spec | {"method": method}, documents)
+        worker.check_first_loss(spec | {"method": method}, loss, loss)
+        shifted = [(prompt, [*answer[1:], answer[0]]) for prompt, answer in documents]
+        wrong = [1.001 * loss, math.nan, *([worker.plain_loss(spec | {"method": "sft"}, shifted)] * (method == "sft"))]
+        for found in wrong:
             with pytest.raises(RuntimeError, match="the plain computation gives"):
-                worker.check_first_loss(spec | {"method": method}, tokenizer, rows, wrong)
+                worker.check_first_loss(spec | {"method": method}, found, loss)
+    preference = spec | {"method": "kto"}
     with pytest.raises(RuntimeError, match=r"the plain computation gives 0\.5"):
-        worker.check_first_loss(spec | {"method": "kto"}, tokenizer, rows, math.log(2))
-    assert worker.plain_loss(spec | {"method": "opd"}, tokenizer, rows) is None
-    assert worker.plain_loss(spec | {"method": "sft", "max_length": 8}, tokenizer, rows) is None  # it is truncated
+        worker.check_first_loss(preference, math.log(2), worker.plain_loss(preference, documents))
+    assert worker.plain_loss(spec | {"method": "opd"}, documents) is None
+    assert worker.plain_loss(spec | {"method": "sft", "max_length": 8}, documents) is None  # they are truncated
+    with pytest.raises(RuntimeError, match="the plain computation gives None"):
+        worker.check_first_loss(spec | {"method": "opd"}, math.inf, None)
+
+
+def test_a_run_is_measured_after_its_warm_up_and_says_how_it_was_laid_out(tmp_path):
+    rows = [{"prompt": f" what is {n}?", "completion": " that is a number"} for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    setting.write_model(tmp_path, tmp_path / "rows.jsonl", "tiny", 300)
+    spec = {"folder": str(tmp_path), "device": "cpu", "dtype": "float32", "attention": "sdpa", "batch": 4, "warm_up": 2,
+            "bf16": False, "variant": "", "max_length": 64, "side": "ours", "method": "sft", "lora": False,
+            "liger": False, "compile": False}  # fmt: skip
+    found = worker.measure(spec, rows)
+    documents = worker.prompts_and_answers(rows[8:], transformers.AutoTokenizer.from_pretrained(tmp_path))
+    assert found["steps"] == 4
+    assert found["tokens"] == sum(len(answer) for _, answer in documents)
+    assert (found["layout"], found["attention"]) == ("shared", "sdpa_by_segment")
+    assert found["first_loss"] == pytest.approx(found["expected_loss"], rel=1e-5)
+    with pytest.raises(SystemExit, match="give more --rows"):
+        worker.measure(spec | {"warm_up": 4}, rows)
 
 
 @pytest.mark.slow

@@ -1,20 +1,25 @@
 """The benchmarks for a GPU, without one: no part harms another, and each checks its own result before it is timed."""
 
 import json
+import math
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from cases_for_tests import exits, hangs, is_killed, raises, two_results
+from cases_for_tests import exits, fails_if_forked, hangs, is_killed, raises, two_results
 
 from benchmarks.gpu import correctness, generation, inputs, lengths, lm_head, profiling, summary, supervisor, training
-from benchmarks.gpu.__main__ import ORDER, parts_of
-from benchmarks.gpu.settings import Settings
+from benchmarks.gpu.__main__ import ORDER, TOTAL_SECONDS, keep_earlier, parts_of
+from benchmarks.gpu.settings import Settings, within
 from benchmarks.gpu.supervisor import Case, Part, Records, run_parts
 from hf_posttrain.scoring import head
 
@@ -27,6 +32,7 @@ COMMAND_CHARACTERS = 2000
 def records(tmp_path, monkeypatch):
     """An empty file of results; processes are started with torch alone imported."""
     monkeypatch.setattr(supervisor, "PRELOAD", "torch")
+    supervisor.start_server()
     return Records(tmp_path / "records.jsonl")
 
 
@@ -56,29 +62,87 @@ def test_a_measurement_that_raises_hangs_or_is_killed_leaves_the_others_alone(re
 
 def test_a_part_ends_at_its_limit_and_the_next_one_begins(records):
     cases = [Case("hangs", hangs), Case("never", two_results)]
-    run_parts([Part("a", "slow", 4, cases), Part("b", "good", 30, [Case("good", two_results)])], records, 60, "cpu")
+    run_parts([Part("a", "slow", 5, cases), Part("b", "good", 30, [Case("good", two_results)])], records, 60, "cpu")
     found = records.read()
-    assert [record["case"] for record in found if "left_out" in record] == ["never"]
+    assert {r["case"]: r["left_out"] for r in found if "left_out" in r} == {
+        "hangs": "ended by the limit of its part", "never": "no time left",
+    }  # fmt: skip
     assert [record["value"] for record in found if record["part"] == "b" and "value" in record] == [1, 2]
-    assert [record["limit"] for record in found if record["case"] == "part"] == [4, 30]
+    assert [record["limit"] for record in found if record["case"] == "part"] == [5, 30]
+    assert "not measured, or not to the end: a all" not in summary.render(found)
+    assert "not measured, or not to the end: a never" in summary.render(found)
 
 
 def test_no_part_begins_after_the_limit_of_all(records):
     run_parts([Part("a", "late", 60, [Case("good", two_results)])], records, 0, "cpu")
     assert [record.get("left_out") for record in records.read() if record["case"] == "good"] == ["no time left"]
+    assert "not measured, or not to the end: a all" in summary.render(records.read())
 
 
-def test_where_a_forked_process_cannot_use_the_device_processes_are_fresh(records, capfd):
-    run_parts([Part("a", "good", 60, [Case("good", two_results)])], records, 60, "cuda")
-    assert "a forked process cannot use cuda" in capfd.readouterr().out
+def test_a_run_without_a_usable_device_ends_at_once(records, capfd):
+    with pytest.raises(SystemExit, match="no process can use cuda"):
+        run_parts([Part("a", "good", 60, [Case("good", two_results)])], records, 60, "cuda")
+    said = capfd.readouterr().out
+    assert "cuda cannot be used in a process started by forkserver" in said
+    assert "cuda cannot be used in a process started by spawn" in said
+
+
+def test_where_a_forked_process_cannot_use_the_device_processes_are_fresh(records, monkeypatch):
+    monkeypatch.setattr(supervisor, "_use_device", fails_if_forked)
+    run_parts([Part("a", "good", 60, [Case("good", two_results)])], records, 60, "cpu")
     assert [record["value"] for record in records.read() if "value" in record] == [1, 2]
 
 
-def test_a_line_that_a_killed_process_left_unfinished_is_skipped(records):
+def test_a_preloaded_module_that_raises_ends_no_run(tmp_path, monkeypatch):
+    """The server dies; processes are started fresh."""
+    code = """
+import sys
+from pathlib import Path
+sys.path[:0] = ["tests/support"]
+from benchmarks.gpu import supervisor
+from benchmarks.gpu.supervisor import Case, Part, Records, run_parts
+from cases_for_tests import two_results
+supervisor.PRELOAD = "raises_when_imported"
+supervisor.start_server()
+run_parts([Part("a", "good", 60, [Case("good", two_results)])], Records(Path(sys.argv[1])), 60, "cpu")
+"""
+    records = Records(tmp_path / "records.jsonl")
+    path = f"{REPOSITORY / 'tests/support'}:{REPOSITORY}"
+    environment = os.environ | {"PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", code, records.path], cwd=REPOSITORY, env=environment, check=True, timeout=120)
+    assert [record["value"] for record in records.read() if "value" in record] == [1, 2]
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_skipped_and_harms_no_later_one(records):
     records.add("a", "one", {"value": 1})
     with records.path.open("a") as file:
         file.write('{"part": "a", "ca')
-    assert records.read() == [{"part": "a", "case": "one", "value": 1}]
+    records.add("a", "two", {"value": 2})
+    assert [record["value"] for record in records.read()] == [1, 2]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_an_interrupted_run_leaves_no_process_and_readable_records(number, code, tmp_path):
+    """The measurement that runs is killed with the run; after a signal that can be caught there is a summary too."""
+    script = "import sys; from cases_for_tests import interrupted; sys.exit(interrupted(sys.argv[1]))"
+    path = f"{REPOSITORY / 'tests/support'}:{REPOSITORY}"
+    out = tmp_path / "out"
+    environment = os.environ | {"PYTHONPATH": path}
+    command = [sys.executable, "-c", script, out]
+    run = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=subprocess.DEVNULL)
+    records = Records(out / "records.jsonl")
+    deadline = time.monotonic() + 60
+    while not any("pid" in record for record in records.read()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    [measurement] = [record["pid"] for record in records.read() if "pid" in record]
+    run.send_signal(number)
+    assert run.wait(30) == code
+    while Path(f"/proc/{measurement}").exists() and "zombie" not in Path(f"/proc/{measurement}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert (out / "summary.txt").exists() == (number != signal.SIGKILL)
+    assert "not measured, or not to the end: b all" in summary.render(records.read())
 
 
 # ---- each measurement checks its own result
@@ -86,7 +150,7 @@ def test_a_line_that_a_killed_process_left_unfinished_is_skipped(records):
 
 def test_wrong_masks_and_wrong_gradients_of_the_head_are_seen(settings, monkeypatch):
     forms = "mask", "varlen"
-    assert all(found["right"] for found in correctness.check_attention(settings, forms))
+    assert all(found["right"] for found in correctness.compare_attention(settings, forms))
     assert all(found["right"] for found in correctness.check_head(settings))
     assert all(found["right"] for found in correctness.check_layouts(settings))
     batches = iter(range(9))
@@ -97,7 +161,7 @@ def test_wrong_masks_and_wrong_gradients_of_the_head_are_seen(settings, monkeypa
         return batch | ({"branch": torch.zeros_like(batch["branch"])} if next(batches) == 0 else {})
 
     monkeypatch.setattr(correctness, "random_batch", without_branches)
-    found = [*correctness.check_attention(settings, forms)]
+    found = [*correctness.compare_attention(settings, forms)]
     assert [record["right"] for record in found] == [True, False]
     assert ["ms" in record for record in found] == [True, False]
     for name in ("LogProb", "dense"):
@@ -117,25 +181,58 @@ def halved(function, *args, **options):
     return wrong
 
 
-def test_a_head_with_a_wrong_gradient_is_not_timed(settings, monkeypatch):
+def without_softmax(hidden, weight, targets):
+    """The value of the cross-entropy, with the gradient of the target's logit alone."""
+    logits = (hidden @ weight.T).float()
+    own = logits.gather(-1, targets[:, None])[:, 0]
+    return (logits.detach().logsumexp(-1) - own).mean()
+
+
+def with_nan(hidden, weight, targets):
+    """A gradient of the hidden states that is not a number, next to a right loss and a right gradient of the weight."""
+    hidden.register_hook(lambda gradient: gradient * math.nan)
+    return lm_head.ours(hidden, weight, targets)
+
+
+@pytest.mark.parametrize("wrong", [without_softmax, with_nan])
+def test_a_head_with_a_wrong_gradient_is_not_timed(wrong, settings, monkeypatch):
     [right] = lm_head.measure(settings, "ours", 32)
     assert right["right"]
     assert right["ms"] > 0
-    wrong = lambda hidden, weight, targets: lm_head.ours(hidden, weight, targets) + 1e-3 * weight.float().sum()  # noqa: E731
     monkeypatch.setitem(lm_head.LOSSES, "ours", wrong)
     [found] = lm_head.measure(settings, "ours", 32)
     assert not found["right"]
     assert "ms" not in found
 
 
+def test_nan_is_within_no_tolerance():
+    assert within([1e-3, 0.0], 1e-2)
+    assert not within([1e-3, math.nan], 1e-2)
+    logits = torch.full((1, 4, 8), math.nan)
+    model = type("Model", (), {"device": "cpu", "__call__": lambda self, input_ids: SimpleNamespace(logits=logits)})()
+    assert math.isnan(generation.worst_gap(model, [[1, 2]], [[3, 4]]))
+    assert not generation.worst_gap(model, [[1, 2]], [[3, 4]]) <= generation.NEAR_BEST
+
+
 def test_generated_tokens_that_are_not_the_best_ones_are_not_timed(settings, monkeypatch):
-    [right] = generation.measure(settings, "ours", 2)
-    assert right["right"]
-    assert right["tokens_per_second"] > 0
+    for right in generation.measure(settings, "ours"):
+        assert right["right"]
+        assert right["tokens_per_second"] > 0
     monkeypatch.setitem(generation.GENERATE, "ours", lambda model, prompts, new: [[3] * new for _ in prompts])
-    [found] = generation.measure(settings, "ours", 2)
+    for found in generation.measure(settings, "ours"):
+        assert not found["right"]
+        assert "tokens_per_second" not in found
+
+
+def test_a_run_in_another_layout_than_the_one_to_measure_is_wrong(settings, monkeypatch):
+    """As when the trainer's own check of the first batch has found a fault, and chosen padded rows."""
+    list(inputs.write_inputs(settings))
+    [right] = training.train(settings, "ours", "sft")
+    assert right["right"]
+    monkeypatch.setattr(training, "measure", lambda *_: right | {"layout": "padded", "peak_gb": 1.0, "token_flops": 1.0,
+                                                                 "machine_flops": 1.0})  # fmt: skip
+    [found] = training.train(settings, "ours", "sft")
     assert not found["right"]
-    assert "tokens_per_second" not in found
 
 
 def test_a_profile_names_operations_and_counts_reads(settings):
@@ -148,24 +245,24 @@ def test_a_profile_names_operations_and_counts_reads(settings):
 
 def test_checkpointing_that_changes_gradients_is_an_error(settings, monkeypatch):
     assert [record["length"] for record in lengths.measure(settings) if record["ms"]] == [32, 64]
-    monkeypatch.setitem(lengths.TOLERANCE, torch.bfloat16, -1.0)
-    [found] = lengths.measure(settings)
-    assert not found["right"]
-    assert "ms" not in found
+    monkeypatch.setitem(lengths.GRADIENTS, torch.bfloat16, -1.0)
+    found = [*lengths.measure(settings)]
+    assert [record["right"] for record in found] == [False, True]
+    assert "ms" not in found[0]
 
 
 # ---- the summary, and what starts it
 
 
-RUN = {"side": "ours", "tokens_per_second": 60_000.0, "peak_gib": 20.0, "mfu": 0.5, "right": True}
+RUN = {"side": "ours", "tokens_per_second": 60_000.0, "peak_gib": 20.0, "mfu": 0.5, "right": True, "tokens": 9}
 
 
 def full_records():
     """A record of every kind, as of a whole run on a GPU."""
-    yield {"part": "a", "case": "device", "versions": {"torch": "2.11.0", "triton": None}}
-    yield {"part": "a", "case": "device", "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.6}
-    yield {"part": "a", "case": "device", "copy_tb_per_s": 3.0}
-    yield {"part": "a", "case": "device", "dtype": "bfloat16", "matmul_tflop_per_s": 790.0}
+    yield {"part": "-", "case": "machine", "versions": {"torch": "2.11.0", "triton": None}, "tiny": False}
+    yield {"part": "-", "case": "machine", "name": "NVIDIA H100 80GB HBM3", "memory_gib": 79.6}
+    yield {"part": "a", "case": "ceilings", "copy_tb_per_s": 3.0}
+    yield {"part": "a", "case": "ceilings", "dtype": "bfloat16", "matmul_tflop_per_s": 790.0}
     yield {"part": "a", "case": "layouts", "layout": "shared", "values": 1e-6, "gradient": 2e-6, "right": True}
     for rows in (512, 1024):
         yield {"part": "a", "case": "tiles", "by": "kernels", "rows": rows, "default": rows == 1024, "ms": 9.0,
@@ -183,7 +280,7 @@ def full_records():
         yield RUN | {"part": "e", "case": name, "first_step_seconds": 9.0}
     for rows in generation.BATCHES:
         for by in generation.GENERATE:
-            yield {"part": "f", "case": by, "by": by, "rows": rows, "tokens_per_second": 9e3, "ms_per_step": 15.0,
+            yield {"part": "f", "case": by, "by": by, "rows": rows, "tokens_per_second": 9e3, "ms_per_step": 15.0, "peak_gib": 2.0,
                    "added_gib": 1.0, "right": True}  # fmt: skip
     for method in summary.PUBLIC_MEMORY:
         yield RUN | {"part": "g", "case": f"gemma {method}", "method": method}
@@ -200,7 +297,8 @@ def full_records():
 def test_the_summary_of_a_whole_run_fits_and_has_every_part():
     lines = summary.render([*full_records()]).splitlines()
     assert len(lines) <= summary.MOST_LINES
-    assert {line[0] for line in lines[:-1]} == {*ORDER}
+    assert lines[0] == "NVIDIA H100 80GB HBM3, 80 GiB, torch 2.11.0"
+    assert {line[0] for line in lines[1:-1]} == {*ORDER}
     text = "\n".join(lines)
     assert not [line for line in lines if "FAILED" in line]
     assert "1.50x (goal 1.2)" in text
@@ -208,14 +306,21 @@ def test_the_summary_of_a_whole_run_fits_and_has_every_part():
     assert lines[-1].startswith("seconds of each part and its limit: a 50/60")
 
 
+def test_sides_that_train_other_tokens_are_a_failure():
+    sides = enumerate(("ours", "trl"))
+    rows = [RUN | {"part": "b", "case": "", "method": "sft", "side": side, "tokens": n} for n, side in sides]
+    assert "FAILED b sft: the sides train different numbers of tokens: [0, 1]" in summary.render(rows)
+
+
 def test_the_summary_begins_with_what_failed_and_survives_a_part_that_was_killed():
     records = [{"part": "b", "case": f"sft {n}", "error": "OutOfMemoryError"} for n in range(20)]
-    records += [{"part": "f", "case": "ours 8", "rows": 8, "right": False}, {"part": "g", "case": "x", "left_out": "y"}]
+    records += [{"part": "f", "case": "ours", "rows": 8, "right": False}, {"part": "g", "case": "x", "left_out": "y"}]
+    records += [{"part": "-", "case": "plan", "planned": {"g": ["x", "lengths"], "q": ["z"]}}]
     records += [{"part": "c", "case": "cut", "hidden_size": 4096, "by": "cut"}, *full_records()]
     lines = summary.render(records).splitlines()
-    assert lines[0] == "FAILED b sft 0: OutOfMemoryError"
+    assert lines[1] == "FAILED b sft 0: OutOfMemoryError"
     assert "FAILED: 13 more, listed in records.jsonl" in lines
-    assert "left out for lack of time: g x" in lines
+    assert "not measured, or not to the end: g x; q all" in lines
     assert "FAILED to summarise lm_head: KeyError: 'ms'" in lines
     assert any(line.startswith("b  opd") for line in lines)
 
@@ -224,11 +329,14 @@ def test_every_part_has_a_limit_and_together_they_fit_a_command(settings):
     parts = parts_of(ORDER, "cpu", True, settings.folder)
     limits = {part.letter: part.seconds for part in parts}
     assert {letter: limits[letter] for letter in "abcdefg"} == dict(a=60, b=150, c=60, d=90, e=60, f=60, g=45)
-    assert sum(seconds for letter, seconds in limits.items() if letter in "abcdfe") < 560
+    assert sum(limits[letter] for letter in "abcdfeg") < TOTAL_SECONDS  # the last part, h, may be cut
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (["--parts", "az", "--device", "cpu", "--tiny"], "--parts: there is no part z"),
+    (["--parts", "", "--device", "cpu", "--tiny"], "--parts is empty"),
+    (["--limit", "0", "--device", "cpu", "--tiny"], "--limit must be positive"),
+    (["--summary", "docs/benchmarks.md"], "docs/benchmarks.md is no file of records"),
     (["--device", "cpu"], "--device cpu requires --tiny"),
 ])  # fmt: skip
 def test_what_cannot_be_run_is_told_before_anything_starts(arguments, said):
@@ -236,6 +344,26 @@ def test_what_cannot_be_run_is_told_before_anything_starts(arguments, said):
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+@pytest.mark.parametrize(("given", "said"), [
+    ({"LIMIT": "0"}, "LIMIT must be a positive number"), ({"PARTS": "z"}, "PARTS has letters from a to h"),
+    ({"DRY": "yes"}, "DRY must be 1 or 0"), ({"WHEELS": ".nothing"}, "there are no wheels in .nothing"),
+])  # fmt: skip
+def test_the_script_says_what_is_wrong_before_it_installs_anything(given, said, tmp_path):
+    environment = os.environ | {"OUT": str(tmp_path / "out"), "PYTHON": sys.executable} | given
+    command = ["bash", "benchmarks/gpu.sh"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_records_of_an_earlier_run_in_the_folder_are_kept(tmp_path):
+    for number in (1, 2):
+        (tmp_path / "records.jsonl").write_text(str(number))
+        keep_earlier(tmp_path / "records.jsonl")
+        assert (tmp_path / f"records.{number}.jsonl").read_text() == str(number)
 
 
 def test_documented_commands_fit_the_machines_limit():
@@ -262,9 +390,10 @@ def test_the_whole_rehearsal_runs_from_wheels_in_an_environment_like_the_machine
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     lines = (out / "summary.txt").read_text().splitlines()
     assert len(lines) <= summary.MOST_LINES
-    assert {line[0] for line in lines[:-1]} == {*ORDER}
-    assert not any("FAILED" in line or "left out" in line for line in lines)
+    assert lines[0].startswith("REHEARSAL")
+    assert {line[0] for line in lines[1:-1]} == {*ORDER}
+    assert not any("FAILED" in line or "not measured" in line for line in lines)
     rows = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
     assert {row["versions"]["torch"].partition("+")[0] for row in rows if "versions" in row} == {"2.11.0"}
     assert {row["side"] for row in rows if row["part"] == "b" and "side" in row} == {"ours", "trl"}
-    assert re.search(r"wheels [\d.]+ MB, working tree [\d.]+ MB, together [\d.]+ MiB", done.stdout)
+    assert re.search(r"wheels [\d.]+ MB, working tree [\d.]+ MB, together [\d.]+ MB", done.stdout)

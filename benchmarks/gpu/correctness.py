@@ -4,15 +4,14 @@ Nothing here is a comparison with a peer. A record with `right: false` means tha
 wrong computation.
 """
 
-import math
 import platform
-import random
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import product
 from typing import Any
 
@@ -21,23 +20,24 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 
 from hf_posttrain.losses import divergence
-from hf_posttrain.scoring import attention, forward, head
+from hf_posttrain.scoring import attention, forward, head, teacher_tiles
 from hf_posttrain.scoring.head import LogProb, TileFunction
 from hf_posttrain.scoring.teacher_tiles import TeacherStates, dense
 
 from .. import flops
 from ..setting import BPE_VOCABULARY, configured, random_batch, random_model
-from .settings import Settings, median_seconds, relative_error
+from .models import build, first_gradient, head_inputs, preference_lengths, score_and_backward
+from .settings import Settings, measure_call, relative_error, within
 from .supervisor import Case, Record
 
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
-"""Relative error of log-probabilities and gradients of a whole model, against padded rows and eager attention."""
-HEAD_TOLERANCE = 0.04
-"""Relative error of the LM head's values and gradients in bf16, against float64."""
-GRADIENT_TOLERANCE = 0.1
-"""Relative error of a gradient through a whole model in bf16: rounding alone gives 0.02 to 0.05, a wrong mask 1."""
-SAME_VALUES = 1e-3
-"""Relative difference of log-probabilities between sizes of a tile."""
+VALUES = {torch.float32: 1e-4, torch.bfloat16: 1e-3}
+"""Tolerance of summed log-probabilities, relative to padded rows with eager attention in float32."""
+GRADIENTS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
+"""Tolerance of a gradient through the whole model: bf16 rounding gives 0.02 to 0.05, a wrong mask 1."""
+HEAD = 0.04
+"""Tolerance of the LM head's values and gradients in bf16, relative to float64."""
+TILES = 1e-2
+"""Tolerance between sizes of a tile: of log-probabilities, and of the weight's gradient, which is rounded to bf16."""
 VARIED_SHAPES = 1.5
 """Time per token with another shape in each step, relative to one shape. More means planning or compiling per shape."""
 LAYOUT_LENGTHS = [[64, 103, 41], [20, 87, 118], [97, 22, 60], [113, 75, 33]]
@@ -48,31 +48,36 @@ PACKAGES = ("torch", "triton", "transformers", "accelerate", "datasets", "peft",
 def cases(settings: Settings) -> list[Case]:
     """The checks of part a, the most important first. Compiling flex_attention takes longest."""
     return [
-        Case("device", partial(describe_device, settings)),
-        Case("head", partial(check_head, settings), 30),
-        Case("layouts", partial(check_layouts, settings), 30),
-        Case("attention", partial(check_attention, settings, ("mask", "varlen")), 20),
+        Case("ceilings", partial(measure_ceilings, settings), 20),
+        Case("head", partial(check_head, settings), 20),
+        Case("layouts", partial(check_layouts, settings), 20),
+        Case("attention", partial(compare_attention, settings, ("mask", "varlen")), 20),
         Case("shapes", partial(vary_shapes, settings), 20),
         Case("tiles", partial(sweep_tiles, settings), 20),
-        Case("flex_attention", partial(check_attention, settings, ("mask", "flex"))),
+        Case("flex_attention", partial(compare_attention, settings, ("mask", "flex"))),
     ]
 
 
-def describe_device(settings: Settings) -> Iterator[Record]:
-    """The machine, the versions, and the highest rates that a copy and a matrix product reach."""
-    found = {name: version_of(name) for name in PACKAGES}
+def describe_machine(settings: Settings) -> Iterator[Record]:
+    """The device and the versions. This runs before the parts, whichever are chosen."""
+    versions = {name: version_of(name) for name in PACKAGES}
     threads = torch.get_num_threads()
-    yield {"versions": found, "python": platform.python_version(), "threads": threads, "tiny": settings.tiny}
+    yield {"versions": versions, "python": platform.python_version(), "threads": threads, "tiny": settings.tiny}
     if settings.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         capability = f"{properties.major}.{properties.minor}"
         yield {"name": properties.name, "memory_gib": properties.total_memory / 2**30, "capability": capability,
-               "driver": driver, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # fmt: skip
+               "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}  # fmt: skip
+    if shutil.which("nvidia-smi"):
+        query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem,power.limit", "--format=csv,noheader"]
+        yield {"driver": subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()}
+
+
+def measure_ceilings(settings: Settings) -> Iterator[Record]:
+    """The highest rates that a copy and a matrix product reach."""
     source = torch.randn(settings.pick(2**31, 2**22) // 4, device=settings.device)
     target = torch.empty_like(source)
-    seconds = median_seconds(settings.device, partial(target.copy_, source), 10)
+    seconds = measure_call(settings.device, partial(target.copy_, source), 10).seconds
     yield {"copy_tb_per_s": 2 * source.nbytes / seconds / 1e12}
     del source, target
     for dtype in (torch.bfloat16, torch.float32):
@@ -85,7 +90,7 @@ def version_of(package: str) -> str | None:
     """Return the installed version, or `None`."""
     try:
         return version(package)
-    except ImportError:
+    except PackageNotFoundError:
         return None
 
 
@@ -94,16 +99,32 @@ def version_of(package: str) -> str | None:
 
 def check_layouts(settings: Settings) -> Iterator[Record]:
     """Log-probabilities and a gradient of shared, packed and padded rows, against padded rows with eager attention."""
-    expected = score_layout(settings, "padded", "eager", torch.float32)
+    device = torch.device(settings.device)
+    attention.avoid_cudnn(device)
+    spec = {"device": settings.device, "dtype": "float32", "attention": "eager"}
+    model = random_model(configured(settings.shape("qwen3-0.6b"), BPE_VOCABULARY), spec)
+    forward.enable_scoring(model)
+
+    def score(layout: str) -> tuple[Tensor, Tensor]:
+        multiple = attention.row_multiple([model])
+        batch = random_batch(LAYOUT_LENGTHS, BPE_VOCABULARY, layout, settings.device, multiple)
+        sums = forward.per_branch(score_and_backward(model, batch), batch)
+        return sums.double(), first_gradient(model).double()
+
+    expected = score("padded")
     for layout, implementation, dtype in layouts(settings.device):
-        found = score_layout(settings, layout, implementation, dtype)
-        errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+        model.to(dtype)
+        model.set_attn_implementation(implementation.replace("segments", "sdpa"))
+        if implementation == "segments":
+            attention.choose_attention(model, device)
+        values, gradient = (relative_error(*pair) for pair in zip(score(layout), expected, strict=True))
+        right = within([values], VALUES[dtype]) and within([gradient], GRADIENTS[dtype])
         yield {"layout": layout, "attention": implementation, "dtype": str(dtype).removeprefix("torch."),
-               "values": errors[0], "gradient": errors[1], "right": max(errors) <= TOLERANCE[dtype]}  # fmt: skip
+               "values": values, "gradient": gradient, "right": right}  # fmt: skip
 
 
 def layouts(device: str) -> list[tuple[str, str, torch.dtype]]:
-    """Return (layout, attention implementation, dtype) that this device can run. `segments` is our default."""
+    """Return (layout, attention, dtype) that this device can run, bf16 last. `segments` is our default attention."""
     found = [(layout, "sdpa", torch.float32) for layout in ("shared", "packed", "padded")]
     found += [(layout, "segments", torch.float32) for layout in ("shared", "packed")]
     if device == "cuda":
@@ -113,83 +134,57 @@ def layouts(device: str) -> list[tuple[str, str, torch.dtype]]:
     return found
 
 
-def score_layout(settings: Settings, layout: str, implementation: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the summed log-probability of each answer, and the gradient of the first layer's query projection."""
-    name = implementation.replace("segments", "sdpa")
-    spec = {"device": settings.device, "dtype": "float32", "attention": name}
-    model = random_model(configured(settings.shape("qwen3-0.6b"), BPE_VOCABULARY), spec).to(dtype)
-    forward.enable_scoring(model)
-    if implementation == "segments":
-        attention.choose_attention(model, torch.device(settings.device))
-    multiple = attention.row_multiple([model])
-    batch = random_batch(LAYOUT_LENGTHS, BPE_VOCABULARY, layout, settings.device, multiple)
-    sums = forward.per_branch(score_and_backward(model, batch), batch)
-    return sums.float().cpu(), first_gradient(model).float().cpu()
-
-
-def score_and_backward(model: Any, batch: dict[str, Any]) -> Tensor:
-    """Return the log-probabilities of the scored tokens, [N], after the backward of their sum."""
-    model.zero_grad()
-    values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
-    values.sum().backward()
-    return values.detach()
-
-
-def first_gradient(model: Any) -> Tensor:
-    """Return a gradient that depends on attention in all layers."""
-    return model.model.layers[0].self_attn.q_proj.weight.grad
-
-
 # ---- attention
 
 
-def preference_lengths(count: int, seed: int = 0) -> list[list[int]]:
-    """Return the lengths of `count` prompts and of two answers to each."""
-    draw = random.Random(seed)
-    return [[draw.randrange(50, 300), draw.randrange(50, 400), draw.randrange(50, 400)] for _ in range(count)]
-
-
-def check_attention(settings: Settings, forms: tuple[str, ...]) -> Iterator[Record]:
+def compare_attention(settings: Settings, forms: tuple[str, ...]) -> Iterator[Record]:
     """Forward and backward of 8 pairs by form of attention: a dense mask (sdpa), varlen, and flex_attention.
 
-    Values and the gradient of the first layer's queries are compared with those of the first form.
+    Values and the gradient of the first layer's queries are compared with those of the first form. On a GPU `varlen` is
+    right only if the varlen kernel was called.
     """
-    device = torch.device(settings.device)
-    attention.avoid_cudnn(device)
     expected = None
     for form in forms:
         if form == "flex" and settings.device == "cpu":
             continue  # its kernel for CPU has no backward
-        implementation = "flex_attention" if form == "flex" else "sdpa"
-        model = build(settings, implementation)
-        if form != "mask":
-            attention.choose_attention(model, device)
+        model = build(settings, "flex_attention" if form == "flex" else "sdpa", ours=form != "mask")
         multiple = attention.row_multiple([model])
         batch = random_batch(preference_lengths(8), settings.vocabulary, "shared", settings.device, multiple)
-        sums = forward.per_branch(score_and_backward(model, batch), batch)
+        run = partial(score_and_backward, model, batch)
+        with counted_varlen() as calls:
+            sums = forward.per_branch(run(), batch)
         found = sums, first_gradient(model).clone()
         expected = expected or found
         values, gradient = (relative_error(*pair) for pair in zip(found, expected, strict=True))
-        right = values <= HEAD_TOLERANCE and gradient <= GRADIENT_TOLERANCE
-        record: Record = {"form": form, "values": values, "gradient": gradient, "right": right}
+        right = within([values], HEAD) and within([gradient], GRADIENTS[torch.bfloat16])
+        right = right and bool(calls) == (form == "varlen" and settings.device == "cuda")
+        record: Record = {"form": form, "values": values, "gradient": gradient, "varlen_calls": len(calls)}
         if right:
-            seconds = median_seconds(settings.device, partial(score_and_backward, model, batch), settings.pick(5, 1))
-            record |= {"ms": 1e3 * seconds, "tokens": batch["input_ids"].numel()}
-        yield record
+            cost = measure_call(settings.device, run, settings.pick(5, 1), warm_up=False)
+            record |= {"ms": 1e3 * cost.seconds, "tokens": batch["input_ids"].numel()}
+        yield record | {"right": right}
 
 
-def build(settings: Settings, implementation: str, dtype: str = "bfloat16") -> Any:
-    """Return a model of the 0.6B shape that takes a scorer."""
-    spec = {"device": settings.device, "dtype": dtype, "attention": implementation}
-    model = random_model(configured(settings.shape("qwen3-0.6b"), settings.vocabulary), spec)
-    forward.enable_scoring(model)
-    return model
+@contextmanager
+def counted_varlen() -> Iterator[list[None]]:
+    """Inside, each call of the varlen kernel adds an item to the list."""
+    kernel: Any = attention.varlen_attn
+    calls: list[None] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return kernel(*args, **kwargs)
+
+    attention.varlen_attn = counted
+    try:
+        yield calls
+    finally:
+        attention.varlen_attn = kernel
 
 
 def vary_shapes(settings: Settings) -> Iterator[Record]:
     """Microseconds per token of one micro-batch repeated, and of micro-batches of different shapes."""
-    model = build(settings, "sdpa")
-    attention.choose_attention(model, torch.device(settings.device))
+    model = build(settings)
     count = settings.pick(20, 3)
     taken = {}
     for name, seeds in (("repeated", [0] * count), ("varied", range(count))):
@@ -212,29 +207,35 @@ def vary_shapes(settings: Settings) -> Iterator[Record]:
 # ---- the LM head
 
 
+def implementations(settings: Settings) -> list[str]:
+    """Return the ways in which tile functions can be computed here: `torch`, and `kernels` of Triton on a GPU."""
+    has_kernels = head.kernels(torch.empty(0, device=settings.device)) is not None
+    return ["torch", *(["kernels"] if has_kernels else [])]
+
+
 @contextmanager
-def implementations(device: str) -> Iterator[dict[str, Any]]:
-    """The ways in which tile functions can be computed here: in torch, and by Triton kernels on a GPU."""
-    known = head.kernels
-    found: dict[str, Any] = {"torch": lambda _: None}
-    if known(torch.empty(0, device=device)):
-        found["kernels"] = known
+def patched_head(by: str, rows: int | None = None, recompute: bool = False) -> Iterator[None]:
+    """Inside, the head computes in one way.
+
+    Args:
+        by: `torch` or `kernels`.
+        rows: Tokens of a tile; `None` for the default.
+        recompute: Compute each tile again in the backward instead of keeping its gradient.
+    """
+    names = {"kernels": (head, teacher_tiles), "tile_rows": (head,), "kept_logits": (head,)}
+    before = {name: getattr(head, name) for name in names}
+    changed: dict[str, Any] = {"kernels": lambda _: None} if by == "torch" else {}
+    changed |= {} if rows is None else {"tile_rows": lambda *_: rows}
+    changed |= {"kept_logits": lambda *_: 0} if recompute else {}
+    for name, value in (before | changed).items():
+        for module in names[name]:
+            setattr(module, name, value)
     try:
-        yield found
+        yield
     finally:
-        head.kernels = known
-
-
-def head_inputs(settings: Settings, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states [N, H], the head's weight [V, H] and targets [N], of which many are likely."""
-    size = configured(settings.shape("qwen3-0.6b"), settings.vocabulary).hidden_size
-    torch.manual_seed(0)
-    device = torch.device(settings.device)
-    weight = torch.randn(settings.vocabulary, size, device=device) / size**0.5
-    targets = torch.randint(settings.vocabulary, (tokens,), device=device)
-    hidden = math.log(settings.vocabulary) * weight[targets] + torch.randn(tokens, size, device=device)
-    rounded = [each.to(torch.bfloat16).to(dtype).requires_grad_() for each in (hidden, weight)]
-    return rounded[0], rounded[1], targets
+        for name, value in before.items():
+            for module in names[name]:
+                setattr(module, name, value)
 
 
 def check_head(settings: Settings) -> Iterator[Record]:
@@ -244,11 +245,11 @@ def check_head(settings: Settings) -> Iterator[Record]:
     tiles that the backward computes again.
     """
     count = settings.pick(256, 64)
-    hidden, weight, targets = head_inputs(settings, count, torch.float64)
+    size = configured(settings.shape("qwen3-0.6b"), settings.vocabulary).hidden_size
+    hidden, weight, targets = head_inputs(settings, count, size, torch.float64)
     with torch.no_grad():  # a teacher to whom the previous id is as likely
         other = (weight + torch.roll(weight, 1, dims=0)).to(torch.bfloat16)
-        out_features, in_features = other.shape
-        linear = torch.nn.Linear(in_features, out_features, False, device=other.device, dtype=other.dtype)
+        linear = torch.nn.Linear(size, settings.vocabulary, False, device=other.device, dtype=other.dtype)
         linear.weight.copy_(other)
         p = torch.log_softmax(hidden @ other.double().T, -1)
     teacher = forward.LMHead(linear, linear.forward, head.LogitTransform())
@@ -262,60 +263,47 @@ def check_head(settings: Settings) -> Iterator[Record]:
         name: (values.detach(), *torch.autograd.grad(values.sum(), (hidden, weight), retain_graph=True))
         for name, values in expected.items()
     }
-    tile_rows, kept_logits = head.tile_rows, head.kept_logits
-    try:
-        with implementations(settings.device) as known:
-            if settings.device == "cuda" and "kernels" not in known:
-                yield {"by": "kernels", "error": "Triton cannot be imported", "right": False}
-            for name, tiled, value in product(known, (False, True), exact):
-                head.kernels = known[name]
-                head.tile_rows = (lambda *_: 100) if tiled else tile_rows
-                head.kept_logits = (lambda *_: 0) if tiled else kept_logits
-                hidden, weight, targets = head_inputs(settings, count, torch.bfloat16)
-                weights = None if tiled else torch.ones(count, device=settings.device)
-                tile: TileFunction = LogProb(targets)
-                if value != "log_prob":
-                    states = TeacherStates(teacher, hidden.detach())
-                    tile = dense(getattr(divergence, value), states, targets, 1.0, ce_coef=0.0)
-                values, _ = head.score_tokens(head.LinearHead(weight, None), hidden, tile, weights)
-                found = (values.detach(), *torch.autograd.grad(values.sum(), (hidden, weight)))
-                names = ("values", "hidden_gradient", "weight_gradient")
-                errors = dict(zip(names, map(relative_error, found, exact[value]), strict=True))
-                right = max(errors.values()) <= HEAD_TOLERANCE
-                yield {"by": name, "value": value, "tiled": tiled} | errors | {"right": right}
-    finally:
-        head.tile_rows, head.kept_logits = tile_rows, kept_logits
+    known = implementations(settings)
+    if settings.device == "cuda" and "kernels" not in known:
+        yield {"by": "kernels", "error": "Triton cannot be imported", "right": False}
+    for by, tiled, value in product(known, (False, True), exact):
+        hidden, weight, targets = head_inputs(settings, count, size, torch.bfloat16)
+        weights = None if tiled else torch.ones(count, device=settings.device)
+        tile: TileFunction = LogProb(targets)
+        if value != "log_prob":
+            states = TeacherStates(teacher, hidden.detach())
+            tile = dense(getattr(divergence, value), states, targets, 1.0, ce_coef=0.0)
+        with patched_head(by, 100 if tiled else None, recompute=tiled):
+            values, _ = head.score_tokens(head.LinearHead(weight, None), hidden, tile, weights)
+            found = (values.detach(), *torch.autograd.grad(values.sum(), (hidden, weight)))
+        names = ("values", "hidden_gradient", "weight_gradient")
+        errors = dict(zip(names, map(relative_error, found, exact[value]), strict=True))
+        yield {"by": by, "value": value, "tiled": tiled} | errors | {"right": within(errors.values(), HEAD)}
 
 
 def sweep_tiles(settings: Settings) -> Iterator[Record]:
-    """Forward and backward of the head by the number of tokens in a tile, on which values must not depend."""
+    """Forward and backward of the head by the number of tokens in a tile, on which the results must not depend."""
     tokens = settings.pick(8192, 64)
-    hidden, weight, targets = head_inputs(settings, tokens, torch.bfloat16)
+    size = configured(settings.shape("qwen3-0.6b"), settings.vocabulary).hidden_size
+    hidden, weight, targets = head_inputs(settings, tokens, size, torch.bfloat16)
     weights = torch.ones(tokens, device=settings.device)
-    chosen, expected = head.tile_rows, None
 
-    def run() -> Tensor:
+    def run() -> tuple[Tensor, Tensor]:
         values, _ = head.score_tokens(head.LinearHead(weight, None), hidden, LogProb(targets), weights)
-        torch.autograd.grad(values.sum(), (hidden, weight))
-        return values.detach()
+        return values.detach(), torch.autograd.grad(values.sum(), (hidden, weight))[1]
 
-    default = chosen(settings.vocabulary, head.memory(torch.device(settings.device)))
-    try:
-        with implementations(settings.device) as known:
-            for name, kernels in reversed(known.items()):
-                head.kernels = kernels
-                for rows in sorted({512, 1024, 2048, 4096, default} if settings.device == "cuda" else {default}):
-                    head.tile_rows = lambda *_, rows=rows: rows
-                    values = run()
-                    expected = values if expected is None else expected
-                    error = relative_error(values, expected)
-                    right = error <= SAME_VALUES
-                    record: Record = {"by": name, "rows": rows, "default": rows == default, "tokens": tokens}
-                    record["error_to_first"] = error
-                    if right:
-                        seconds = median_seconds(settings.device, run, 3)
-                        rate = 6 * tokens * weight.numel() / seconds / 1e12
-                        record |= {"ms": 1e3 * seconds, "tflop_per_s": rate}
-                    yield record | {"right": right}
-    finally:
-        head.tile_rows = chosen
+    default = head.tile_rows(settings.vocabulary, head.memory(torch.device(settings.device)))
+    expected = None
+    for by in reversed(implementations(settings)):
+        for rows in sorted({512, 1024, 2048, 4096, default} if settings.device == "cuda" else {default, 16}):
+            with patched_head(by, rows):
+                found = run()
+                expected = expected or found
+                errors = [relative_error(*pair) for pair in zip(found, expected, strict=True)]
+                record: Record = {"by": by, "rows": rows, "default": rows == default, "tokens": tokens}
+                record |= {"values": errors[0], "weight_gradient": errors[1], "right": within(errors, TILES)}
+                if record["right"]:
+                    cost = measure_call(settings.device, run, 3, warm_up=False)
+                    record["ms"] = 1e3 * cost.seconds
+                    record["tflop_per_s"] = 6 * tokens * weight.numel() / cost.seconds / 1e12
+            yield record

@@ -9,29 +9,31 @@ from ..setting import SHAPES, configured, train_tokenizer
 from .settings import Settings
 from .supervisor import Record
 
-ROWS = {"rows": 680, "long": 5400}
-"""File of rows -> most words of a question. An answer has at most half as many. A word is a token."""
-TINY_ROWS = {"rows": 20, "long": 40}
+MOST_WORDS, TINY_WORDS = 680, 20
+"""The longest question. An answer has at most half as many words, and a word is a token."""
 COUNT = 64
 WORDS = 5000
 GEMMA_VOCABULARY = 262_144
 
 
 def write_inputs(settings: Settings) -> Iterator[Record]:
-    """Write the rows, and for each shape a folder with its config and the tokenizer, which all share."""
+    """Write the rows, and for each shape a folder with its config and the tokenizer, which all share.
+
+    Every text begins with a space and ends without one, so that a prompt and its answer are the same tokens whether
+    they are tokenized together or apart.
+    """
     draw = random.Random(0)
     letters = "abcdefghijklmnopqrstuvwxyz"
-    words = ["".join(draw.choices(letters, k=draw.randint(2, 9))) for _ in range(WORDS)]
+    words = [" " + "".join(draw.choices(letters, k=draw.randint(2, 9))) for _ in range(WORDS)]
 
     def text(most: int) -> str:
-        return " ".join(draw.choices(words, k=draw.randint(most // 2, most))) + " "
+        return "".join(draw.choices(words, k=draw.randint(most // 2, most)))
 
     settings.folder.mkdir(parents=True, exist_ok=True)
-    for name, most in settings.pick(ROWS, TINY_ROWS).items():
-        rows = [{"question": text(most), "answer": text(most // 2)} for _ in range(COUNT)]
-        lines = "\n".join(map(json.dumps, rows))
-        rows_file(settings, name).write_text(lines, encoding="utf-8")
-    (settings.folder / "words.jsonl").write_text(json.dumps({"text": " " + " ".join(words)}), encoding="utf-8")
+    most = settings.pick(MOST_WORDS, TINY_WORDS)
+    rows = [{"question": text(most), "answer": text(most // 2)} for _ in range(COUNT)]
+    rows_file(settings).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    (settings.folder / "words.jsonl").write_text(json.dumps({"text": "".join(words)}), encoding="utf-8")
     tokenizer = train_tokenizer(settings.folder / "words.jsonl", settings.vocabulary)
     for shape in ["tiny"] if settings.tiny else SHAPES:
         tokenizer.save_pretrained(settings.folder / shape)
@@ -39,9 +41,9 @@ def write_inputs(settings: Settings) -> Iterator[Record]:
     yield {"rows": COUNT}
 
 
-def rows_file(settings: Settings, name: str) -> Path:
-    """Return where rows of this name are."""
-    return settings.folder / f"{name}.jsonl"
+def rows_file(settings: Settings) -> Path:
+    """Return the file of question and answer rows."""
+    return settings.folder / "rows.jsonl"
 
 
 def vocabulary(settings: Settings, shape: str) -> int:

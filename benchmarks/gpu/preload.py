@@ -1,17 +1,30 @@
-"""What every measurement imports; `supervisor` imports it once, in the server that measurements are forked from."""
+"""Import what measurements need. `supervisor` imports this once, in the server that they are forked from."""
 
-import contextlib
+import importlib
+import traceback
 
-import datasets  # noqa: F401
-import peft  # noqa: F401
-import transformers.models.gemma3.modeling_gemma3
-import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+MODULES = (
+    "datasets",
+    "peft",
+    "transformers.models.gemma3.modeling_gemma3",
+    "transformers.models.qwen3.modeling_qwen3",
+    "hf_posttrain.methods.dpo",
+    "hf_posttrain.methods.kd",
+    "hf_posttrain.methods.kto",
+    "hf_posttrain.methods.opd",
+    "hf_posttrain.methods.sft",
+    "trl.trainer.sft_trainer",
+    "trl.trainer.dpo_trainer",
+    "trl.trainer.kto_trainer",
+    "trl.trainer.distillation_trainer",
+    "trl.experimental.gkd",
+)
+"""Without Liger, which asks for the CUDA device when it is imported."""
 
-from hf_posttrain import DPOTrainer, KDTrainer, KTOTrainer, OPDTrainer, SFTTrainer  # noqa: F401
-
-with contextlib.suppress(ImportError):  # the extra `bench`
-    import trl.experimental.gkd
-    import trl.trainer.distillation_trainer
-    import trl.trainer.dpo_trainer
-    import trl.trainer.kto_trainer
-    import trl.trainer.sft_trainer  # noqa: F401
+for name in MODULES:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError:
+        continue  # TRL is optional
+    except Exception:  # a server that raises starts no process at all; the measurement that needs it reports it
+        traceback.print_exc()

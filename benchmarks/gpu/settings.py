@@ -1,8 +1,8 @@
-"""What the measurements on a GPU have in common: device, sizes, timing."""
+"""What the measurements on a GPU have in common: device, sizes, timing, tolerances."""
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from .. import flops
+
+GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -21,18 +23,18 @@ class Settings:
         device: `cuda`, or `cpu` for a rehearsal.
         tiny: Use tiny models and few tokens, to see whether the commands run.
         folder: Where the rows and the models' configs and tokenizers are, written by `inputs.write_inputs`.
-        peers: Which of `trl` and `liger_kernel` are installed.
+        installed: Which of `trl`, `liger_kernel` and `flash_attn` are installed.
     """
 
     device: str
     tiny: bool
     folder: Path
-    peers: tuple[str, ...] = ()
+    installed: tuple[str, ...] = ()
 
     @property
     def liger(self) -> bool:
         """Whether Liger's kernels can run here."""
-        return "liger_kernel" in self.peers and self.device == "cuda"
+        return "liger_kernel" in self.installed and self.device == "cuda"
 
     def shape(self, name: str) -> str:
         """Return the shape to build in place of `name`."""
@@ -48,32 +50,48 @@ class Settings:
         return tiny if self.tiny else full
 
 
-def median_seconds(device: str, run: Callable[[], Any], repeats: int) -> float:
-    """Return the median seconds of a call, after one call that is not counted."""
+@dataclass(frozen=True)
+class Cost:
+    """Median seconds of a call, and its peak memory in GiB (`None` on CPU): in all, and on top of what was there."""
+
+    seconds: float
+    peak_gib: float | None
+    added_gib: float | None
+
+
+def measure_call(device: str, run: Callable[[], Any], repeats: int, warm_up: bool = True) -> Cost:
+    """Measure a call.
+
+    Args:
+        warm_up: Call once before, without measuring. `False` if the caller has called it already.
+    """
+    if warm_up:
+        run()
+    before = 0
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
     taken = []
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         flops.wait(device)
         start = time.perf_counter()
         run()
         flops.wait(device)
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[1:])
-
-
-def peak_gib(device: str, run: Callable[[], Any]) -> tuple[float | None, float | None]:
-    """Return the peak memory of a call in GiB, and how much of it the call added. `None` on CPU."""
+    seconds = statistics.median(taken)
     if device != "cuda":
-        run()
-        return None, None
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
+        return Cost(seconds, None, None)
     peak = torch.cuda.max_memory_allocated()
-    return peak / 2**30, (peak - before) / 2**30
+    return Cost(seconds, peak / GIB, (peak - before) / GIB)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Return |found - expected| / |expected|."""
+    """Return |found - expected| / |expected|, in float64."""
     difference = (found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300)
     return difference.item()
+
+
+def within(errors: Iterable[float], tolerance: float) -> bool:
+    """Return whether all errors are at most the tolerance. NaN is not."""
+    return all(error <= tolerance for error in errors)

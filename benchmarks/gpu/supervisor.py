@@ -11,12 +11,14 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,13 @@ from typing import Any
 Record = dict[str, Any]
 PRELOAD = "benchmarks.gpu.preload"
 PROBE_SECONDS = 60
-LEAST_SECONDS = 2
+START_SECONDS = 60
+"""Limit for starting a process. The first one waits for the imports of the server."""
+END_SECONDS = 10
+"""How long to wait for a killed process. One that waits for a broken GPU may never end."""
+LEAST_SECONDS = 4
 """A measurement with less time than this is not started."""
+KILLED = "killed after its limit"
 
 
 @dataclass(frozen=True)
@@ -60,21 +67,21 @@ class Records:
         self.path = path
 
     def add(self, part: str, case: str, record: Record) -> None:
-        """Append a record and print it."""
+        """Append a record and print it. A line that a killed process left unfinished is ended first."""
+        before = self.path.read_bytes() if self.path.exists() else b""
+        unfinished = bool(before) and not before.endswith(b"\n")
         line = json.dumps({"part": part, "case": case} | record)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write("\n" * unfinished + line + "\n")
         values = ", ".join(f"{name} {_short(value)}" for name, value in record.items() if not isinstance(value, list))
         print(f"{part} {case}: {values}", flush=True)
 
     def read(self) -> list[Record]:
-        """Return all records. A last line that a killed process left unfinished is skipped."""
+        """Return all records. A line that a killed process left unfinished is skipped."""
         found = []
         for line in self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else ():
-            try:
+            with suppress(json.JSONDecodeError):
                 found.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
         return found
 
 
@@ -85,10 +92,13 @@ def _short(value: Any) -> str:
 def run_parts(parts: Sequence[Part], records: Records, total_seconds: float, device: str) -> None:
     """Run the parts in order, and the cases of a part in order, each within its time limits.
 
-    A case that fails, and one for which no time is left, get a record with `error` or `left_out`.
+    The first record is the plan. A case that fails gets a record with `error`. One for which no time is left, or that
+    the limit of its part ends, gets one with `left_out`. Raises SystemExit if no process can use the device.
     """
     start = time.monotonic()
-    processes = _start_server(device)
+    planned = {part.letter: [case.name for case in part.cases] for part in parts}
+    records.add("-", "plan", {"planned": planned, "total": total_seconds})
+    processes = _usable_processes(device)
     for part in parts:
         began = time.monotonic()
         deadline = min(began + part.seconds, start + total_seconds)
@@ -98,33 +108,61 @@ def run_parts(parts: Sequence[Part], records: Records, total_seconds: float, dev
             if left < LEAST_SECONDS:
                 records.add(part.letter, case.name, {"left_out": "no time left"})
                 continue
-            target = partial(_record_all, records, part.letter, case)
-            error = run_case(processes, target, min(left, case.seconds or left))
-            if error:
+            limit = min(left, case.seconds or left)
+            error = run_case(processes, partial(_record_all, records, part.letter, case), limit)
+            if error and error.startswith(KILLED) and limit == left:
+                records.add(part.letter, case.name, {"left_out": "ended by the limit of its part"})
+            elif error:
                 records.add(part.letter, case.name, {"error": error})
         records.add(part.letter, "part", {"seconds": round(time.monotonic() - began, 1), "limit": part.seconds})
 
 
 def run_case(processes: BaseContext, target: Callable[[], None], seconds: float) -> str | None:
     """Run `target` in a process for at most `seconds`. Return why it did not end well, or `None`."""
-    process = processes.Process(target=_in_own_session, args=(target,))  # type: ignore[attr-defined]
-    process.start()
-    process.join(seconds)
-    if process.is_alive():
+    process = processes.Process(target=_in_own_session, args=(target, os.getpid()))  # type: ignore[attr-defined]
+    errors: list[str] = []
+    starting = threading.Thread(target=_start, args=(process, errors), daemon=True)
+    starting.start()
+    starting.join(START_SECONDS)
+    if errors or starting.is_alive():
+        return f"the process cannot be started: {errors[0] if errors else 'no answer'}"
+    try:
+        process.join(seconds)
+        ended = not process.is_alive()
+    finally:  # also after Ctrl-C, and with the processes that it has started, such as workers of torch.compile
         _kill_session(process.pid)
         process.kill()
-        process.join()
-        return f"killed after its limit of {seconds:.0f} s"
-    _kill_session(process.pid)  # workers that it has started, such as those of torch.compile
+        process.join(END_SECONDS)
+    if not ended:
+        return f"{KILLED} of {seconds:.0f} s"
     if process.exitcode:
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else f"exit code {process.exitcode}"
         return f"the process ended with {name}"
     return None
 
 
-def _in_own_session(target: Callable[[], None]) -> None:
+def _start(process: Any, errors: list[str]) -> None:
+    try:
+        process.start()
+    except (OSError, EOFError) as error:  # the server has died, as it does when a preloaded module raises
+        errors.append(f"{type(error).__name__}: {error}")
+
+
+def _in_own_session(target: Callable[[], None], supervisor: int) -> None:
     os.setsid()  # so that it can be killed together with the processes that it starts
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    threading.Thread(target=_end_with, args=(supervisor,), daemon=True).start()
     target()
+
+
+def _end_with(supervisor: int) -> None:
+    """End this session when the supervisor is gone, so that nothing stays on the device."""
+    while True:
+        time.sleep(1)
+        try:
+            os.kill(supervisor, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
 
 
 def _kill_session(leader: int) -> None:
@@ -137,25 +175,31 @@ def _record_all(records: Records, part: str, case: Case) -> None:
     try:
         for record in case.run():
             records.add(part, case.name, record)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         traceback.print_exc()
         message = str(error).strip().splitlines() or [""]
         records.add(part, case.name, {"error": f"{type(error).__name__}: {message[0]}"[:300]})
     sys.stdout.flush()
 
 
-def _start_server(device: str) -> BaseContext:
-    """Return the context that starts processes: forked with the imports done, or fresh where CUDA does not allow it."""
+def start_server() -> None:
+    """Start the server of processes, which imports what they need. Do not wait for it."""
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    forked = multiprocessing.get_context("forkserver")
-    forked.set_forkserver_preload([PRELOAD])
-    began = time.monotonic()
-    error = run_case(forked, partial(_use_device, device), PROBE_SECONDS)
-    print(f"== imports and first use of {device}: {time.monotonic() - began:.1f} s", flush=True)
-    if error is None:
-        return forked
-    print(f"== a forked process cannot use {device} ({error}): each measurement imports everything anew", flush=True)
-    return multiprocessing.get_context("spawn")
+    multiprocessing.get_context("forkserver").set_forkserver_preload([PRELOAD])
+    forkserver.ensure_running()
+
+
+def _usable_processes(device: str) -> BaseContext:
+    """Return the context that starts processes: forked with the imports done, or fresh where CUDA does not allow it."""
+    for method in ("forkserver", "spawn"):
+        processes = multiprocessing.get_context(method)
+        began = time.monotonic()
+        error = run_case(processes, partial(_use_device, device), PROBE_SECONDS)
+        print(f"== first use of {device} by {method}: {time.monotonic() - began:.1f} s", flush=True)
+        if error is None:
+            return processes
+        print(f"== {device} cannot be used in a process started by {method}: {error}", flush=True)
+    raise SystemExit(f"error: no process can use {device}. DRY=1 bash benchmarks/gpu.sh rehearses on CPU")
 
 
 def _use_device(device: str) -> None:

@@ -1,13 +1,15 @@
 """Parts b, d, e and the trainers of part g: whole training runs, ours and TRL's, each in its own process.
 
-A run's rate counts only if its first loss is that of the plain computation (`worker.check_first_loss`).
+A run's rate counts only if its first loss is that of the plain computation (`worker.check_first_loss`), and ours only
+if the layout and the attention are the ones that are to be measured.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
+
+from hf_posttrain.scoring.attention import BY_SEGMENT
 
 from .. import flops
 from ..setting import read_rows
@@ -17,9 +19,15 @@ from .settings import Settings
 from .supervisor import Case, Record
 
 METHODS = ("sft", "dpo", "kto", "kd", "opd")
+WARM_UP = 3
+"""Optimizer steps that are not measured: kernels are compiled, and the allocator grows to the longest rows."""
 RUN_SECONDS = 45
 """Limit of one run, so that one that hangs does not take the time of the whole part."""
-LORA_BATCHES = {"qwen3-0.6b": 8, "qwen3-1.7b": 4, "qwen3-4b": 4, "qwen3-8b": 2}
+COMPILE_SECONDS = 60
+RECORDED = (
+    "tokens_per_second", "rows_per_second", "first_step_seconds", "first_loss", "expected_loss", "tokens", "steps",
+)  # fmt: skip
+LORA_BATCHES = {"qwen3-8b": 2, "qwen3-0.6b": 8, "qwen3-4b": 4, "qwen3-1.7b": 4}
 """Shape -> rows of 2,048 tokens per step, which fit into 80 GB without activation checkpointing."""
 LONG_ROW = 8192
 """Tokens of a row in the memory measurements: half of them the prompt."""
@@ -27,12 +35,14 @@ LONG_ROW = 8192
 
 def compare_methods(settings: Settings) -> list[Case]:
     """Part b: every method with the 0.6B shape, in turns with TRL. The second round runs if there is time."""
-    sides = ("ours", "trl") if "trl" in settings.peers else ("ours",)
+    sides = ("ours", "trl") if "trl" in settings.installed else ("ours",)
     found = []
     for repeat, method in product(range(2), METHODS):
+        # OPD generates 128 tokens for each step: a step takes seconds
+        options = {"rows": 32, "warm_up": 1} if method == "opd" else {"copies": 2}
         for side in sides if repeat == 0 else reversed(sides):
-            run = partial(train, settings, side, method, repeat=repeat)
-            found.append(Case(f"{method} {side}", run, RUN_SECONDS))
+            run = partial(train, settings, side, method, repeat=repeat, **options)
+            found.append(Case(f"{method} {side}" + " again" * repeat, run, RUN_SECONDS))
     return found
 
 
@@ -48,20 +58,18 @@ def lora(settings: Settings) -> list[Case]:
 
 def acceleration(settings: Settings) -> list[Case]:
     """Part e: SFT with the 0.6B shape, with and without torch.compile and Liger's layer kernels."""
-    with_liger = (False, True) if settings.liger else (False,)
     found = []
-    for compiled, liger in product((False, True), with_liger):
-        peers = settings.peers if liger else ()
-        name = " + ".join(["plain"] * (not compiled and not liger) + ["liger"] * liger + ["compile"] * compiled)
-        run = partial(train, replace(settings, peers=peers), "ours", "sft", compile=compiled)
-        found.append(Case(name, run, RUN_SECONDS))
-    return found
+    for liger, compiled in product((True, False) if settings.liger else (False,), (True, False)):
+        name = " + ".join(["compile"] * compiled + ["liger"] * liger) or "plain"
+        run = partial(train, settings, "ours", "sft", compile=compiled, liger=liger, copies=2)
+        found.append(Case(name, run, COMPILE_SECONDS))
+    return sorted(found, key=lambda case: ["plain", "compile", "compile + liger", "liger"].index(case.name))
 
 
 def long_rows(settings: Settings) -> list[Case]:
     """Part g: peak memory of full training in bf16 with rows of 8,192 tokens and activation checkpointing."""
     options: dict[str, Any] = {"shape": "gemma-3-1b", "dtype": "bfloat16", "checkpointing": True, "copies": 0}
-    options["max_length"] = None
+    options |= {"max_length": None, "warm_up": 1}
     return [
         Case(f"gemma {method}", partial(train, settings, "ours", method, batch=batch, **options), RUN_SECONDS)
         for method, batch in (("sft", 1), ("dpo", 1), ("kto", 2))
@@ -69,57 +77,49 @@ def long_rows(settings: Settings) -> list[Case]:
 
 
 def train(
-    settings: Settings,
-    side: str,
-    method: str,
-    shape: str = "qwen3-0.6b",
-    batch: int | None = None,
-    copies: int = 1,
-    repeat: int = 0,
-    **options: Any,
+    settings: Settings, side: str, method: str, rows: int = 64, copies: int = 1, repeat: int = 0, **options: Any
 ) -> Iterator[Record]:
     """Train and yield rates and memory.
 
     Args:
-        batch: Rows per step.
-        copies: How often the rows are repeated; 0 for `token_rows`.
+        rows: Number of different rows.
+        copies: How often they are repeated; 0 for `token_rows`.
         repeat: Number of this run among runs of the same case.
         options: More of the spec of `worker.measure`.
     """
-    batch = batch or settings.pick(8, 2)
-    spec = {
-        "side": side, "method": method, "variant": "", "shape": settings.shape(shape), "batch": batch,
-        "folder": str(settings.folder / settings.shape(shape)), "device": settings.device, "dtype": "float32",
-        "bf16": True, "lora": False, "liger": settings.liger, "compile": False,
-        "attention": attention_of(settings, side), "max_length": settings.pick(1024, 256),
+    spec = spec_of(settings, side, method, **options)
+    result = measure(spec, training_rows(settings, spec, rows, copies))
+    record: Record = {"side": side, "method": method, "shape": spec["shape"], "repeat": repeat, "mfu": None}
+    record |= {name: result[name] for name in RECORDED} | {"peak_gib": result["peak_gb"], "right": True}
+    if side == "ours":
+        useful = result["token_flops"] * result["tokens_per_second"]
+        peak = flops.datasheet_rate(settings.device)
+        record |= {"busy": useful / result["machine_flops"], "mfu": useful / peak if peak else None}
+        record |= {"layout": result["layout"], "attention": result["attention"]}
+        record["right"] = result["layout"] != "padded" and result["attention"] == BY_SEGMENT
+    yield record
+
+
+def spec_of(settings: Settings, side: str, method: str, **options: Any) -> dict[str, Any]:
+    """Return the spec of `worker.measure` for a run with float32 weights under bf16 autocast, changed by `options`."""
+    shape = settings.shape(options.pop("shape", "qwen3-0.6b"))
+    flash = side == "trl" and settings.device == "cuda" and "flash_attn" in settings.installed
+    return {
+        "side": side, "method": method, "variant": "", "shape": shape, "folder": str(settings.folder / shape),
+        "device": settings.device, "dtype": "float32", "bf16": True, "lora": False, "liger": settings.liger,
+        "compile": False, "attention": "flash_attention_2" if flash else "sdpa", "batch": settings.pick(8, 2),
+        "max_length": settings.pick(1024, 256), "warm_up": settings.pick(WARM_UP, 1),
     } | options  # fmt: skip
-    rows = training_rows(settings, method, batch, copies, spec)
-    result = measure(spec, rows)
-    record: Record = {"side": side, "method": method, "shape": spec["shape"], "repeat": repeat}
-    names = ("tokens_per_second", "rows_per_second", "first_step_seconds", "first_loss", "token_flops", "steps")
-    record |= {name: result[name] for name in names}
-    record["peak_gib"] = result["peak_gb"]
-    rate = result["token_flops"] * result["tokens_per_second"]
-    record["busy"] = rate / result["machine_flops"]
-    peak = flops.datasheet_rate(settings.device)
-    yield record | {"mfu": rate / peak if peak else None, "right": True}
 
 
-def attention_of(settings: Settings, side: str) -> str:
-    """Return the attention implementation that is fastest for a side: for TRL FlashAttention where it is installed."""
-    flash = side != "ours" and settings.device == "cuda" and "flash_attn" in settings.peers
-    return "flash_attention_2" if flash else "sdpa"
-
-
-def training_rows(settings: Settings, method: str, batch: int, copies: int, spec: dict[str, Any]) -> list[dict]:
+def training_rows(settings: Settings, spec: dict[str, Any], rows: int, copies: int) -> list[dict[str, Any]]:
     """Return the rows of a run: whole texts for LoRA, where every token is trained, otherwise prompts and answers."""
     if not copies:
-        return token_rows(method, settings.pick(LONG_ROW, 64), 4 * batch)
-    count = settings.pick(24 if method == "opd" else 64, 12)
-    rows = read_rows(rows_file(settings, "rows"), method, count)
+        return token_rows(spec["method"], settings.pick(LONG_ROW, 64), 4 * spec["batch"])
+    found = read_rows(rows_file(settings), spec["method"], settings.pick(rows, 12))
     if spec["lora"]:
-        rows = [{"text": row["prompt"] + row["completion"]} for row in rows]
-    return rows * copies
+        found = [{"text": row["prompt"] + row["completion"]} for row in found]
+    return found * copies
 
 
 def token_rows(method: str, length: int, count: int) -> list[dict[str, Any]]:
