@@ -280,8 +280,8 @@ def full_records():
         yield RUN | {"part": "e", "case": name, "first_step_seconds": 9.0}
     for rows in generation.BATCHES:
         for by in generation.GENERATE:
-            yield {"part": "f", "case": by, "by": by, "rows": rows, "tokens_per_second": 9e3, "ms_per_step": 15.0, "peak_gib": 2.0,
-                   "added_gib": 1.0, "right": True}  # fmt: skip
+            yield {"part": "f", "case": by, "by": by, "rows": rows, "tokens_per_second": 9e3, "ms_per_step": 15.0,
+                   "peak_gib": 2.0, "added_gib": 1.0, "right": True}  # fmt: skip
     for method in summary.PUBLIC_MEMORY:
         yield RUN | {"part": "g", "case": f"gemma {method}", "method": method}
     for length in lengths.LENGTHS:

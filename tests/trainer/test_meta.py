@@ -9,6 +9,7 @@ import torch
 import transformers.masking_utils
 from meta_for_tests import allow_meta
 from models_for_tests import tiny_model
+from torch.utils.data._utils.pin_memory import pin_memory
 from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, trainer_for
 
 from hf_posttrain.scoring import attention, forward
@@ -89,3 +90,30 @@ def test_a_step_reads_no_value_and_mixes_no_devices(method, options, dtype, call
     assert all(gradient is not None and gradient.device == META for gradient in gradients)
     padded = trainer.data_collator.layout == "padded"
     assert bool(calls.varlen) == (dtype == torch.bfloat16 and not padded)
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_is_the_same_after_it_was_pinned(method, layout, tmp_path, monkeypatch):
+    """As a data loader does for a GPU: it copies what is nested in a batch, whatever its type."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
+    rows = token_rows(method, 8)
+    trainer = trainer_for(method, tiny_model(), rows, tmp_path, second_model(method, seed=9), layout=layout)
+    batch = trainer.data_collator([trainer.train_dataset[n] for n in range(4)])
+    pinned = pin_memory(batch)
+    assert pinned.keys() == batch.keys()
+    assert_same_values(pinned, batch)
+
+
+def assert_same_values(found, expected):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert_same_values(found[name], value)
+    elif isinstance(expected, list | tuple):
+        for pair in zip(found, expected, strict=True):
+            assert_same_values(*pair)
+    else:
+        assert found == expected
