@@ -141,7 +141,7 @@ def medians(rows: Sequence[Record]) -> str:
     rate, peak = (median(row[name] for row in rows) for name in ("tokens_per_second", "peak_gib"))
     utilisation = [row["mfu"] for row in rows if row["mfu"]]
     mfu = f", MFU {100 * median(utilisation):.0f} %" if utilisation else ""
-    return f"{rate:,.0f} trained tokens/s{mfu}, {peak:.1f} GiB ({len(rows)} runs)"
+    return f"{rate:,.0f} trained tokens/s{mfu}, {peak:.1f} GiB ({len(rows)} run{'s' * (len(rows) > 1)})"
 
 
 def lm_head(records: Sequence[Record]) -> Iterator[str]:
