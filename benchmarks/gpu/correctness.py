@@ -113,7 +113,9 @@ def check_layouts(settings: Settings) -> Iterator[Record]:
 
     expected = score("padded")
     for layout, implementation, dtype in layouts(settings.device):
-        model.to(dtype)
+        for weight in model.parameters():  # the frequencies of rotary embeddings stay float32
+            weight.data = weight.data.to(dtype)
+            weight.grad = None
         model.set_attn_implementation(implementation.replace("segments", "sdpa"))
         if implementation == "segments":
             attention.choose_attention(model, device)
@@ -127,10 +129,9 @@ def layouts(device: str) -> list[tuple[str, str, torch.dtype]]:
     """Return (layout, attention, dtype) that this device can run, bf16 last. `segments` is our default attention."""
     found = [(layout, "sdpa", torch.float32) for layout in ("shared", "packed", "padded")]
     found += [(layout, "segments", torch.float32) for layout in ("shared", "packed")]
-    if device == "cuda":
-        found += [(layout, "segments", torch.bfloat16) for layout in ("shared", "packed", "padded")]
-        if is_flash_attn_2_available():
-            found += [(layout, "flash_attention_2", torch.bfloat16) for layout in ("packed", "padded")]
+    found += [(layout, "segments", torch.bfloat16) for layout in ("shared", "packed", "padded")]
+    if device == "cuda" and is_flash_attn_2_available():
+        found += [(layout, "flash_attention_2", torch.bfloat16) for layout in ("packed", "padded")]
     return found
 
 
