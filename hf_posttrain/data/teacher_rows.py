@@ -50,7 +50,8 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        # without the argument transformers asks on the terminal, and runs the folder's code if the answer is yes
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
         raise InputError(f"teacher_tokenizer: {path} has no tokenizer that can be read: {first}") from error

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 
 from ..data.chat import special_ids
-from ..losses.divergence import places, reverse_kl
+from ..losses.divergence import log_softmax, places, reverse_kl
 from ..scoring.forward import eval_mode
 from ..scoring.head import Tile, TileFunction
 from ..scoring.teacher_tiles import TeacherStates, at_temperature
@@ -35,7 +35,7 @@ def compare(teacher: TeacherStates, temperature: float, ends: Tensor, special: T
     def tile(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         theirs = teacher.logits(rows)
         size = min(logits.shape[-1], theirs.shape[-1])
-        q, p = (torch.log_softmax(at_temperature(side[:, :size], temperature), -1) for side in (logits, theirs))
+        q, p = (log_softmax(at_temperature(side[:, :size], temperature)) for side in (logits, theirs))
         q, p = q.clamp(min=-1e30), p.clamp(min=-1e30)
         best, found = q.topk(min(NEAR, size)).indices, reverse_kl(q, p)
         stats = {

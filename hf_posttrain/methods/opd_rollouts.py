@@ -152,7 +152,7 @@ class Frozen(Live):
             logger.info("sampling %d rollouts of each of %d prompts, once", args.num_generations, len(prompts))
             return self._sample(prompts)
 
-        return score_cache.cached(key, sample, "rollouts", trainer.accelerator)
+        return score_cache.cached(key, len(prompts), sample, "rollouts", trainer.accelerator)
 
     def _sample(self, prompts: datasets.Dataset) -> datasets.Dataset:
         """In pieces, which the ranks share out; each piece has random numbers of its own."""
@@ -180,7 +180,7 @@ class Frozen(Live):
         top_k = args.precompute_teacher_top_k
         key = [
             trainer.teacher.key(), score_cache.rows_key(rows, trainer), top_k, args.temperature,
-            trainer.vocabulary, args.bf16, args.fp16, one,
+            trainer.vocabulary, args.bf16, args.fp16, one, score_cache.layout_key(trainer),
         ]  # fmt: skip
 
         def score(prompts: dict) -> list[dict]:
@@ -203,7 +203,7 @@ class Frozen(Live):
             size = args.per_device_eval_batch_size
             return datasets.Dataset.from_list(score_cache.score_rows(trainer, rows, size, score, title))
 
-        return score_cache.cached(key, compute, "teacher", trainer.accelerator)
+        return score_cache.cached(key, len(rows), compute, "teacher", trainer.accelerator)
 
     def longest(self) -> int:
         """The longest rollout of all steps: a horizon that grows cuts them as it is."""

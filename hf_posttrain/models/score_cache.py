@@ -48,8 +48,9 @@ def add_scores(
             raise InputError(f"{option} needs a data set of known length, not a stream")
         # the key of one data set: the model, its rows, and the rest
         title = f"Scores of {name} by the {what}"
+        whole = [key[0], rows_key(rows, trainer), *key[1:], layout_key(trainer)]
         compute = lambda: datasets.Dataset.from_list(score_rows(trainer, rows, size, score, title))  # noqa: E731
-        columns = cached([key[0], rows_key(rows, trainer), *key[1:]], compute, what, trainer.accelerator)
+        columns = cached(whole, len(rows), compute, what, trainer.accelerator)
         trainer.scored_rows.append(datasets.concatenate_datasets([rows, columns], axis=1))
         return trainer.scored_rows[-1]
 
@@ -57,18 +58,29 @@ def add_scores(
     trainer.eval_dataset = scored(trainer.eval_dataset, "eval")
 
 
-def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, accelerator: Any) -> datasets.Dataset:
-    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them."""
+def layout_key(trainer: Any) -> str:
+    """Return how the trainer arranges tokens for its models: in half precision other arrangements round otherwise."""
+    implementations = [model.config.get_text_config()._attn_implementation for model in trainer.scored]
+    return f"{trainer.data_collator.layout} {implementations}"
+
+
+def cached(
+    key: list[Any], count: int, compute: Callable[[], datasets.Dataset], what: str, accelerator: Any
+) -> datasets.Dataset:
+    """The rows under `key`, computed by all ranks and written by one of each machine where one lacks them.
+
+    count: how many rows there are. A folder with fewer is damaged, and is computed again.
+    """
     # the first rank's key counts: on the others a sharded model may be empty until it is prepared
     [name] = broadcast_object_list([hashlib.sha256("\n".join(map(str, key)).encode()).hexdigest()[:24]])
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_posttrain" / f"{what}-{name}"
-    known = _saved(folder)
+    known = _saved(folder, count)
     if all(gather_object([known is not None])):
         logger.info("%s: taken from the cache %s", what, folder)
         return known  # type: ignore[return-value]
     rows = compute()
     # written aside and renamed, so that no other run finds a part of it
-    if accelerator.is_local_main_process and _saved(folder) is None:
+    if accelerator.is_local_main_process and _saved(folder, count) is None:
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(suffix=".partial", dir=folder.parent) as partial:
@@ -79,10 +91,12 @@ def cached(key: list[Any], compute: Callable[[], datasets.Dataset], what: str, a
     return datasets.load_from_disk(str(folder))
 
 
-def _saved(folder: Path) -> datasets.Dataset | None:
-    """The rows in a folder, which disks that are tidied up may have left without its files."""
+def _saved(folder: Path, count: int) -> datasets.Dataset | None:
+    """The rows in a folder, if it has them all: tidied up or full disks leave folders without files, or with part of
+    one, which Arrow reads up to where it ends."""
     try:
-        return datasets.load_from_disk(str(folder))  # type: ignore[return-value]
+        rows = datasets.load_from_disk(str(folder))
+        return rows if len(rows) == count else None  # type: ignore[return-value]
     except (OSError, ValueError, pa.ArrowException):
         return None
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..data.align import LEFT_OUT, Aligner, shared_ids
+from ..losses.divergence import log_softmax
 from .forward import targets
 from .head import LogProb, Tile, TileFunction
 from .stop_outcome import StopOutcome
@@ -82,11 +83,11 @@ class Across:
         states = TeacherStates(whole.head, whole.hidden[match.clamp(min=0)], whole.stop)
 
         def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-            whole_q = torch.log_softmax(at_temperature(logits, temperature), -1)
-            whole_p = torch.log_softmax(at_temperature(states.logits(rows), temperature), -1)
+            whole_q = log_softmax(at_temperature(logits, temperature))
+            whole_p = log_softmax(at_temperature(states.logits(rows), temperature))
             own, q, p = whole_q.gather(-1, tokens[rows, None])[:, 0], whole_q[:, self.mine], whole_p[:, self.theirs]
             on_mine, on_theirs = (side.detach().exp().sum(-1) for side in (q, p))
-            q, p = torch.log_softmax(q, -1), torch.log_softmax(p, -1)
+            q, p = log_softmax(q), log_softmax(p)
             apart = function(q, p)
             mixed = (1 - ce_coef) * apart - ce_coef * own if ce_coef else apart
             alone = (match[rows] >= 0) & (torch.minimum(on_mine, on_theirs) >= SHARED)

@@ -13,13 +13,6 @@ import torch
 from torch import Tensor, nn
 
 
-def expectation(probs: Tensor, values: Tensor) -> Tensor:
-    """sum of p x over the vocabulary, [n, v] twice -> [n, 1]. On CPU 1.07x in KD."""
-    if probs.device.type == "cpu":  # no product in memory; on a GPU this might round to TF32
-        return torch.bmm(probs[:, None], values[:, :, None])[:, 0]
-    return torch.linalg.vecdot(probs, values)[:, None]
-
-
 def draw(probs: Tensor) -> Tensor:
     """One id a row from probabilities [n, V], by torch's global generator: [n]. Never one of probability 0.
 

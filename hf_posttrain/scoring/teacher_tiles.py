@@ -18,10 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from ..losses.divergence import DIVERGENCES, by_rollout, discounted, forward_kl, jsd, reverse_kl
-from .cpu import expectation
+from ..losses.divergence import DIVERGENCES, by_rollout, discounted, forward_kl, jsd, log_softmax, reverse_kl
 from .forward import LMHead, run, scored_states
-from .head import LogProb, Tile, TileFunction, kernels, softmax, tiles
+from .head import LogProb, Tile, TileFunction, expectation, kernels, softmax, tiles
 from .stop_outcome import StopOutcome
 
 IMPORTANCE = 2.0
@@ -75,7 +74,7 @@ class TeacherStates:
         """ln p of tokens [N], float32."""
         size, found = getattr(self.head.module, "out_features", self.hidden.shape[-1]), []
         for rows in tiles(self.hidden, size):
-            p = torch.log_softmax(at_temperature(self.logits(rows), temperature), -1)
+            p = log_softmax(at_temperature(self.logits(rows), temperature))
             found.append(p.gather(-1, tokens[rows, None])[:, 0])
         return torch.cat(found).float()
 
@@ -124,7 +123,7 @@ def dense(
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
         theirs = teacher.logits(rows)
         size, target = min(logits.shape[-1], theirs.shape[-1]), targets[rows, None]
-        q, p = (torch.log_softmax(at_temperature(side[:, :size], temperature), dim=-1) for side in (logits, theirs))
+        q, p = (log_softmax(at_temperature(side[:, :size], temperature)) for side in (logits, theirs))
         total = function(q, p)
         stats = {"divergence": total, "student": q.gather(-1, target)[:, 0], "teacher": p.gather(-1, target)[:, 0]}
         own = q if temperature == 1 and size == logits.shape[-1] else None
@@ -212,7 +211,7 @@ def with_cross_entropy(
     """Mix in the cross-entropy of the student's own full vocabulary; `own`: its log-probabilities where at hand."""
     if ce_coef == 0:
         return total, stats
-    logps = torch.log_softmax(logits, dim=-1) if own is None else own
+    logps = log_softmax(logits) if own is None else own
     ce = -logps.gather(-1, target)[:, 0]
     return ce_coef * ce + (1 - ce_coef) * total, stats | {"ce": ce}
 

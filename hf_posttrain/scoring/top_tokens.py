@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..losses.divergence import with_tail
+from ..losses.divergence import log_softmax, with_tail
 from .head import Tile, TileFunction
 from .teacher_tiles import at_temperature, differentiated, with_cross_entropy
 
@@ -26,7 +26,7 @@ class TopTokens:
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile."""
-        logps = torch.log_softmax(logits[:, : self.vocabulary] / self.temperature, dim=-1)
+        logps = log_softmax(logits[:, : self.vocabulary] / self.temperature)
         top, ids = logps.topk(min(self.k, logps.shape[-1]), dim=-1)
         own = top[:, 0] if self.targets is None else logps.gather(-1, self.targets[rows, None])[:, 0]
         return Tile(own, None, {"logps": top, "ids": ids})
@@ -44,7 +44,7 @@ def top_k(
     """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
+        q = log_softmax(at_temperature(logits[:, :vocabulary], temperature))
         total, target = function(with_tail(q.gather(-1, ids[rows])), with_tail(logps[rows])), targets[rows, None]
         stats = {"divergence": total}
         if teacher is not None:
@@ -68,7 +68,7 @@ def residual(
     """
 
     def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-        q = torch.log_softmax(at_temperature(logits[:, :vocabulary], temperature), dim=-1)
+        q = log_softmax(at_temperature(logits[:, :vocabulary], temperature))
         top, own = q.gather(-1, ids[rows]), q.gather(-1, targets[rows, None])[:, 0]
         known = (ids[rows] == targets[rows, None]).any(-1)
         rest = torch.where(known, 0.0, own - teacher[rows]).detach()

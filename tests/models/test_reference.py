@@ -3,10 +3,12 @@
 import copy
 import json
 import logging
+import math
 from functools import partial
 
 import datasets
 import peft
+import pyarrow as pa
 import pytest
 import torch
 from accelerate import Accelerator
@@ -478,17 +480,44 @@ def test_the_key_of_a_model_says_which_adapters_are_on():
     assert len({*keys}) == 5
 
 
-@pytest.mark.parametrize("left", ["an empty folder", "cut files"])
+@pytest.mark.parametrize("left", ["an empty folder", "cut files", "whole record batches"])
 def test_a_cache_that_was_tidied_up_is_made_again(left, tmp_path, monkeypatch):
+    """Also one that a full disk has cut between two record batches, which Arrow reads without an error."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    rows, accelerator, made = datasets.Dataset.from_dict({"x": [1, 2]}), Accelerator(cpu=True), []
+    values = [*range(2500)]
+    rows, accelerator, made = datasets.Dataset.from_dict({"x": values}), Accelerator(cpu=True), []
+
+    def damage(file):
+        if left == "an empty folder":
+            file.unlink()
+        elif file.suffix == ".arrow":
+            data = file.read_bytes()
+            reader = pa.ipc.open_stream(source := pa.BufferReader(data))
+            reader.read_next_batch()
+            file.write_bytes(data[: source.tell() if left == "whole record batches" else 20])
+
     for _ in range(3):
-        found = score_cache.cached(["key"], lambda: made.append(0) or rows, "reference", accelerator)
-        assert found["x"][:] == [1, 2]
+        found = score_cache.cached(["key"], len(rows), lambda: made.append(0) or rows, "reference", accelerator)
+        assert found["x"][:] == values
         if len(made) == 1:
-            for file in tmp_path.rglob("*.arrow" if left == "cut files" else "*.*"):
-                file.write_bytes(file.read_bytes()[:20]) if left == "cut files" else file.unlink()
+            for file in tmp_path.rglob("*.*"):
+                damage(file)
     assert len(made) == 2
+
+
+def test_a_cached_reference_in_bf16_is_that_of_its_layout(tmp_path, monkeypatch):
+    """Scores of one layout were taken for another one, where bf16 rounds otherwise: with a real model DPO began at
+    0.7061 instead of ln 2."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = token_rows("dpo", 8)
+    for number, layout in enumerate(("shared", "packed", "padded"), 1):
+        trainer = trainer_for(
+            "dpo", tiny_model(), rows, tmp_path, precompute_ref_log_probs=True, bf16=True, layout=layout, max_steps=1,
+            logging_steps=1,
+        )  # fmt: skip
+        trainer.train()
+        assert trainer.state.log_history[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+        assert len([*(tmp_path / "cache/hf_posttrain").glob("reference-*")]) == number
 
 
 def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):
@@ -497,10 +526,10 @@ def test_two_runs_may_compute_the_same_cache_at_once(tmp_path, monkeypatch):
     rows, accelerator = datasets.Dataset.from_dict({"x": [1, 2]}), Accelerator(cpu=True)
 
     def compute():
-        score_cache.cached(["key"], lambda: rows, "reference", accelerator)
+        score_cache.cached(["key"], 2, lambda: rows, "reference", accelerator)
         return rows
 
-    assert score_cache.cached(["key"], compute, "reference", accelerator)["x"][:] == [1, 2]
+    assert score_cache.cached(["key"], 2, compute, "reference", accelerator)["x"][:] == [1, 2]
     [folder] = (tmp_path / "hf_posttrain").iterdir()
     assert folder.name.startswith("reference-")
 

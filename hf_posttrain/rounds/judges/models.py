@@ -103,7 +103,7 @@ class RewardModel(ModelJudge):
         dtype = load.weights_dtype(section, config, False, self.device)
         with load.names_the_source("reward model", name):
             return AutoModelForSequenceClassification.from_pretrained(
-                name, config=config, dtype=dtype, use_safetensors=True
+                name, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
             )
 
     def tokens(self, questions: Sequence[Question]) -> list[tuple[Sequence[int], Sequence[int]]]:
