@@ -15,8 +15,9 @@ from transformers.integrations.liger import apply_liger_kernel
 
 from ..errors import InputError, nearest
 from ..scoring import forward
-from ..scoring.attention import BY_SEGMENT, has_varlen_kernel
+from ..scoring.attention import BY_SEGMENT
 from ..scoring.head import LOW
+from ..scoring.varlen import has_varlen_kernel
 
 logger = logging.getLogger(__name__)
 RECOMPILATIONS = 32  # of one layer's code, beyond which torch would run it as written

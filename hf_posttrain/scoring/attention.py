@@ -13,11 +13,9 @@ The form is the model's own attention implementation, set by `choose_attention`;
 Legend: R rows, L row length, D size of a head.
 """
 
-import inspect
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,26 +31,10 @@ from .flex import BLOCK, attend_by_block, block_mask
 from .head import LOW
 from .pictures import names_of_kinds, sees_whole_pictures
 from .states import Pieces
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    varlen_attn = None  # type: ignore[assignment]
+from .varlen import GQA, has_varlen_kernel, varlen_attn
 
 logger = logging.getLogger(__name__)
 
-
-def varlen_support(arguments: Collection[str]) -> tuple[bool, dict[str, Any]]:
-    """Return whether `varlen_attn` can be used, and the options that grouped-query attention requires.
-
-    Args:
-        arguments: Argument names of torch's `varlen_attn`. Torch 2.10 has no scale and no sliding window. Torch 2.11
-            accepts fewer key heads than query heads without `enable_gqa`, which torch 2.13 requires.
-    """
-    return {"scale", "window_size"} <= {*arguments}, {"enable_gqa": True} if "enable_gqa" in arguments else {}
-
-
-VARLEN_INSTALLED, VARLEN_GQA = varlen_support(() if varlen_attn is None else inspect.signature(varlen_attn).parameters)
 BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
 """Our implementations, in place of transformers' sdpa and of its flex_attention."""
 BEFORE = "_attention_before_ours"
@@ -175,7 +157,7 @@ def attend_by_segment(
         q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast some norms leave float32
         window = (sliding_window - 1 if sliding_window else -1, 0)
         bounds = [segments[name] for name in VARLEN]
-        found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **VARLEN_GQA)
+        found: Any = varlen_attn(q, k, v, *bounds, scale=scaling, window_size=window, **GQA)
         return found.unsqueeze(0), None
     seen = None
     if picture is not None:
@@ -210,21 +192,6 @@ def _attend_one_by_one(
         with torch.autocast(q.device.type, enabled=False):
             found.append(sdpa_attention_forward(module, q, k, v, mask, **options)[0])
     return torch.cat(found, dim=1).to(kind)
-
-
-@torch.compiler.assume_constant_result  # traced, it would ask the driver, and warn of the cache
-def has_varlen_kernel(device: torch.device) -> bool:
-    """Does a device compute all pieces of a row in one call of `varlen_attn`, in half precision? NVIDIA's do from
-    Ampere on; the meta device stands for them."""
-    return _has_varlen_kernel(device)
-
-
-@cache
-def _has_varlen_kernel(device: torch.device) -> bool:
-    if device.type == "meta" or not VARLEN_INSTALLED:
-        return VARLEN_INSTALLED
-    cuda = device.type == "cuda" and torch.cuda.is_available()
-    return cuda and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _takes_varlen(query: Tensor, value: Tensor) -> bool:

@@ -20,11 +20,12 @@ from transformers import PreTrainedModel
 from ..data.images import some_picture
 from ..errors import InputError
 from . import forward
-from .attention import BY_BLOCK, BY_SEGMENT, has_varlen_kernel, row_multiple, undo_choice
+from .attention import BY_BLOCK, BY_SEGMENT, row_multiple, undo_choice
 from .head import LOW, LogProb, score_tokens
 from .layouts import Branch, Example, collate
 from .rotary import rope_switch
 from .states import got_pieces, stateful_layers
+from .varlen import has_varlen_kernel
 
 logger = logging.getLogger(__name__)
 # in the names of config fields that say how far a layer sees

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer
+from training_for_tests import quick
 
 import hf_posttrain
 
@@ -72,7 +73,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quick("teacher's own tokenizer", among=CASES))
 def test_no_answer_on_the_terminal_runs_code_of_a_folder(case, tmp_path):
     mark, clean = tmp_path / "ran", tmp_path / "clean"
     tiny_model().save_pretrained(clean)

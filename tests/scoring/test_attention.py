@@ -17,6 +17,7 @@ from training_for_tests import quick, token_rows, trainer_for
 from hf_posttrain.errors import InputError
 from hf_posttrain.scoring import attention, choose_layout, forward
 from hf_posttrain.scoring import flex as flex_blocks
+from hf_posttrain.scoring import varlen as varlen_kernel
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
@@ -209,13 +210,13 @@ def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
 def test_the_varlen_kernel_is_that_of_ampere_and_later(device, capability, has, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(attention, "VARLEN_INSTALLED", True)
-    attention._has_varlen_kernel.cache_clear()
+    monkeypatch.setattr(varlen_kernel, "INSTALLED", True)
+    varlen_kernel._has_varlen_kernel.cache_clear()
     found = attention.has_varlen_kernel(torch.device(device))
-    monkeypatch.setattr(attention, "VARLEN_INSTALLED", False)  # an older torch
-    attention._has_varlen_kernel.cache_clear()
+    monkeypatch.setattr(varlen_kernel, "INSTALLED", False)  # an older torch
+    varlen_kernel._has_varlen_kernel.cache_clear()
     assert (found, attention.has_varlen_kernel(torch.device(device))) == (has, False)
-    attention._has_varlen_kernel.cache_clear()
+    varlen_kernel._has_varlen_kernel.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -227,7 +228,7 @@ def test_the_varlen_kernel_is_that_of_ampere_and_later(device, capability, has, 
     ],
 )
 def test_the_varlen_kernel_of_each_torch_release_is_called_with_the_arguments_it_has(arguments, installed, option):
-    assert attention.varlen_support(arguments) == (installed, option)
+    assert varlen_kernel.support(arguments) == (installed, option)
 
 
 @pytest.mark.parametrize(
