@@ -384,6 +384,7 @@ def test_the_whole_rehearsal_runs_from_wheels_in_an_environment_like_the_machine
         if (REPOSITORY / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, copy / name)
+    subprocess.run("git init -q && git add -A", shell=True, cwd=copy, check=True)  # wheels.sh measures what git tracks
     out = tmp_path / "out"
     command = ["make", "gpu-rehearsal", f"OUT={out}", f"GPU_VENV={REPOSITORY / '.venv-gpu'}"]
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
