@@ -65,7 +65,7 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
     import trl
     from trl.experimental import gkd
 
-    method, name = spec["method"], spec["method"].upper()
+    method, name, longest = spec["method"], spec["method"].upper(), spec.get("new_tokens", NEW_TOKENS)
     module: Any = trl
     options: dict[str, Any] = {"max_length": spec["max_length"]}
     options |= {"precompute_ref_log_probs": True} if spec["variant"] == "cached" else {}
@@ -79,7 +79,7 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
         rows = [{"messages": [{"role": role, "content": row[column]} for role, column in roles]} for row in rows]
     elif method == "opd":
         given["model"].generation_config.eos_token_id = ends(given["model"].config.vocab_size)
-        name, options = "Distillation", {"max_completion_length": NEW_TOKENS, "beta": 1.0, "shuffle_dataset": False}
+        name, options = "Distillation", {"max_completion_length": longest, "beta": 1.0, "shuffle_dataset": False}
     elif method in ("dpo", "kto") and spec["variant"] != "cached" and not spec["lora"]:
         given["ref_model"] = build_model(spec, seed=0)  # it would load the reference by name
     if spec["liger"]:  # it would replace the forward that TRL's fused head is in

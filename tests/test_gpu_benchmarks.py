@@ -106,8 +106,9 @@ supervisor.PRELOAD = "raises_when_imported"
 supervisor.start_server()
 run_parts([Part("a", "good", 60, [Case("good", two_results)])], Records(Path(sys.argv[1])), 60, "cpu")
 """
+    (tmp_path / "raises_when_imported.py").write_text("raise RuntimeError")
     records = Records(tmp_path / "records.jsonl")
-    path = f"{REPOSITORY / 'tests/support'}:{REPOSITORY}"
+    path = f"{tmp_path}:{REPOSITORY / 'tests/support'}:{REPOSITORY}"
     environment = os.environ | {"PYTHONPATH": path}
     subprocess.run([sys.executable, "-c", code, records.path], cwd=REPOSITORY, env=environment, check=True, timeout=120)
     assert [record["value"] for record in records.read() if "value" in record] == [1, 2]

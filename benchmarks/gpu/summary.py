@@ -43,9 +43,9 @@ def select(records: Sequence[Record], part: str, *names: str, **values: Any) -> 
     return [record for record in found if all(record.get(name) == value for name, value in values.items())]
 
 
-def show(value: float | None, digits: int = 1, unit: str = "") -> str:
+def show(value: float | None, digits: int = 1) -> str:
     """Return a number for a table; `-` where there is none."""
-    return "-" if value is None else f"{value:,.{digits}f}{unit}"
+    return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def show_memory(row: Record) -> str:

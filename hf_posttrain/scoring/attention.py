@@ -34,7 +34,6 @@ from .states import Pieces
 from .varlen import GQA, has_varlen_kernel, varlen_attn
 
 logger = logging.getLogger(__name__)
-
 BY_SEGMENT, BY_BLOCK = "sdpa_by_segment", "flex_by_block"
 """Our implementations, in place of transformers' sdpa and of its flex_attention."""
 BEFORE = "_attention_before_ours"
