@@ -1,5 +1,6 @@
 """The benchmarks for a GPU, without one: no part harms another, and each checks its own result before it is timed."""
 
+import gzip
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -236,12 +238,15 @@ def test_a_run_in_another_layout_than_the_one_to_measure_is_wrong(settings, monk
     assert not found["right"]
 
 
-def test_a_profile_names_operations_and_counts_reads(settings):
+def test_a_profile_names_operations_counts_reads_and_leaves_a_trace(settings, tmp_path):
     list(inputs.write_inputs(settings))
-    [found] = profiling.measure(settings, "dpo")
+    [found] = profiling.measure(replace(settings, out=tmp_path), "dpo")
+    with gzip.open(tmp_path / "trace-dpo.json.gz", "rt") as file:
+        assert any(event["name"] == "aten::mm" for event in json.load(file)["traceEvents"])
     assert any(name == "aten::mm" for name, _, _ in found["operations"])
     assert 0 < found["device_ms"] <= 1.5 * found["step_ms"]
     assert len(found["operations"]) == profiling.MOST
+    assert found["host_operations"] == found["operations"]
 
 
 def test_checkpointing_that_changes_gradients_is_an_error(settings, monkeypatch):

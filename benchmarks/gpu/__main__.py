@@ -51,7 +51,7 @@ def main() -> int:
     try:
         supervisor.start_server()  # it imports while this process does
         with tempfile.TemporaryDirectory() as folder:
-            parts = parts_of(given.parts, given.device, given.tiny, Path(folder))
+            parts = parts_of(given.parts, given.device, given.tiny, Path(folder), given.out)
             supervisor.run_parts(parts, records, given.limit, given.device)
     except KeyboardInterrupt as stopped:
         code = stopped.args[0] if stopped.args else 130
@@ -102,13 +102,13 @@ def stop(*_: Any) -> None:
     raise KeyboardInterrupt(143)
 
 
-def parts_of(letters: str, device: str, tiny: bool, folder: Path) -> list[Part]:
+def parts_of(letters: str, device: str, tiny: bool, folder: Path, out: Path | None = None) -> list[Part]:
     """Return the parts in order, after the one that writes their inputs."""
     # imported here: they need torch, and --help does not
     from . import correctness, generation, inputs, lengths, lm_head, profiling, training
     from .settings import Settings
 
-    settings = Settings(device, tiny, folder, tuple(name for name in OPTIONAL if find_spec(name)))
+    settings = Settings(device, tiny, folder, tuple(name for name in OPTIONAL if find_spec(name)), out)
     known = {
         "a": ("ceilings and correctness", correctness.cases),
         "b": ("methods against TRL", training.compare_methods),

@@ -86,6 +86,8 @@ def measure(settings: Settings, method: str) -> Iterator[Record]:
         print(f"{method} {milliseconds:9.2f} ms {count:6d}x {name}")
     for place, count in places.most_common(MOST):
         print(f"{method} waits {count:6d}x at {place}")
+    if settings.out is not None:
+        steps.profiler.export_chrome_trace(str(settings.out / f"trace-{method}.json.gz"))
     yield record | {"places": places.most_common(MOST)}
 
 
@@ -103,14 +105,18 @@ def summarise(steps: Steps, device: str) -> Record:
     """
     averages = steps.profiler.key_averages()
     counts = {each.key: each.count for each in averages}
-    field, kind = "self_cpu_time_total", DeviceType.CPU
-    if device == "cuda":
-        field, kind = "self_device_time_total", DeviceType.CUDA
-    ran = [each for each in averages if each.device_type == kind and not each.is_user_annotation]
-    ran.sort(key=lambda each: -getattr(each, field))
+    host = operations(averages, DeviceType.CPU, "self_cpu_time_total")
+    ran = operations(averages, DeviceType.CUDA, "self_device_time_total") if device == "cuda" else host
     return {
-        "step_ms": 1e3 * steps.seconds, "device_ms": sum(getattr(each, field) for each in ran) / 1e3,
+        "step_ms": 1e3 * steps.seconds, "device_ms": sum(milliseconds for _, milliseconds, _ in ran),
         "launches": sum(count for name, count in counts.items() if "LaunchKernel" in name),
         "waits": sum(counts.get(name, 0) for name in WAITS), "reads": sum(counts.get(name, 0) for name in READS),
-        "operations": [[each.key[:60], getattr(each, field) / 1e3, each.count] for each in ran[:MOST]],
+        "operations": ran[:MOST], "host_operations": host[:MOST],
     }  # fmt: skip
+
+
+def operations(averages: Any, kind: DeviceType, field: str) -> list[tuple[str, float, int]]:
+    """Return the name, milliseconds and count of every operation of one kind of device, the most expensive first."""
+    found = [each for each in averages if each.device_type == kind and not each.is_user_annotation]
+    found.sort(key=lambda each: -getattr(each, field))
+    return [(each.key[:60], getattr(each, field) / 1e3, each.count) for each in found]

@@ -24,12 +24,14 @@ class Settings:
         tiny: Use tiny models and few tokens, to see whether the commands run.
         folder: Where the rows and the models' configs and tokenizers are, written by `inputs.write_inputs`.
         installed: Which of `trl`, `liger_kernel` and `flash_attn` are installed.
+        out: Where a part may leave files; `None`: nowhere.
     """
 
     device: str
     tiny: bool
     folder: Path
     installed: tuple[str, ...] = ()
+    out: Path | None = None
 
     @property
     def liger(self) -> bool:
