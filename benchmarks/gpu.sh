@@ -3,6 +3,7 @@
 #   bash benchmarks/gpu.sh
 # Settings, as environment variables:
 #   PARTS     letters of parts in order, default abcdfegh
+#   CASES     regular expression of the measurements' names, default all
 #   LIMIT     seconds of the whole command, default 580
 #   WHEELS    folder of `benchmarks/wheels.sh`, whose packages are used in addition to those of the machine
 #   CACHES    caches.tar.gz of an earlier run, with the kernels that Triton and Inductor have compiled

@@ -82,6 +82,8 @@ def trl(spec: dict[str, Any], rows: list[dict], **given: Any) -> Any:
         name, options = "Distillation", {"max_completion_length": longest, "beta": 1.0, "shuffle_dataset": False}
     elif method in ("dpo", "kto") and spec["variant"] != "cached" and not spec["lora"]:
         given["ref_model"] = build_model(spec, seed=0)  # it would load the reference by name
+    if spec["compile"]:
+        options |= {"torch_compile": True, "torch_compile_backend": BACKENDS[spec["device"]]}
     if spec["liger"]:  # it would replace the forward that TRL's fused head is in
         options["liger_kernel_config"] = {"fused_linear_cross_entropy": False}
     checkpointing = spec.get("checkpointing", False)

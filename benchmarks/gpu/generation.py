@@ -1,12 +1,17 @@
-"""Part f: greedy generation by batch size, ours and transformers' `generate`, with the 0.6B shape in bf16."""
+"""Part f: greedy generation by batch size, ours and transformers' `generate`, with the 0.6B shape in bf16.
+
+`adapter` is ours with a LoRA adapter of random weights, in float32 under bf16 autocast: as OPD with LoRA generates.
+"""
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import peft
 import torch
 
 from hf_posttrain.generation import rollout
+from hf_posttrain.scoring.forward import causal_lm
 
 from .models import build
 from .settings import Settings, measure_call
@@ -28,15 +33,20 @@ def cases(settings: Settings) -> list[Case]:
 def measure(settings: Settings, by: str) -> Iterator[Record]:
     """Yield new tokens per second and memory by batch size, if the tokens are the most likely ones."""
     prompt_length, new_tokens = settings.pick((256, 128), (16, 8))
-    model = build(settings, ours=by == "ours").eval()
+    model = build(settings, ours=by != "transformers").eval()
+    autocast = torch.autocast(settings.device, torch.bfloat16, enabled=by == "adapter")
+    if by == "adapter":
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model.float(), peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
     for rows in settings.pick(BATCHES, (4, 2)):
         draw = torch.Generator().manual_seed(0)
         prompts = torch.randint(2, settings.vocabulary, (rows, prompt_length), generator=draw).tolist()
-        run = partial(GENERATE[by], model, prompts, new_tokens)
+        run = autocast(partial(GENERATE[by], model, prompts, new_tokens))
         completions = run()
-        gap = worst_gap(model, prompts[:CHECKED_ROWS], completions[:CHECKED_ROWS])
+        gap = autocast(worst_gap)(model, prompts[:CHECKED_ROWS], completions[:CHECKED_ROWS])
         right = gap <= NEAR_BEST and all(len(ids) == new_tokens for ids in completions)
         record: Record = {"by": by, "rows": rows, "new_tokens": new_tokens, "gap": gap, "right": right}
+        record["way"] = getattr(causal_lm(model), "answers_by", ("", 0))[0]
         if right:
             cost = measure_call(settings.device, run, 1, warm_up=False)
             record |= {"peak_gib": cost.peak_gib, "added_gib": cost.added_gib}
@@ -59,7 +69,7 @@ def worst_gap(model: Any, prompts: list[list[int]], completions: list[list[int]]
 
 def ours(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """Generate as OPD and evaluation do. No token ends a row."""
-    return rollout.generate(model, prompts, new_tokens, [model.config.vocab_size], pad_id=1)
+    return rollout.generate(model, prompts, new_tokens, [causal_lm(model).config.vocab_size], pad_id=1)
 
 
 def transformers(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -70,4 +80,4 @@ def transformers(model: Any, prompts: list[list[int]], new_tokens: int) -> list[
     return found[:, ids.shape[1] :].tolist()
 
 
-GENERATE = {"ours": ours, "transformers": transformers}
+GENERATE = {"ours": ours, "adapter": ours, "transformers": transformers}

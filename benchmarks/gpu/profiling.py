@@ -15,17 +15,18 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoTokenizer, TrainerCallback
 
 from .. import flops
-from ..setting import build_model, read_rows
+from ..setting import build_model
 from ..sides import ours
-from .inputs import rows_file
 from .settings import Settings
 from .supervisor import Case, Record
-from .training import spec_of
+from .training import lora_options, spec_of, training_rows
 
 MOST = 20
 """Operations that are listed."""
 TIMED, PROFILED = 3, 4
 """The optimizer steps that are timed without the profiler, and profiled."""
+LORA_SHAPE, LORA_COPIES = "qwen3-8b", 4
+"""The shape of the profiled LoRA run, and how often its rows are repeated: a packed row takes several of them."""
 NEW_TOKENS = 16
 """Longest rollout of OPD. Each token is 10,000 events of the profiler."""
 WAITS = ("cudaStreamSynchronize", "cudaEventSynchronize")
@@ -34,8 +35,8 @@ READS = ("aten::_local_scalar_dense", "aten::nonzero")
 
 
 def cases(settings: Settings) -> list[Case]:
-    """One step of each method."""
-    return [Case(method, partial(measure, settings, method), 40) for method in ("dpo", "opd")]
+    """One step of DPO and of OPD, and of LoRA at the size of part d that is the largest."""
+    return [Case(name, partial(measure, settings, name), 40) for name in ("dpo", "opd", "lora")]
 
 
 class Steps(TrainerCallback):
@@ -70,10 +71,13 @@ class Steps(TrainerCallback):
             torch.cuda.set_sync_debug_mode(mode)
 
 
-def measure(settings: Settings, method: str) -> Iterator[Record]:
+def measure(settings: Settings, name: str) -> Iterator[Record]:
     """Yield the most expensive operations and the number of host synchronisations of one step."""
-    spec = spec_of(settings, "ours", method) | {"new_tokens": NEW_TOKENS}
-    rows = read_rows(rows_file(settings), method, spec["batch"] * PROFILED)
+    method, options = (name, {}) if name != "lora" else ("sft", lora_options(settings, LORA_SHAPE))
+    if name == "lora":  # in compiled layers, operations have no names
+        options |= {"compile": False, "liger": settings.liger}
+    spec = spec_of(settings, "ours", method, **options) | {"new_tokens": NEW_TOKENS}
+    rows = training_rows(settings, spec, rows=spec["batch"] * PROFILED, copies=1 if name != "lora" else LORA_COPIES)
     steps = Steps(settings.device)
     model, tokenizer = build_model(spec, seed=0), AutoTokenizer.from_pretrained(spec["folder"])
     trainer = ours(spec, rows, model=model, processing_class=tokenizer, callbacks=[steps])
@@ -81,13 +85,13 @@ def measure(settings: Settings, method: str) -> Iterator[Record]:
         warnings.simplefilter("always")
         trainer.train()
     places = Counter(place_of(each) for each in caught if "synchroniz" in str(each.message))
-    record = summarise(steps, settings.device) | {"method": method, "new_tokens": NEW_TOKENS}
-    for name, milliseconds, count in record["operations"]:
-        print(f"{method} {milliseconds:9.2f} ms {count:6d}x {name}")
+    record = summarise(steps, settings.device) | {"method": name, "new_tokens": NEW_TOKENS}
+    for operation, milliseconds, count in record["operations"]:
+        print(f"{name} {milliseconds:9.2f} ms {count:6d}x {operation}")
     for place, count in places.most_common(MOST):
-        print(f"{method} waits {count:6d}x at {place}")
+        print(f"{name} waits {count:6d}x at {place}")
     if settings.out is not None:
-        steps.profiler.export_chrome_trace(str(settings.out / f"trace-{method}.json.gz"))
+        steps.profiler.export_chrome_trace(str(settings.out / f"trace-{name}.json.gz"))
     yield record | {"places": places.most_common(MOST)}
 
 

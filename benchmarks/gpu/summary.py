@@ -182,7 +182,7 @@ def acceleration(records: Sequence[Record]) -> Iterator[str]:
     """Part e."""
     for row in select(records, "e", "tokens_per_second"):
         rate = f"{row['tokens_per_second']:,.0f} trained tokens/s, peak {row['peak_gib']:.1f} GiB"
-        yield f"e  {row['case']:15s} {rate}, first step {row['first_step_seconds']:.1f} s"
+        yield f"e  {row['case']:18s} {rate}, first step {row['first_step_seconds']:.1f} s"
 
 
 def long_rows(records: Sequence[Record]) -> Iterator[str]:

@@ -9,6 +9,7 @@ it is imported, is not preloaded, and `PYTORCH_NVML_BASED_CUDA_CHECK` answers th
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import BaseContext
@@ -58,6 +59,10 @@ class Part:
     title: str
     seconds: float
     cases: Sequence[Case]
+
+    def only(self, pattern: str) -> "Part":
+        """Return the part with the measurements whose names match a regular expression."""
+        return replace(self, cases=[case for case in self.cases if re.search(pattern, case.name)])
 
 
 class Records:

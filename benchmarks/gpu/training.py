@@ -48,22 +48,29 @@ def compare_methods(settings: Settings) -> list[Case]:
 
 def lora(settings: Settings) -> list[Case]:
     """Part d: LoRA of rank 16 on packed rows of 2,048 tokens, by model size."""
-    found = []
-    for shape, batch in LORA_BATCHES.items():
-        options: dict[str, Any] = {"shape": shape, "lora": True, "dtype": "bfloat16", "variant": "packed"}
-        options |= {"max_length": settings.pick(2048, 128), "batch": settings.pick(batch, 2), "copies": 3}
-        found.append(Case(shape, partial(train, settings, "ours", "sft", **options), RUN_SECONDS))
-    return found
+    return [
+        Case(shape, partial(train, settings, "ours", "sft", copies=3, **lora_options(settings, shape)), COMPILE_SECONDS)
+        for shape in LORA_BATCHES
+    ]
+
+
+def lora_options(settings: Settings, shape: str) -> dict[str, Any]:
+    """Return what part d adds to `spec_of`."""
+    options = {"shape": shape, "lora": True, "dtype": "bfloat16", "variant": "packed"}
+    # on CPU, where attention is a call for each piece of a row, compiled layers are compiled again at each step
+    options |= {"compile": settings.pick(True, False), "liger": False}
+    return options | {"max_length": settings.pick(2048, 128), "batch": settings.pick(LORA_BATCHES[shape], 2)}
 
 
 def acceleration(settings: Settings) -> list[Case]:
-    """Part e: SFT with the 0.6B shape, with and without torch.compile and Liger's layer kernels."""
-    found = []
-    for liger, compiled in product((True, False) if settings.liger else (False,), (True, False)):
-        name = " + ".join(["compile"] * compiled + ["liger"] * liger) or "plain"
-        run = partial(train, settings, "ours", "sft", compile=compiled, liger=liger, copies=2)
-        found.append(Case(name, run, COMPILE_SECONDS))
-    return sorted(found, key=lambda case: ["plain", "compile", "compile + liger", "liger"].index(case.name))
+    """Part e: SFT and DPO with the 0.6B shape, as the model is written, with torch.compile, and with Liger's kernels."""
+    sides = ("ours", "trl") if "trl" in settings.installed else ("ours",)
+    ways = {"compile": {"compile": True, "liger": False}, "plain": {"liger": False}}
+    ways |= {"liger": {"liger": True}} if settings.liger else {}
+    return [
+        Case(f"{method} {side} {way}", partial(train, settings, side, method, copies=2, **options), COMPILE_SECONDS)
+        for (way, options), method, side in product(ways.items(), ("sft", "dpo"), sides)
+    ]
 
 
 def long_rows(settings: Settings) -> list[Case]:

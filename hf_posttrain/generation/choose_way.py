@@ -16,10 +16,13 @@ from ..scoring.choose_layout import own_logits, some_ids, spans, tolerance, with
 from ..scoring.forward import causal_lm
 from ..scoring.rotary import rope_switch
 from .by_transformers import BROKEN
+from .steps import can_replay
 
 logger = logging.getLogger(__name__)
-DECODE, BATCHES, ALONE = "decode", "batches", "alone"
-"""`rollout.decode`; transformers' own generate, of left-padded batches; that with each prompt alone."""
+GRAPHS, DECODE, BATCHES, ALONE = "graphs", "decode", "batches", "alone"
+"""`rollout.decode`, by CUDA graphs or not; transformers' own generate, of left-padded batches; that with each prompt
+alone."""
+OWN = GRAPHS, DECODE
 Answer = Callable[[str, list[list[int]]], list[list[int]]]
 """(way, prompts) -> a few greedy tokens after each."""
 
@@ -37,8 +40,10 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
     if not own_logits(model, some_ids(inner)(3), 1).amax().isfinite():
         raise RuntimeError(BROKEN)
     limits = 10 * tolerance(inner), 1.0
-    for way in ([DECODE] if can_decode(inner) else []) + [BATCHES, ALONE]:  # the quick ones first
-        if within(partial(_gap, model, longest, way, answer), limits, f"answers, {way}"):
+    own = [GRAPHS] * can_replay(inner) + [DECODE] if can_decode(inner) else []
+    for way in [*own, BATCHES, ALONE]:  # the quick ones first
+        right = within(partial(_gap, model, longest, way, answer), limits, f"answers, {way}")
+        if right and (way != GRAPHS or getattr(inner, "captures", True)):
             if way == ALONE:
                 said = "%s generates wrongly in padded batches: its prompts are answered one by one"
                 logger.warning(said, type(inner).__name__)

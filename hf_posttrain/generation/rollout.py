@@ -7,7 +7,7 @@ Legend: n rows that go on, L length of the padded prompts, V vocabulary, D size 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers import PreTrainedModel
 
 from ..scoring.cpu import draw, few_rows
 from ..scoring.forward import causal_lm, eval_mode, rounded_products, unwrapped
-from . import by_transformers, choose_way
+from . import by_transformers, choose_way, steps
+from .steps import FixedSteps, GrowingLayer, GrowingSteps, growing_cache
 
 READ_EVERY = {"cuda": 8}
 """Tokens between two looks for rows that have ended: on a GPU a look waits for it, and a row in vain costs little."""
@@ -109,7 +108,7 @@ def generate(
             way, proven = inner.answers_by = choose_way.choose(model, longest, try_out)
         size = 1 if way == choose_way.ALONE else batch_size
         if size is None:  # the caches of other ways are not measured
-            size = rows_that_fit(inner, len(prompts), longest) if way == choose_way.DECODE else max(len(prompts), 1)
+            size = rows_that_fit(inner, len(prompts), longest) if way in choose_way.OWN else max(len(prompts), 1)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
@@ -145,13 +144,6 @@ def cache_bytes(model: PreTrainedModel) -> int:
     return sum(tensor.nbytes for tensor in kept if tensor is not None)  # one that shares another's keys has none
 
 
-def growing_cache(model: PreTrainedModel) -> DynamicCache:
-    """An empty cache for `decode`."""
-    cache = DynamicCache(config=model.config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
-
-
 def answer(
     model: nn.Module, way: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, terminal_ids: list[int],
     pad_id: int, sampler: Sampler, see: Any = None,
@@ -159,9 +151,11 @@ def answer(
     """`generate` for one batch, in a way of `choose_way`."""
     shown = ((prompt, getattr(prompt, "pictures", ())) for prompt in prompts)
     pictures = [one for prompt, pictures in shown if pictures for one in see.reader.shown_in(prompt, pictures)]
-    if way == choose_way.DECODE and not pictures:
+    if way in choose_way.OWN and not pictures:
         with few_rows(model):
-            return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler)
+            return decode(
+                causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler, replay=way == choose_way.GRAPHS
+            )
     padded = left_padded(prompts, pad_id, causal_lm(model).device)
     visual = see.of_prompts(pictures, padded[0], causal_lm(model)) if pictures else {}
     rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler, visual)
@@ -171,80 +165,53 @@ def answer(
 # ---- our own decoding
 
 
-class GrowingLayer(DynamicLayer):
-    """Keys and values of a layer in buffers with space for more tokens: a step does not copy all that came before."""
-
-    SPARE = 128  # extra tokens that new buffers have space for; new ones are made when a step does not fit
-    buffers: Sequence[Tensor] = ()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """[n, heads, new, D] twice -> all keys and all values, [n, heads, length, D], views of the buffers."""
-        # rotary makes keys float32 under autocast, which attention would round at each token
-        new, used = (key_states.to(value_states.dtype), value_states), self.get_seq_length()
-        end = used + key_states.shape[-2]
-        if not used:
-            self.lazy_initialization(*new)
-        if not self.buffers or self.buffers[0].shape[-2] < end:
-            old = [buffer[:, :, :used] for buffer in self.buffers] or [states[:, :, :0] for states in new]
-            self.buffers = [pad(states, (0, 0, 0, end - used + self.SPARE)) for states in old]
-        for buffer, states in zip(self.buffers, new, strict=True):
-            buffer[:, :, used:end] = states
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, with the space behind them."""
-        if length := self.get_seq_length():
-            self.buffers = [buffer[indices] for buffer in self.buffers]
-            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
-
-
 def decode(
     model: PreTrainedModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     terminal_ids: Sequence[int],
     sampler: Sampler,
+    replay: bool = False,
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
-    Raises RuntimeError where the model's logits are NaN or infinite.
+    replay: by CUDA graphs, see `FixedSteps`. Raises RuntimeError where the model's logits are NaN or infinite.
     """
     # Read each distinct prompt once. Padding is on the left, so that the next token of every row is in one column.
     number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     ids, mask = left_padded(list(number), 0, model.device)
     position = mask.cumsum(-1).sub(1).clamp(min=0)
     cache = growing_cache(model)
-    given = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
-    logits = model(input_ids=ids, attention_mask=mask, position_ids=position, **given).logits[:, -1]
+    logits = steps.last_logits(model, ids, mask, position, cache)
 
     # From distinct prompts to a row for each completion: K rollouts of a prompt begin as copies of what it left.
     rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=ids.device)
     if len(number) < len(prompts):
         cache.batch_select_indices(rows)
-    logits, mask, position = logits[rows], mask[rows], position[rows, -1:]
+    logits, state = logits[rows], (model, cache, mask[rows], position[rows, -1:])
+    forwards = FixedSteps(*state, max_new_tokens - 1) if replay else GrowingSteps(*state)
 
-    terminal = torch.tensor(list(terminal_ids), device=ids.device)
+    ends = _lookup(terminal_ids, sampler.vocabulary, ids.device)
     alive = torch.arange(len(prompts), device=ids.device)  # [n]: the completion that each row of the batch belongs to
     going = torch.ones_like(alive, dtype=torch.bool)  # [n]: rows that have not ended
     completions = torch.full((len(prompts), max_new_tokens), -1, device=ids.device)
-    every, seen = READ_EVERY.get(ids.device.type, 1), _decoding_mask(model, cache)
+    every = READ_EVERY.get(ids.device.type, 1)
     for step in range(max_new_tokens):
         token = sampler(logits)
         completions[alive, step] = token.where(going, -1)
         # With broken logits the id is out of range: clamped, so that the loop can go on; the check behind it raises.
         token = token.clamp(max=sampler.vocabulary - 1)
-        going &= torch.isin(token, terminal, invert=True)
-        # Rows that have ended leave the batch, and the cache. Asking whether there are any waits for the device.
-        if step % every == every - 1 and not going.all():
-            kept = going.nonzero().squeeze(-1)
-            alive, token, mask, position, going = (each[kept] for each in (alive, token, mask, position, going))
-            cache.batch_select_indices(kept)
-        if len(alive) == 0 or step == max_new_tokens - 1:
-            break
-        mask, position = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1), position + 1
-        row = {"attention_mask": seen(mask), "position_ids": position}
-        logits = model(input_ids=token[:, None], **row, **given).logits[:, -1]
+        going &= ~ends[token]
+        # Rows that have ended leave the batch, and the cache. Asking how many there are waits for the device.
+        if step % every == every - 1 and (count := int(going.sum())) < len(going):
+            if count == 0:
+                break
+            if count <= forwards.shrinks_at * len(going):
+                kept = going.nonzero().squeeze(-1)
+                alive, token, going = alive[kept], token[kept], going[kept]
+                forwards.keep(kept)
+        if step < max_new_tokens - 1:
+            logits = forwards.forward(token)
 
     found = [[token for token in row if token >= 0] for row in completions.tolist()]
     if any(token >= sampler.vocabulary for row in found for token in row):
@@ -252,13 +219,11 @@ def decode(
     return found
 
 
-def _decoding_mask(model: PreTrainedModel, cache: DynamicCache) -> Callable[[Tensor], Tensor]:
-    """From a mask of padding [n, L] to what the model takes with one token: for sdpa the prepared mask [n, 1, 1, L],
-    where transformers would make it at each token, and wait for the device to ask whether there is padding at all."""
-    plain = all(type(layer) is GrowingLayer for layer in cache.layers)
-    if plain and "sdpa" in (model.config.get_text_config()._attn_implementation or ""):
-        return lambda mask: mask[:, None, None].bool()
-    return lambda mask: mask
+def _lookup(ids: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
+    """Which ids of a vocabulary are among `ids`, [V] bool: `torch.isin` of many ids waits for a GPU."""
+    found = torch.zeros(max(vocabulary, *(one + 1 for one in ids)) if ids else vocabulary, dtype=torch.bool)
+    found[list(ids)] = True
+    return found.to(device)
 
 
 def left_padded(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -122,6 +122,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         # HF takes every metric but the loss for one that should rise
         if self.greater_is_better is None and self.metric_for_best_model:
             self.greater_is_better = not _FALLING.search(self.metric_for_best_model)
+        loading_by_default = self.accelerator_config is None
         super().__post_init__()
         if self.torch_compile and not self.tf32 and is_torch_tf32_available():
             enable_tf32(False)  # HF turns it on with torch_compile, for the whole process, and nobody asked
@@ -144,8 +145,10 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             raise InputError(f"activation_checkpointing_kwargs: expected a mapping, found {shown(checkpointed)}")
         if (checkpointed or {}).get("offload") and self.device.type == "cpu":
             raise InputError("activation_checkpointing_kwargs: offload moves activations off a GPU: leave it out here")
-        # Accelerate would cut a laid-out batch by rows, as it does by default with streams
         loading: Any = self.accelerator_config
+        if loading_by_default and self.dataloader_pin_memory and self.device.type == "cuda":
+            loading.non_blocking = True  # else each tensor of a batch is copied when the GPU has done all work before it
+        # Accelerate would cut a laid-out batch by rows, as it does by default with streams
         if loading.dispatch_batches or loading.split_batches:
             raise InputError("accelerator_config: dispatch_batches and split_batches cut laid-out batches by rows")
         loading.dispatch_batches = False

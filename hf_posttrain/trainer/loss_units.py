@@ -32,8 +32,8 @@ class Losses:
 
 def row_weights(batch: dict[str, Any]) -> Tensor:
     """1 for each row that counts, 0 for rows that only fill up a last batch: [rows], on the batch's device."""
-    given = batch.get("row_weights")
-    return (torch.ones(len(batch["index"])) if given is None else given).to(batch["index"].device)
+    given, device = batch.get("row_weights"), batch["index"].device
+    return torch.ones(len(batch["index"]), device=device) if given is None else given.to(device)
 
 
 def sum_and_count(values: Tensor, weights: Tensor) -> Tensor:
