@@ -153,9 +153,9 @@ NEEDS = {need.symbol: need for need in [
          "names of memory -> those of the hub's files"),
     Need("transformers.GenerationMixin.prepare_inputs_for_generation", "generation/choose_way.py",
          "overridden by models that keep more than keys and values"),
-    Need("transformers.cache_utils.DynamicLayer", "generation/rollout.py",
+    Need("transformers.cache_utils.DynamicLayer", "generation/rollout.py generation/graphs.py generation/choose_way.py",
          "keys, values, is_initialized, lazy_initialization and the length of keys are all of its state"),
-    Need("transformers.DynamicCache.layers", "generation/rollout.py",
+    Need("transformers.DynamicCache.layers", "generation/rollout.py generation/graphs.py generation/choose_way.py",
          "one a layer, of the kind that its attention needs; may be replaced", "layers"),
     # ---- peft
     Need("peft.PeftModel.forward", "scoring/forward.py",

@@ -4,12 +4,12 @@ The parts, in their default order, with their limits in seconds:
 
   a   60  ceilings of the machine; layouts, attention, kernels and tiles compute what they should
   b  150  SFT, DPO, KTO, KD and OPD with a Qwen3 0.6B shape, in turns with TRL
-  c   60  the LM head alone, against full logits, TRL and Liger
-  d   90  LoRA on packed rows, Qwen3 0.6B to 8B
-  f   60  generation by batch size, against transformers' generate
-  e   60  torch.compile and Liger's layer kernels, on and off
-  g   45  row lengths up to 65,536 tokens, and memory of a Gemma 3 1B shape at 8,192
-  h   60  profile of one DPO and one OPD step
+  c   40  the LM head alone, against full logits, TRL and Liger
+  d  100  packed rows: LoRA with Qwen3 0.6B to 8B, all weights with 0.6B and 1.7B
+  f   40  generation by batch size, against transformers' generate
+  e  100  torch.compile and Liger's layer kernels, on and off
+  g   60  row lengths up to 65,536 tokens, and memory of a Gemma 3 1B shape at 8,192
+  h   60  profile of one step of DPO, OPD and LoRA
 
 Every measurement appends its results to OUT/records.jsonl at once. The last lines of the output are a summary of at
 most 60 lines. Exit codes: 0, 1 if a result is wrong or a measurement failed, 2 for wrong arguments, 130 and 143 after
@@ -31,7 +31,7 @@ from . import summary, supervisor
 from .supervisor import Case, Part, Records
 
 ORDER = "abcdfegh"
-LIMITS = {"a": 60, "b": 150, "c": 60, "d": 100, "e": 120, "f": 60, "g": 60, "h": 60}
+LIMITS = {"a": 60, "b": 150, "c": 40, "d": 100, "e": 100, "f": 40, "g": 60, "h": 60}
 """Part -> seconds."""
 TOTAL_SECONDS = 560
 """Of all parts: a command on the GPU machine may run for 600 seconds."""

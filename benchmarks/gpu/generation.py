@@ -3,6 +3,7 @@
 `adapter` is ours with a LoRA adapter of random weights, in float32 under bf16 autocast: as OPD with LoRA generates.
 """
 
+import logging
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -33,11 +34,13 @@ def cases(settings: Settings) -> list[Case]:
 def measure(settings: Settings, by: str) -> Iterator[Record]:
     """Yield new tokens per second and memory by batch size, if the tokens are the most likely ones."""
     prompt_length, new_tokens = settings.pick((256, 128), (16, 8))
+    logging.basicConfig(level=logging.INFO)  # why a model decodes without CUDA graphs
     model = build(settings, ours=by != "transformers").eval()
     autocast = torch.autocast(settings.device, torch.bfloat16, enabled=by == "adapter")
     if by == "adapter":
         torch.manual_seed(0)
-        model = peft.get_peft_model(model.float(), peft.LoraConfig(target_modules="all-linear", init_lora_weights=False))
+        config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
+        model = peft.get_peft_model(model.float(), config)
     for rows in settings.pick(BATCHES, (4, 2)):
         draw = torch.Generator().manual_seed(0)
         prompts = torch.randint(2, settings.vocabulary, (rows, prompt_length), generator=draw).tolist()

@@ -19,7 +19,7 @@ from ..setting import build_model
 from ..sides import ours
 from .settings import Settings
 from .supervisor import Case, Record
-from .training import lora_options, spec_of, training_rows
+from .training import packed_options, spec_of, training_rows
 
 MOST = 20
 """Operations that are listed."""
@@ -73,9 +73,7 @@ class Steps(TrainerCallback):
 
 def measure(settings: Settings, name: str) -> Iterator[Record]:
     """Yield the most expensive operations and the number of host synchronisations of one step."""
-    method, options = (name, {}) if name != "lora" else ("sft", lora_options(settings, LORA_SHAPE))
-    if name == "lora":  # in compiled layers, operations have no names
-        options |= {"compile": False, "liger": settings.liger}
+    method, options = (name, {}) if name != "lora" else ("sft", packed_options(settings, LORA_SHAPE, lora=True))
     spec = spec_of(settings, "ours", method, **options) | {"new_tokens": NEW_TOKENS}
     rows = training_rows(settings, spec, rows=spec["batch"] * PROFILED, copies=1 if name != "lora" else LORA_COPIES)
     steps = Steps(settings.device)

@@ -15,7 +15,8 @@ import psutil
 import torch
 
 from ..data.lengths import longest, planned_passes
-from ..generation.rollout import CACHE_SHARE, LOGIT_BYTES, GrowingLayer, even_parts
+from ..generation.batch_size import CACHE_SHARE, LOGIT_BYTES, even_parts
+from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE
 from ..models.section import section_of
 from ..recipe.sections import Recipe

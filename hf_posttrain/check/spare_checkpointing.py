@@ -13,7 +13,7 @@ from .memory import GIB, estimate
 from .placement import Engine, engine_asked
 
 logger = logging.getLogger(__name__)
-ROOMY = 0.7  # share of a GPU that an estimate may take before it counts as full: no GPU has measured it yet
+ROOMY = 0.7  # share of a GPU that an estimate may take before it counts as full
 
 
 def spare_checkpointing(

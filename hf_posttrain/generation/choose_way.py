@@ -16,7 +16,7 @@ from ..scoring.choose_layout import own_logits, some_ids, spans, tolerance, with
 from ..scoring.forward import causal_lm
 from ..scoring.rotary import rope_switch
 from .by_transformers import BROKEN
-from .steps import can_replay
+from .graphs import can_replay
 
 logger = logging.getLogger(__name__)
 GRAPHS, DECODE, BATCHES, ALONE = "graphs", "decode", "batches", "alone"

@@ -15,19 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from ..scoring.cpu import draw, few_rows
 from ..scoring.forward import causal_lm, eval_mode, rounded_products, unwrapped
-from . import by_transformers, choose_way, steps
-from .steps import FixedSteps, GrowingLayer, GrowingSteps, growing_cache
+from . import by_transformers, choose_way
+from .batch_size import rows_that_fit
+from .graphs import FixedSteps
 
 READ_EVERY = {"cuda": 8}
 """Tokens between two looks for rows that have ended: on a GPU a look waits for it, and a row in vain costs little."""
-LOGIT_BYTES = 20
-"""Of a logit while a token is drawn: itself, in float32, its probability, sums in float64."""
-CACHE_SHARE = 0.5
-"""Of a GPU's free memory, what keys and values of one batch may take where no batch size is given."""
 GRAM = 4
 """Tokens of what counts as repeated."""
 
@@ -107,8 +106,10 @@ def generate(
             try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, Sampler(None, own))  # noqa: E731
             way, proven = inner.answers_by = choose_way.choose(model, longest, try_out)
         size = 1 if way == choose_way.ALONE else batch_size
-        if size is None:  # the caches of other ways are not measured
-            size = rows_that_fit(inner, len(prompts), longest) if way in choose_way.OWN else max(len(prompts), 1)
+        if size is None:
+            size = max(len(prompts), 1)
+            if prompts and way in choose_way.OWN and inner.device.type == "cuda":
+                size = rows_that_fit(inner, growing_cache(inner), size, longest + GrowingLayer.SPARE)
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
             given = [prompts[i] for i in chosen]
@@ -118,30 +119,11 @@ def generate(
     return completions
 
 
-def rows_that_fit(model: PreTrainedModel, count: int, length: int) -> int:
-    """Of `count` rows of `length` tokens, how many to generate at once: all, or on a GPU even parts of them whose keys
-    and values take at most CACHE_SHARE of what is free."""
-    if model.device.type != "cuda" or not count:
-        return max(count, 1)
-    free = torch.cuda.mem_get_info(model.device)[0]
-    free += torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
-    logits = LOGIT_BYTES * model.config.get_text_config().vocab_size
-    return even_parts(count, int(CACHE_SHARE * free) // ((length + GrowingLayer.SPARE) * cache_bytes(model) + logits))
-
-
-def even_parts(count: int, most: int) -> int:
-    """The size of parts of `count`, as few as can be with at most `most` each, and one at least."""
-    parts = -(-max(count, 1) // max(most, 1))
-    return -(-max(count, 1) // parts)
-
-
-def cache_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a token's keys and values in all layers, measured on one; a layer may keep a window alone."""
-    cache = growing_cache(model)
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    kept = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    return sum(tensor.nbytes for tensor in kept if tensor is not None)  # one that shares another's keys has none
+def growing_cache(model: PreTrainedModel) -> DynamicCache:
+    """An empty cache for `decode`."""
+    cache = DynamicCache(config=model.config)
+    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def answer(
@@ -153,9 +135,8 @@ def answer(
     pictures = [one for prompt, pictures in shown if pictures for one in see.reader.shown_in(prompt, pictures)]
     if way in choose_way.OWN and not pictures:
         with few_rows(model):
-            return decode(
-                causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler, replay=way == choose_way.GRAPHS
-            )
+            replay = way == choose_way.GRAPHS
+            return decode(causal_lm(model), prompts, max_new_tokens, terminal_ids, sampler, replay)
     padded = left_padded(prompts, pad_id, causal_lm(model).device)
     visual = see.of_prompts(pictures, padded[0], causal_lm(model)) if pictures else {}
     rows = by_transformers.generate(unwrapped(model), *padded, max_new_tokens, terminal_ids, pad_id, sampler, visual)
@@ -163,6 +144,58 @@ def answer(
 
 
 # ---- our own decoding
+
+
+class GrowingLayer(DynamicLayer):
+    """Keys and values of a layer in buffers with space for more tokens: a step does not copy all that came before."""
+
+    SPARE = 128  # extra tokens that new buffers have space for; new ones are made when a step does not fit
+    buffers: Sequence[Tensor] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[n, heads, new, D] twice -> all keys and all values, [n, heads, length, D], views of the buffers."""
+        # rotary makes keys float32 under autocast, which attention would round at each token
+        new, used = (key_states.to(value_states.dtype), value_states), self.get_seq_length()
+        end = used + key_states.shape[-2]
+        if not used:
+            self.lazy_initialization(*new)
+        if not self.buffers or self.buffers[0].shape[-2] < end:
+            old = [buffer[:, :, :used] for buffer in self.buffers] or [states[:, :, :0] for states in new]
+            self.buffers = [pad(states, (0, 0, 0, end - used + self.SPARE)) for states in old]
+        for buffer, states in zip(self.buffers, new, strict=True):
+            buffer[:, :, used:end] = states
+        self.keys, self.values = (buffer[:, :, :end] for buffer in self.buffers)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, with the space behind them."""
+        if length := self.get_seq_length():
+            self.buffers = [buffer[indices] for buffer in self.buffers]
+            self.keys, self.values = (buffer[:, :, :length] for buffer in self.buffers)
+
+
+class GrowingSteps:
+    """Forwards of one token of each row as the model is written, with the arguments of `graphs.FixedSteps`."""
+
+    shrinks_at = 1.0  # the share of rows that go on, from which on it pays to drop the others
+
+    def __init__(self, model: PreTrainedModel, cache: DynamicCache, mask: Tensor, position: Tensor):
+        self.model, self.cache, self.mask, self.position = model, cache, mask, position
+        plain = all(type(layer) is GrowingLayer for layer in cache.layers)
+        self.prepares_mask = plain and "sdpa" in (model.config.get_text_config()._attn_implementation or "")
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only, indices [kept]."""
+        self.mask, self.position = self.mask[rows], self.position[rows]
+        self.cache.batch_select_indices(rows)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Read one token of each row, [n], and return the logits after it, [n, V]."""
+        self.mask = torch.cat([self.mask, self.mask.new_ones(len(self.mask), 1)], dim=1)
+        self.position = self.position + 1
+        # else transformers would make it at each token, and ask the device whether there is padding at all
+        mask = self.mask[:, None, None].bool() if self.prepares_mask else self.mask
+        return _last_logits(self.model, tokens[:, None], mask, self.position, self.cache)
 
 
 def decode(
@@ -175,14 +208,14 @@ def decode(
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
-    replay: by CUDA graphs, see `FixedSteps`. Raises RuntimeError where the model's logits are NaN or infinite.
+    replay: by CUDA graphs. Raises RuntimeError where the model's logits are NaN or infinite.
     """
     # Read each distinct prompt once. Padding is on the left, so that the next token of every row is in one column.
     number = {prompt: n for n, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
     ids, mask = left_padded(list(number), 0, model.device)
     position = mask.cumsum(-1).sub(1).clamp(min=0)
     cache = growing_cache(model)
-    logits = steps.last_logits(model, ids, mask, position, cache)
+    logits = _last_logits(model, ids, mask, position, cache)
 
     # From distinct prompts to a row for each completion: K rollouts of a prompt begin as copies of what it left.
     rows = torch.tensor([number[tuple(prompt)] for prompt in prompts], device=ids.device)
@@ -190,12 +223,10 @@ def decode(
         cache.batch_select_indices(rows)
     logits, state = logits[rows], (model, cache, mask[rows], position[rows, -1:])
     forwards = FixedSteps(*state, max_new_tokens - 1) if replay else GrowingSteps(*state)
-
     ends = _lookup(terminal_ids, sampler.vocabulary, ids.device)
     alive = torch.arange(len(prompts), device=ids.device)  # [n]: the completion that each row of the batch belongs to
     going = torch.ones_like(alive, dtype=torch.bool)  # [n]: rows that have not ended
     completions = torch.full((len(prompts), max_new_tokens), -1, device=ids.device)
-    every = READ_EVERY.get(ids.device.type, 1)
     for step in range(max_new_tokens):
         token = sampler(logits)
         completions[alive, step] = token.where(going, -1)
@@ -203,7 +234,7 @@ def decode(
         token = token.clamp(max=sampler.vocabulary - 1)
         going &= ~ends[token]
         # Rows that have ended leave the batch, and the cache. Asking how many there are waits for the device.
-        if step % every == every - 1 and (count := int(going.sum())) < len(going):
+        if (step + 1) % READ_EVERY.get(ids.device.type, 1) == 0 and (count := int(going.sum())) < len(going):
             if count == 0:
                 break
             if count <= forwards.shrinks_at * len(going):
@@ -219,10 +250,16 @@ def decode(
     return found
 
 
+def _last_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
+    """The logits after the last of `ids` [n, new], which are read into the cache: [n, V]."""
+    options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    return model(input_ids=ids, attention_mask=mask, position_ids=position, **options).logits[:, -1]
+
+
 def _lookup(ids: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
     """Which ids of a vocabulary are among `ids`, [V] bool: `torch.isin` of many ids waits for a GPU."""
-    found = torch.zeros(max(vocabulary, *(one + 1 for one in ids)) if ids else vocabulary, dtype=torch.bool)
-    found[list(ids)] = True
+    found = torch.zeros(vocabulary, dtype=torch.bool)
+    found[[token for token in ids if token < vocabulary]] = True
     return found.to(device)
 
 

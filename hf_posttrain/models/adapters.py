@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import peft
+import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
@@ -178,6 +179,30 @@ def _not_loaded(policy: peft.PeftModel) -> Iterator[str]:
 def of_adapters(policy: peft.PeftModel, name: str) -> bool:
     """Does the weight of this name go away when adapters are switched off? LoRA's bias, one of the base, does not."""
     return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
+
+
+class UnlessAutocast:
+    """False where autocast is on, for PEFT's `cast_input_dtype_enabled`.
+
+    LoRA layers cast their input to float32, the dtype of the adapter, and autocast casts it back for the product: the
+    same numbers as without both, which took 16 % of the GPU's time in a LoRA step of an 8B model on an H200.
+    """
+
+    def __init__(self, device_type: str):
+        self.device_type = device_type
+
+    def __bool__(self) -> bool:
+        return not torch.is_autocast_enabled(self.device_type)
+
+
+def skip_needless_casts(model: nn.Module, device_type: str) -> None:
+    """Let plain LoRA layers cast their input only where autocast is off. Not where it has dropout, whose factor is then
+    rounded."""
+    for layer in model.modules():
+        if not isinstance(layer, peft.tuners.lora.Linear) or layer.lora_variant:
+            continue
+        if all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values()):
+            layer.cast_input_dtype_enabled = UnlessAutocast(device_type)  # type: ignore[assignment]
 
 
 def adapted_layers(model: nn.Module) -> list[Any]:

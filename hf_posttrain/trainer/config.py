@@ -147,7 +147,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             raise InputError("activation_checkpointing_kwargs: offload moves activations off a GPU: leave it out here")
         loading: Any = self.accelerator_config
         if loading_by_default and self.dataloader_pin_memory and self.device.type == "cuda":
-            loading.non_blocking = True  # else each tensor of a batch is copied when the GPU has done all work before it
+            loading.non_blocking = True  # else each tensor of a batch waits for all work that the GPU has yet to do
         # Accelerate would cut a laid-out batch by rows, as it does by default with streams
         if loading.dispatch_batches or loading.split_batches:
             raise InputError("accelerator_config: dispatch_batches and split_batches cut laid-out batches by rows")

@@ -90,8 +90,8 @@ def liger(values: Any) -> Iterator[Problem]:
     if find_spec("liger_kernel") is None:
         yield ("use_liger_kernel",), "use_liger_kernel needs a package that is not installed: pip install liger-kernel"
     if values.torch_compile:
-        problem = "use_liger_kernel and torch_compile: torch cannot compile Liger's kernels, and fuses the same operations"
-        yield ("use_liger_kernel", "torch_compile"), f"{problem}: keep one of the two (torch_compile is quicker)"
+        problem = "use_liger_kernel and torch_compile: torch does not compile Liger's kernels, and fuses them itself"
+        yield ("use_liger_kernel", "torch_compile"), f"{problem}: keep one of the two (torch_compile is faster)"
     given = values.liger_kernel_config  # a text from a command line is read by HF
     if not isinstance(given, dict | str | None):
         yield ("liger_kernel_config",), f"liger_kernel_config: {given!r} is no mapping of kernels to true or false"

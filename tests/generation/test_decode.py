@@ -11,7 +11,7 @@ from meta_for_tests import HostReads
 from models_for_tests import CONFIGS, tiny_model
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation import choose_way, rollout
+from hf_posttrain.generation import batch_size, choose_way, rollout
 from hf_posttrain.generation.rollout import Sampler
 from hf_posttrain.scoring import cpu, forward
 from hf_posttrain.scoring.attention import choose_attention
@@ -217,7 +217,7 @@ def test_sampling_reads_nothing_at_each_token(monkeypatch):
 
 @pytest.mark.parametrize(("count", "most", "size"), [(10, 100, 10), (10, 4, 4), (10, 9, 5), (10, 0, 1), (0, 3, 1)])
 def test_rows_go_in_even_parts(count, most, size):
-    assert rollout.even_parts(count, most) == size
+    assert batch_size.even_parts(count, most) == size
 
 
 def test_a_layers_own_forward_is_left_to_it():
@@ -236,31 +236,28 @@ def test_what_a_token_keeps_is_measured(name, bf16):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         cache = rollout.growing_cache(model)
         model(torch.tensor([[1, 2, 3, 4]]), past_key_values=cache, use_cache=True)
-        found = rollout.cache_bytes(model)
+        found = batch_size.cache_bytes(model, rollout.growing_cache(model))
     assert found == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 4
     growing = [layer for layer in cache.layers if type(layer) is rollout.GrowingLayer]
     assert all(layer.keys.dtype == layer.values.dtype for layer in growing)  # though rotary makes keys float32
-    assert rollout.rows_that_fit(model, 7, 100) == 7  # on CPU all
 
 
 def test_as_many_rows_go_at_once_as_half_of_what_is_free_keeps(monkeypatch):
-    monkeypatch.setattr(rollout, "cache_bytes", lambda model: 10)
+    monkeypatch.setattr(batch_size, "cache_bytes", lambda model, cache: 10)
     free = {"mem_get_info": (7000, 0), "memory_reserved": 3000, "memory_allocated": 2000}  # 8,000 bytes in all
     for name, found in free.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     config = tf.Qwen3Config(vocab_size=0)
     model = SimpleNamespace(device=torch.device("cuda"), config=config)
-    length = 200 - rollout.GrowingLayer.SPARE
-    assert rollout.rows_that_fit(model, 5, length) == 2  # 2,000 bytes a row
-    assert rollout.rows_that_fit(model, 1, length) == 1
-    assert rollout.rows_that_fit(model, 0, length) == 1
+    assert batch_size.rows_that_fit(model, None, 5, 200) == 2  # 2,000 bytes a row
+    assert batch_size.rows_that_fit(model, None, 1, 200) == 1
 
 
 @pytest.mark.parametrize("name", ["gemma4", "deepseek_v3", "qwen3_moe"])
 def test_what_a_token_keeps_is_measured_of_every_kind_of_decoder(name):
     model = tiny(name)
     with torch.no_grad():
-        assert rollout.cache_bytes(model) > 0
+        assert batch_size.cache_bytes(model, rollout.growing_cache(model)) > 0
 
 
 # ---- bf16: weights rounded once

@@ -6,16 +6,16 @@ import torch
 from models_for_tests import CONFIGS, tiny_model
 from test_decode import PROMPTS, alone
 
-from hf_posttrain.generation import choose_way, rollout, steps
-from hf_posttrain.generation.steps import FixedSteps
+from hf_posttrain.generation import choose_way, graphs, rollout
+from hf_posttrain.generation.graphs import FixedSteps
 
 
 @pytest.fixture
-def graphs(monkeypatch):
+def captured(monkeypatch):
     """Offer the way on CPU, and list what was captured: the shapes of the tokens and of the mask."""
     found = []
-    monkeypatch.setattr(choose_way, "can_replay", lambda model: steps.takes_mask(model, steps.growing_cache(model)))
-    monkeypatch.setattr(steps, "CHUNK", 5)
+    monkeypatch.setattr(choose_way, "can_replay", lambda model: graphs.takes_mask(model, rollout.growing_cache(model)))
+    monkeypatch.setattr(graphs, "CHUNK", 5)
 
     class Graph:
         def __init__(self, of):
@@ -37,34 +37,34 @@ def graphs(monkeypatch):
 
 @pytest.mark.parametrize("batch_size", [None, 3])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_greedy_completions_are_those_of_each_prompt_alone(name, batch_size, graphs, monkeypatch):
+def test_greedy_completions_are_those_of_each_prompt_alone(name, batch_size, captured, monkeypatch):
     monkeypatch.setitem(rollout.READ_EVERY, "cpu", 2)
     model = tiny_model(name)
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
     found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=batch_size)
-    assert model.answers_by[0] == (choose_way.GRAPHS if graphs else choose_way.DECODE)
+    assert model.answers_by[0] == (choose_way.GRAPHS if captured else choose_way.DECODE)
     assert found == [alone(model, prompt, 12, ends) for prompt in PROMPTS]
 
 
-def test_a_graph_serves_until_a_buffer_is_full_or_half_of_the_rows_have_ended(graphs, monkeypatch):
+def test_a_graph_serves_until_a_buffer_is_full_or_half_of_the_rows_have_ended(captured, monkeypatch):
     monkeypatch.setitem(rollout.READ_EVERY, "cpu", 1)
     model = tiny_model()
     prompts = [[1, 2, 3], [4, 5, 6], [9, 8, 7], [3, 2, 1]]
     rollout.generate(model, prompts, 12, [], 256)
-    graphs.clear()
+    captured.clear()
     assert [len(ids) for ids in rollout.generate(model, prompts, 12, [], 256)] == [12] * 4
-    assert graphs == [(4, 8), (4, 13), (4, 14)]
+    assert captured == [(4, 8), (4, 13), (4, 14)]
     free = [alone(model, prompt, 12, []) for prompt in prompts]
-    graphs.clear()
+    captured.clear()
     ends = [free[0][1], free[1][2]]
     lengths = [len(alone(model, prompt, 12, ends)) for prompt in prompts]
     found = rollout.generate(model, prompts, 12, ends, 256)
     assert [len(ids) for ids in found] == lengths
-    assert {rows for rows, _ in graphs} <= {4, 2, 1}
+    assert {rows for rows, _ in captured} <= {4, 2, 1}
 
 
-def test_rollouts_of_one_prompt_and_drawn_tokens_are_those_without_graphs(graphs, monkeypatch):
+def test_rollouts_of_one_prompt_and_drawn_tokens_are_those_without_graphs(captured, monkeypatch):
     model = tiny_model()
     drawn = []
     for way in (choose_way.GRAPHS, choose_way.DECODE):
@@ -72,15 +72,15 @@ def test_rollouts_of_one_prompt_and_drawn_tokens_are_those_without_graphs(graphs
         torch.manual_seed(5)
         drawn.append(rollout.generate(model, [[1, 2, 3]] * 3 + [[7]] * 3, 9, [], 256, temperature=1.0))
     assert drawn[0] == drawn[1]
-    assert graphs
+    assert captured
 
 
 def test_a_forward_that_waits_for_the_device_is_run_as_written(monkeypatch, caplog):
     """With the calls of torch.cuda replaced: the first one raises as an operation that waits does."""
     model = tiny_model()
-    cache = steps.growing_cache(model)
+    cache = rollout.growing_cache(model)
     ids = torch.tensor([[1, 2, 3]])
-    steps.last_logits(model, ids, torch.ones_like(ids), torch.arange(3)[None], cache)
+    model(input_ids=ids, past_key_values=cache)
     forwards = FixedSteps(model, cache, torch.ones_like(ids), torch.tensor([[2]]), 5)
 
     mode, real = ["default"], model.forward

@@ -15,7 +15,7 @@ from training_for_tests import token_rows, trainer_for
 from transformers import AutoModelForCausalLM
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.models.adapters import add_adapter
+from hf_posttrain.models.adapters import add_adapter, skip_needless_casts
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 TARGETS = ["q_proj", "v_proj"]
@@ -119,3 +119,29 @@ def test_the_counts_of_adapters():
         print(f"{name}: {len(kinds)} ({'; '.join(kinds)})")
     assert not [message for message in counts["refused"] if "\n" in message]
     assert len(counts["equal"]) + sum(", merged" not in each for each in counts["refused"]) == len(counts["tried"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "float32"])
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize(("checkpointing", "dropout"), [(True, 0.0), (False, 0.0), (False, 0.1)])
+def test_inputs_that_are_not_cast_give_the_same_numbers(checkpointing, dropout, autocast, dtype):
+    results, casts = [], []
+    for skipped in (False, True):
+        model = tiny_model().to(dtype)
+        config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False, lora_dropout=dropout)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, config).train()
+        model.enable_input_require_grads()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if skipped:
+            skip_needless_casts(model, "cpu")
+        torch.manual_seed(1)
+        with torch.profiler.profile() as profiler:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(input_ids=IDS, use_cache=False).logits.float().square().sum()
+            loss.backward()
+        results.append([loss.detach(), *(weight.grad for weight in model.parameters() if weight.requires_grad)])
+        casts.append(sum(event.count for event in profiler.key_averages() if event.key == "aten::_to_copy"))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert (casts[1] < casts[0]) == (autocast and not dropout), casts

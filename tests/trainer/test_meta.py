@@ -12,6 +12,7 @@ from models_for_tests import tiny_model
 from torch.utils.data._utils.pin_memory import pin_memory
 from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, trainer_for
 
+from hf_posttrain import SFTConfig
 from hf_posttrain.scoring import attention, forward
 from hf_posttrain.trainer.loss_units import Meter
 
@@ -103,6 +104,20 @@ def test_a_batch_is_the_same_after_it_was_pinned(method, layout, tmp_path, monke
     pinned = pin_memory(batch)
     assert pinned.keys() == batch.keys()
     assert_same_values(pinned, batch)
+
+
+@pytest.mark.parametrize(("given", "waits"), [
+    ({}, False), ({"dataloader_pin_memory": False}, True), ({"accelerator_config": {"even_batches": True}}, True),
+])  # fmt: skip
+def test_batches_are_copied_to_a_gpu_without_waiting_by_default(given, waits, tmp_path, monkeypatch):
+    setup = SFTConfig.device.fget
+
+    def device(config):
+        setup(config)
+        return torch.device("cuda")
+
+    monkeypatch.setattr(SFTConfig, "device", property(device))
+    assert SFTConfig(output_dir=str(tmp_path), **given).accelerator_config.non_blocking is not waits
 
 
 def assert_same_values(found, expected):

@@ -466,6 +466,7 @@ def test_sampling_by_length_works(method, tmp_path):
         ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "use constant_with_warmup"),
         ({"chat_template_kwargs": {"enable_thinking": "no"}}, "'no' is a text, which templates take for true"),
         ({"use_liger_kernel": True, "liger_kernel_config": {"cross_entropy": True}}, "take the place of our head"),
+        ({"use_liger_kernel": True, "torch_compile": True}, "keep one of the two"),
         ({"layout": "rows"}, "is not one of"),
         ({"activation_checkpointing_kwargs": {"offload": True}}, "moves activations off a GPU"),
         ({"activation_checkpointing_kwargs": "true"}, "expected a mapping, found 'true'"),
