@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from accelerate.utils import DynamoBackend, is_compiled_module
+from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from ..errors import InputError, LaunchError
@@ -138,15 +140,45 @@ def describe_launch(trainer: Any) -> str:
 
 
 def check_model(model: Any, args: Any) -> None:
-    """Raises InputError for a policy, reference or teacher that is compiled, or quantised as the engine cannot take."""
-    if is_compiled_module(model):
-        raise InputError("a model from torch.compile takes no scorer in its forward: pass the model itself")
+    """Raises InputError for a policy, reference or teacher that is not a plain model, or quantised as the engine cannot
+    take."""
+    if problem := unusual(model, args):
+        raise InputError(problem)
     if not getattr(model, "is_quantized", False):
         return
     how = model.config.quantization_config
     bits = next((name for name in ("4bit", "8bit") if getattr(how, f"load_in_{name}", False)), "such quantised")
     if problem := quantisation_problem(bits, args, getattr(how, "bnb_4bit_quant_storage", torch.uint8)):
         raise InputError(problem)
+
+
+def unusual(model: Any, args: Any) -> str | None:
+    """Return why a model cannot be trained or scored as it was passed, and what to pass, or None for a plain one."""
+    if is_compiled_module(model):
+        return "a model from torch.compile takes no scorer in its forward: pass the model itself"
+    if isinstance(getattr(model, "module", None), nn.Module) and not hasattr(type(model), "config_class"):
+        return f"the model is wrapped in {type(model).__name__}: pass its module, which the launcher wraps itself"
+    for name, module in model.named_modules():
+        compiled = module._compiled_call_impl or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+        if compiled and not args.torch_compile:
+            where = f"{name} of the model is compiled" if name else "the model is compiled"
+            return f"{where}: pass it as it was loaded, and set torch_compile: true, which compiles its layers"
+        hook = getattr(module, "_hf_hook", None)
+        if any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ()))):
+            return (
+                "weights of the model are offloaded (device_map), so that they cannot be trained: load it without "
+                "device_map, and use FSDP2 or ZeRO-3 (accelerate_configs/) if it does not fit"
+            )
+    weights = list(model.parameters())
+    if any(isinstance(weight, DTensor) for weight in weights):
+        return (
+            "weights of the model are distributed already (tp_plan, distributed_config or fully_shard): load it plain, "
+            "and choose an engine by accelerate_configs/"
+        )
+    devices = sorted({str(weight.device) for weight in weights if not weight.is_meta})
+    if len(devices) > 1:
+        return f"weights of the model are on {' and '.join(devices)} (device_map): load it onto one device"
+    return None
 
 
 def quantisation_problem(bits: str, args: Any, storage: torch.dtype | None = None) -> str | None:

@@ -101,6 +101,7 @@ def _made(trainer: Any, given: Given, name: str, offload: bool) -> tuple[Any, in
         section = ModelSection(name_or_path=given) if isinstance(given, str) else given
         offload = offload or section.offload
         model = load.load_model(section, trainable=False)
+    launch.check_model(model, trainer.args)
     if shares_trained_weights(model, trainer.model):
         problem = "teacher_model is the student itself, or shares weights with it"
         raise InputError(f"{problem}: pass TeacherSection(self='start') to distil from its start")
@@ -108,7 +109,6 @@ def _made(trainer: Any, given: Given, name: str, offload: bool) -> tuple[Any, in
     theirs = None
     with suppress(InputError):  # of a model in memory the tokenizer may not be found
         theirs = load.load_tokenizer(ModelSection(name_or_path=path)) if path and own is None else None
-    launch.check_model(model, trainer.args)
     if offload and getattr(model, "is_loaded_in_8bit", False):
         raise InputError("teacher offload: bitsandbytes keeps 8-bit weights on the GPU: use 4bit, or do not offload")
     teacher = Teacher(model, trainer.accelerator, offload)

@@ -2,11 +2,12 @@
 
 import copy
 import json
-import math
+import re
 import shutil
 import warnings
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import peft
 import torch
@@ -14,10 +15,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 from ..engines import engine, sharded
 from ..errors import InputError
+from ..generation.transfer import hub_weights
 from ..models.adapters import adapted_layers, adapter_shape
 from ..models.prepare import generation_config, own_rates
 from ..models.reference import without_reference_adapter
@@ -299,31 +302,92 @@ def check_folder(trainer: Any, folder: str | Path, merged: bool) -> None:
 
 
 def check_saved(model: nn.Module, folder: str | Path) -> None:
-    """Compare names and shapes in the safetensors files of `folder` with the model's (or its adapter's).
+    """Compare names, shapes and first rows in the safetensors files of `folder` with the model's or its adapter's.
 
-    Raises RuntimeError where a file cannot be read or a weight is missing, empty or of another shape.
+    Raises RuntimeError where a file cannot be read, or a weight is missing, has another shape or other values.
     """
     inner = forward.unwrapped(model)
-    place = adapter_folder(inner, folder) if isinstance(inner, peft.PeftModel) else Path(folder)
-    saved: dict[str, list[int]] = {}
+    adapter = isinstance(inner, peft.PeftModel)
+    place = adapter_folder(inner, folder) if adapter else Path(folder)
+    named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
+    if adapter:
+        named = adapter_state(inner) | {name: named[name] for name in trained_base(inner)}
+    saved: dict[str, Weight] = {}
     for file in sorted(place.glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt") as opened:
-                saved |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118
+                    part = opened.get_slice(name)
+                    shape = part.get_shape()
+                    saved[name] = Weight(("", 0), shape, part[:1] if shape else opened.get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise RuntimeError(f"{file} was just saved and cannot be read: {error}") from error
-    named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
-    if isinstance(inner, peft.PeftModel):
-        named = adapter_state(inner) | {name: named[name] for name in trained_base(inner)}
-    # of tied weights one name is enough; ds_shape is the whole shape of what ZeRO-3 has cut
-    shapes = {id(weight): list(getattr(weight, "ds_shape", weight.shape)) for weight in named.values()}
-    there = {id(weight) for name, weight in named.items() if saved.get(name) == shapes[id(weight)]}
-    missing = {id(weight): name for name, weight in named.items() if id(weight) not in there}
-    found, expected = (sum(map(math.prod, each.values())) for each in (saved, shapes))
-    # as many numbers as expected: the same weights under the names of the hub's format, and buffers that are saved
-    buffers = sum(tensor.numel() for name, tensor in inner.named_buffers() if name in inner.state_dict())
-    if missing and found not in (expected, expected + buffers):
+    expected = {name: Weight.of(weight) for name, weight in named.items()}
+    if not adapter and any(unsaved(expected, saved)):
+        expected = in_hub_format(inner, named)
+    missing = [*unsaved(expected, saved)]
+    changed = [name for name, weight in expected.items() if name in saved and not weight.starts_as(saved[name])]
+    if missing or changed:
+        wrong, problem = (missing, "are missing or have another shape") if missing else (changed, "have other values")
         raise RuntimeError(
-            f"what was saved in {folder} is not the whole model: {len(missing)} of {len(shapes)} weights are missing "
-            f"or have another shape, {next(iter(missing.values()))} first ({found} of {expected} numbers are there)"
+            f"what was saved in {folder} is not the whole model: {len(wrong)} of {len(expected)} weights {problem}, "
+            f"{wrong[0]} first"
         )
+
+
+class Weight(NamedTuple):
+    """What is compared of a weight."""
+
+    identity: tuple[str, int]  # the same for the names of a tied weight
+    shape: list[int]
+    start: Tensor | None  # its first row; None where an engine has cut the weight
+
+    @classmethod
+    def of(cls, weight: Tensor, layer: str = "") -> "Weight":
+        """Return this of a weight, or of what ZeRO-3 has left of it. `layer` tells apart those that are freed."""
+        shape = list(getattr(weight, "ds_shape", weight.shape))
+        start = None if is_cut(weight) else weight.detach()[:1] if shape else weight.detach()
+        return cls((layer, id(weight)), shape, start)
+
+    def starts_as(self, saved: "Weight") -> bool:
+        """Return whether the first row is the one that was saved, as far as it is known."""
+        if self.start is None or saved.start is None or self.shape != saved.shape:
+            return True  # another shape is listed as missing
+        own = self.start.cpu()
+        return torch.equal(saved.start.to(own.dtype).nan_to_num(), own.nan_to_num())
+
+
+def unsaved(expected: Mapping[str, Weight], saved: Mapping[str, Weight]) -> Iterator[str]:
+    """Yield a name of each weight that was not saved in its shape. Of tied weights one name is enough."""
+    there = {each.identity for name, each in expected.items() if name in saved and saved[name].shape == each.shape}
+    for name, weight in expected.items():
+        if weight.identity not in there:
+            there.add(weight.identity)
+            yield name
+
+
+def in_hub_format(inner: Any, named: Mapping[str, Tensor]) -> dict[str, Weight]:
+    """Return weights by the names of the hub's format, in which each expert has tensors of its own, for example.
+
+    One layer is converted at a time: on CPU, or without values where an engine has cut it.
+    """
+    layers: dict[str, dict[str, Tensor]] = {}
+    for name, weight in named.items():
+        numbered = re.match(r".*?\.\d+\.", name)
+        layers.setdefault(numbered[0] if numbered else "", {})[name] = weight
+    found: dict[str, Weight] = {}
+    for layer, weights in layers.items():
+        cut = any(map(is_cut, weights.values()))
+        whole: dict[int, Tensor] = {}
+        for weight in weights.values():  # tied weights stay one tensor
+            empty = torch.empty(Weight.of(weight).shape, dtype=weight.dtype, device="meta")
+            whole.setdefault(id(weight), empty if cut else weight.detach().cpu())
+        converted = hub_weights(inner, {name: whole[id(weight)] for name, weight in weights.items()})
+        kept = {name: Weight.of(weight, layer) for name, weight in converted.items()}
+        found |= {name: weight._replace(start=None if cut else weight.start) for name, weight in kept.items()}
+    return found
+
+
+def is_cut(weight: Tensor) -> bool:
+    """Return whether an engine has left a part of a weight here, or nothing."""
+    return hasattr(weight, "ds_id") or isinstance(weight, DTensor) or weight.is_meta

@@ -16,11 +16,13 @@ import datasets
 import peft
 import pytest
 import torch
+from architectures import tiny
 from models_for_tests import tiny_model
 from processes_for_tests import engine_arguments, on_two, start
 from safetensors.torch import load_file, save_file
 from training_for_tests import LORA, fake_generate, logs_and_weights, quick, token_rows, trainer_for
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
+from vision_for_tests import seeing
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
@@ -607,3 +609,29 @@ def test_a_teacher_that_waits_on_cpu_gives_the_same_numbers(engine, trained):
     _, found, weights_found = trained(engine, "opd", offload=True, **settings)
     assert_same_logs(found, logs, 1e-4)
     assert_same(weights_found, weights, exact=False)
+
+
+PICTURED = ("qwen3_vl", "gemma3", "smolvlm")
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe", "mixtral", "llama4_text", "deepseek_v3", *PICTURED])
+def test_what_is_saved_in_the_hubs_format_is_compared_by_name(name, tmp_path):
+    model = seeing(name)[0] if name in PICTURED else tiny(name)
+    model.save_pretrained(tmp_path)
+    saving.check_saved(model, tmp_path)
+    [file] = tmp_path.glob("*.safetensors")
+    state = load_file(file)
+    for change in ({"module." + key: value for key, value in state.items()}, swapped(state)):
+        save_file(change, file, metadata={"format": "pt"})
+        with pytest.raises(RuntimeError, match="is not the whole model"):
+            saving.check_saved(model, tmp_path)
+
+
+def swapped(state):
+    """Two weights of one shape, each under the name of the other."""
+    names: dict = {}
+    for name, weight in state.items():
+        if weight.dim() > 1 and (other := names.get(weight.shape)) and not torch.equal(state[other], weight):
+            return state | {name: state[other].clone(), other: weight.clone()}
+        names.setdefault(weight.shape, name)
+    raise AssertionError("no two weights have one shape")

@@ -8,6 +8,7 @@ import logging
 import pickle
 from pathlib import Path
 
+import accelerate
 import datasets
 import numpy as np
 import peft
@@ -1130,3 +1131,47 @@ def test_the_best_checkpoint_is_kept_however_the_resumed_one_is_spelled(tmp_path
 def test_evaluations_between_saves_are_refused_where_the_best_is_loaded(tmp_path):
     with pytest.raises(InputError, match=r"of save_steps=4, eval_steps=2 what is evaluated between saves could not be"):
         trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, **BEST_IS_FIRST | {"save_steps": 4})
+
+
+def offloaded():
+    model = tiny_model()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    return model
+
+
+def compiled_in_place(part=lambda model: model):
+    model = tiny_model()
+    part(model).compile(backend="eager")
+    return model
+
+
+def compiled_forward():
+    model = tiny_model()
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+UNUSUAL = {
+    "wrapped in DataParallel": lambda: torch.nn.DataParallel(tiny_model()),
+    "the model is compiled: pass it": compiled_in_place,
+    "model of the model is compiled": lambda: compiled_in_place(lambda model: model.model),
+    r"layers.1 of the model is compiled": lambda: compiled_in_place(lambda model: model.model.layers[1]),
+    "the model is compiled: pass it as": compiled_forward,
+    "are offloaded": offloaded,
+}
+
+
+@pytest.mark.parametrize("role", ["policy", "teacher", "reference"])
+@pytest.mark.parametrize("message", UNUSUAL)
+def test_a_model_that_is_not_plain_is_refused(message, role, tmp_path):
+    method = {"policy": "sft", "teacher": "kd", "reference": "dpo"}[role]
+    given = (UNUSUAL[message](), None) if role == "policy" else (tiny_model(), UNUSUAL[message]())
+    with pytest.raises(InputError, match=message):
+        trainer_for(method, given[0], token_rows(method), tmp_path, given[1])
+
+
+def test_layers_that_torch_compile_compiled_may_be_compiled_again(tmp_path):
+    model = tiny_model()
+    options = {"torch_compile": True, "torch_compile_backend": "eager", "activation_checkpointing": False}
+    for _ in range(2):
+        trainer_for("sft", model, token_rows("sft"), tmp_path, **options).train()
