@@ -14,6 +14,7 @@ from ..rounds.section import PairSection, good_from, pair_problems
 from .judge import by_prompt, read_answers, text_of
 from .pieces import refuse_existing, write_rows
 
+THINK, THOUGHT = "<think>", "</think>"
 _EXAMPLES = """examples:
   hf-posttrain pair judged.jsonl --method METHOD --out rows.jsonl
   hf-posttrain pair judged.jsonl --method METHOD --take all --margin 0.5 --out rows.jsonl
@@ -48,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise InputError(f"command line: --{problem}")
     refuse_existing(given.out)
     rows = read_answers(given.file, score=True)
-    if given.ids and not all(row.get("prompt_ids") and row.get("completion_ids") for row in rows):
+    have_ids = all(row.get("prompt_ids") and row.get("completion_ids") for row in rows)
+    if given.ids and not have_ids:
         raise InputError(f"{given.file}: --ids: its rows have no prompt_ids and completion_ids")
     for number, row in enumerate(rows):
         if (one := row.get("judge")) != (other := rows[0].get("judge")):
@@ -61,8 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     reasons += [f"{count} prompts gave none: {reason}" for reason, count in found.left_out.most_common()]
     if not found.count:
         raise InputError("; ".join([f"{given.file}: its {len(groups)} prompts give no row", *reasons]))
+    cut = [number for number, row in enumerate(rows) if is_cut(row) and any(row is each for each in used(groups, found))]
+    if cut and not have_ids:
+        problem = "its answer did not end, or ends inside a thought, which a text cannot say, and there are no token ids"
+        raise InputError(f"{given.file}, row {cut[0]}: {problem}: drop such rows, or sample with `hf-posttrain sample`")
+    if cut and not given.ids:
+        reasons.append(f"they are token ids, since {len(cut)} answers did not end: for models with this tokenizer alone")
     with error_context(given.file):
-        write_rows(given.out, made_rows(groups, found, kind, given.ids))
+        write_rows(given.out, made_rows(groups, found, kind, given.ids or bool(cut)))
     what = "pairs" if kind.paired else "labelled answers" if kind.labelled else "answers"
     tell("\n  ".join([f"{found.count} {what} of {len(groups)} prompts are in {given.out}", *reasons]))
     return 0
@@ -74,6 +82,21 @@ def pair(groups: list[list[dict[str, Any]]], kind: RowKind, section: PairSection
     scores = [[row["score"] for row in group] for group in groups]
     stopped = [[row.get("stopped") is not False for row in group] for group in groups]
     return pair_up(kind, answers, scores, stopped, section, good_from(section, groups[0][0].get("judge") or ""))
+
+
+def used(groups: list[list[dict[str, Any]]], found: Paired) -> list[dict[str, Any]]:
+    """The answers that are trained on."""
+    pairs = zip(groups, found.rows, strict=True)
+    return [group[number] for group, rows in pairs for row in rows for number in row.answers]
+
+
+def is_cut(row: dict[str, Any]) -> bool:
+    """Did an answer not end, or end inside a thought? As a text it would be trained with an end, and a chat template
+    would close its thought, or write an empty one before it."""
+    prompt, answer = row.get("prompt"), row["completion"]
+    opened = THINK if isinstance(prompt, str) and prompt.rstrip().endswith(THINK) else ""
+    text = opened + (answer if isinstance(answer, str) else "")
+    return row.get("stopped") is False or text.rfind(THINK) > text.rfind(THOUGHT)
 
 
 def made_rows(

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import datasets
 import pytest
@@ -179,12 +180,40 @@ def test_pairs_labels_and_answers_of_a_judged_file(folder, capsys):
 def test_messages_stay_messages_and_cut_answers_are_never_better(folder):
     turns = [{"role": "user", "content": "1+1="}]
     rows = [{"prompt": "<rendered>", "messages": turns, "completion": text, "score": score, "stopped": stopped}
-            for text, score, stopped in (("2!", 1.0, False), ("2", 0.9, True), ("3", 0.0, False))]  # fmt: skip
+            for text, score, stopped in (("2!", 1.0, False), ("2", 0.9, True), ("3", 0.0, True))]  # fmt: skip
     write(folder / "judged.jsonl", rows)
     say = lambda text: [{"role": "assistant", "content": text}]  # noqa: E731
     assert paired("dpo") == [{"prompt": turns, "chosen": say("2"), "rejected": say("3")}]
-    [row] = paired("dpo", "--unfinished", out="cut.jsonl")
-    assert row["chosen"] == say("2!")
+    assert run.main(["pair", "judged.jsonl", "--method", "dpo", "--unfinished", "--out", "cut.jsonl"]) == 2
+    assert not Path("cut.jsonl").exists()
+
+
+THINKS = {
+    "cut": ("<rendered>", "2!", False), "cut thought": ("<user>q<assistant><think>\n", "let me", False),
+    "ends in a thought": ("<rendered>", "<think>\nlet me", True),
+    "ends in the prompt's thought": ("<assistant><think>\n", "let me", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("kind", THINKS)
+def test_an_answer_that_has_no_end_is_written_as_the_tokens_that_were_sampled(kind, chat, folder, capsys):
+    """As text a template would close its thought, or write an empty one before it, and an end would be trained."""
+    prompt, text, stopped = THINKS[kind]
+    rows = [{"prompt": prompt, "completion": said, "score": score, "stopped": ended}
+            for said, score, ended in (("<think>\na</think>2", 1.0, True), (text, 0.0, stopped))]  # fmt: skip
+    rows = [row | ({"messages": [{"role": "user", "content": "q"}]} if chat else {}) for row in rows]
+    write(folder / "judged.jsonl", rows)
+    assert run.main(["pair", "judged.jsonl", "--method", "dpo", "--out", "rows.jsonl"]) == 2
+    said = capsys.readouterr().err
+    assert "judged.jsonl, row 1: its answer did not end, or ends inside a thought" in said
+    assert not Path("rows.jsonl").exists()
+    ids = [row | {"prompt_ids": [1, 2], "completion_ids": [3, n]} for n, row in enumerate(rows)]
+    write(folder / "judged.jsonl", ids)
+    assert paired("dpo") == [{"prompt_ids": [1, 2], "chosen_ids": [3, 0], "rejected_ids": [3, 1]}]
+    assert "they are token ids, since 1 answers did not end" in capsys.readouterr().err
+    write(folder / "judged.jsonl", [ids[0], ids[1] | {"completion": "3", "prompt": "p", "stopped": True}])
+    assert "prompt_ids" not in paired("sft", out="whole.jsonl")[0]
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
