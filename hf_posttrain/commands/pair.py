@@ -63,12 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     reasons += [f"{count} prompts gave none: {reason}" for reason, count in found.left_out.most_common()]
     if not found.count:
         raise InputError("; ".join([f"{given.file}: its {len(groups)} prompts give no row", *reasons]))
-    cut = [number for number, row in enumerate(rows) if is_cut(row) and any(row is each for each in used(groups, found))]
+    written = {id(row) for row in used(groups, found)}
+    cut = [number for number, row in enumerate(rows) if id(row) in written and is_cut(row)]
     if cut and not have_ids:
-        problem = "its answer did not end, or ends inside a thought, which a text cannot say, and there are no token ids"
-        raise InputError(f"{given.file}, row {cut[0]}: {problem}: drop such rows, or sample with `hf-posttrain sample`")
+        problem = "its answer did not end, or ends inside a thought, which a text cannot say, and it has no token ids"
+        raise InputError(f"{given.file}, row {cut[0]}: {problem}: leave it out, or sample with `hf-posttrain sample`")
     if cut and not given.ids:
-        reasons.append(f"they are token ids, since {len(cut)} answers did not end: for models with this tokenizer alone")
+        reasons.append(f"they are token ids, for this tokenizer alone: {len(cut)} answers did not end")
     with error_context(given.file):
         write_rows(given.out, made_rows(groups, found, kind, given.ids or bool(cut)))
     what = "pairs" if kind.paired else "labelled answers" if kind.labelled else "answers"

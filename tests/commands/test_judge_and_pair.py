@@ -211,7 +211,7 @@ def test_an_answer_that_has_no_end_is_written_as_the_tokens_that_were_sampled(ki
     ids = [row | {"prompt_ids": [1, 2], "completion_ids": [3, n]} for n, row in enumerate(rows)]
     write(folder / "judged.jsonl", ids)
     assert paired("dpo") == [{"prompt_ids": [1, 2], "chosen_ids": [3, 0], "rejected_ids": [3, 1]}]
-    assert "they are token ids, since 1 answers did not end" in capsys.readouterr().err
+    assert "they are token ids, for this tokenizer alone: 1 answers did not end" in capsys.readouterr().out
     write(folder / "judged.jsonl", [ids[0], ids[1] | {"completion": "3", "prompt": "p", "stopped": True}])
     assert "prompt_ids" not in paired("sft", out="whole.jsonl")[0]
 
