@@ -8,8 +8,8 @@
 #   WHEELS    folder of `benchmarks/wheels.sh`, whose packages are used in addition to those of the machine
 #   CACHES    caches.tar.gz of an earlier run, with the kernels that Triton and Inductor have compiled
 #   PYTHON    interpreter, default .venv/bin/python or python3
-#   OUT       folder of the results, default outputs/gpu: records.jsonl, summary.txt, log.txt and, below 16 MiB,
-#             caches.tar.gz
+#   OUT       folder of the results, default outputs/gpu: records.jsonl, summary.txt, log.txt, traces of part h and,
+#             below 16 MiB, caches.tar.gz
 #   DRY       1 for a rehearsal: the same code with tiny models, on CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."

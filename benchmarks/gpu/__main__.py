@@ -4,9 +4,9 @@ The parts, in their default order, with their limits in seconds:
 
   a   60  ceilings of the machine; layouts, attention, kernels and tiles compute what they should
   b  150  SFT, DPO, KTO, KD and OPD with a Qwen3 0.6B shape, in turns with TRL
-  c   40  the LM head alone, against full logits, TRL and Liger
-  d  100  packed rows: LoRA with Qwen3 0.6B to 8B, all weights with 0.6B and 1.7B
-  f   40  generation by batch size, against transformers' generate
+  c   30  the LM head alone, against full logits, TRL and Liger
+  d  100  packed rows: LoRA with Qwen3 0.6B to 8B, all weights with 0.6B
+  f   50  generation by batch size, against transformers' generate
   e  100  torch.compile and Liger's layer kernels, on and off
   g   60  row lengths up to 65,536 tokens, and memory of a Gemma 3 1B shape at 8,192
   h   60  profile of one step of DPO, OPD and LoRA
@@ -31,7 +31,7 @@ from . import summary, supervisor
 from .supervisor import Case, Part, Records
 
 ORDER = "abcdfegh"
-LIMITS = {"a": 60, "b": 150, "c": 40, "d": 100, "e": 100, "f": 40, "g": 60, "h": 60}
+LIMITS = {"a": 60, "b": 150, "c": 30, "d": 100, "e": 100, "f": 50, "g": 60, "h": 60}
 """Part -> seconds."""
 TOTAL_SECONDS = 560
 """Of all parts: a command on the GPU machine may run for 600 seconds."""
@@ -54,6 +54,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             parts = parts_of(given.parts, given.device, given.tiny, Path(folder), given.out)
             parts = [part if part.letter == "-" else part.only(given.cases) for part in parts]
+            if not any(part.cases for part in parts if part.letter != "-"):
+                print(f"error: no measurement of parts {given.parts} has a name that matches {given.cases!r}")
+                return 2
             supervisor.run_parts(parts, records, given.limit, given.device)
     except KeyboardInterrupt as stopped:
         code = stopped.args[0] if stopped.args else 130

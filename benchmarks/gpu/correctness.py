@@ -62,7 +62,8 @@ def describe_machine(settings: Settings) -> Iterator[Record]:
     """The device and the versions. This runs before the parts, whichever are chosen."""
     versions = {name: version_of(name) for name in PACKAGES}
     threads = torch.get_num_threads()
-    yield {"versions": versions, "python": platform.python_version(), "threads": threads, "tiny": settings.tiny}
+    yield {"versions": versions, "python": platform.python_version(), "threads": threads, "tiny": settings.tiny,
+           "date": time.strftime("%Y-%m-%d", time.gmtime())}  # fmt: skip
     if settings.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         capability = f"{properties.major}.{properties.minor}"

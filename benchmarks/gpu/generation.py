@@ -4,14 +4,14 @@
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import peft
 import torch
 
-from hf_posttrain.generation import rollout
+from hf_posttrain.generation import graphs, rollout
 from hf_posttrain.scoring.forward import causal_lm
 
 from .models import build
@@ -41,6 +41,7 @@ def measure(settings: Settings, by: str) -> Iterator[Record]:
         torch.manual_seed(0)
         config = peft.LoraConfig(target_modules="all-linear", init_lora_weights=False)
         model = peft.get_peft_model(model.float(), config)
+    yield autocast(check_rows_that_end)(settings, by, model)
     for rows in settings.pick(BATCHES, (4, 2)):
         draw = torch.Generator().manual_seed(0)
         prompts = torch.randint(2, settings.vocabulary, (rows, prompt_length), generator=draw).tolist()
@@ -58,6 +59,25 @@ def measure(settings: Settings, by: str) -> Iterator[Record]:
         yield record
 
 
+def check_rows_that_end(settings: Settings, by: str, model: Any) -> Record:
+    """Generate rows that end at different tokens, with buffers that are lengthened twice, and check the tokens."""
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(2, settings.vocabulary, (n,), generator=draw).tolist() for n in (3, 40, 7, 25) * 2]
+    new_tokens = settings.pick(64, 40)
+    chunk, graphs.CHUNK = graphs.CHUNK, 16
+    try:
+        free = GENERATE[by](model, prompts, new_tokens)
+        ends = [free[0][4], free[1][20], free[2][35]]
+        completions = GENERATE[by](model, prompts, new_tokens, ends)
+    finally:
+        graphs.CHUNK = chunk
+    gap = worst_gap(model, prompts, completions)
+    ended = [ids[-1] in ends for ids in completions]
+    right = gap <= NEAR_BEST and all(token not in ends for ids in completions for token in ids[:-1])
+    lengths = [len(ids) for ids in completions]
+    return {"check": "rows that end", "gap": gap, "ended": sum(ended), "lengths": lengths, "right": right}
+
+
 @torch.no_grad()
 def worst_gap(model: Any, prompts: list[list[int]], completions: list[list[int]]) -> float:
     """Return the largest difference between the best logit and that of the chosen token, over all tokens."""
@@ -70,17 +90,17 @@ def worst_gap(model: Any, prompts: list[list[int]], completions: list[list[int]]
     return torch.cat(gaps).amax().item()
 
 
-def ours(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Generate as OPD and evaluation do. No token ends a row."""
-    return rollout.generate(model, prompts, new_tokens, [causal_lm(model).config.vocab_size], pad_id=1)
+def ours(model: Any, prompts: list[list[int]], new_tokens: int, ends: Sequence[int] = ()) -> list[list[int]]:
+    """Generate as OPD and evaluation do."""
+    return rollout.generate(model, prompts, new_tokens, list(ends), pad_id=1)
 
 
-def transformers(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-    """Generate by `model.generate`. No token ends a row."""
-    ids = torch.tensor(prompts, device=model.device)
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 1}
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return found[:, ids.shape[1] :].tolist()
+def transformers(model: Any, prompts: list[list[int]], new_tokens: int, ends: Sequence[int] = ()) -> list[list[int]]:
+    """Generate by `model.generate`."""
+    ids, mask = rollout.left_padded(prompts, 1, model.device)
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": list(ends) or None, "pad_token_id": 1}
+    found = model.generate(ids, attention_mask=mask, **options)[:, ids.shape[1] :].tolist()
+    return [rollout.until_terminal(row, ends) for row in found]
 
 
 GENERATE = {"ours": ours, "adapter": ours, "transformers": transformers}

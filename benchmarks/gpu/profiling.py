@@ -1,4 +1,4 @@
-"""Part h: what one optimizer step of DPO and of OPD spends its time on, and where it waits for the device."""
+"""Part h: what one optimizer step of DPO, OPD and LoRA spends its time on, and where it waits for the device."""
 
 import os
 import time
@@ -82,7 +82,7 @@ def measure(settings: Settings, name: str) -> Iterator[Record]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.train()
-    places = Counter(place_of(each) for each in caught if "synchroniz" in str(each.message))
+    places = Counter(place_of(each) for each in caught if "called a synchronizing" in str(each.message))
     record = summarise(steps, settings.device) | {"method": name, "new_tokens": NEW_TOKENS}
     for operation, milliseconds, count in record["operations"]:
         print(f"{name} {milliseconds:9.2f} ms {count:6d}x {operation}")

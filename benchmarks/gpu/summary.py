@@ -65,7 +65,8 @@ def machine(records: Sequence[Record]) -> Iterator[str]:
     shown = [name for name in ("torch", "triton", "transformers", "trl", "liger-kernel") if versions.get(name)]
     names = ", ".join(f"{name} {versions[name]}" for name in shown)
     device = f"{found['name']}, {found['memory_gib']:.0f} GiB" if "name" in found else "no GPU was recorded"
-    yield f"{'REHEARSAL with tiny models, whose figures mean nothing: ' * bool(found.get('tiny'))}{device}, {names}"
+    rehearsal = "REHEARSAL with tiny models, whose figures mean nothing: " * bool(found.get("tiny"))
+    yield f"{rehearsal}{device}, {names}{found.get('date', '') and ', ' + found['date']}"
 
 
 def problems(records: Sequence[Record]) -> Iterator[str]:
@@ -127,11 +128,12 @@ def compare(records: Sequence[Record]) -> Iterator[str]:
             yield f"FAILED b {method}: the sides train different numbers of tokens: {sorted(tokens)}"
         sides = [f"{name} {medians(rows)}" for name, rows in (("ours", ours), ("TRL", theirs)) if rows]
         if ours and theirs:
+            # the sides sample rollouts of other lengths, and the longest one of a batch takes the time
+            unit = "rows_per_second" if method == "opd" else "tokens_per_second"
             ratio, memory = (
-                median(row[name] for row in ours) / median(row[name] for row in theirs)
-                for name in ("tokens_per_second", "peak_gib")
+                median(row[name] for row in ours) / median(row[name] for row in theirs) for name in (unit, "peak_gib")
             )
-            sides.append(f"{ratio:.2f}x (goal {goal}), memory {memory:.2f}x")
+            sides.append(f"{ratio:.2f}x{' by rows' * (method == 'opd')} (goal {goal}), memory {memory:.2f}x")
         if sides:
             yield f"b  {method:4s} {' | '.join(sides)}"
 

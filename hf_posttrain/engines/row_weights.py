@@ -18,7 +18,7 @@ def weigh_rows(batch: dict[str, Any], accelerator: Any) -> dict[str, Any]:
     if ranks > 1 and drawn.end_of_dataloader:
         last = _rows_of_pass(drawn) % (size * ranks)
     # ranks take the rows of a global batch in their order: those from `last` on are repeated
-    place = torch.arange(size) + size * accelerator.process_index
+    place = torch.arange(size, device=batch["index"].device) + size * accelerator.process_index
     return batch | {"row_weights": (place < (last or size * ranks)).float()}
 
 

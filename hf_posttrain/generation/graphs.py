@@ -8,29 +8,39 @@ Shapes: n rows, L cached tokens, C columns of a buffer of fixed length, V vocabu
 """
 
 import logging
+import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 logger = logging.getLogger(__name__)
+SWITCH = "HF_POSTTRAIN_CUDA_GRAPHS"
+"""Environment variable; 0: no graphs."""
+MULTIPLE = 16
+"""Of which the number of columns is a multiple, since attention kernels would pad another mask at each step."""
 CHUNK = 512
 """Columns that buffers get at a time. Attention reads all of them, and a longer buffer is a new graph."""
 
 
 def can_replay(model: PreTrainedModel) -> bool:
     """Return whether a forward of one token can be a CUDA graph: all keys and values are kept, attention takes a
-    prepared mask, and all weights are on one GPU. Whether the model reads values on the host shows when it runs."""
+    prepared mask, and all weights are on one GPU, where no engine has cut them. Whether the model reads values on the
+    host shows when it runs."""
+    if model.device.type != "cuda" or os.environ.get(SWITCH) == "0":
+        return False
     weights = list(model.parameters())
-    sharded = any(isinstance(weight, DTensor) or hasattr(weight, "ds_id") for weight in weights)
-    here = model.device.type == "cuda" and {weight.device for weight in weights} == {model.device}
-    return here and not sharded and takes_mask(model, DynamicCache(config=model.config))
+    cut = any(hasattr(weight, "ds_id") for weight in weights)
+    cut = cut or any(isinstance(module, FSDPModule) for module in model.modules())  # whose hooks use other streams
+    here = {weight.device for weight in weights} == {model.device}
+    return here and not cut and takes_mask(model, DynamicCache(config=model.config))
 
 
 def takes_mask(model: PreTrainedModel, cache: DynamicCache) -> bool:
@@ -61,7 +71,7 @@ class FixedLayer(DynamicLayer):
 class FixedSteps:
     """Forwards on buffers of a fixed length: the first one as written, the others as replays of its graph.
 
-    Without a GPU, and where a forward cannot be captured, all of them run as written.
+    Without a GPU, and where a forward waits for the GPU, all of them run as written.
 
     Args:
         model: The causal LM.
@@ -105,37 +115,42 @@ class FixedSteps:
 
     def _lengthen(self) -> None:
         self.graph = None
-        length = min(self.used + CHUNK, self.end)
+        length = -(-min(self.used + CHUNK, self.end) // MULTIPLE) * MULTIPLE
         self.mask = pad(self.mask, (0, length - self.used))
         layer: Any
         for n, layer in enumerate(self.cache.layers):  # one after the other: there are two copies of one layer only
             self.cache.layers[n] = FixedLayer(layer.keys, layer.values, length, self.column)
 
     def _run_and_capture(self) -> Tensor:
-        """Run one forward, and capture a graph of it where that is possible."""
-        if not self.on_gpu or not getattr(self.model, "captures", True):
+        """Run one forward, and capture a graph of it for those that follow, where that is possible.
+
+        Raises RuntimeError if the capture fails, after which torch cannot be relied on.
+        """
+        if not self.on_gpu or not getattr(self.model, "captures", True) or self.used + 1 == self.end:
             return self._forward()
         try:
             with no_reads():
                 logits = self._forward()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            self._give_up(error)
+            self.model.captures = False  # type: ignore[assignment]
+            name, why = type(self.model).__name__, (str(error).splitlines() or [""])[0]
+            logger.info("%s decodes without CUDA graphs, more slowly: %s", name, why)
             return self._forward()  # what it wrote so far is written once more
         graph = torch.cuda.CUDAGraph()
         try:
-            # threads of data loaders go on meanwhile
-            with no_shared_casts(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            # threads of data loaders go on
+            capture = torch.cuda.graph(graph, capture_error_mode="thread_local")
+            with torch.cuda.device(self.mask.device), no_shared_casts(), capture:
                 captured = self._forward()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
-            self._give_up(error)
-            return logits
+            problem = f"a forward of {type(self.model).__name__} cannot be a CUDA graph"
+            raise RuntimeError(f"{problem}: set {SWITCH}=0 in the environment") from error
         self.graph = graph
         return captured.copy_(logits)
-
-    def _give_up(self, error: RuntimeError) -> None:
-        self.model.captures = False  # type: ignore[assignment]
-        name, why = type(self.model).__name__, (str(error).splitlines() or [""])[0]
-        logger.info("%s decodes without CUDA graphs, more slowly: %s", name, why)
 
     def _forward(self) -> Tensor:
         self.mask.index_fill_(3, self.column, True)
@@ -162,7 +177,8 @@ def no_shared_casts() -> Iterator[None]:
 def no_reads() -> Iterator[None]:
     """Inside, an operation that waits for the GPU raises RuntimeError: it cannot be part of a graph."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # that it is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

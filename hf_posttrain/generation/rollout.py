@@ -259,7 +259,7 @@ def _last_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, position: Te
 def _lookup(ids: Sequence[int], vocabulary: int, device: torch.device) -> Tensor:
     """Which ids of a vocabulary are among `ids`, [V] bool: `torch.isin` of many ids waits for a GPU."""
     found = torch.zeros(vocabulary, dtype=torch.bool)
-    found[[token for token in ids if token < vocabulary]] = True
+    found[[token for token in ids if 0 <= token < vocabulary]] = True
     return found.to(device)
 
 

@@ -185,7 +185,7 @@ class UnlessAutocast:
     """False where autocast is on, for PEFT's `cast_input_dtype_enabled`.
 
     LoRA layers cast their input to float32, the dtype of the adapter, and autocast casts it back for the product: the
-    same numbers as without both, which took 16 % of the GPU's time in a LoRA step of an 8B model on an H200.
+    same numbers as without both, which took about an eighth of the GPU's time in a LoRA step of 8B on an H200.
     """
 
     def __init__(self, device_type: str):
@@ -201,7 +201,7 @@ def skip_needless_casts(model: nn.Module, device_type: str) -> None:
     for layer in model.modules():
         if not isinstance(layer, peft.tuners.lora.Linear) or layer.lora_variant:
             continue
-        if all(isinstance(dropout, nn.Identity) for dropout in layer.lora_dropout.values()):
+        if not any(getattr(dropout, "p", 0) for dropout in layer.lora_dropout.values()):
             layer.cast_input_dtype_enabled = UnlessAutocast(device_type)  # type: ignore[assignment]
 
 

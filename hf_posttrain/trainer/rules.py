@@ -89,8 +89,8 @@ def liger(values: Any) -> Iterator[Problem]:
         return
     if find_spec("liger_kernel") is None:
         yield ("use_liger_kernel",), "use_liger_kernel needs a package that is not installed: pip install liger-kernel"
-    if values.torch_compile:
-        problem = "use_liger_kernel and torch_compile: torch does not compile Liger's kernels, and fuses them itself"
+    if values.torch_compile or values.torch_compile_backend or values.torch_compile_mode:
+        problem = "use_liger_kernel and torch_compile: torch 2.11 fails on Liger's kernels, and fuses layers itself"
         yield ("use_liger_kernel", "torch_compile"), f"{problem}: keep one of the two (torch_compile is faster)"
     given = values.liger_kernel_config  # a text from a command line is read by HF
     if not isinstance(given, dict | str | None):

@@ -57,6 +57,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     follows = options["metric_for_best_model"] or options["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
     left_out = HARMLESS if follows else HARMLESS | EVALUATION
     found = {"method": trainer.method.name} | {name: options[name] for name in options if name not in left_out}
+    found["accelerator_config"].pop("non_blocking")  # how a batch is copied to a device
     # the length of a run shapes its learning rate, if that is not constant
     kind, warmup = options["lr_scheduler_type"], args.warmup_steps or 0
     if kind == "constant" or (kind == "constant_with_warmup" and (warmup >= 1 or not warmup)):

@@ -1,10 +1,13 @@
 """Decoding on buffers of fixed length, as a CUDA graph reads and writes them. The graph itself needs a GPU: part f of
 benchmarks/gpu.sh. Here a stand-in replays the forward."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from models_for_tests import CONFIGS, tiny_model
 from test_decode import PROMPTS, alone
+from torch.distributed.fsdp import FSDPModule
 
 from hf_posttrain.generation import choose_way, graphs, rollout
 from hf_posttrain.generation.graphs import FixedSteps
@@ -16,6 +19,7 @@ def captured(monkeypatch):
     found = []
     monkeypatch.setattr(choose_way, "can_replay", lambda model: graphs.takes_mask(model, rollout.growing_cache(model)))
     monkeypatch.setattr(graphs, "CHUNK", 5)
+    monkeypatch.setattr(graphs, "MULTIPLE", 2)
 
     class Graph:
         def __init__(self, of):
@@ -54,7 +58,7 @@ def test_a_graph_serves_until_a_buffer_is_full_or_half_of_the_rows_have_ended(ca
     rollout.generate(model, prompts, 12, [], 256)
     captured.clear()
     assert [len(ids) for ids in rollout.generate(model, prompts, 12, [], 256)] == [12] * 4
-    assert captured == [(4, 8), (4, 13), (4, 14)]
+    assert captured == [(4, 8), (4, 14)]
     free = [alone(model, prompt, 12, []) for prompt in prompts]
     captured.clear()
     ends = [free[0][1], free[1][2]]
@@ -102,3 +106,20 @@ def test_a_forward_that_waits_for_the_device_is_run_as_written(monkeypatch, capl
     for count, logits in enumerate(found, 1):
         whole = torch.tensor([[1, 2, 3, 4, 5][: 3 + count]])
         torch.testing.assert_close(logits, model(input_ids=whole).logits[:, -1])
+
+
+def test_fsdp2_keeps_its_hooks_while_weights_are_whole(monkeypatch, tmp_path):
+    model = tiny_model()
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    weights = [SimpleNamespace(device=torch.device("cuda"))]
+    monkeypatch.setattr(model, "parameters", lambda: iter(weights))
+    assert graphs.can_replay(model)
+    with monkeypatch.context() as patch:
+        patch.setenv(graphs.SWITCH, "0")
+        assert not graphs.can_replay(model)
+    weights[0].ds_id = 3
+    assert not graphs.can_replay(model)
+    del weights[0].ds_id
+    layer = model.model.layers[0]
+    layer.__class__ = type("FSDPLayer", (FSDPModule, type(layer)), {})  # as fully_shard does
+    assert not graphs.can_replay(model)
