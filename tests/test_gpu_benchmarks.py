@@ -262,7 +262,8 @@ def test_checkpointing_that_changes_gradients_is_an_error(settings, monkeypatch)
 # ---- the summary, and what starts it
 
 
-RUN = {"side": "ours", "tokens_per_second": 60_000.0, "rows_per_second": 9.0, "peak_gib": 20.0, "mfu": 0.5, "right": True, "tokens": 9}
+RUN = {"side": "ours", "tokens_per_second": 60_000.0, "rows_per_second": 9.0, "peak_gib": 20.0, "mfu": 0.5,
+       "right": True, "tokens": 9}  # fmt: skip
 
 
 def full_records():

@@ -5,7 +5,7 @@ From the template's own {% generation %} tags where it has them, otherwise from 
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ def assistant_mask(
         raise InputError(f"{ASKED}: no token of this conversation was written by an assistant{left}")
     others = {n for n, m in enumerate(messages) if m["role"] == "assistant" and chosen is not None and n not in chosen}
     read = [message | {"role": "other"} if n in others else message for n, message in enumerate(messages)]
-    _check_written(tokenizer, read, full, [full[offsets[run[0]][0] : offsets[run[-1]][1]] for run in runs])
+    _check_written(tokenizer, read, full, [(offsets[run[0]][0], offsets[run[-1]][1]) for run in runs])
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
     size, last = runs[-1][-1] + 1, messages[-1]
     ended = ids[size - 1] in {end_id} | chat.special_ids(tokenizer)  # a call may have an end of its own
@@ -66,9 +66,15 @@ def assistant_mask(
     return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
 
 
-def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, wrote: list[str]) -> None:
+def _check_written(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, turns: list[tuple[int, int]]
+) -> None:
     """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has
-    (special tokens alone say nothing), and for a content of another's that stands in trained turns alone."""
+    (special tokens alone say nothing), and for a content of another's that stands in trained turns alone.
+
+    turns: where trained turns begin and end in the text.
+    """
+    wrote = [full[begin:end] for begin, end in turns]
     trained, said = "\n".join(wrote), text_of([message for message in messages if message["role"] == "assistant"])
     for n, message in enumerate(messages):
         others, content = [other["content"] for other in messages if other is not message], message["content"].strip()
@@ -80,10 +86,20 @@ def _check_written(tokenizer: PreTrainedTokenizerBase, messages: Messages, full:
             elsewhere = sum(other.count(text) for other in others)
             if full.count(text) <= elsewhere or any(text in turn for turn in wrote):
                 continue
+            if any(begin < place + len(text) <= end for begin, end in turns for place in _places(text, full)):
+                continue  # the prompt of its turn has its beginning
             if {*chat.plain_ids(tokenizer, [text])[0]} - chat.special_ids(tokenizer):
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"
                 why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
                 raise InputError(f"{ASKED}: {problem}: {why}")
+
+
+def _places(text: str, full: str) -> Iterator[int]:
+    """Yield where a text stands in another."""
+    place = full.find(text)
+    while place >= 0:
+        yield place
+        place = full.find(text, place + 1)
 
 
 _Found = tuple[list[int], list[int], list[tuple[int, int]]]
@@ -106,6 +122,11 @@ def _tagged_mask(template: chat.ChatTemplate, messages: Messages, end_id: int, f
         ends_turn = ids[n] == end_id and ids[n - 1] != end_id
         if mask[n - 1] and (ends_turn or offsets[n][0] < offsets[n - 1][1]):
             mask[n] = 1
+    # tags may be around text that the prompt of a turn supplies, as an empty thought, which no assistant wrote
+    given = _Rendered(template, messages, end_id, full, ids, offsets)
+    for n in (n for n, message in enumerate(messages) if n and message["role"] == "assistant"):
+        first, stop = map(given.token_at, (given.header_of(n), given.begin_of(n)))
+        mask[first:stop] = [0] * (stop - first)
     return ids, mask, offsets
 
 
@@ -143,6 +164,10 @@ class _Rendered(NamedTuple):
     def token_at(self, place: int) -> int:
         """The first token that begins at this character or behind it."""
         return bisect_left(self.offsets, place, key=lambda offset: offset[0])
+
+    def header_of(self, n: int) -> int:
+        """The character where what stands before message n ends, and the prompt of its turn begins."""
+        return chat.shared_length(self.template.render(self.messages[:n]), self.full)
 
     def begin_of(self, n: int) -> int:
         """The character where generation would have begun message n."""
