@@ -10,6 +10,7 @@ from typing import Any
 
 import datasets
 
+from ..data import chat
 from ..data.encode import NO_TARGET
 from ..data.images import picture_size, read_by
 from ..data.kinds import Reader, RowKind
@@ -84,6 +85,7 @@ class TokenAudit:
     samples: list[Sample] = field(default_factory=list)  # SHOWN of each source
     examples: int = 0  # how many were looked at
     bos: str | None = None  # the token that texts begin with, if the tokenizer has one of its own
+    doubled: int = 0  # examples that begin with it twice; elsewhere templates write it, before each turn for instance
     bos_counts: dict[int, int] = field(default_factory=dict)  # how often it is in an example -> examples
     stops: dict[int, str] = field(default_factory=dict)  # ids that end an answer, here and in generation -> tokens
     answers: int = 0  # trained answers that were looked at: completions, or chosen and rejected
@@ -98,8 +100,9 @@ class TokenAudit:
     sees: bool = False  # are pictures read?
 
     def warnings(self) -> Iterator[str]:
-        if doubled := sum(count for number, count in self.bos_counts.items() if number > 1):
-            yield f"{doubled} of {self.examples} examples hold {self.bos} more than once: take it out of the texts"
+        if self.doubled:
+            said = f"{self.doubled} of {self.examples} examples begin with {self.bos} twice"
+            yield f"{said}: take it out of the texts, or out of the chat template"
         if self.answers and not self.ended:
             ends = ", ".join(self.stops.values())
             yield f"no answer ends with a trained {ends}: the model would never learn to stop; raise train.max_length"
@@ -222,8 +225,13 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     if bos not in (None, eos):
         found.bos = tokenizer.bos_token
         numbers = [[ids.count(bos) for _, ids, _ in example] for example in examples]
+        found.doubled = sum(example[0][1][:2] == [bos, bos] for example in examples)
         found.bos_counts = dict(Counter(prompt + max(answers) for prompt, *answers in numbers))
-    if not found.pad_is_eos:
+    written: set[int] = set()
+    if tokenizer.chat_template:
+        with suppress(InputError):
+            written = chat.written_special_ids(tokenizer, config.chat_template_kwargs)
+    if not found.pad_is_eos and pad not in written | {bos, *found.stops}:
         found.padded = sum(any(pad in ids for _, ids, _ in example) for example in examples)
     trained = [(ids, mask) for example in examples for _, ids, mask in example if any(mask)]
     found.answers = len(trained)

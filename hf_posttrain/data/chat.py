@@ -249,8 +249,13 @@ def has_template_tokens(
 def template_token_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> set[int]:
     """Ids of the special tokens that the chat template writes around a user's turn, and texts do not hold."""
     everyday = {getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad", "unk")}
+    return written_special_ids(tokenizer, template_kwargs) - everyday
+
+
+def written_special_ids(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None) -> set[int]:
+    """Return the ids of all special tokens that the chat template writes around a user's turn."""
     turn = ChatTemplate(tokenizer, None, template_kwargs).render([{"role": "user", "content": "hello"}])
-    return {*plain_ids(tokenizer, [turn])[0]} & special_ids(tokenizer) - everyday
+    return {*plain_ids(tokenizer, [turn])[0]} & special_ids(tokenizer)
 
 
 def refuse_ours(template_kwargs: Iterable[str]) -> None:

@@ -113,6 +113,8 @@ def _made(trainer: Any, given: Given, name: str, offload: bool) -> tuple[Any, in
         raise InputError("teacher offload: bitsandbytes keeps 8-bit weights on the GPU: use 4bit, or do not offload")
     teacher = Teacher(model, trainer.accelerator, offload)
     teacher.aligner = _aligner(trainer, theirs, own, lambda tokenizer: find_terminal_ids(model, tokenizer, switches))
+    if teacher.aligner is not None:
+        load.check_tokenizer_fits(teacher.aligner.teacher, forward.causal_lm(model).config, type(model).__name__)
     return teacher, forward.causal_lm(model).config.get_text_config().vocab_size
 
 

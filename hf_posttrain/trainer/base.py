@@ -238,8 +238,10 @@ class PostTrainer(Trainer):
         return rows.remove_columns(scored) if scored else rows
 
     def check_ids(self, *rows: Any) -> None:
-        """Raises InputError where prepared rows have a token that one of the models lacks."""
-        for model in self.scored:
+        """Raises InputError where prepared rows have a token that one of the models that read them lacks: not a teacher
+        with a tokenizer of its own."""
+        own = [forward.causal_lm(second.model) for second in self.second_models if getattr(second, "aligner", None)]
+        for model in (model for model in self.scored if not any(model is other for other in own)):
             load.check_tokenizer_fits(self.tokenizer, model.config, type(model).__name__, *rows)
 
     def prepare_replaced(self) -> None:

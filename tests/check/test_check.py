@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from models_for_tests import tiny_model
-from tokenizers_for_tests import LLAMA, bos_tokenizer, byte_tokenizer
+from tokenizers_for_tests import CHATML, LLAMA, bos_tokenizer, byte_tokenizer
 from training_for_tests import METHODS, TABLE, token_rows, trainer_for, usual
 from transformers import Qwen3Config
 
@@ -267,7 +267,20 @@ def test_edges_are_counted(folder):
     assert (found.ended, found.answers) == (2, 3)
     assert found.stops == {259: "<|im_end|>", 257: "</s>"}
     assert found.pad_is_eos
-    assert [w.partition(":")[0] for w in found.warnings()] == ["1 of 3 examples hold <s> more than once"]
+    assert [w.partition(":")[0] for w in found.warnings()] == ["1 of 3 examples begin with <s> twice"]
+
+
+@pytest.mark.parametrize("role", ["bos_token", "pad_token"])
+def test_special_tokens_that_the_template_writes_in_each_turn_are_no_fault(role, folder):
+    """SmolLM2's BOS opens turns; other tokenizers pad with a token of their template."""
+    tokenizer = byte_tokenizer(CHATML)
+    setattr(tokenizer, role, "<|im_start|>")
+    tokenizer.save_pretrained("turns")
+    tiny_model().save_pretrained("turns")
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    write_rows(folder / "rows.jsonl", [{"messages": turns * 2}] * 3)
+    found = checked("model.name_or_path=turns", "data.eval=null").tokens
+    assert not [*found.warnings()]
 
 
 def test_answers_that_never_end_are_warned_of(folder):

@@ -219,3 +219,22 @@ def test_the_teacher_reads_each_batch_once(method, other, tmp_path, monkeypatch)
     monkeypatch.setattr(trainer, "check_scoring", lambda model: None)
     trainer.train()
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("method", ["kd", "opd"])
+def test_a_student_may_have_more_tokens_than_its_teacher(method, layout, tmp_path, monkeypatch):
+    """As a Gemma student of a SmolLM2 teacher: the student's ids are not the teacher's to read."""
+    tokenizer = gpt2_tokenizer()
+    byte_tokenizer().save_pretrained(tmp_path / "teacher")
+    options = {"tokenizer": tokenizer, "teacher_tokenizer": str(tmp_path / "teacher"), "layout": layout, "max_steps": 2,
+               "learning_rate": 1e-3}  # fmt: skip
+    options |= {"max_completion_length": 12} if method == "opd" else {}
+    student, teacher = tiny_model(vocab_size=520), tiny_model(seed=9, vocab_size=260)
+    rows = [row | {"completion": row["completion"] + " the end"} for row in ROWS]
+    trainer = trainer_for(method, student, rows, tmp_path, second=teacher, **options)
+    assert max(max(row["prompt_ids"]) for row in trainer.train_dataset) >= 260
+    trainer.train()
+    assert trainer.state.log_history[0]["loss"] > 0
+    with pytest.raises(InputError, match="the tokenizer of Qwen3ForCausalLM uses id 258"):
+        trainer_for(method, student, rows, tmp_path, second=tiny_model(seed=9, vocab_size=258), **options)
