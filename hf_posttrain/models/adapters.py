@@ -21,6 +21,7 @@ _WITH_A_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA
 _OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models in which PEFT refuses an adapter on out_proj (tuners_utils._check_lora_target_modules_mamba)."""
 _PLAIN = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # Falcon's, whose class writes the product out
+ZERO_ROW = 1e-4
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
 
@@ -88,7 +89,24 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
         policy.unload().tie_weights()  # as it was, for another try
         raise InputError(f"{what}: {problem}")
+    _fill_zero_rows(policy)
     return policy
+
+
+def _fill_zero_rows(policy: nn.Module) -> None:
+    """Give rows of zeros under DoRA, such as that of padding in a tied head, a little of the adapter: it divides by
+    their norm, and would compute NaN."""
+    for layer in adapted_layers(policy):
+        for name, magnitude in getattr(layer, "lora_magnitude_vector", {}).items():
+            weight = getattr(layer.get_base_layer(), "weight", None)
+            if weight is None or weight.dim() != 2 or weight.is_meta or not weight.is_floating_point():
+                continue
+            rows = (weight.detach() == 0).all(dim=1).nonzero().flatten()
+            if len(rows) and len(magnitude.weight) == len(weight):
+                lora_a, lora_b = layer.lora_A[name].weight, layer.lora_B[name].weight
+                with torch.no_grad():
+                    lora_b[rows, 0] = ZERO_ROW
+                    magnitude.weight[rows] = (layer.scaling[name] * lora_b[rows] @ lora_a).norm(dim=1)
 
 
 def _left_out(model: nn.Module, config: Any, vision: bool) -> list[str]:

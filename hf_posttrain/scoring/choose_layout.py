@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -30,6 +31,8 @@ from .varlen import has_varlen_kernel
 logger = logging.getLogger(__name__)
 # in the names of config fields that say how far a layer sees
 SPANS = re.compile("^(?!.*(layers|experts|heads)).*(window|chunk|local)")
+LOWEST = -1e30
+"""The least logit of a teacher: a divergence multiplies it by probabilities, and gradients by it."""
 ROUGH, ROUGHEST = 0.1, 0.3  # what int8 products and FlashAttention's 16 bits may differ; 16 bits all the way
 
 
@@ -194,6 +197,42 @@ def within(measure: Callable[[bool], float], limits: tuple[float | None, float],
     return False
 
 
+def check_finite(model: nn.Module, teacher: bool = False) -> None:
+    """Raises InputError where weights or logits are no numbers, and where a teacher's logits are so low that a
+    divergence from it overflows."""
+    inner = forward.causal_lm(model)
+    name = type(inner).__name__.removeprefix("FSDP")
+    broken = [place for place, weight in model.named_parameters() if not _is_finite(weight)]
+    if broken:
+        problem = f"{len(broken)} of its weights hold NaN or infinite numbers, {broken[0]} first"
+        raise InputError(f"{name}: {problem}: load another checkpoint of it")
+    with torch.no_grad(), forward.eval_mode(model):
+        logits = own_logits(model, some_ids(inner)(3), 3)
+    if logits.isnan().any() or logits.isposinf().any():
+        advice = "in float16 large numbers overflow: load it in bfloat16 or float32"
+        cause = advice if model_dtype(inner) == torch.float16 else "the model cannot be used as it is"
+        raise InputError(f"{name}: its logits are NaN or infinite, though its weights are finite: {cause}")
+    if teacher and logits.min() < LOWEST:
+        low = f"{int((logits < LOWEST).any(0).sum())} tokens have logits of {logits.min().item():.2g}"
+        raise InputError(f"{name}, the teacher: {low}, so that divergences from it overflow: give them -1e4 instead")
+
+
+def model_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype in which a model computes here: autocast's where it is on."""
+    device = model.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else model.dtype
+
+
+def _is_finite(weight: nn.Parameter) -> bool:
+    """Return whether a weight holds numbers only, as far as it is here; a bias of -inf forbids a token."""
+    if not weight.is_floating_point() or weight.is_meta or isinstance(weight, DTensor) or hasattr(weight, "ds_id"):
+        return True
+    values = weight.detach()
+    if values.sum(dtype=torch.float32).isfinite():  # reads it once, without a copy, and may overflow itself
+        return True
+    return not (values.isnan() | values.isposinf() | (values.isneginf() & (values.dim() > 1))).any()
+
+
 def check_causal(model: nn.Module) -> None:
     """Raises InputError where a token sees those behind it."""
     inner, ids = forward.causal_lm(model), some_ids(forward.causal_lm(model))(8)
@@ -260,15 +299,18 @@ def trusted_layout(
     device: torch.device | str = "cpu",
     max_length: int | None = None,
     pictures: Any = None,
+    teachers: Sequence[nn.Module] = (),
 ) -> str:
     """`layout` if every model scores in it as its own forward does; otherwise `padded`, said in the log.
 
     A model that is wrong even then does something behind its head that `LogitTransform` does not know: it is set to be
     scored by its own logits, said as well. Raises InputError where the layout was the user's explicit choice, and where
-    a model is wrong even with its own logits. max_length, pictures: see `check`.
+    a model is wrong even with its own logits, or computes no numbers. max_length, pictures: see `check`. teachers: the
+    models of which divergences are computed.
     """
     beside = [forward.causal_lm(model) for model in models]
     for model in models:
+        check_finite(model, any(model is teacher for teacher in teachers))
         check_causal(model)
         inner = forward.causal_lm(model)
         name = type(inner).__name__.removeprefix("FSDP")

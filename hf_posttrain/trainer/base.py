@@ -296,7 +296,8 @@ class PostTrainer(Trainer):
             models += [on_device.enter_context(second) for second in self.second_models]
             # collective operations depend on the layout: it is the first rank's answer on all
             given = self.args.device, self.args.max_length, self.data_collator.pictures
-            layout = trusted_layout(models, layout, explicit, *given)
+            teachers = models[len(models) - len(self.second_models) :] if self.method.second == "teacher" else []
+            layout = trusted_layout(models, layout, explicit, *given, teachers)
         self.use_layout(layout)
 
     # ---- training

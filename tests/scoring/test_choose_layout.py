@@ -2,11 +2,12 @@
 
 import logging
 
+import peft
 import pytest
 import torch
 from architectures import WINDOW, tiny
 from models_for_tests import CONFIGS, tiny_model
-from training_for_tests import quick
+from training_for_tests import fix_rollouts, quick, token_rows, trainer_for
 from transformers import Qwen3ForSequenceClassification, Qwen3Model
 
 from hf_posttrain.errors import InputError
@@ -100,3 +101,72 @@ def test_a_kernel_that_takes_no_float32_is_checked_as_it_is(monkeypatch, caplog)
     assert "check in float32: only bfloat16 here" in caplog.text
     trusted_layout([odd := scoring(tiny("recurrent_gemma", logits_soft_cap=1.0))], "padded", explicit=False)
     assert getattr(odd, forward.OWN_LOGITS)
+
+
+BROKEN = {
+    "embedding": (lambda model: model.get_input_embeddings().weight[7, 3:], float("nan"), "1 of its weights"),
+    "layer": (lambda model: model.model.layers[1].mlp.up_proj.weight[0], float("inf"), "up_proj.weight first"),
+    "row of the head": (lambda model: model.lm_head.weight[9], float("-inf"), "lm_head.weight first"),
+    "norm": (lambda model: model.model.norm.weight, float("nan"), "model.norm.weight first"),
+}
+
+
+@pytest.mark.parametrize("role", ["policy", "teacher", "reference"])
+@pytest.mark.parametrize("place", BROKEN)
+def test_weights_that_are_no_numbers_are_named(place, role, tmp_path):
+    part, value, message = BROKEN[place]
+    method = {"policy": "sft", "teacher": "kd", "reference": "dpo"}[role]
+    models = tiny_model("llama", tie_word_embeddings=False), tiny_model("llama", seed=9, tie_word_embeddings=False)
+    with torch.no_grad():
+        part(models[role != "policy"]).fill_(value)
+    trainer = trainer_for(method, models[0], token_rows(method), tmp_path, None if role == "policy" else models[1])
+    with pytest.raises(InputError, match=message):
+        trainer.train()
+
+
+def test_logits_that_overflow_are_told_from_a_wrong_layout(tmp_path):
+    model = tiny_model("llama", tie_word_embeddings=False)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(1e30)
+        model.lm_head.weight.mul_(1e30)
+    trainer = trainer_for("sft", model, token_rows("sft"), tmp_path)
+    with pytest.raises(InputError, match=r"its logits are NaN or infinite, though its weights are finite"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("value", [-3e38, float("-inf"), -1e4])
+@pytest.mark.parametrize("method", ["kd", "opd"])
+def test_a_teacher_that_forbids_tokens_by_numbers_that_overflow_is_refused(method, value, tmp_path, monkeypatch):
+    fix_rollouts(monkeypatch)
+    teacher = tiny_model("llama", seed=9, tie_word_embeddings=False)
+    teacher.lm_head = torch.nn.Linear(32, 300)
+    with torch.no_grad():
+        teacher.lm_head.bias[5:40] = value
+    trainer = trainer_for(method, tiny_model("llama"), token_rows(method), tmp_path, teacher)
+    if value == -1e4:
+        trainer.train()
+        assert torch.tensor(trainer.state.log_history[0]["loss"]).isfinite()
+        return
+    with pytest.raises(InputError, match=r"the teacher: 35 tokens have logits of .*: give them -1e4 instead"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_dora_on_a_head_with_a_row_of_zeros_begins_at_the_base(method, tied, tmp_path):
+    """The row of padding is zero, and DoRA divides by its norm."""
+    model = tiny_model("llama", tie_word_embeddings=tied)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[256] = 0
+    ids = torch.tensor([[1, 2, 3, 4]])
+    expected = model(ids).logits
+    config = peft.LoraConfig(r=4, target_modules=["lm_head"], use_dora=True, task_type="CAUSAL_LM")
+    trainer = trainer_for(method, model, token_rows(method), tmp_path, peft_config=config, learning_rate=1e-2)
+    torch.testing.assert_close(trainer.model.eval()(ids).logits, expected, atol=1e-3, rtol=0)
+    trainer.train()
+    trainer.save_model()
+    base = tiny_model("llama", tie_word_embeddings=tied)
+    with torch.no_grad():
+        base.get_output_embeddings().weight[256] = 0
+    saved = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    torch.testing.assert_close(saved(ids).logits, trainer.model.eval()(ids).logits)
