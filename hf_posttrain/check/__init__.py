@@ -43,6 +43,7 @@ class Check:
     notes: list[str] = field(default_factory=list)  # warnings that were logged on the way and do no harm to training
     servers: list[str] = field(default_factory=list)  # what is wrong with those that the run would ask, now
     teachers: list[str] = field(default_factory=list)  # each in a line
+    adapter: list[str] = field(default_factory=list)  # what a new or loaded one acts on, in a line
 
     @property
     def warnings(self) -> list[str]:
@@ -71,6 +72,7 @@ class Check:
             "given: " + ", ".join(f"{name}={value}" for name, value in self.given.items()),
             "defaulted: " + ", ".join(f"{name}={value}" for name, value in self.defaulted.items()),
             *self.teachers,
+            *self.adapter,
         ])]  # fmt: skip
         sections += [(f"Data: {audit.name}", audit.lines()) for audit in self.data.values()]
         sections.append(("Tokens", self.tokens.lines()))
@@ -154,6 +156,7 @@ def check(
         notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0]),
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
         teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
+        adapter=placement.describe_adapter_of(recipe.model),
     )  # fmt: skip
 
 

@@ -121,6 +121,16 @@ def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict
     return {"parameters": parameters, "gradients": gradients * kept, "optimizer": optimizer * kept, "host": host}
 
 
+def describe_adapter_of(section: ModelSection) -> list[str]:
+    """Return a line on what the adapter of a recipe acts on; none without an adapter."""
+    adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else adapters.lora_config(section)
+    if adapter is None:
+        return []
+    with torch.device("meta"):
+        policy: Any = adapters.add_adapter(load.load_skeleton(section), adapters.adapter_shape(adapter))
+    return [adapters.describe_adapter(policy)]
+
+
 class Shapes:
     """A model without memory, with the adapter and the dtypes that it would have on `device`. vision: is its tower for
     pictures trained too?"""

@@ -4,6 +4,7 @@ import copy
 import itertools
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +198,45 @@ def _not_loaded(policy: peft.PeftModel) -> Iterator[str]:
 def of_adapters(policy: peft.PeftModel, name: str) -> bool:
     """Does the weight of this name go away when adapters are switched off? LoRA's bias, one of the base, does not."""
     return any(part in name for part in (str(policy.base_model.prefix), ".modules_to_save.", ".trainable_tokens_"))
+
+
+def describe_adapter(policy: peft.PeftModel) -> str:
+    """Return in a line on which share of the model's weights the active adapter acts, which matrices it leaves as they
+    are, and what to set so that it acts on fused experts too."""
+    reached: set[int] = set()
+    for layer in adapted_layers(policy):
+        fused = getattr(layer, "parameter_name", None)  # of a module with several, an adapter is on one
+        own = layer.get_base_layer().named_parameters(recurse=False)
+        reached |= {id(weight) for name, weight in own if fused in (None, name)}
+    trained = {id(weight) for weight in policy.parameters() if weight.requires_grad}
+    embedded = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
+    inner = policy.get_base_model()
+    total, acted, left = 0, 0, Counter[str]()
+    fused_left: set[str] = set()
+    for name, weight in inner.named_parameters():
+        if of_adapters(policy, name):
+            continue
+        total += weight.numel()
+        if id(weight) in reached | trained:
+            acted += weight.numel()
+        elif weight.dim() > 1 and id(weight) not in embedded:
+            kind = _kind(name.replace(".base_layer", ""))
+            left[kind] += weight.numel()
+            fused_left |= {kind} if weight.dim() == 3 else set()
+    said = f"the adapter acts on {100 * acted / max(total, 1):.0f} % of the model's weights"
+    if shares := [f"{kind} ({100 * count / total:.0f} %)" for kind, count in left.most_common() if 100 * count > total]:
+        said += f"; without it are {', '.join(shares)}"
+    if fused_left:
+        said += f". To train fused experts too, set target_parameters: [{', '.join(sorted(fused_left))}]"
+    return said
+
+
+def _kind(name: str) -> str:
+    """Return the end of a weight's name that is the same in all layers: `mlp.experts.gate_up_proj`, `q_proj`."""
+    parts = [part for part in name.removesuffix(".weight").split(".") if part]
+    last = max((n for n, part in enumerate(parts) if part.isdigit()), default=-1)
+    behind = parts[last + 1 :]
+    return ".".join(behind if "experts" in behind else behind[-1:])
 
 
 class UnlessAutocast:

@@ -19,7 +19,7 @@ from ..scoring import forward
 from ..scoring.attention import avoid_cudnn, choose_attention
 from ..scoring.rotary import rope_switch
 from . import load
-from .adapters import adapted_layers, add_adapter, check_adapter_kind, skip_needless_casts
+from .adapters import adapted_layers, add_adapter, check_adapter_kind, describe_adapter, skip_needless_casts
 from .changed_base import warn_if_base_changed
 from .layers import speed_up, warn_if_not_compiled
 from .section import ModelSection
@@ -157,6 +157,7 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
             if getattr(model.active_peft_config, "alora_invocation_tokens", None):
                 raise InputError("alora_invocation_tokens needs activation_checkpointing: false")
             model.enable_input_require_grads()  # which checkpointed layers need, and the base is frozen
+        logger.info("%s", describe_adapter(model))
         skip_needless_casts(model, args.device.type)
         # trained copies of layers (modules_to_save) have the base's dtype: in bf16 they would hardly move
         for parameter in trained:

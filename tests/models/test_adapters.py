@@ -15,7 +15,7 @@ from training_for_tests import token_rows, trainer_for
 from transformers import AutoModelForCausalLM
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.models.adapters import add_adapter, skip_needless_casts
+from hf_posttrain.models.adapters import add_adapter, describe_adapter, skip_needless_casts
 
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
 TARGETS = ["q_proj", "v_proj"]
@@ -145,3 +145,19 @@ def test_inputs_that_are_not_cast_give_the_same_numbers(checkpointing, dropout, 
         casts.append(sum(event.count for event in profiler.key_averages() if event.key == "aten::_to_copy"))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert (casts[1] < casts[0]) == (autocast and not dropout), casts
+
+
+def test_what_an_adapter_acts_on_and_leaves_is_told(tmp_path):
+    """all-linear knows modules, and gpt-oss's experts are parameters of three dimensions."""
+    fused = ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    said = describe_adapter(add_adapter(tiny("gpt_oss"), peft.LoraConfig(**options)))
+    assert said.endswith(f"To train fused experts too, set target_parameters: [{', '.join(fused)}]")
+    assert "without it are mlp.experts.gate_up_proj (" in said
+    config = peft.LoraConfig(**options, target_parameters=fused)
+    assert "target_parameters" not in describe_adapter(add_adapter(tiny("gpt_oss"), config))
+    weights = dict(tiny_model().named_parameters())
+    acted = sum(weight.numel() for name, weight in weights.items() if name.endswith("q_proj.weight"))
+    share = 100 * acted / sum(weight.numel() for weight in weights.values())
+    policy = add_adapter(tiny_model(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert describe_adapter(policy).startswith(f"the adapter acts on {share:.0f} % of the model's weights; ")
