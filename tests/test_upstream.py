@@ -880,7 +880,7 @@ def _():
     assert layer.get_seq_length() == 0
     layer.lazy_initialization(states, states)
     assert layer.is_initialized
-    assert {*vars(layer)} == {"keys", "values", "is_initialized", "dtype", "device"}
+    assert {*vars(layer)} - {"dtype"} == {"keys", "values", "is_initialized", "device"}  # dtype: up to 5.23
     layer.keys, layer.values = states, states
     assert layer.get_seq_length() == 3
     assert layer.get_mask_sizes(2) == (5, 0)

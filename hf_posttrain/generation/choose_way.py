@@ -1,6 +1,5 @@
 """How a model's answers are generated, and the proof that they are its own: as `scoring.choose_layout` for scores."""
 
-import inspect
 import logging
 import math
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from ..errors import InputError
 from ..scoring.choose_layout import own_logits, some_ids, spans, tolerance, within
 from ..scoring.forward import causal_lm
 from ..scoring.rotary import rope_switch
+from ..scoring.states import cache_argument
 from .by_transformers import BROKEN
 from .graphs import can_replay
 
@@ -56,8 +56,7 @@ def can_decode(model: PreTrainedModel) -> bool:
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in getattr(model, "peft_config", {}).values()):
         return False  # activated LoRA is switched on by what PEFT's own generate sees in the prompt
     own = getattr(type(model), "prepare_inputs_for_generation", None)
-    takes_cache = "past_key_values" in inspect.signature(type(model).forward).parameters
-    if own is not GenerationMixin.prepare_inputs_for_generation or not takes_cache:
+    if own is not GenerationMixin.prepare_inputs_for_generation or not cache_argument(type(model)):
         return False
     layers = DynamicCache(config=model.config).layers
     return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)

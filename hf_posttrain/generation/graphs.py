@@ -21,6 +21,8 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
+from ..scoring.states import cache_argument
+
 logger = logging.getLogger(__name__)
 SWITCH = "HF_POSTTRAIN_CUDA_GRAPHS"
 """Environment variable; 0: no graphs."""
@@ -154,7 +156,8 @@ class FixedSteps:
 
     def _forward(self) -> Tensor:
         self.mask.index_fill_(3, self.column, True)
-        given = {"attention_mask": self.mask, "position_ids": self.position, "past_key_values": self.cache}
+        given: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position}
+        given |= {cache_argument(type(self.model)): self.cache}
         logits = self.model(input_ids=self.tokens, use_cache=True, logits_to_keep=1, **given).logits[:, -1]
         self.position.add_(1)
         self.column.add_(1)

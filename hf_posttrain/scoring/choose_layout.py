@@ -25,7 +25,7 @@ from .attention import BY_BLOCK, BY_SEGMENT, row_multiple, undo_choice
 from .head import LOW, LogProb, score_tokens
 from .layouts import Branch, Example, collate
 from .rotary import rope_switch
-from .states import got_pieces, stateful_layers
+from .states import got_pieces, stateful_layers, takes_pieces
 from .varlen import has_varlen_kernel
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,8 @@ def _able(model: PreTrainedModel, max_length: int | None) -> tuple[list[str], st
     implementation = config._attn_implementation or "eager"
     kinds = set(getattr(config, "layer_types", None) or ())
     keeps_state = bool(stateful_layers(model))
+    if keeps_state and not takes_pieces(model):
+        return ["padded"], "the forwards of its layers that keep a state have changed (see the tested transformers)"
     if kinds - {"full_attention", "sliding_attention"} and not keeps_state:
         return ["padded"], f"it has layers that take no custom mask: {', '.join(sorted(kinds))}"
     if not getattr(model, "_supports_sdpa", False) and not getattr(model, "_supports_flex_attn", False):

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-CACHE, MASK = ("cache_params", "past_key_values"), ("attention_mask", "conv_mask")
-"""The names that forwards have for their cache, and for a mask of padding."""
+CACHE, MASK = ("cache", "past_key_values", "cache_params"), ("attention_mask", "conv_mask")
+"""The names that forwards have for their cache (`cache` from transformers 5.24 on), and for a mask of padding."""
 ALIKE = 32
 """Tokens: kernels compute linear attention in chunks of 64."""
 
@@ -43,10 +43,25 @@ def _names_in_forward(kind: Any) -> tuple[str, ...]:
     return code.co_names if code else ()
 
 
+def cache_argument(kind: type) -> str:
+    """Return the name under which the forward of a class of models or layers takes a cache; empty: it takes none."""
+    return _named(kind, CACHE)
+
+
+def _named(kind: Any, names: Sequence[str]) -> str:
+    parameters = inspect.signature(inspect.unwrap(kind.forward)).parameters
+    return next((name for name in names if name in parameters), "")
+
+
+def takes_pieces(model: nn.Module) -> bool:
+    """Return whether all layers that keep a state take a cache and a mask by names that are known."""
+    return all(cache_argument(kind) and _named(kind, MASK) for kind in {*map(type, stateful_layers(model))})
+
+
 def compute_by_piece(model: nn.Module) -> bool:
     """Let layers that keep a state take the pieces of a row. Are there any?"""
     module: Any
-    layers = stateful_layers(model)
+    layers = stateful_layers(model) if takes_pieces(model) else []
     for module in layers:
         kind: Any = type(module)
         module.forward = MethodType(_by_piece(kind), module)
@@ -164,7 +179,7 @@ class States:
 def _by_piece(kind: Any) -> Callable:
     """The forward of a layer class that takes `pieces`."""
     signature = inspect.signature(inspect.unwrap(kind.forward))
-    cache, mask = (next(name for name in names if name in signature.parameters) for names in (CACHE, MASK))
+    cache, mask = cache_argument(kind), _named(kind, MASK)
     first = list(signature.parameters)[1]
 
     @functools.wraps(kind.forward)

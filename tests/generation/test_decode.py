@@ -1,5 +1,6 @@
 """Decoding: the completions of `transformers.generate`, for the cost of the rows that go on."""
 
+import functools
 from types import SimpleNamespace
 
 import peft
@@ -15,6 +16,7 @@ from hf_posttrain.generation import batch_size, choose_way, rollout
 from hf_posttrain.generation.rollout import Sampler
 from hf_posttrain.scoring import cpu, forward
 from hf_posttrain.scoring.attention import choose_attention
+from hf_posttrain.scoring.states import cache_argument
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
 ENDS = list(range(0, 300, 7))
@@ -157,9 +159,11 @@ def test_a_model_whose_cache_is_wrong_is_refused(monkeypatch):
     model = tiny("llama")
     real = type(model).forward
 
-    def forgets(self, *args, past_key_values=None, **kwargs):
-        output = real(self, *args, past_key_values=past_key_values, **kwargs)
-        if past_key_values is not None:
+
+    @functools.wraps(real)
+    def forgets(self, *args, **kwargs):
+        output = real(self, *args, **kwargs)
+        if kwargs.get(cache_argument(type(model))) is not None:
             output.logits = -output.logits
         return output
 
@@ -235,7 +239,7 @@ def test_what_a_token_keeps_is_measured(name, bf16):
     model = tiny_model(name)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         cache = rollout.growing_cache(model)
-        model(torch.tensor([[1, 2, 3, 4]]), past_key_values=cache, use_cache=True)
+        model(torch.tensor([[1, 2, 3, 4]]), **{cache_argument(type(model)): cache}, use_cache=True)
         found = batch_size.cache_bytes(model, rollout.growing_cache(model))
     assert found == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 4
     growing = [layer for layer in cache.layers if type(layer) is rollout.GrowingLayer]
