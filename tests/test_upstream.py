@@ -208,6 +208,7 @@ NEEDS = {need.symbol: need for need in [
          "a wrapped module's class is FSDP<name>, of (FSDPModule, its own class)"),
     Need("torch.nn.Module._non_persistent_buffers_set", "generation/transfer.py",
          "names of a module's buffers that are not saved"),
+    Need("torch.nn.Module._compiled_call_impl", "engines/launch.py", "None unless module.compile() was called"),
     Need("torch.nn.Module.forward", "scoring/forward.py",
          "an attribute of the instance takes its place, with hooks around it", "forward"),
     Need("torch.nn.Linear.forward", "scoring/cpu.py scoring/forward.py",
@@ -1222,6 +1223,14 @@ def _():
     known = stream._resolve_features()
     assert known.column_names == ["a", "b"]
     assert [row["a"] for row in known] == [1, 2]  # the first row is not lost
+
+
+@canary("torch.nn.Module._compiled_call_impl")
+def _():
+    module = nn.Linear(2, 2)
+    assert module._compiled_call_impl is None
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
 
 
 @canary("datasets.ReadInstruction.to_absolute")

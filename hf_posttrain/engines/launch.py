@@ -1,6 +1,7 @@
 """The engine that the config and the launcher ask for, and what is refused at the start of a run: that which would
 train wrong numbers, something else than was asked for, or fail late."""
 
+import inspect
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import DynamoBackend, is_compiled_module
+from accelerate.utils import DynamoBackend, has_offloaded_params, is_compiled_module
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
@@ -159,12 +160,11 @@ def unusual(model: Any, args: Any) -> str | None:
     if isinstance(getattr(model, "module", None), nn.Module) and not hasattr(type(model), "config_class"):
         return f"the model is wrapped in {type(model).__name__}: pass its module, which the launcher wraps itself"
     for name, module in model.named_modules():
-        compiled = module._compiled_call_impl or hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
-        if compiled and not args.torch_compile:
-            where = f"{name} of the model is compiled" if name else "the model is compiled"
-            return f"{where}: pass it as it was loaded, and set torch_compile: true, which compiles its layers"
-        hook = getattr(module, "_hf_hook", None)
-        if any(getattr(each, "offload", False) for each in (hook, *getattr(hook, "hooks", ()))):
+        replaced = inspect.isfunction(vars(module).get("forward"))  # as by torch.compile(model.forward)
+        if (module._compiled_call_impl or replaced) and not args.torch_compile:
+            where = f"{name} of the model" if name else "the model"
+            return f"{where} is compiled: pass it as it was loaded, and set torch_compile: true, which compiles layers"
+        if has_offloaded_params(module):
             return (
                 "weights of the model are offloaded (device_map), so that they cannot be trained: load it without "
                 "device_map, and use FSDP2 or ZeRO-3 (accelerate_configs/) if it does not fit"
