@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 FLOOR_VENV ?= .venv-floor
 FLOOR_TORCH ?= 2.6.0
+NEWEST_VENV ?= .venv-newest
+NEWEST_TORCH ?= 2.13.0
 VLLM_VENV ?= .venv-vllm
 GPU_VENV ?= .venv-gpu
 PYTHON312 ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
@@ -29,7 +31,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test suite test-all test-floor test-vllm vllm lint types docs fields bench gpu-rehearsal clean
+.PHONY: help venv quickstart test suite test-all test-floor test-newest test-vllm vllm lint types docs fields bench gpu-rehearsal clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -66,6 +68,13 @@ $(FLOOR_STAMP): setup.cfg constraints-floor.txt
 	@test -x $(FLOOR_VENV)/bin/python || $(PYTHON) -m venv $(FLOOR_VENV)
 	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) -e '.[test]'
 	@touch $@
+
+# torch is chosen (NEWEST_TORCH): on a machine without GPU a later wheel brings gigabytes of CUDA libraries along
+test-newest: ## the tests of one process with the newest versions of all packages, which are installed each time
+	@$(call check_python)
+	@test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/python $(PIP) --upgrade --upgrade-strategy eager torch==$(NEWEST_TORCH) -e '.[test]'
+	$(NEWEST_VENV)/bin/python $(SUITE) -m "not slow and not engines" $(PYTEST)
 
 vllm: $(VLLM_STAMP) ## .venv-vllm with vLLM's CPU build, for test-vllm: 4 GiB; with a GPU set VLLM to your own bin/vllm
 
@@ -112,7 +121,7 @@ $(GPU_STAMP): benchmarks/gpu_image.txt
 	@touch $@
 
 clean: ## remove all environments, caches and build products
-	rm -rf $(VENV) $(FLOOR_VENV) $(VLLM_VENV) $(GPU_VENV) .whl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/*.jsonl
+	rm -rf $(VENV) $(FLOOR_VENV) $(NEWEST_VENV) $(VLLM_VENV) $(GPU_VENV) .whl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache recipes/tiny/*.jsonl
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +
 
 define check_python

@@ -115,6 +115,7 @@ def check(
     from ..models.load import load_skeleton
     from ..models.prepare import with_supported_checkpointing
     from ..recipe.datasets import audit_data, prepare_data
+    from ..watch.versions import newer_than_tested
     from . import memory, placement, plan, probe, trained
     from .spare_checkpointing import spare_checkpointing
 
@@ -153,7 +154,8 @@ def check(
         tokens=trained.audit_tokens(recipe, tokenizer, config, models),
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=estimate, probe=probed,
-        notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0]),
+        notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0])
+        + [said for said in (newer_than_tested(),) if said],
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
         teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
         adapter=placement.describe_adapter_of(recipe.model),

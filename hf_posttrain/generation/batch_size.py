@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from ..scoring.states import cache_argument
+from ..scoring.forward import cache_argument
 
 LOGIT_BYTES = 20
 """Of a logit while a token is drawn: itself, in float32, its probability, sums in float64."""
@@ -38,7 +38,7 @@ def even_parts(count: int, most: int) -> int:
 def cache_bytes(model: PreTrainedModel, cache: DynamicCache) -> int:
     """Return the bytes of one token's keys and values in all layers. They are measured, since layers may share them."""
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
-    options: dict[str, Any] = {cache_argument(type(model)): cache, "use_cache": True, "logits_to_keep": 1}
+    options: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
     model(input_ids=token, **options)
     kept = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
     return sum(tensor.nbytes for tensor in kept if tensor is not None)

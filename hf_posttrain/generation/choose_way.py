@@ -12,9 +12,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..errors import InputError
 from ..scoring.choose_layout import own_logits, some_ids, spans, tolerance, within
-from ..scoring.forward import causal_lm
+from ..scoring.forward import cache_argument, causal_lm
 from ..scoring.rotary import rope_switch
-from ..scoring.states import cache_argument
 from .by_transformers import BROKEN
 from .graphs import can_replay
 
@@ -40,26 +39,33 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
     if not own_logits(model, some_ids(inner)(3), 1).amax().isfinite():
         raise RuntimeError(BROKEN)
     limits = 10 * tolerance(inner), 1.0
-    own = [GRAPHS] * can_replay(inner) + [DECODE] if can_decode(inner) else []
+    own = [] if why_not_decode(inner) else [GRAPHS] * can_replay(inner) + [DECODE]
     for way in [*own, BATCHES, ALONE]:  # the quick ones first
         right = within(partial(_gap, model, longest, way, answer), limits, f"answers, {way}")
         if right and (way != GRAPHS or getattr(inner, "captures", True)):
             if way == ALONE:
                 said = "%s generates wrongly in padded batches: its prompts are answered one by one"
                 logger.warning(said, type(inner).__name__)
+            elif way == BATCHES:
+                why = why_not_decode(inner) or "its answers by our own decoding are not those of its forward"
+                logger.info("%s is sampled by transformers' generate, which is slower: %s", type(inner).__name__, why)
             return way, proven
     raise InputError(f"{type(inner).__name__} generates other answers with a cache than its own forward has")
 
 
-def can_decode(model: PreTrainedModel) -> bool:
-    """Does the model say that it keeps plain keys and values, and no more, between steps?"""
+def why_not_decode(model: PreTrainedModel) -> str:
+    """Return why a model is not decoded by `rollout.decode`; empty where it says that it keeps plain keys and values,
+    and no more, between steps."""
     if any(getattr(adapter, "alora_invocation_tokens", None) for adapter in getattr(model, "peft_config", {}).values()):
-        return False  # activated LoRA is switched on by what PEFT's own generate sees in the prompt
+        return "activated LoRA is switched on by what PEFT's own generate sees in the prompt"
     own = getattr(type(model), "prepare_inputs_for_generation", None)
-    if own is not GenerationMixin.prepare_inputs_for_generation or not cache_argument(type(model)):
-        return False
+    if own is not GenerationMixin.prepare_inputs_for_generation:
+        return "it prepares the inputs of each step by itself"
+    if not cache_argument(model):
+        return "its forward takes no cache by a known name"
     layers = DynamicCache(config=model.config).layers
-    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+    other = {type(layer).__name__ for layer in layers if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer)}
+    return f"its cache has other layers: {', '.join(sorted(other))}" if other or not layers else ""
 
 
 def _gap(model: nn.Module, longest: int, way: str, answer: Answer, _: bool) -> float:

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from ..scoring.states import cache_argument
+from ..scoring.forward import cache_argument
 
 logger = logging.getLogger(__name__)
 SWITCH = "HF_POSTTRAIN_CUDA_GRAPHS"
@@ -157,7 +157,7 @@ class FixedSteps:
     def _forward(self) -> Tensor:
         self.mask.index_fill_(3, self.column, True)
         given: dict[str, Any] = {"attention_mask": self.mask, "position_ids": self.position}
-        given |= {cache_argument(type(self.model)): self.cache}
+        given |= {cache_argument(self.model): self.cache}
         logits = self.model(input_ids=self.tokens, use_cache=True, logits_to_keep=1, **given).logits[:, -1]
         self.position.add_(1)
         self.column.add_(1)

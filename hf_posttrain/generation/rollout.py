@@ -20,8 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..scoring.cpu import draw, few_rows
-from ..scoring.forward import causal_lm, eval_mode, rounded_products, unwrapped
-from ..scoring.states import cache_argument
+from ..scoring.forward import cache_argument, causal_lm, eval_mode, rounded_products, unwrapped
 from . import by_transformers, choose_way
 from .batch_size import rows_that_fit
 from .graphs import FixedSteps
@@ -253,7 +252,7 @@ def decode(
 
 def _last_logits(model: PreTrainedModel, ids: Tensor, mask: Tensor, position: Tensor, cache: DynamicCache) -> Tensor:
     """The logits after the last of `ids` [n, new], which are read into the cache: [n, V]."""
-    options: dict[str, Any] = {cache_argument(type(model)): cache, "use_cache": True, "logits_to_keep": 1}
+    options: dict[str, Any] = {cache_argument(model): cache, "use_cache": True, "logits_to_keep": 1}
     return model(input_ids=ids, attention_mask=mask, position_ids=position, **options).logits[:, -1]
 
 

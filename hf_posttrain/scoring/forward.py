@@ -7,6 +7,7 @@ Legend: B examples, K branches of each, R rows, L row length, N scored tokens, V
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,6 +86,12 @@ def causal_lm(model: Any) -> Any:
     """The causal LM (a PreTrainedModel) inside wrappers and adapters."""
     model = unwrapped(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def cache_argument(model: Any) -> str:
+    """The name under which a causal LM's forward takes a cache; empty: it takes none."""
+    taken = inspect.signature(type(model).forward).parameters
+    return next((name for name in states.CACHE if name in taken), "")
 
 
 def sees(model: Any) -> bool:
@@ -218,15 +225,6 @@ def score(
         return {"value": value, **stats}
 
     return run(model, batch, scorer, **({"output_router_logits": True} if router_logits else {}))
-
-
-def full_logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """[R, L, V] of the batch, for compute_metrics and for checks; training does not make them."""
-
-    def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-        return {"logits": head.logits(hidden)}
-
-    return run(model, batch, scorer)["logits"]
 
 
 def run(model: nn.Module, batch: dict[str, Any], scorer: Scorer, **kwargs: Any) -> dict[str, Any]:

@@ -43,11 +43,6 @@ def _names_in_forward(kind: Any) -> tuple[str, ...]:
     return code.co_names if code else ()
 
 
-def cache_argument(kind: type) -> str:
-    """Return the name under which the forward of a class of models or layers takes a cache; empty: it takes none."""
-    return _named(kind, CACHE)
-
-
 def _named(kind: Any, names: Sequence[str]) -> str:
     parameters = inspect.signature(inspect.unwrap(kind.forward)).parameters
     return next((name for name in names if name in parameters), "")
@@ -55,7 +50,7 @@ def _named(kind: Any, names: Sequence[str]) -> str:
 
 def takes_pieces(model: nn.Module) -> bool:
     """Return whether all layers that keep a state take a cache and a mask by names that are known."""
-    return all(cache_argument(kind) and _named(kind, MASK) for kind in {*map(type, stateful_layers(model))})
+    return all(_named(kind, CACHE) and _named(kind, MASK) for kind in {*map(type, stateful_layers(model))})
 
 
 def compute_by_piece(model: nn.Module) -> bool:
@@ -179,7 +174,7 @@ class States:
 def _by_piece(kind: Any) -> Callable:
     """The forward of a layer class that takes `pieces`."""
     signature = inspect.signature(inspect.unwrap(kind.forward))
-    cache, mask = cache_argument(kind), _named(kind, MASK)
+    cache, mask = _named(kind, CACHE), _named(kind, MASK)
     first = list(signature.parameters)[1]
 
     @functools.wraps(kind.forward)

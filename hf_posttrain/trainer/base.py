@@ -39,6 +39,7 @@ from ..scoring.pictures import Pictures
 from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
+from ..watch.versions import newer_than_tested
 from . import checkpoint, evaluation, output_dir, rules, same_run, saving, step
 from .config import PostTrainConfig, check_arguments, check_optimizer
 from .loss_units import Losses, Meter
@@ -332,6 +333,8 @@ class PostTrainer(Trainer):
         if self.args.save_strategy != "no" and self.args.should_save:
             output_dir.check_space(self.args.output_dir, output_dir.least_bytes(self.model))
         logger.info("training %s", launch.describe_launch(self))
+        if newer := newer_than_tested():
+            logger.info("%s", newer)
         set_seed(self.args.seed)
         self.meters["train"], self.has_trained = Meter(), False
         of_run = {"method": self.method.name, "rows": self.described.get("train_dataset"), "recipe": self.recipe}

@@ -16,7 +16,7 @@ from ..engines.row_weights import weigh_rows
 from ..errors import InputError
 from ..generation.exact_match import exact_match
 from ..generation.rollout import forked
-from ..scoring.forward import full_logits
+from ..scoring import forward
 from ..scoring.layouts import IGNORE
 from .loss_units import Meter
 
@@ -92,3 +92,12 @@ def evaluate_rows(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> tupl
     self.meters["eval"] = Meter()
     output = Trainer.evaluation_loop(self, dataloader, *args, **kwargs)
     return output, self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))
+
+
+def full_logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    """Return the logits of a batch, [R, L, V], for `compute_metrics`. Training does not make them."""
+
+    def scorer(head: forward.LMHead, hidden: Tensor) -> dict[str, Tensor]:
+        return {"logits": head.logits(hidden)}
+
+    return forward.run(model, batch, scorer)["logits"]

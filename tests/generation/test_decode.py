@@ -16,7 +16,7 @@ from hf_posttrain.generation import batch_size, choose_way, rollout
 from hf_posttrain.generation.rollout import Sampler
 from hf_posttrain.scoring import cpu, forward
 from hf_posttrain.scoring.attention import choose_attention
-from hf_posttrain.scoring.states import cache_argument
+from hf_posttrain.scoring.forward import cache_argument
 
 PROMPTS = [[1, 2, 3], [4], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1, 2, 3], [20, 30]]
 ENDS = list(range(0, 300, 7))
@@ -37,7 +37,7 @@ def alone(model, prompt, count, ends):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_completions_are_those_of_each_prompt_alone(name):
     model = tiny_model(name)
-    assert choose_way.can_decode(model)
+    assert not choose_way.why_not_decode(model)
     free = [alone(model, prompt, 12, []) for prompt in PROMPTS]
     ends = [free[0][2], free[2][6]]
     found = rollout.generate(model, PROMPTS, 12, ends, 256, batch_size=3)
@@ -48,19 +48,19 @@ def test_greedy_completions_are_those_of_each_prompt_alone(name):
 def test_models_with_another_state_are_left_to_transformers(monkeypatch):
     model = tiny_model()
     expected = rollout.generate(model, PROMPTS, 12, ENDS, 256)
-    monkeypatch.setattr(choose_way, "can_decode", lambda model: False)
+    monkeypatch.setattr(choose_way, "why_not_decode", lambda model: "asked")
     monkeypatch.setattr(rollout, "decode", None)
     del model.answers_by
     assert rollout.generate(model, PROMPTS, 12, ENDS, 256) == expected
 
 
-def test_can_decode_knows_plain_caches():
+def test_plain_caches_are_known():
     from transformers import AutoModelForCausalLM, MambaConfig, Qwen3NextConfig
 
     small = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 30}
     for config in (MambaConfig(**small), Qwen3NextConfig(**small, num_attention_heads=2, num_key_value_heads=1)):
         with torch.device("meta"):
-            assert not choose_way.can_decode(AutoModelForCausalLM.from_config(config))
+            assert choose_way.why_not_decode(AutoModelForCausalLM.from_config(config))
 
 
 def test_a_step_costs_the_rows_that_go_on_and_a_shared_prompt_is_read_once(monkeypatch):
@@ -163,7 +163,7 @@ def test_a_model_whose_cache_is_wrong_is_refused(monkeypatch):
     @functools.wraps(real)
     def forgets(self, *args, **kwargs):
         output = real(self, *args, **kwargs)
-        if kwargs.get(cache_argument(type(model))) is not None:
+        if kwargs.get(cache_argument(model)) is not None:
             output.logits = -output.logits
         return output
 
@@ -239,7 +239,7 @@ def test_what_a_token_keeps_is_measured(name, bf16):
     model = tiny_model(name)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         cache = rollout.growing_cache(model)
-        model(torch.tensor([[1, 2, 3, 4]]), **{cache_argument(type(model)): cache}, use_cache=True)
+        model(torch.tensor([[1, 2, 3, 4]]), **{cache_argument(model): cache}, use_cache=True)
         found = batch_size.cache_bytes(model, rollout.growing_cache(model))
     assert found == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) // 4
     growing = [layer for layer in cache.layers if type(layer) is rollout.GrowingLayer]

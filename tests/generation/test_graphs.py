@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_posttrain.generation import choose_way, graphs, rollout
 from hf_posttrain.generation.graphs import FixedSteps
-from hf_posttrain.scoring.states import cache_argument
+from hf_posttrain.scoring.forward import cache_argument
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_a_forward_that_waits_for_the_device_is_run_as_written(monkeypatch, capl
     model = tiny_model()
     cache = rollout.growing_cache(model)
     ids = torch.tensor([[1, 2, 3]])
-    model(input_ids=ids, **{cache_argument(type(model)): cache})
+    model(input_ids=ids, **{cache_argument(model): cache})
     forwards = FixedSteps(model, cache, torch.ones_like(ids), torch.tensor([[2]]), 5)
 
     mode, real = ["default"], model.forward
