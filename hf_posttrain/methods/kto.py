@@ -84,7 +84,7 @@ class KTOTrainer(PostTrainer):
     def __init__(self, *args: Any, ref_model: nn.Module | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.learn_of_rows(self.train_dataset)
-        self.reference = make_reference(self, ref_model, self.both_completions)
+        self.reference = make_reference(self, ref_model, self.reference_batches)
         self.delta = RunningMean(self.accelerator)
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
@@ -142,15 +142,30 @@ class KTOTrainer(PostTrainer):
 
     def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
         """Add `ref_logps` [B, 1 or 2], the reference's scores of y and y'; `kl` [B], the log-ratios of y' (or 0)."""
-        ref = self.reference.logps(model, batch)
         if "pairs" not in batch:
+            ref = self.reference.logps(model, batch)
             return batch | {"ref_logps": ref, "kl": torch.zeros_like(ref[:, 0])}
+        alone = self._lay_out(batch["pairs"], first=1)
+        ref = self.reference.logps(model, batch, self.reference_batches(batch, alone))
         with self.accelerator.autocast():
-            mismatch = branch_logps(model, self._lay_out(batch["pairs"], first=1))
+            mismatch = branch_logps(model, alone)
         return batch | {"ref_logps": ref, "kl": mismatch - ref[:, 1]}
 
+    def reference_batches(self, batch: dict[str, Any], alone: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+        """The batches that the reference scores for training: y and y' of each row, where there is a y'.
+
+        In half precision y and y' by themselves, as the policy scores them: in other shapes products round otherwise,
+        and the policy would not begin at its reference. In float32 both behind one prompt, which is read once.
+        alone: the batch of y', if it was laid out already.
+        """
+        if "pairs" not in batch:
+            return [batch]
+        if self.exact:
+            return [self.both_completions(batch)]
+        return [batch, alone or self._lay_out(batch["pairs"], first=1)]
+
     def both_completions(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch that the reference scores: the row's own completion and the mismatched one, where there is one."""
+        """Each row's own completion and the mismatched one, where there is one, behind one prompt."""
         return self._lay_out(batch["pairs"], first=0) if "pairs" in batch else batch
 
     def _lay_out(self, pairs: Later, first: int) -> dict[str, Any]:
@@ -170,7 +185,7 @@ class KTOTrainer(PostTrainer):
         # In evaluation no backward waits for the KL, so both completions are scored in one pass of each model.
         if evaluating := "shift" not in batch:
             part = self.both_completions(batch)
-            batch = batch | {"ref_logps": self.reference.logps(model, batch)}
+            batch = batch | {"ref_logps": self.reference.logps(model, batch, [part])}
         scores = self.score(model, part, LogProb(targets(part)))
         logps = per_branch(scores["value"], part).view(len(batch["index"]), -1)
         lengths = per_branch(torch.ones_like(scores["value"]), part).view_as(logps)

@@ -90,12 +90,13 @@ class Reference:
     trainer: Any
     inside: Callable | None  # model -> a context in which it is the reference; None: all rows must be scored already
     second: Frozen | None  # the model that scores, a copy of the policy or the user's; None: the policy itself
-    lay_out: Callable | None  # from a batch to the one that is scored, where they differ
+    lay_out: Callable | None  # from a batch to those that are scored, one after the other, where they differ
     starts_equal: bool  # is the reference the policy as it was at the start?
     checked: bool = False  # by `check_start`
 
-    def logps(self, policy: nn.Module, batch: dict[str, Any]) -> Tensor:
-        """Summed log-probabilities of the K branches of each example, [B, K].
+    def logps(self, policy: nn.Module, batch: dict[str, Any], scored: list[dict[str, Any]] | None = None) -> Tensor:
+        """Summed log-probabilities of the K branches of each example, [B, K]. scored: batches with its branches, in
+        place of those of `lay_out`.
 
         Raises InputError where the rows were not scored beforehand and no reference was kept.
         """
@@ -108,9 +109,10 @@ class Reference:
                 "when the trainer is built, or turn it off to keep a reference model"
             )
         with self.trainer.accelerator.autocast(), self.second or nullcontext(policy) as model:
-            scored = batch if self.lay_out is None else self.lay_out(batch)
+            scored = scored or ([batch] if self.lay_out is None else self.lay_out(batch))
             with self.inside(forward.unwrapped(model)):
-                return branch_logps(model, scored).view(len(batch["index"]), -1)
+                found = [branch_logps(model, part).view(len(batch["index"]), -1) for part in scored]
+                return torch.cat(found, dim=1)
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor, rows: Tensor) -> None:
         """Warn, once, where policy and reference, one model, differ before the first step. All [B] or [B, K], rows

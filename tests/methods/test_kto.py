@@ -4,6 +4,7 @@ import logging
 import random
 
 import datasets
+import peft
 import pytest
 import torch
 from models_for_tests import tiny_model
@@ -12,6 +13,7 @@ from training_for_tests import Gradients, assert_same_step, logged, one_step, to
 from hf_posttrain.data.kinds import class_weights
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods.kto_pairing import find_partners
+from hf_posttrain.scoring import forward
 
 
 def rows_with(labels):
@@ -269,3 +271,29 @@ def test_an_evaluation_reads_prompts_once_for_the_loss_and_its_kl(cached, tmp_pa
     assert before["eval_kl"] == pytest.approx(step["kl"], rel=1e-4)
     assert after["eval_loss"] == pytest.approx(before["eval_loss"], rel=1e-6)  # nothing moved, at a rate of 0
     assert passes.count(True) == 1
+
+
+@pytest.mark.parametrize("layout", ["shared", "packed", "padded"])
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_in_half_precision_policy_and_reference_score_in_equal_shapes(bf16, lora, layout, tmp_path, monkeypatch):
+    """Products of other shapes round otherwise: at the size of a real model the first KL was 0.2, and not 0."""
+    seen, score = [], forward.score
+
+    def watched(model, batch, *args, **kwargs):
+        seen.append((torch.is_grad_enabled(), batch["input_ids"].tolist()))
+        return score(model, batch, *args, **kwargs)
+
+    options = {"peft_config": peft.LoraConfig(target_modules="all-linear")} if lora else {}
+    rows = token_rows("kto", 8)
+    trainer = trainer_for("kto", tiny_model(), rows, tmp_path, bf16=bf16, layout=layout, precompute_ref_log_probs=False,
+                          **options)  # fmt: skip
+    monkeypatch.setattr(forward, "score", watched)
+    trainer.train()
+    [trained] = [ids for gradient, ids in seen if gradient]
+    others = [ids for gradient, ids in seen if not gradient]
+    assert (trained in others) == bf16
+    # y' by both models; in float32 the reference reads it with y
+    assert sum(others.count(ids) == 2 for ids in others) == 2 * bf16
+    log = trainer.state.log_history[0]
+    assert (log["loss"], log["kl"]) == ((0.5, 0.0) if bf16 else pytest.approx((0.5, 0.0), abs=1e-5))
