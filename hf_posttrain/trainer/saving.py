@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import GenerationConfig, PreTrainedModel, Trainer
 
 from ..engines import engine, sharded
@@ -100,6 +100,8 @@ def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
             if self.args.should_save:
                 check_space(run, least_bytes(self.model))
             Trainer._save_checkpoint(self, model, trial)
+            if _adapter_in_fsdp(self):
+                remove_engine_copies(self, Path(folder, f"checkpoint-{self.state.global_step}"))
             for kept in self.kept_in_checkpoints:
                 kept.save(f"{folder}/checkpoint-{self.state.global_step}")
         finally:
@@ -122,6 +124,35 @@ def keep_last_step(trainer: Any) -> str:
     return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
 
 
+def _adapter_in_fsdp(trainer: Any) -> bool:
+    return bool(trainer.accelerator.is_fsdp2 and isinstance(forward.unwrapped(trainer.model), peft.PeftModel))
+
+
+def remove_engine_copies(trainer: Any, checkpoint: Path) -> None:
+    """Remove the weights that Accelerate has saved of an adapter under FSDP2. It adds a tied head, which is frozen, and
+    the trained weights are in the adapter's own file. All ranks call it."""
+    trainer.accelerator.wait_for_everyone()
+    if trainer.args.should_save:
+        (checkpoint / "pytorch_model_fsdp.bin").unlink(missing_ok=True)
+        shutil.rmtree(checkpoint / "pytorch_model_fsdp_0", ignore_errors=True)
+    trainer.accelerator.wait_for_everyone()
+
+
+def load_cut_adapter(policy: peft.PeftModel, checkpoint: str) -> None:
+    """Copy an adapter's file into the parts of it that FSDP2 has left on this rank. All ranks call it."""
+    own = adapter_state(policy) | {name: dict(policy.named_parameters())[name] for name in trained_base(policy)}
+    saved = load_file(adapter_folder(policy, checkpoint) / "adapter_model.safetensors")
+    if missing := sorted(own.keys() - saved.keys()):
+        raise RuntimeError(f"{checkpoint} lacks {len(missing)} of the adapter's {len(own)} weights, {missing[0]} first")
+    with torch.no_grad():
+        for name, weight in own.items():
+            value = saved[name].to(weight.device)
+            if isinstance(weight, DTensor):
+                weight.copy_(distribute_tensor(value, weight.device_mesh, weight.placements))
+            else:
+                weight.copy_(value)
+
+
 def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
     """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
     if _loads_pretrained(self):
@@ -131,6 +162,9 @@ def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = No
             own.load_state_dict(loaded.state_dict())
         return
     with loading(resume_from_checkpoint):
+        if _adapter_in_fsdp(self) and not any(Path(resume_from_checkpoint).glob("pytorch_model_fsdp*")):
+            load_cut_adapter(forward.unwrapped(model or self.model_wrapped), resume_from_checkpoint)
+            return
         Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)
 
 
@@ -142,7 +176,7 @@ def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
 
 def load_best_model(self: Any) -> None:
     """HF's leaves out fused experts too, and adapters with another name than default."""
-    if engine.changes_weights(self.accelerator):
+    if engine.changes_weights(self.accelerator) and not _adapter_in_fsdp(self):
         Trainer._load_best_model(self)
     else:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))

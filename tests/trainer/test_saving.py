@@ -253,6 +253,9 @@ def test_an_incomplete_save_raises(tmp_path, monkeypatch):
 def test_a_resumed_run_goes_on_as_the_uninterrupted(method, config, engine, kind, trained, tmp_path):
     whole, logs, weights = trained(engine, method, kind, **config)
     shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
+    if kind == "lora":  # the adapter's file alone has weights: no engine adds frozen ones
+        files = [file for file in (whole / "checkpoint-3").rglob("*model*") if file.suffix in (".bin", ".safetensors")]
+        assert [file.name for file in files if "states" not in file.name] == ["adapter_model.safetensors"]
     found, weights_found, _ = on(engine, tmp_path, method, kind, resume="auto", **config)
     assert_same_logs(found, logs)
     assert_same(weights_found, weights)
