@@ -22,7 +22,7 @@ from . import load
 from .adapters import adapted_layers, add_adapter, check_adapter_kind, describe_adapter, skip_needless_casts
 from .changed_base import warn_if_base_changed
 from .layers import speed_up, warn_if_not_compiled
-from .section import ModelSection
+from .section import ModelSection, whole_path
 
 logger = logging.getLogger(__name__)
 
@@ -134,8 +134,11 @@ def prepare_policy(model: nn.Module, peft_config: Any, args: Any) -> nn.Module:
         model = add_adapter(model, peft_config, vision=args.train_vision)
     elif isinstance(model, peft.PeftModel) and (base := forward.causal_lm(model).config.name_or_path):
         for adapter in model.peft_config.values():  # what is saved names the base that it is trained on from now on
-            if adapter.base_model_name_or_path != base:
+            if whole_path(str(adapter.base_model_name_or_path)) != whole_path(base):
                 adapter.base_model_name_or_path, adapter.revision = base, None
+    for adapter in getattr(model, "peft_config", {}).values():  # and from any folder
+        if adapter.base_model_name_or_path:
+            adapter.base_model_name_or_path = whole_path(adapter.base_model_name_or_path)
     active: Any = model.base_model.active_adapters if isinstance(model, peft.PeftModel) else []
     if len(active) > 1:
         named = ", ".join(active)

@@ -63,6 +63,11 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in ("tokenizer*", "vocab*", "*.model", "*.tiktoken"))
 
 
+def whole_path(name: str) -> str:
+    """Return the absolute path of a model's folder, which can be read from anywhere; a name of the hub as it is."""
+    return str(Path(name).expanduser().resolve()) if Path(name).expanduser().is_dir() else name
+
+
 def is_local(name: str) -> bool:
     """Can `name` only be that of a folder, since no repository of the hub is called so?"""
     return name.startswith((".", "/", "~")) or name.count("/") > 1
@@ -100,4 +105,6 @@ def section_of_adapter(folder: Path, base: str | None = None) -> ModelSection:
         named = None
     if not named:
         raise InputError(f"{file} does not say which model the adapter is for: name that too")
+    if base is None and not Path(named).exists() and (beside := folder / named).is_dir():
+        named = str(beside)  # written as a path from there
     return ModelSection(named, adapter=str(folder), images=any(folder.glob("*processor_config.json")))

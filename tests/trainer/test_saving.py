@@ -20,6 +20,7 @@ from architectures import tiny
 from models_for_tests import tiny_model
 from processes_for_tests import engine_arguments, on_two, start
 from safetensors.torch import load_file, save_file
+from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import LORA, fake_generate, logs_and_weights, quick, token_rows, trainer_for
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 from vision_for_tests import seeing
@@ -27,6 +28,8 @@ from vision_for_tests import seeing
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import score_cache
+from hf_posttrain.models.load import load_model
+from hf_posttrain.models.section import section_of
 from hf_posttrain.trainer import checkpoint, output_dir, saving
 
 pytestmark = pytest.mark.engines
@@ -638,3 +641,34 @@ def swapped(state):
             return state | {name: state[other].clone(), other: weight.clone()}
         names.setdefault(weight.shape, name)
     raise AssertionError("no two weights have one shape")
+
+
+@pytest.mark.parametrize("continued", [False, True])
+def test_an_adapter_names_its_base_from_any_folder(continued, tmp_path, monkeypatch):
+    """With commands of ours and with PEFT, though the model was named by a path from where it was trained."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    tiny_model().save_pretrained("base")
+    byte_tokenizer().save_pretrained("base")
+    model, config = AutoModelForCausalLM.from_pretrained("base"), peft.LoraConfig(task_type="CAUSAL_LM")
+    model, options = (peft.get_peft_model(model, config), {}) if continued else (model, {"peft_config": config})
+    trainer = trainer_for("sft", model, token_rows("sft"), tmp_path / "run", learning_rate=1e-2, **options)
+    trainer.train()
+    trainer.save_model()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ids = torch.tensor([[1, 2, 3]])
+    expected = trainer.model.eval()(ids).logits
+    loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run")
+    torch.testing.assert_close(loaded(ids).logits, expected)
+    torch.testing.assert_close(load_model(section_of(str(tmp_path / "run")), trainable=False)(ids).logits, expected)
+
+
+def test_an_adapters_base_may_be_named_from_the_adapters_folder(tmp_path, monkeypatch):
+    tiny_model().save_pretrained(tmp_path / "base")
+    peft.get_peft_model(tiny_model(), peft.LoraConfig(task_type="CAUSAL_LM")).save_pretrained(tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": "../base"}))
+    monkeypatch.chdir("/")
+    loaded = load_model(section_of(str(tmp_path / "adapter")), trainable=False)
+    assert loaded(torch.tensor([[1]])).logits.shape[-1] == 300
