@@ -6,10 +6,10 @@ Weights are read from safetensors files unless trust_remote_code is set.
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import peft
 import torch
@@ -199,19 +199,21 @@ def load_model(
     trainable: bool = True,
     device: torch.device | None = None,
     storage: torch.dtype = torch.uint8,
+    options: dict[str, Any] | None = None,
 ) -> PreTrainedModel:
     """The model of `section`, frozen and in eval mode unless `trainable`; a new `lora` is left to the trainer.
 
     device: where it will run, by default a GPU if there is one. It decides the default dtype; quantised weights are
-    placed there, others stay on CPU. storage: of 4-bit weights (`launch.quantised_storage`). `from_scratch` draws
-    weights from torch's global generator. Raises InputError for a model that is not there, or that refuses an option.
+    placed there, others stay on CPU. storage: of 4-bit weights (`launch.quantised_storage`). options: further arguments
+    of `from_pretrained`. `from_scratch` draws weights from torch's global generator. Raises InputError for a model that
+    is not there, or that refuses an option.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = check_model(section)
     if is_classifier(config):
         raise InputError(f"model {section.name_or_path}: it is a sequence classifier, and writes no text")
     whole = trainable and section.lora is None and not section.adapter
-    kwargs = _options(section) | {"dtype": weights_dtype(section, config, whole, device)}
+    kwargs = _options(section) | {"dtype": weights_dtype(section, config, whole, device)} | (options or {})
     with names_the_source("model", section.name_or_path):
         if section.from_scratch:
             with whole_weights():
@@ -296,6 +298,19 @@ def _sees(config: PretrainedConfig) -> bool:
 def only_sees(config: PretrainedConfig) -> bool:
     """Is a model there with its tower alone, so that it has a processor and no causal LM?"""
     return _sees(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def take_options(section: ModelSection, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Put TRL's `model_init_kwargs` into a section, and return those that it has no field for."""
+    left = dict(options)
+    dtype = left.pop("dtype", left.pop("torch_dtype", None))
+    if dtype is not None:
+        section.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
+        if section.dtype not in (known := get_args(get_type_hints(ModelSection)["dtype"])):
+            raise InputError(f"model_init_kwargs: dtype={dtype!r} is none of {', '.join(known)}")
+    section.attn_implementation = left.pop("attn_implementation", None) or section.attn_implementation
+    section.trust_remote_code = left.pop("trust_remote_code", section.trust_remote_code)
+    return {name: value for name, value in left.items() if value is not None}
 
 
 def _options(section: ModelSection) -> dict[str, Any]:

@@ -101,6 +101,7 @@ def with_section(args: Any, section: RoundsSection) -> Any:
     if section.count is not None:
         args.num_train_epochs *= section.count
     args.rounds, args.max_completion_length, args.keep_asked = section, section.max_completion_length, True
+    args.keep_changes()
     return args
 
 

@@ -96,7 +96,7 @@ class PostTrainer(Trainer):
     ):
         args = args or self.config_class(output_dir="outputs")
         kwargs = check_arguments(type(self), model, args, data_collator, kwargs)
-        model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config)  # type: ignore[arg-type]
+        model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config, args)  # type: ignore[arg-type]
         launch.check_model(model, args)
         args = policies.with_supported_checkpointing(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)

@@ -20,6 +20,11 @@ from .method import Method
 
 logger = logging.getLogger(__name__)
 _FALLING = re.compile(r"loss$|divergence|perplexity|\b(\w+_)?(kl|ce|nll)\b")  # metrics of which less is better
+_READ_AT_ONCE = {
+    "accelerator_config", "bf16", "ddp_backend", "deepspeed", "fp16", "fsdp", "fsdp_config", "parallelism_config",
+    "tf32", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu",
+}  # fmt: skip
+"""Options that transformers and Accelerate read when a Config is made, and not again."""
 SWITCH: dict[str, Any] = {"nargs": "?", "const": True}  # HfArgumentParser takes --bf16 and --bf16 true
 
 
@@ -42,6 +47,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
 
     method: ClassVar[Method]
     """The row of the table of methods that these are the options of."""
+    of_python: ClassVar[tuple[str, ...]] = ("model_init_kwargs", "trust_remote_code")
+    """Fields that are no keys of a recipe."""
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
     activation_checkpointing: bool | None = field(default=None, metadata=SWITCH)
@@ -101,6 +108,10 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """Longest answer in that evaluation, in tokens."""
     resume_despite: list[str] | str | None = None
     """Resume a checkpoint though these differ from the run that wrote it: names as the refusal lists them."""
+    model_init_kwargs: dict[str, Any] | None = None
+    """Arguments of `from_pretrained` for a model that is given by name. A recipe has them in its model section."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with a model that is given by name. A recipe has it in its model section."""
 
     def __post_init__(self):
         spelt: Any = {"true": True, "false": None}  # as a command line has them
@@ -164,6 +175,36 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             logger.warning(found, self.n_gpu)
             self._n_gpu = 1
         check_engine(self)
+        self.keep_changes()
+
+    def keep_changes(self) -> None:
+        """Take all that is assigned so far as read: what `check_changes` finds comes later."""
+        self._made_of = dict(vars(self))
+
+    def check_changes(self) -> None:
+        """Take in what was assigned to this Config after it was made. Raises InputError for a name that nothing reads,
+        and for an option that was read when it was made.
+
+        The two names of activation checkpointing have one value: the one that was assigned.
+        """
+        made = self._made_of
+        unknown = [name for name in vars(self).keys() - made.keys() if not name.startswith("_")]
+        if unknown:
+            name, own = sorted(unknown)[0], type(self).__name__
+            instead = rules.instead_of(name, "python") or f"{own} has no such option{nearest(name, made, listed=False)}"
+            raise InputError(f"args.{name} was set after {own} was built, and nothing reads it: {instead}")
+        for suffix in ("", "_kwargs"):
+            names = f"activation_checkpointing{suffix}", f"gradient_checkpointing{suffix}"
+            changed = [name for name in names if getattr(self, name) != made[name]]
+            for name in names if changed else ():
+                setattr(self, name, getattr(self, changed[0]))
+        for name in _READ_AT_ONCE & made.keys():
+            if getattr(self, name) != made[name]:
+                problem = f"args.{name} was changed to {getattr(self, name)!r} after {type(self).__name__} was built"
+                raise InputError(f"{problem}, which had read it: pass it when that is built")
+        for _, problem in rules.problems(self, self.method):
+            raise InputError(problem)
+        self.keep_changes()
 
 
 def _try_optimizer(config: PostTrainConfig) -> None:
@@ -195,6 +236,10 @@ def check_arguments(
         if isinstance(args, TrainingArguments):
             mend = f"it takes the same options and the method's own: build a {own}"
         raise InputError(f"args must be a {own}, not a {type(args).__name__}: {mend}")
+    args.check_changes()
+    if args.model_init_kwargs and not isinstance(model, str):
+        problem = "model_init_kwargs is for a model that is given by name, and this one is loaded already"
+        raise InputError(f"{problem}: leave it out, or pass the name as model")
     kept = rules.keywords(trainer.__name__, kwargs, inspect.signature(Trainer.__init__).parameters)
     if data_collator is not None or kept.get("compute_loss_func") is not None:
         problem = "data_collator and compute_loss_func cannot be replaced: layouts and losses are the method's own"

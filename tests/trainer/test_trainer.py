@@ -508,7 +508,6 @@ def test_values_that_change_nothing_are_taken(tmp_path):
     [
         (SFTConfig, {"max_lenght": 1}, r"SFTConfig has no max_lenght; did you mean 'max_length'\?"),
         (SFTConfig, {"tokenizer": "x"}, "give the trainer processing_class$"),
-        (SFTConfig, {"model_init_kwargs": {"dtype": "auto"}}, "give the trainer that$"),
         (KDConfig, {"lmbda": 0.5}, "OPDConfig"),
     ],
 )
@@ -1175,3 +1174,50 @@ def test_layers_that_torch_compile_compiled_may_be_compiled_again(tmp_path):
     options = {"torch_compile": True, "torch_compile_backend": "eager", "activation_checkpointing": False}
     for _ in range(2):
         trainer_for("sft", model, token_rows("sft"), tmp_path, **options).train()
+
+
+LATER = {  # attribute, value -> message, or None where it is honoured
+    "model_init_kwarg": ({"dtype": "bfloat16"}, "nothing reads it: .*did you mean 'model_init_kwargs'"),
+    "max_seq_length": (7, "nothing reads it: use max_length"), "padding": (True, "SFTConfig has no such option"),
+    "bf16": (True, "was changed to True after SFTConfig was built"), "torch_compile": (True, "was changed"),
+    "layout": ("rows", "is not one of"), "max_steps": (0, "num_train_epochs|max_steps"),
+    "model_init_kwargs": ({"dtype": "bfloat16"}, "is loaded already"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_is_assigned_to_args_later_is_honoured_or_refused(name, tmp_path):
+    value, message = LATER[name]
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, num_train_epochs=0.5 if name != "max_steps" else 0.0001)
+    if name == "max_steps":
+        args.num_train_epochs = 0
+    setattr(args, name, value)
+    with pytest.raises(InputError, match=message):
+        SFTTrainer(tiny_model(), args, train_dataset=token_rows("sft"), processing_class=byte_tokenizer())
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_either_name_of_checkpointing_may_be_assigned_later(name, tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    setattr(args, name, False)
+    trainer = SFTTrainer(tiny_model(), args, train_dataset=token_rows("sft"), processing_class=byte_tokenizer())
+    assert (trainer.args.activation_checkpointing, trainer.args.gradient_checkpointing) == (False, False)
+    SFTTrainer(tiny_model(), args, train_dataset=token_rows("sft"), processing_class=byte_tokenizer())
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_model_init_kwargs_are_those_of_the_model_that_is_loaded(later, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    wanted = {"dtype": "bfloat16", "attn_implementation": "eager", "device_map": None}
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, **({} if later else {"model_init_kwargs": wanted}))
+    if later:
+        args.model_init_kwargs = wanted
+        args.trust_remote_code = False
+    trainer = SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
+    assert trainer.model.dtype == torch.bfloat16
+    assert trainer.model.config._attn_implementation == "eager"
+    for wrong in ({"dtype": "bf17"}, {"no_such_option": 1}):
+        args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=wrong)
+        with pytest.raises((InputError, TypeError), match=r"bf17|no_such_option"):
+            SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
