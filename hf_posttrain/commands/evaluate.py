@@ -24,6 +24,7 @@ from ..models.section import ADAPTER, ModelSection, section_of
 from ..recipe.cli import Parser, number, tell
 from ..recipe.sections import Source
 from .metrics import load_metric, load_tasks, measure, run_tasks
+from .pieces import KeptBatches
 from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
 
 ANSWERED, SCORED = "exact_match, stopped, length", "perplexity, answer_nll"
@@ -68,9 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = results_folder(given)
     with redirect_stdout(sys.stderr):  # where packages and scripts may print
         found = evaluate_model(given)
+        if folder:
+            keep(folder, found)
+            for file in folder.glob(".eval_*.part"):
+                file.unlink()
     tell(json.dumps(found, indent=2, ensure_ascii=False) if given.json else "\n".join(map(as_table, found)))
-    if folder:
-        keep(folder, found)
     return 0
 
 
@@ -250,7 +253,9 @@ def judge_answers(answerer: Any, rows: Rows, given: argparse.Namespace, metrics:
 
     prompts, ends = [Prompt.of(row) for row in rows.asked], answerer.ends
     some = lambda numbers: answerer.generate([prompts[n] for n in numbers], given.max_completion_length)  # noqa: E731
-    answers = in_batches(some, [*map(len, prompts)], given.batch_size, "answering")
+    options = {"rows": rows_key(rows.asked), "longest": given.max_completion_length}
+    kept = batches_of(answerer, given, "answers", options)
+    answers = in_batches(some, [*map(len, prompts)], given.batch_size, "answering", kept)
     found: dict[str, float] = {"stopped": fmean(ids[-1] in ends for ids in answers), "length": fmean(map(len, answers))}
     # an answer without an end was cut by max_length, unless none has one: rows of ids may lack them
     right = [until_terminal(first_turn(row), ends) for row in rows.asked]
@@ -262,6 +267,24 @@ def judge_answers(answerer: Any, rows: Rows, given: argparse.Namespace, metrics:
     for name, metric in {"exact_match": ExactMatch(), **metrics}.items() if known else ():
         found |= measure(name, metric, *texts)
     return found
+
+
+def batches_of(answerer: Any, given: argparse.Namespace, what: str, options: dict[str, Any]) -> KeptBatches:
+    """Where greedy answers are kept until the command has ended: in the folder of its results, if there is one."""
+    results, model = results_folder(given), answerer.section
+    folders = [Path(name) for name in (model.name_or_path, model.adapter) if name]
+    files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
+    weights = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+    key = {"model": [model.name_or_path, model.adapter, weights, __version__], "batch": given.batch_size} | options
+    return KeptBatches(results / f".eval_{what}.part" if results else None, key)
+
+
+def rows_key(rows: list[dict[str, Any]]) -> str:
+    """A hash of prepared rows."""
+    import xxhash
+
+    told = [[row["prompt_ids"], row.get("completion_ids")] for row in rows]
+    return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
 
 
 def score(answerer: Any, rows: list[dict[str, Any]], column: str, size: int) -> list[list[float]]:
@@ -276,12 +299,20 @@ def score(answerer: Any, rows: list[dict[str, Any]], column: str, size: int) -> 
     return found
 
 
-def in_batches(work: Callable[[list[int]], list], lengths: list[int], size: int, what: str) -> list:
-    """What `work` makes of all rows' numbers, in order: it is given `size` of them at a time, of about one length."""
-    from tqdm import tqdm
+def in_batches(
+    work: Callable[[list[int]], list], lengths: list[int], size: int, what: str, kept: KeptBatches | None = None
+) -> list:
+    """What `work` makes of all rows' numbers, in order: it is given `size` of them at a time, of about one length.
 
-    order, found = sorted(range(len(lengths)), key=lambda n: -lengths[n]), dict[int, Any]()
-    for first in tqdm(range(0, len(order), size), what, unit="batch", disable=None):
-        numbers = order[first : first + size]
-        found |= zip(numbers, work(numbers), strict=True)
-    return [found[n] for n in range(len(lengths))]
+    kept: results of an earlier try, and where those of this one are kept.
+    """
+    from ..watch.progress import Steps
+
+    order, kept = sorted(range(len(lengths)), key=lambda n: -lengths[n]), kept or KeptBatches(None, {})
+    with Steps(len(lengths), what, "row") as steps:
+        for first in range(0, len(order), size):
+            numbers = order[first : first + size]
+            if not kept.found.keys() >= {*numbers}:
+                kept.add(dict(zip(numbers, work(numbers), strict=True)))
+            steps.add(len(numbers))
+    return [kept.found[n] for n in range(len(lengths))]

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import logging
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from ..errors import InputError
 
 logger = logging.getLogger(__name__)
 END = "end_of_piece"
-QUIET = 30.0
-"""Seconds between two lines about what is done."""
 
 
 class PieceFile:
@@ -58,17 +55,14 @@ class PieceFile:
     def left(self, starts: Sequence[int], what: str) -> Iterator[int]:
         """Those of the numbers, one for each piece, whose pieces are not there; with a bar on a terminal, otherwise
         with a line now and then."""
-        from tqdm import tqdm
+        from ..watch.progress import Steps
 
         if self.done:
             logger.info("%s: %d of %d pieces were done before", what, self.done, len(starts))
-        bar = tqdm(starts[self.done :], what, len(starts), initial=self.done, unit="piece", disable=None)
-        said = time.monotonic()
-        for start in bar:
-            yield start
-            if bar.disable and time.monotonic() - said > QUIET:
-                said = time.monotonic()
-                logger.info("%s: %d of %d pieces are done", what, self.done, len(starts))
+        with Steps(len(starts), what, "piece", self.done) as steps:
+            for start in starts[self.done :]:
+                yield start
+                steps.add()
 
     def write(self, rows: Iterable[dict[str, Any]]) -> None:
         """One piece more."""
@@ -135,3 +129,36 @@ def write_rows(out: Path, rows: Iterable[dict[str, Any]]) -> None:
     finally:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
+
+
+class KeptBatches:
+    """Results of batches in a file beside other results, from which a command that was killed goes on.
+
+    key: all that they depend on: results of another key are dropped. Without a file nothing is kept.
+    """
+
+    def __init__(self, file: Path | None, key: dict[str, Any]):
+        self.file, self.found = file, dict[int, Any]()
+        head = json.dumps(key, sort_keys=True, ensure_ascii=False)
+        if file is None:
+            return
+        lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+        if lines[:1] != [head]:
+            file.write_text(head + "\n", encoding="utf-8")
+        for line in lines[1:] if lines[:1] == [head] else ():
+            with contextlib.suppress(ValueError):  # the line at which the command was killed
+                self.found |= {int(number): value for number, value in json.loads(line).items()}
+        if self.found:
+            logger.info("%d rows were done before: %s", len(self.found), file)
+
+    def add(self, found: dict[int, Any]) -> None:
+        """Keep the results of a batch, by the numbers of its rows."""
+        self.found |= found
+        if self.file is not None:
+            with self.file.open("a", encoding="utf-8") as file:
+                print("\n" + json.dumps(found), file=file, flush=True)
+
+    def remove(self) -> None:
+        """Forget them: the command has ended."""
+        if self.file is not None:
+            self.file.unlink(missing_ok=True)

@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 import xxhash
 from accelerate.utils import gather_object
-from tqdm import tqdm
 
 from ..errors import InputError
 from ..generation import rollout
@@ -21,6 +20,7 @@ from ..models.score_cache import rows_key, weights_key
 from ..scoring.forward import unwrapped
 from ..scoring.layouts import Prompt
 from ..trainer.output_dir import write_json
+from ..watch.progress import Steps
 from .judges.question import question_of
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def draw(
     if done:
         logger.info("%s: %d of %d pieces were done before", title, len(done), len(done) + len(todo))
     # 2. the others, one of each rank at a time: as many calls on each, since a cut model needs all ranks
-    with trainer.judge, tqdm(total=len(prompts), desc=title, unit="prompt", disable=True if rank else None) as bar:
+    with trainer.judge, Steps(len(prompts), title, "prompt", shown=rank == 0) as steps:
         for first in range(0, len(todo), world):
             if pieces.folder is not None and trainer.preemption.stops(trainer.state, trainer.control):
                 raise Stopped
@@ -114,7 +114,7 @@ def draw(
             if number is not None:
                 mine[number] = [Judged(*one) for one in zip(answers, scores, strict=True)]
                 pieces.write(number, mine[number])
-            bar.update(min(size * world, len(prompts) - bar.n))
+            steps.add(min(size * world, len(prompts) - steps.done))
     # 3. in the prompts' order, on all ranks
     everyone = {n: piece for part in gather_object([mine]) for n, piece in part.items()}
     return [one for _, piece in sorted(everyone.items()) for one in piece]

@@ -6,6 +6,7 @@
 is logged, to trainer_state.json, W&B and others, does not depend on it.
 """
 
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.trainer_utils import has_length
 
+logger = logging.getLogger(__name__)
 GIB = 2**30
+QUIET = 30.0
+"""Seconds between two lines about what is done of some long work, where there is no terminal."""
 _LINE = "step {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}"
 _BAR = "{percentage:3.0f}%|{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"  # fits into 80 columns
 _EVALUATION = "evaluation |{bar:16}| {n_fmt}/{total_fmt}  {elapsed}<{remaining}"
@@ -204,3 +208,26 @@ class LogLastStep(TrainerCallback):
         """After HF's own callback has decided about this step."""
         if state.global_step >= state.max_steps and args.logging_strategy == "steps":
             control.should_log = True
+
+
+class Steps:
+    """What is done of some long work: a bar on a terminal, otherwise a line in the log every `QUIET` seconds."""
+
+    def __init__(self, total: int, title: str, unit: str, done: int = 0, shown: bool = True):
+        self.total, self.title, self.unit, self.done, self.shown = total, title, unit, done, shown
+        self.bar = tqdm(total=total, desc=title, unit=unit, initial=done, disable=None if shown else True)
+        self.said = time.monotonic()
+
+    def __enter__(self) -> "Steps":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.bar.close()
+
+    def add(self, count: int = 1) -> None:
+        """Count some more of the units as done."""
+        self.done += count
+        self.bar.update(count)
+        if self.shown and self.bar.disable and time.monotonic() - self.said > QUIET:
+            self.said = time.monotonic()
+            logger.info("%s: %d of %d %ss are done", self.title, self.done, self.total, self.unit)

@@ -26,6 +26,7 @@ from hf_posttrain.generation.final_answer import final_answer
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.scoring.layouts import Prompt
 from hf_posttrain.scoring.pictures import Pictures
+from hf_posttrain.watch import progress
 
 END, LONGEST = 258, 12
 WORDS = ["What is 7 and 3?", "Hi", "Name a colour, please:", "1+1=", "Yes?", "The capital of France is", "?", "Say no."]
@@ -552,3 +553,34 @@ def test_tasks_that_cannot_be_run_are_said_in_a_line(tasks, capsys, name, said):
     assert run.main(["eval", "tiny", "--tasks", name, "--task_folder", "tasks"]) == 2
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert said in line
+
+
+def test_an_evaluation_that_is_killed_goes_on_and_says_what_is_done(folder, capsys, monkeypatch, caplog):
+    """Not on a terminal, where nothing else would be seen for many minutes."""
+    arguments = ("tiny", "--data", "qa.jsonl", "--batch_size", "2", "--output", "kept")
+    whole = metrics(capsys, "tiny", "--data", "qa.jsonl", "--batch_size", "2")
+    real, calls = Answerer.generate, []
+
+    def killed(self, prompts, *args, **kwargs):
+        calls.append(len(prompts))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return real(self, prompts, *args, **kwargs)
+
+    monkeypatch.setattr(Answerer, "generate", killed)
+    monkeypatch.setattr(progress, "QUIET", -1.0)
+    with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt):
+        evaluate.main([*arguments, "--max_completion_length", str(LONGEST)])
+    assert "answering: 4 of 8 rows are done" in caplog.text
+    [part] = Path("kept").glob(".eval_*.part")
+    part.write_text(part.read_text() + '{"7": [1')  # as it was being written
+    assert metrics(capsys, *arguments) == whole
+    assert sum(calls[3:]) == len(rows_of("qa.jsonl")) - 4
+    assert not [*Path("kept").glob(".eval_*")]
+    # of other rows nothing is taken
+    calls.clear()
+    with pytest.raises(KeyboardInterrupt):
+        evaluate.main([*arguments, "--max_completion_length", str(LONGEST)])
+    write_rows("qa.jsonl", rows_of("qa.jsonl")[::-1][:5])
+    metrics(capsys, *arguments)
+    assert sum(calls[3:]) == 5
