@@ -46,7 +46,7 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     # null of another method's option takes it back, where a recipe is run with that method's name replaced
     recipe.train = {name: value for name, value in recipe.train.items()
                     if value is not None or name in fields() or not owners(name)}  # fmt: skip
-    recipe.train = without_defaults(recipe.train, fields())
+    recipe.train = without_defaults(recipe.train, fields(), METHODS[recipe.method].config_name)
     given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method)) | teacher_options(recipe)
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
     refuse(recipe, rules.with_train(recipe, values))
@@ -153,7 +153,8 @@ def _advise(method: Any, key: str) -> str | None:
     """What to write instead of a key that does not exist, such as "write model.lora"; None for a name known nowhere."""
     method = next((name for name in METHODS if name == method), None)  # anything may have been given
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
-    if section == "train" and (instead := instead_of(name, "recipe")):
+    owner = METHODS[method].config_name if method else ""
+    if section == "train" and (instead := instead_of(name, "recipe", owner)):
         return instead
     if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):
         return f"write {meant}"

@@ -82,6 +82,13 @@ class PostTrainer(Trainer):
         if hasattr(cls, "config_class"):  # none of a class that goes in front of a method's
             cls.method = cls.reads = cls.config_class.method
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> "PostTrainer":
+        """Raises InputError for a second argument that is not `args`, though that is given by name."""
+        if len(args) > 1 and "args" in kwargs:
+            second = "ref_model or teacher_model" if cls.method.second else "every other argument"
+            raise InputError(f"{cls.__name__}: its second argument is args, which is given by name too: name {second}")
+        return super().__new__(cls)
+
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | str | None = None,
@@ -96,6 +103,8 @@ class PostTrainer(Trainer):
     ):
         args = args or self.config_class(output_dir="outputs")
         kwargs = check_arguments(type(self), model, args, data_collator, kwargs)
+        if train_dataset is None and eval_dataset is None:
+            raise InputError("train_dataset is missing: pass the rows to train on (or eval_dataset alone, to evaluate)")
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config, args)  # type: ignore[arg-type]
         launch.check_model(model, args)
         args = policies.with_supported_checkpointing(model, args)
@@ -301,6 +310,26 @@ class PostTrainer(Trainer):
             layout = trusted_layout(models, layout, explicit, *given, teachers)
         self.use_layout(layout)
 
+    # ---- what TRL's users look at
+
+    @property
+    def ref_model(self) -> nn.Module | None:
+        """The frozen model that scores as the reference. None: it is the policy without its adapter, or its scores are
+        cached."""
+        seconds = self.second_models if self.method.second == "reference" else ()
+        return next((second.model for second in seconds), None)
+
+    @property
+    def teacher_model(self) -> nn.Module | None:
+        """The teacher that is in memory, of several the first; None: it is on a server, or its scores are cached."""
+        seconds = self.second_models if self.method.second == "teacher" else ()
+        return next((second.model for second in seconds), None)
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the load-balancing loss of a mixture of experts is part of the loss."""
+        return self.router_coef > 0
+
     # ---- training
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,6 +350,8 @@ class PostTrainer(Trainer):
             return self._train_alone(resume_from_checkpoint, *args, **kwargs)
 
     def _train_alone(self, resume_from_checkpoint: str | bool | None, *args: Any, **kwargs: Any) -> Any:
+        if self.train_dataset is None:
+            raise InputError("train_dataset is missing: pass the rows to train on when the trainer is built")
         if self.ready and engine.changes_weights(self.accelerator):
             raise InputError("train() runs once under FSDP2 and DeepSpeed: build another trainer")
         self.prepare_replaced()

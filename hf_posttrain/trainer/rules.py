@@ -207,10 +207,14 @@ _OF_TRL = {  # a method of ours -> those of TRL's trainers in whose place it is
 }  # fmt: skip
 
 
-def instead_of(name: str, reader: str) -> str | None:
-    """What to use instead of a name that TRL or older transformers have and we lack. reader: "recipe" or "python"."""
+def instead_of(name: str, reader: str, owner: str = "") -> str | None:
+    """What to use instead of a name that TRL or older transformers have and we lack. reader: "recipe" or "python";
+    owner: the Config that it was given to, which may have a meaning of its own."""
     known = _renamed().get(name)
-    return known.get(reader, known.get("use")) if isinstance(known, dict) else known
+    if not isinstance(known, dict):
+        return known
+    known = known.get(owner, known)
+    return known.get(reader, known.get("use"))
 
 
 def refuse_overrides(classes: Collection[type]) -> None:
@@ -222,12 +226,13 @@ def refuse_overrides(classes: Collection[type]) -> None:
                 raise InputError(f"{problem}: override `{instead}`")
 
 
-def without_defaults(given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """`given` without those names beyond `known` that ask, as TRL's defaults do, for what is done anyway."""
+def without_defaults(given: Mapping[str, Any], known: Collection[str], owner: str = "") -> dict[str, Any]:
+    """`given` without those names beyond `known` that ask, as TRL's defaults do, for what is done anyway. owner: as in
+    `instead_of`."""
     kept = {}
     for name, value in given.items():
         entry = None if name in known else _renamed().get(name)
-        same = entry.get("same", ()) if isinstance(entry, dict) else ()
+        same = entry.get(owner, entry).get("same", ()) if isinstance(entry, dict) else ()
         if not any(value == one and type(value) is type(one) for one in same):  # False == 0
             kept[name] = value
     return kept
@@ -236,11 +241,11 @@ def without_defaults(given: Mapping[str, Any], known: Collection[str]) -> dict[s
 def keywords(function: Any, given: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
     """Keyword arguments for `function`, which takes `known`: without TRL's defaults. Raises InputError for another name
     that TRL has, TypeError for one that nobody has."""
-    kept = without_defaults(given, known)
+    kept = without_defaults(given, known, function)
     for name in kept:
         if name in known:
             continue
-        if instead := instead_of(name, "python"):
+        if instead := instead_of(name, "python", function):
             raise InputError(f"{function} has no {name}: {instead}")
         raise TypeError(f"{function} has no {name}{nearest(name, known, listed=False)}")
     return kept

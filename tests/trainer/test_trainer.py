@@ -528,7 +528,8 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
         ({"args": model}, "not a Qwen3ForCausalLM: after the model name all arguments"),
     ):
         with pytest.raises(InputError, match=message):
-            SFTTrainer(model, **{"args": config, "processing_class": byte_tokenizer()} | given)
+            usual = {"args": config, "processing_class": byte_tokenizer(), "train_dataset": rows}
+            SFTTrainer(model, **usual | given)
     with pytest.raises(TypeError, match="SFTTrainer has no callback; did you mean 'callbacks'"):
         SFTTrainer(model, config, callback=[])
     # the order is that of transformers.Trainer
@@ -1221,3 +1222,42 @@ def test_model_init_kwargs_are_those_of_the_model_that_is_loaded(later, tmp_path
         args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=wrong)
         with pytest.raises((InputError, TypeError), match=r"bf17|no_such_option"):
             SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
+
+
+OF_TRL = [
+    (lambda o: SFTConfig(o, use_cpu=True, loss_type="chunked_nll"), None),
+    (lambda o: CPOConfig(o, use_cpu=True, loss_type="sigmoid"), None),
+    (lambda o: SFTConfig(o, use_cpu=True, loss_type="dft"), "SFT has one loss, the NLL"),
+    (lambda o: CPOConfig(o, use_cpu=True, loss_type="hinge"), "CPO has one loss, sigmoid; DPO has simpo"),
+    (lambda o: SFTConfig(o, use_cpu=True, loss_type="sigmoid"), "SFT has one loss, the NLL"),
+    (lambda o: KDConfig(o, use_cpu=True, loss_type="jsd"), "distillation on data calls it divergence"),
+    (lambda o: hf_posttrain.ModelConfig, "use the model section of a recipe"),
+    (lambda o: hf_posttrain.TrlParser, "use transformers.HfArgumentParser"),
+    (lambda o: hf_posttrain.get_peft_config, "use peft.LoraConfig"),
+    (lambda o: hf_posttrain.ScriptArguments, "use the data section"),
+    (lambda o: hf_posttrain.KTOTrainer(tiny_model(), tiny_model(), args=None), "is args, which is given by name too"),
+    (lambda o: SFTTrainer(tiny_model(), SFTConfig(o, use_cpu=True)), "train_dataset is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(OF_TRL)))
+def test_what_scripts_of_trl_say_is_taken_or_answered(number, tmp_path):
+    call, message = OF_TRL[number]
+    if message is None:
+        assert not hasattr(call(str(tmp_path)), "loss_type")
+        return
+    with pytest.raises((InputError, ImportError), match=message):
+        call(str(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "kd"])
+def test_the_models_that_trls_users_look_at(method, tmp_path):
+    second = tiny_model(seed=9) if method == "kd" else None
+    trainer = trainer_for(method, tiny_model(), token_rows(method), tmp_path, second)
+    assert trainer.teacher_model is second
+    assert (trainer.ref_model is not None) == (method == "dpo")
+    assert trainer.ref_model is not trainer.model
+    assert trainer.aux_loss_enabled is False
+    trainer.train_dataset = None
+    with pytest.raises(InputError, match="train_dataset is missing"):
+        trainer.train()
