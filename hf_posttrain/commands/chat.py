@@ -238,9 +238,6 @@ class Conversation:
         """FILE: add the conversation to a file of rows to train on"""
         if not name or not self.turns:
             return NOTHING if name else "to which file? /save FILE"
-        if cut := sum(turn["content"] in self.cut for turn in self.turns[1::2]):
-            problem = f"nothing is saved: {cut} of its answers did not end, and would be trained as if they had"
-            return f"{problem}. /undo takes the last exchange back, /retry answers it again"
         rows: list[dict[str, Any]] = [{"messages": self.head + self.turns}]
         if self.plain:  # each is by itself
             texts = [turn["content"] for turn in self.turns]
@@ -254,7 +251,8 @@ class Conversation:
                 file.write(begun + "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows))
         except (OSError, UnicodeDecodeError) as error:
             return f"{name} cannot be written: {getattr(error, 'strerror', None) or error}"
-        return f"added to {name}"
+        cut = sum(turn["content"] in self.cut for turn in self.turns[1::2])
+        return f"added to {name}" + (f"; {cut} of its answers did not end, and is trained as if it had" if cut else "")
 
 
 def _has_columns(line: str, row: dict[str, Any]) -> bool:

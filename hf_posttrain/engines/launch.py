@@ -159,6 +159,8 @@ def unusual(model: Any, args: Any) -> str | None:
         return "a model from torch.compile takes no scorer in its forward: pass the model itself"
     if isinstance(getattr(model, "module", None), nn.Module) and not hasattr(type(model), "config_class"):
         return f"the model is wrapped in {type(model).__name__}: pass its module, which the launcher wraps itself"
+    if not isinstance(model, nn.Module):
+        return None
     for name, module in model.named_modules():
         replaced = inspect.isfunction(vars(module).get("forward"))  # as by torch.compile(model.forward)
         if (module._compiled_call_impl or replaced) and not args.torch_compile:

@@ -182,7 +182,7 @@ def test_rows_of_labels_have_the_right_answer_and_tools_come_along(folder):
                    "--max_completion_length", "4")  # fmt: skip
     assert [row.get("reference") for row in rows] == ["right", None]
     assert (rows[0]["messages"], rows[0]["tools"]) == (turn, [tool])
-    write_rows(folder / "judged.jsonl", [rows[0] | {"score": n, "completion": str(n)} for n in (0, 1)])
+    write_rows(folder / "judged.jsonl", [rows[0] | {"score": n, "completion": str(n), "stopped": True} for n in (0, 1)])
     command = ["pair", "judged.jsonl", "--method", "dpo", "--unfinished", "--out", "pairs.jsonl"]
     assert run.main(command) == 0
     pair = json.loads((folder / "pairs.jsonl").read_text())

@@ -350,8 +350,7 @@ def test_in_a_terminal_tokens_come_one_by_one_and_ctrl_c_ends_an_answer_or_a_lin
         terminal.type(b"\x03")
         terminal.until(b"\r\n> ")
         terminal.type(b"/save said.jsonl\n")
-        terminal.until(b"(nothing is saved: 1 of its answers did not end, and would be trained as if they had. ")
-        terminal.until(b"/retry answers it again)\r\n> ")
+        terminal.until(b"(added to said.jsonl; 1 of its answers did not end, and is trained as if it had)\r\n> ")
         terminal.type(b"half a line")
         time.sleep(1)  # readline misses a Ctrl-C while it shows the prompt
         terminal.type(b"\x03")
