@@ -158,7 +158,7 @@ def check(
         + [said for said in (newer_than_tested(),) if said],
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
         teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
-        adapter=placement.describe_adapter_of(recipe.model),
+        adapter=placement.describe_adapter_of(recipe.model, config.train_vision),
     )  # fmt: skip
 
 

@@ -121,14 +121,24 @@ def policy_on(engine: Engine, weights: Weights, optim: Any, mixed: bool) -> dict
     return {"parameters": parameters, "gradients": gradients * kept, "optimizer": optimizer * kept, "host": host}
 
 
-def describe_adapter_of(section: ModelSection) -> list[str]:
-    """Return a line on what the adapter of a recipe acts on; none without an adapter."""
+def with_adapter(model: Any, section: ModelSection, vision: bool) -> Any:
+    """Return a model without memory with the trained adapter of its section, or unchanged where that has none.
+
+    vision: is its tower for pictures trained too?
+    """
     adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else adapters.lora_config(section)
     if adapter is None:
-        return []
+        return model
+    adapter.inference_mode = False
     with torch.device("meta"):
-        policy: Any = adapters.add_adapter(load.load_skeleton(section), adapters.adapter_shape(adapter))
-    return [adapters.describe_adapter(policy)]
+        return adapters.add_adapter(model, adapters.adapter_shape(adapter), vision)
+
+
+def describe_adapter_of(section: ModelSection, vision: bool) -> list[str]:
+    """Return a line on what the adapter of a recipe acts on; none without an adapter. vision: as `with_adapter`."""
+    if section.lora is None and not section.adapter:
+        return []
+    return [adapters.describe_adapter(with_adapter(load.load_skeleton(section), section, vision))]
 
 
 class Shapes:
@@ -146,11 +156,7 @@ class Shapes:
         embedded = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
         products = [w for w in {*linear, self.head} - embedded if w.dtype == torch.float32]
         self.rounding = 2 * sum(w.numel() for w in products)  # bytes that `frozen.round_products` saves
-        adapter = peft.PeftConfig.from_pretrained(section.adapter) if section.adapter else adapters.lora_config(section)
-        if adapter is not None:
-            adapter.inference_mode = False
-            with torch.device("meta"):
-                model = adapters.add_adapter(model, adapters.adapter_shape(adapter), vision)
+        model = with_adapter(model, section, vision)
         numbers: Any = lambda module: sum(p.numel() for p in module.parameters())  # noqa: E731
         self.model, every, quantised = model, list(model.parameters()), section.quantization != "none"
         language = self.inner.get_decoder() if forward.sees(model) else model

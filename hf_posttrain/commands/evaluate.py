@@ -27,6 +27,8 @@ from .metrics import load_metric, load_tasks, measure, run_tasks
 from .pieces import KeptBatches
 from .results import EVALUATIONS, RESULTS, as_table, keep, results_folder
 
+UNFINISHED = ".eval_answers.part"
+"""File of the greedy answers of a command that has not ended."""
 ANSWERED, SCORED = "exact_match, stopped, length", "perplexity, answer_nll"
 COMPARED = "pair_accuracy, pair_accuracy_per_token"
 """What is computed of greedy answers, of the data's answers and of pairs."""
@@ -71,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = evaluate_model(given)
         if folder:
             keep(folder, found)
-            for file in folder.glob(".eval_*.part"):
-                file.unlink()
+            (folder / UNFINISHED).unlink(missing_ok=True)
     tell(json.dumps(found, indent=2, ensure_ascii=False) if given.json else "\n".join(map(as_table, found)))
     return 0
 
@@ -253,8 +254,7 @@ def judge_answers(answerer: Any, rows: Rows, given: argparse.Namespace, metrics:
 
     prompts, ends = [Prompt.of(row) for row in rows.asked], answerer.ends
     some = lambda numbers: answerer.generate([prompts[n] for n in numbers], given.max_completion_length)  # noqa: E731
-    options = {"rows": rows_key(rows.asked), "longest": given.max_completion_length}
-    kept = batches_of(answerer, given, "answers", options)
+    kept = kept_answers(answerer, rows.asked, given)
     answers = in_batches(some, [*map(len, prompts)], given.batch_size, "answering", kept)
     found: dict[str, float] = {"stopped": fmean(ids[-1] in ends for ids in answers), "length": fmean(map(len, answers))}
     # an answer without an end was cut by max_length, unless none has one: rows of ids may lack them
@@ -269,22 +269,25 @@ def judge_answers(answerer: Any, rows: Rows, given: argparse.Namespace, metrics:
     return found
 
 
-def batches_of(answerer: Any, given: argparse.Namespace, what: str, options: dict[str, Any]) -> KeptBatches:
+def kept_answers(answerer: Any, asked: list[dict[str, Any]], given: argparse.Namespace) -> KeptBatches:
     """Where greedy answers are kept until the command has ended: in the folder of its results, if there is one."""
-    results, model = results_folder(given), answerer.section
-    folders = [Path(name) for name in (model.name_or_path, model.adapter) if name]
-    files = [file for folder in folders for file in sorted(folder.glob("*.safetensors"))]
-    weights = [[str(file), file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-    key = {"model": [model.name_or_path, model.adapter, weights, __version__], "batch": given.batch_size} | options
-    return KeptBatches(results / f".eval_{what}.part" if results else None, key)
+    if (folder := results_folder(given)) is None:
+        return KeptBatches(None, {})
+    import datasets
 
+    from ..data.images import versions
+    from ..models.score_cache import computed_config, rows_key, weights_key
 
-def rows_key(rows: list[dict[str, Any]]) -> str:
-    """A hash of prepared rows."""
-    import xxhash
-
-    told = [[row["prompt_ids"], row.get("completion_ids")] for row in rows]
-    return xxhash.xxh3_128_hexdigest(json.dumps(told).encode())
+    described = f"{computed_config(answerer.model)} {sorted(answerer.ends)}"
+    key = {
+        "version": __version__,
+        "model": weights_key(answerer.model.state_dict(), described, sample=64),
+        "prompts": rows_key(datasets.Dataset.from_list([{"prompt_ids": row["prompt_ids"]} for row in asked])),
+        "images": versions(row.get("images") for row in asked),
+        "max_completion_length": given.max_completion_length,
+        "batch_size": given.batch_size,
+    }
+    return KeptBatches(folder / UNFINISHED, json.loads(json.dumps(key)))
 
 
 def score(answerer: Any, rows: list[dict[str, Any]], column: str, size: int) -> list[list[float]]:

@@ -14,7 +14,7 @@ from ..rounds.section import PairSection, good_from, pair_problems
 from .judge import by_prompt, read_answers, text_of
 from .pieces import refuse_existing, write_rows
 
-THINK, THOUGHT = "<think>", "</think>"
+BEGIN_THOUGHT, END_THOUGHT = "<think>", "</think>"
 _EXAMPLES = """examples:
   hf-posttrain pair judged.jsonl --method METHOD --out rows.jsonl
   hf-posttrain pair judged.jsonl --method METHOD --take all --margin 0.5 --out rows.jsonl
@@ -95,9 +95,9 @@ def is_cut(row: dict[str, Any]) -> bool:
     """Did an answer not end, or end inside a thought? As a text it would be trained with an end, and a chat template
     would close its thought, or write an empty one before it."""
     prompt, answer = row.get("prompt"), row["completion"]
-    opened = THINK if isinstance(prompt, str) and prompt.rstrip().endswith(THINK) else ""
+    opened = BEGIN_THOUGHT if isinstance(prompt, str) and prompt.rstrip().endswith(BEGIN_THOUGHT) else ""
     text = opened + (answer if isinstance(answer, str) else "")
-    return row.get("stopped") is False or text.rfind(THINK) > text.rfind(THOUGHT)
+    return row.get("stopped") is False or text.rfind(BEGIN_THOUGHT) > text.rfind(END_THOUGHT)
 
 
 def made_rows(

@@ -157,8 +157,3 @@ class KeptBatches:
         if self.file is not None:
             with self.file.open("a", encoding="utf-8") as file:
                 print("\n" + json.dumps(found), file=file, flush=True)
-
-    def remove(self) -> None:
-        """Forget them: the command has ended."""
-        if self.file is not None:
-            self.file.unlink(missing_ok=True)

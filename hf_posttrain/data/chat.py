@@ -307,6 +307,8 @@ def join_messages(prompt: Messages, completion: Messages) -> Messages:
 
 def shared_length(first: Sequence, second: Sequence) -> int:
     """Length of the longest common prefix of two strings or lists."""
+    if first == second[: len(first)]:  # at once, which is the usual case
+        return len(first)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 

@@ -39,7 +39,8 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
     if not own_logits(model, some_ids(inner)(3), 1).amax().isfinite():
         raise RuntimeError(BROKEN)
     limits = 10 * tolerance(inner), 1.0
-    own = [] if why_not_decode(inner) else [GRAPHS] * can_replay(inner) + [DECODE]
+    why_not = why_not_decode(inner)
+    own = [] if why_not else [GRAPHS] * can_replay(inner) + [DECODE]
     for way in [*own, BATCHES, ALONE]:  # the quick ones first
         right = within(partial(_gap, model, longest, way, answer), limits, f"answers, {way}")
         if right and (way != GRAPHS or getattr(inner, "captures", True)):
@@ -47,7 +48,7 @@ def choose(model: nn.Module, longest: int, answer: Answer) -> tuple[str, float]:
                 said = "%s generates wrongly in padded batches: its prompts are answered one by one"
                 logger.warning(said, type(inner).__name__)
             elif way == BATCHES:
-                why = why_not_decode(inner) or "its answers by our own decoding are not those of its forward"
+                why = why_not or "its answers by our own decoding are not those of its forward"
                 logger.info("%s is sampled by transformers' generate, which is slower: %s", type(inner).__name__, why)
             return way, proven
     raise InputError(f"{type(inner).__name__} generates other answers with a cache than its own forward has")

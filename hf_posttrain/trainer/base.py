@@ -302,11 +302,11 @@ class PostTrainer(Trainer):
         self.scoring_checked = self.ready or not engine.changes_weights(self.accelerator)
         layout, explicit = self.data_collator.layout, self.args.layout == self.data_collator.layout
         with self.accelerator.autocast(), step.as_written(self.args), ExitStack() as on_device:
-            models = [model] if self.scoring_checked else []
-            models += [on_device.enter_context(second) for second in self.second_models]
+            seconds = [on_device.enter_context(second) for second in self.second_models]
+            models = [model, *seconds] if self.scoring_checked else seconds
             # collective operations depend on the layout: it is the first rank's answer on all
             given = self.args.device, self.args.max_length, self.data_collator.pictures
-            teachers = models[len(models) - len(self.second_models) :] if self.method.second == "teacher" else []
+            teachers = seconds if self.method.second == "teacher" else []
             layout = trusted_layout(models, layout, explicit, *given, teachers)
         self.use_layout(layout)
 
@@ -316,14 +316,12 @@ class PostTrainer(Trainer):
     def ref_model(self) -> nn.Module | None:
         """The frozen model that scores as the reference. None: it is the policy without its adapter, or its scores are
         cached."""
-        seconds = self.second_models if self.method.second == "reference" else ()
-        return next((second.model for second in seconds), None)
+        return self.second_models[0].model if self.second_models and self.method.second == "reference" else None
 
     @property
     def teacher_model(self) -> nn.Module | None:
         """The teacher that is in memory, of several the first; None: it is on a server, or its scores are cached."""
-        seconds = self.second_models if self.method.second == "teacher" else ()
-        return next((second.model for second in seconds), None)
+        return self.second_models[0].model if self.second_models and self.method.second == "teacher" else None
 
     @property
     def aux_loss_enabled(self) -> bool:

@@ -179,7 +179,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
 
     def keep_changes(self) -> None:
         """Take all that is assigned so far as read: what `check_changes` finds comes later."""
-        self._made_of = dict(vars(self))
+        self._made_of = {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def check_changes(self) -> None:
         """Take in what was assigned to this Config after it was made. Raises InputError for a name that nothing reads,
@@ -198,7 +198,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             changed = [name for name in names if getattr(self, name) != made[name]]
             for name in names if changed else ():
                 setattr(self, name, getattr(self, changed[0]))
-        for name in _READ_AT_ONCE & made.keys():
+        for name in sorted(_READ_AT_ONCE & made.keys()):
             if getattr(self, name) != made[name]:
                 problem = f"args.{name} was changed to {getattr(self, name)!r} after {type(self).__name__} was built"
                 raise InputError(f"{problem}, which had read it: pass it when that is built")

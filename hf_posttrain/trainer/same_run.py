@@ -37,6 +37,8 @@ HARMLESS = _names("""
 """)
 """Options that may change: what is logged, saved and shown, where and how the same numbers are computed. The engine and
 the rows of a step are compared by `checkpoint.obstacles`."""
+HARMLESS_PARTS = frozenset({"accelerator_config.non_blocking"})
+"""The same of parts of an option: checkpoints describe them, and they are not compared."""
 EVALUATION = _names("""
     eval_strategy eval_steps eval_delay eval_on_start eval_exact_match eval_max_completion_length eval_dataset
     eval_do_concat_batches eval_use_gather_object eval_accumulation_steps per_device_eval_batch_size
@@ -57,7 +59,6 @@ def describe(trainer: Any) -> dict[str, Any]:
     follows = options["metric_for_best_model"] or options["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
     left_out = HARMLESS if follows else HARMLESS | EVALUATION
     found = {"method": trainer.method.name} | {name: options[name] for name in options if name not in left_out}
-    found["accelerator_config"].pop("non_blocking")  # how a batch is copied to a device
     # the length of a run shapes its learning rate, if that is not constant
     kind, warmup = options["lr_scheduler_type"], args.warmup_steps or 0
     if kind == "constant" or (kind == "constant_with_warmup" and (warmup >= 1 or not warmup)):
@@ -125,6 +126,7 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -
     return {
         key: f"{key}: then {shown(before)}, now {shown(after)}" for key, before, after in _differing(then, now)
         if not {key, key.partition(".")[0]} & allowed
+        and key not in HARMLESS_PARTS
         and not (key == "second_model" and None in (before, after))  # its scores came from the cache
     }  # fmt: skip
 

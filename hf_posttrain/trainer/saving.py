@@ -140,7 +140,7 @@ def remove_engine_copies(trainer: Any, checkpoint: Path) -> None:
 
 def load_cut_adapter(policy: peft.PeftModel, checkpoint: str) -> None:
     """Copy an adapter's file into the parts of it that FSDP2 has left on this rank. All ranks call it."""
-    own = adapter_state(policy) | {name: dict(policy.named_parameters())[name] for name in trained_base(policy)}
+    own = trained_state(policy)
     saved = load_file(adapter_folder(policy, checkpoint) / "adapter_model.safetensors")
     if missing := sorted(own.keys() - saved.keys()):
         raise RuntimeError(f"{checkpoint} lacks {len(missing)} of the adapter's {len(own)} weights, {missing[0]} first")
@@ -310,6 +310,12 @@ def adapter_state(policy: peft.PeftModel) -> dict[str, Tensor]:
     return peft.get_peft_model_state_dict(policy, state, policy.active_adapter, save_embedding_layers=False)
 
 
+def trained_state(policy: peft.PeftModel) -> dict[str, Tensor]:
+    """Return what is saved of a model with an adapter: `adapter_state`, and parameters of the base that are trained."""
+    named = dict(policy.named_parameters())
+    return adapter_state(policy) | {name: named[name] for name in trained_base(policy)}
+
+
 def adapter_folder(policy: peft.PeftModel, folder: str | Path) -> Path:
     """Where PEFT saves the active adapter."""
     return Path(folder) if policy.active_adapter == "default" else Path(folder, policy.active_adapter)
@@ -345,7 +351,7 @@ def check_saved(model: nn.Module, folder: str | Path) -> None:
     place = adapter_folder(inner, folder) if adapter else Path(folder)
     named: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
     if adapter:
-        named = adapter_state(inner) | {name: named[name] for name in trained_base(inner)}
+        named = trained_state(inner)
     saved: dict[str, Weight] = {}
     for file in sorted(place.glob("*.safetensors")):
         try:

@@ -209,6 +209,16 @@ def test_another_run_is_refused_by_what_differs(changed, said, whole, tmp_path):
     assert "start a new run from its weights (model.name_or_path=" in message
 
 
+@pytest.mark.parametrize(("part", "refused"), [("non_blocking", False), ("even_batches", True)])
+@pytest.mark.parametrize("value", [True, None])
+def test_a_checkpoint_resumes_however_its_batches_were_copied_to_the_device(part, refused, value):
+    """Older checkpoints describe it, and a run on a GPU has another default."""
+    options = {"non_blocking": False, "even_batches": False}
+    then, now = ({"accelerator_config": found} for found in (options, options | {part: value}))
+    assert bool(same_run.differences(then, now, None)) is refused
+    assert bool(same_run.differences(now, then, None)) is refused
+
+
 def test_another_base_of_an_adapter_is_refused(whole, tmp_path):
     other = tiny_model(seed=1, attention_dropout=0.1)
     with pytest.raises(InputError, match="base_weights: then"):
