@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ..data.images import some_picture
 from ..errors import InputError
+from ..losses.divergence import log_softmax
 from . import forward
 from .attention import BY_BLOCK, BY_SEGMENT, row_multiple, undo_choice
 from .head import LOW, LogProb, score_tokens
@@ -158,7 +159,7 @@ def check(
             own, shown = [*example.prompt, *ids[:-1]], {}
             if example.pictures:
                 shown = pictures.of_prompts(example.pictures, torch.tensor([own], device=device), inner)
-            logps = torch.log_softmax(own_logits(model, own, len(ids), shown), dim=-1)
+            logps = log_softmax(own_logits(model, own, len(ids), shown))
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
             found.append((values[batch["owner"] == k] - expected).abs())
     return torch.cat(found).mean().item()

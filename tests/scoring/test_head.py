@@ -5,14 +5,23 @@ import torch
 from torch import nn
 from training_for_tests import quick
 
-from hf_posttrain.losses.divergence import DIVERGENCES, with_tail
+from hf_posttrain.losses.divergence import DIVERGENCES, reverse_kl, with_tail
+from hf_posttrain.methods import opd_diagnostics
 from hf_posttrain.scoring import head as H
 from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.adapted_head import score_tokens_through
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform, LogProb
-from hf_posttrain.scoring.teacher_tiles import TeacherStates, dense, differentiated, divergence
-from hf_posttrain.scoring.top_tokens import top_k
+from hf_posttrain.scoring.stop_outcome import StopOutcome
+from hf_posttrain.scoring.teacher_tiles import (
+    SampledPolicyGradient,
+    TeacherStates,
+    beside_cross_entropy,
+    dense,
+    differentiated,
+    divergence,
+)
+from hf_posttrain.scoring.top_tokens import TopTokens, residual, top_k
 
 N, V, D = 23, 37, 8
 TRANSFORMS = [H.LogitTransform(*how) for how in ((), (0.25,), (1.0, 5.0), (2.0, 3.0))]
@@ -230,8 +239,9 @@ def tile_functions(targets, teacher, vocabulary):
     states = TeacherStates(LMHead(nn.Identity(), lambda rows: rows.clone(), LogitTransform()), teacher)
     p = torch.log_softmax(teacher.double(), -1)
     logp = lambda z: torch.log_softmax(z, -1)  # noqa: E731
+    picked = lambda z: logp(z).gather(-1, targets[:, None])[:, 0]  # noqa: E731
     found = {
-        "log_prob": (LogProb(targets, stats=True), lambda z: logp(z).gather(-1, targets[:, None])[:, 0]),
+        "log_prob": (LogProb(targets, stats=True), picked),
         "log_prob at 0.7": (LogProb(targets, 0.7), lambda z: logp(z / 0.7).gather(-1, targets[:, None])[:, 0]),
     }
     for name in DIVERGENCES:
@@ -246,7 +256,36 @@ def tile_functions(targets, teacher, vocabulary):
         top_k(divergence("forward_kl", None, 0.1), ids, top.float(), targets, 1.0, vocabulary),
         lambda z: divergence("forward_kl", None, 0.1)(with_tail(logp(z).gather(-1, ids)), with_tail(top)),
     )
+    for name in ("forward_kl", "reverse_kl", "jsd"):
+        function = divergence(name, None, 0.1)
+        found[f"{name} at 0.7"] = (
+            dense(function, states, targets, 0.7, 0.0),
+            lambda z, function=function: function(logp(z / 0.7), torch.log_softmax(teacher.double() / 0.7, -1)),
+        )
+    own = p.gather(-1, targets[:, None])[:, 0]
+    found["policy gradient"] = (
+        SampledPolicyGradient(targets, own.float(), 1.0, vocabulary),
+        lambda z: -(own - picked(z)).detach() * picked(z),
+    )
+    found["residual of top 64"] = (
+        residual(ids, top.float(), targets, 1.0, vocabulary, teacher=own.float()),
+        lambda z: reverse_kl_of_top(logp(z), ids, top, picked(z), own, (ids == targets[:, None]).any(-1)),
+    )
+    ends = StopOutcome(torch.tensor([7, 11, vocabulary - 1]))
+    found["log_prob with several ends"] = (ends(LogProb(ends.of(targets), stats=True)), picked)
+    found["cross-entropy of the whole head"] = (
+        beside_cross_entropy(dense(reverse_kl, states, targets, 1.0, 0.0), targets, 0.3),
+        lambda z: 0.7 * reverse_kl(logp(z), p) - 0.3 * picked(z),
+    )
     return found
+
+
+def reverse_kl_of_top(q, ids, p, own_q, own_p, known):
+    """The value of `residual` with the gradient that it promises, in the precision of its arguments."""
+    apart = (q.gather(-1, ids) - p).detach()
+    rest = torch.where(known, 0.0, (own_q - own_p).detach())
+    moving = (q.gather(-1, ids).exp() * apart).sum(-1) + rest * own_q
+    return moving + ((moving - rest * own_q + rest) - moving).detach()
 
 
 @pytest.mark.parametrize("vocabulary", [49_152, 151_936, 262_144])
@@ -261,7 +300,9 @@ def test_sums_over_a_real_vocabulary_are_those_of_float64(vocabulary):
         expected = exact(z)
         [gradient] = torch.autograd.grad(expected.sum(), z)
         found = tile(student.clone(), slice(0, 6), True, torch.empty_like(student))
-        error = ((found.value.double() - expected).abs() / expected.abs()).max()
+        # the residual is a difference of logarithms of size 10, of which float32 has no more than 1e-6
+        size = expected.abs().clamp(min=1.0 if name.startswith("residual") else 0.0)
+        error = ((found.value.double() - expected).abs() / size).max()
         assert error <= 2e-5, f"{name}: value {error:.1e}"
         error = (found.grad.double() - gradient).norm(dim=-1) / gradient.norm(dim=-1)
         limit = 1e-3 if "tvd" in name else 2e-5  # whose gradient changes its sign where both probabilities are equal
@@ -271,3 +312,46 @@ def test_sums_over_a_real_vocabulary_are_those_of_float64(vocabulary):
             entropy = -(q.exp() * q).sum(-1)
             error = ((found.stats["entropy"].double() - entropy).abs() / entropy).max()
             assert error <= 2e-5, f"{name}: entropy {error:.1e}"
+
+
+@pytest.mark.parametrize("vocabulary", [49_152, 151_936, 262_144])
+def test_metrics_over_a_real_vocabulary_are_those_of_float64(vocabulary):
+    """What is logged and kept without a gradient: OPD's diagnostics and a teacher's top tokens."""
+    student = realistic_logits(vocabulary)
+    teacher = student + 0.3 * realistic_logits(vocabulary, seed=1)
+    q, p = (torch.log_softmax(side.double(), -1) for side in (student, teacher))
+    special, ends = torch.tensor([7, 11]), student.argmax(-1)[:2]
+    states = TeacherStates(LMHead(nn.Identity(), lambda rows: rows.clone(), LogitTransform()), teacher)
+    found = opd_diagnostics.compare(states, 1.0, ends, special)(student.clone(), slice(0, 6), False, student).stats
+    expected = {
+        "kl": reverse_kl(q, p), "student_entropy": -(q.exp() * q).sum(-1), "teacher_entropy": -(p.exp() * p).sum(-1),
+        "near": p.gather(-1, q.topk(opd_diagnostics.NEAR).indices).exp().sum(-1),
+        "student_stop": q[:, ends].exp().sum(-1), "teacher_stop": p[:, ends].exp().sum(-1),
+    }  # fmt: skip
+    for name, exact in expected.items():
+        error = ((found[name].double() - exact).abs() / exact.abs()).max()
+        assert error <= 2e-5, f"{name}: {error:.1e}"
+    top = TopTokens(64, 0.7, vocabulary)(student, slice(0, 6), False, student).stats
+    exact, ids = torch.log_softmax(student.double() / 0.7, -1).topk(64)
+    assert torch.equal(top["ids"], ids)
+    torch.testing.assert_close(top["logps"].double(), exact, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [49_152, 151_936, 262_144])
+def test_a_scaled_and_soft_capped_head_of_a_real_vocabulary_is_that_of_float64(vocabulary, monkeypatch):
+    """Values and all three gradients of whole passes: Gemma's cap, Granite's scale, in three tiles."""
+    monkeypatch.setattr(H, "TILE_ELEMENTS", 16 * vocabulary)
+    draw = torch.Generator().manual_seed(0)
+    hidden = (2 * torch.randn(48, 16, generator=draw)).requires_grad_()
+    weight = torch.randn(vocabulary, 16, generator=draw).requires_grad_()
+    bias = torch.randn(vocabulary, generator=draw).requires_grad_()
+    targets = torch.randint(vocabulary, (48,), generator=draw)
+    for transform in (H.LogitTransform(0.5, 30.0), H.LogitTransform(2.0)):
+        exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight, bias)]
+        logits = transform(exact[0] @ exact[1].T + exact[2])
+        expected = torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+        gradients = torch.autograd.grad(expected.sum(), exact)
+        values, _ = H.score_tokens(H.LinearHead(weight, bias, transform), hidden, LogProb(targets), torch.ones(48))
+        assert ((values.double() - expected).abs() / expected.abs()).max() <= 2e-5
+        for found, gradient in zip(torch.autograd.grad(values.sum(), (hidden, weight, bias)), gradients, strict=True):
+            assert (found.double() - gradient).norm() <= 2e-5 * gradient.norm()
