@@ -1,0 +1,105 @@
+"""`--check` agrees with the run: of drawn recipes it lets those pass that train a step, and no others.
+
+A recipe is the number that it is drawn by (`support/combinations_for_tests.py`). Each goes through the whole command
+twice in this process: with `--check`, and as a run of one step that evaluates and saves. Of the exit codes of
+`--check`, 1 is for data that would not train well: such a run takes its step too.
+"""
+
+import gc
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from combinations_for_tests import combination, make_shelf
+
+from hf_posttrain import report, run
+from hf_posttrain.errors import InputError
+from hf_posttrain.recipe.yaml_tree import write_tree
+from hf_posttrain.report import callbacks
+
+CHUNK, QUICK, ALL = 50, 100, 3300  # 100 take 55 s of CPU time
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's and torch's, of odd adapters
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    """The folder with all that the recipes name."""
+    folder, here = tmp_path_factory.mktemp("shelf"), Path.cwd()
+    os.chdir(folder)
+    make_shelf(folder)
+    os.chdir(here)
+    return folder
+
+
+@pytest.fixture
+def command(shelf, monkeypatch, capsys):
+    """Function of a recipe and arguments: the exit code, the lines of errors on stderr, and what is on stdout."""
+    monkeypatch.chdir(shelf)
+    # What other tests look at, and takes most of the time: the report, long sample answers, and collections of garbage.
+    monkeypatch.setattr(report, "write", lambda folder: None)
+    monkeypatch.setattr(callbacks, "LONGEST", 4)
+    gc.collect()
+    gc.freeze()
+
+    def call(recipe, *arguments):
+        Path("recipe.yaml").write_text(write_tree(recipe))
+        environment = dict(os.environ)
+        capsys.readouterr()
+        code = run.main(["recipe.yaml", *arguments])
+        os.environ.clear()
+        os.environ.update(environment)
+        said = capsys.readouterr()
+        return code, [line for line in said.err.splitlines() if line.startswith("error: ")], said.out
+
+    yield call
+    gc.unfreeze()
+
+
+def disagreement(recipe, command):
+    """(what `--check` found, what is wrong: empty where it agrees with the run)."""
+    code, refused, page = command(recipe, "--check")
+    ended, failed, _ = command(recipe)
+    results = Path("out/train_results.json")
+    loss = json.loads(results.read_text())["train_loss"] if ended == 0 else math.nan
+    shutil.rmtree("out", ignore_errors=True)
+    if code in (0, 1):
+        found = "passes" if code == 0 else "warns"
+        if code == 1 and "\nwarning: " not in page:
+            return found, "exit code 1 without a warning"
+        if ended != 0 or not math.isfinite(loss):
+            return found, f"it {found}, and the run has exit code {ended}, loss {loss}: {failed}"
+        return found, ""
+    if ended == 0:
+        return "refuses", f"it refuses what trains: {refused}"
+    # One line of each, which says the same: a place may be before it where the recipe is to blame.
+    whole = [lines[0] if len(lines) == 1 else "" for lines in (refused, failed)]
+    said = [re.sub(r"^error: (recipe\.yaml:\d+: )?", "", line) for line in whole]
+    clear = all(line.isprintable() and 0 < len(line) < InputError.LONGEST + 40 for line in whole)
+    if (code, ended) != (2, 2) or said[0] != said[1] or not clear:
+        return "refuses", f"exit codes {code} and {ended}: {refused} | {failed}"
+    return "refuses", ""
+
+
+SLOW = [pytest.param(start, marks=pytest.mark.slow) for start in range(QUICK, ALL, CHUNK)]
+
+
+@pytest.mark.parametrize("start", [*range(0, QUICK, CHUNK), *SLOW])
+def test_check_lets_pass_what_trains_a_step(command, capsys, start):
+    began, counts, wrong = time.process_time(), Counter(), []
+    for number in range(start, start + CHUNK):
+        recipe = combination(number)
+        found, problem = disagreement(recipe, command)
+        counts[found] += 1
+        if problem:
+            wrong.append(f"\ncombination({number}): {problem}\n{write_tree(recipe)}")
+    with capsys.disabled():
+        print(f"\n{start} to {start + CHUNK - 1}: {dict(counts)}, {time.process_time() - began:.0f} s of CPU time")
+    assert not wrong, "".join(wrong)
+    assert counts["passes"] > CHUNK // 5
+    assert counts["refuses"] > CHUNK // 10
