@@ -112,8 +112,6 @@ def check(
         setattr(config, name, recipe.train[name])
     from ..data.lengths import warn_if_too_long
     from ..data.prepare import noted
-    from ..models.load import load_skeleton
-    from ..models.prepare import with_supported_checkpointing
     from ..recipe.datasets import audit_data, prepare_data
     from ..watch.versions import newer_than_tested
     from . import memory, placement, plan, probe, trained
@@ -127,12 +125,13 @@ def check(
     noted.disabled = True  # the page says it
     try:
         rows, raw = prepare_data(recipe, trainer_class, tokenizer, config)
-        models = []
-        for name, section in recipe.models():
-            with error_context(recipe.where(name)):
-                models.append(load_skeleton(section))
+        level = logger.level
+        logger.setLevel(logging.WARNING)  # The page says what the trainer would say of the models.
+        try:
+            models, config = fitted_models(recipe, trainer_class, tokenizer, peft_config, config, rows)
+        finally:
+            logger.setLevel(level)
         warn_if_too_long(rows["train"], models[0].config, config)
-        config = with_supported_checkpointing(models[0], config)
         engine = placement.engine_of(config_file) if config_file else placement.engine_asked(config)
         spare_checkpointing(recipe, config, trainer_class, rows, engine, device_memory)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)
@@ -160,6 +159,41 @@ def check(
         teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
         adapter=placement.describe_adapter_of(recipe.model, config.train_vision),
     )  # fmt: skip
+
+
+def fitted_models(
+    recipe: Recipe, trainer_class: Any, tokenizer: Any, peft_config: Any, config: Any, rows: dict[str, Any]
+) -> tuple[list[Any], Any]:
+    """Return the causal LMs of a run without memory, the policy first, each as the trainer makes it ready, and the
+    Config as these take it. Raises InputError for what the trainer would refuse: adapters, tokens and options that do
+    not fit the models."""
+    from ..models.adapters import adapter_shape
+    from ..models.load import check_tokenizer_fits, load_skeleton, load_tokenizer, weights_dtype, with_saved_adapter
+    from ..models.own_past import check_average
+    from ..models.prepare import with_supported_checkpointing
+    from ..scoring.choose_layout import choose_layout
+    from ..scoring.forward import causal_lm
+
+    models: list[Any] = []
+    for key, section in recipe.models():
+        policy = section is recipe.model
+        with error_context(recipe.where(f"{key}.name_or_path")):
+            model = load_skeleton(section)
+            whole = policy and section.lora is None and not section.adapter
+            model.to(weights_dtype(section, model.config, whole, config.device))
+            model = with_saved_adapter(model, section, policy)
+        if policy:
+            config = with_supported_checkpointing(model, config)
+            shape = None if peft_config is None else adapter_shape(peft_config)
+            model, _ = trainer_class.make_policy(model, shape, config)
+            if any(taught.self == "ema" for _, taught in recipe.taught_by()):
+                check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)
+        inner, own = causal_lm(model), getattr(section, "own_tokenizer", False)
+        read = (load_tokenizer(section),) if own else (tokenizer, *rows.values())
+        check_tokenizer_fits(read[0], inner.config, type(inner).__name__, *read[1:])
+        models.append(inner)
+    choose_layout(models, config.layout, config.max_length)
+    return models, config
 
 
 def describe_teacher(name: str, section: Any) -> str:

@@ -47,12 +47,34 @@ def with_lengths(rows: Any, args: Any) -> Any:
     """Prepared rows with the tokens of each, where the sampler by length is asked for."""
     wanted = args.train_sampling_strategy == "group_by_length"
     if isinstance(rows, datasets.IterableDataset):
-        if wanted:
-            raise InputError("train_sampling_strategy: group_by_length wants all rows, not a stream: set it to random")
         logger.info("train: a stream is read in its own order: shuffle its file, or the stream, where that matters")
     if not wanted or not isinstance(rows, datasets.Dataset) or args.length_column_name in rows.column_names:
         return rows
     return rows.add_column(args.length_column_name, tokens_of(rows))
+
+
+def refuse_stream(rows: Any, option: str, instead: str = "") -> None:
+    """Raises InputError for a stream, where an option wants to know all rows beforehand."""
+    if isinstance(rows, datasets.IterableDataset):
+        raise InputError(f"{option} needs a data set of known length, not a stream{instead}")
+
+
+def check_fills_step(rows: Any, args: Any) -> None:
+    """Raises InputError where prepared training rows do not fill a batch that must be full, or a stream of them has
+    fewer than an optimizer step takes. Processes that share rows are left to the training itself."""
+    if args.parallelism_config is not None:
+        return
+    batch, drop_last = args.per_device_train_batch_size * args.world_size, args.dataloader_drop_last
+    if isinstance(rows, datasets.Dataset):
+        if drop_last and len(rows) < batch:
+            raise InputError(f"dataloader_drop_last: {len(rows)} rows do not fill a batch of {batch}: set it to false")
+        return
+    # Only the last batch of a step may be short.
+    step = batch * args.gradient_accumulation_steps
+    wanted = step if drop_last else step - batch + 1
+    if (found := sum(1 for _ in rows.take(wanted))) < wanted:
+        options = "per_device_train_batch_size x gradient_accumulation_steps"
+        raise InputError(f"{options}: the stream has {found} rows, and a step takes {step}: lower one of them")
 
 
 def tokens_of(rows: datasets.Dataset, columns: Sequence[str] = ()) -> np.ndarray:
@@ -118,22 +140,23 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
         )  # fmt: skip
 
 
-def check_answered(rows: Any, tokenizer: Any, why: str) -> np.ndarray:
-    """The lengths of all completions, none for a stream. Raises InputError, with the reason, where rows have none, or
-    one that is labelled false."""
-    lengths = lengths_of(rows, "completion_ids") if isinstance(rows, datasets.Dataset) else np.ones(1)
+def check_answered(rows: Any, tokenizer: Any, why: str) -> None:
+    """Raises InputError, with the reason, where prepared rows have no completion, or one that is labelled false. Of a
+    stream nothing is known."""
+    if not isinstance(rows, datasets.Dataset):
+        return
+    lengths = lengths_of(rows, "completion_ids")
     if not lengths.all():
         asked = tokenizer.decode(rows[int(lengths.argmin())]["prompt_ids"], skip_special_tokens=True)
         count = f"{(lengths == 0).sum()} of {len(rows)} rows have none, or a wrong one"
         how = "leave them out" if lengths.any() else "name the column that has it, as in columns: {completion: answer}"
         raise InputError(f"{why}, and {count} (the first prompt: {shown(asked)}): {how}")
-    return lengths
 
 
-def check_completions(rows: Any, tokenizer: Any, longest: int) -> None:
-    """lmbda below 1 trains some prompts on their data. Raises InputError where a row has none, and warns where it is
-    cut at `longest` tokens."""
-    lengths = check_answered(rows, tokenizer, "lmbda below 1 trains on completions of the data")
-    if count := int((lengths > longest).sum()):
+def warn_if_cut(rows: Any, longest: int) -> None:
+    """Warn of completions that are trained on, and are cut at `longest` tokens. Of a stream nothing is known."""
+    if not isinstance(rows, datasets.Dataset):
+        return
+    if count := int((lengths_of(rows, "completion_ids") > longest).sum()):
         said = "train: %d completions of the data are cut at max_completion_length %d, their ends with them"
         logger.warning(said, count, longest)

@@ -72,6 +72,12 @@ class KTOCollator(Collator):
         return batch
 
 
+def weights_of(rows: Any, args: KTOConfig) -> tuple[float, float]:
+    """Return the weights of desirable and undesirable rows. Raises InputError where `auto` finds labels of one kind."""
+    labels = rows["label"] if "label" in (getattr(rows, "column_names", None) or ()) else None
+    return class_weights(args.desirable_weight, args.undesirable_weight, labels)
+
+
 class KTOTrainer(PostTrainer):
     """KTO of a causal LM; further argument: `ref_model`. Rows: prompt, completion, label; or pairs, split in two.
 
@@ -105,6 +111,13 @@ class KTOTrainer(PostTrainer):
             answers = [ids[:most] for ids, most in zip(answers, space, strict=True)]
         return rows.add_column("mismatch_ids", list(answers))
 
+    @classmethod
+    def check_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> None:
+        """As PostTrainer has it. Raises InputError for weights that want labels of both kinds."""
+        super().check_rows(rows, tokenizer, args, name)
+        if name.startswith("train"):
+            weights_of(rows, args)
+
     def prepare_replaced(self) -> None:
         """As PostTrainer has it; the classes may be other ones."""
         super().prepare_replaced()
@@ -115,8 +128,7 @@ class KTOTrainer(PostTrainer):
 
     def learn_of_rows(self, rows: Any) -> None:
         """The weights of both classes."""
-        labels = rows["label"] if "label" in (getattr(rows, "column_names", None) or ()) else None
-        self.class_weights = class_weights(self.args.desirable_weight, self.args.undesirable_weight, labels)
+        self.class_weights = weights_of(rows, self.args)
 
     @staticmethod
     def examples(row: dict) -> list[Example]:

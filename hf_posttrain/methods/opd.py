@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.lengths import check_answered, check_completions
+from ..data.lengths import check_answered, refuse_stream, warn_if_cut
 from ..errors import InputError
 from ..generation import rollout, vllm
 from ..generation.backends import make_backend
@@ -161,15 +161,19 @@ class OPDTrainer(PostTrainer):
         self.upcoming_of: Any = None
         self.synchronised: int | None = None  # the step whose weights are where rollouts are sampled
         if self.args.lmbda < 1:
-            check_completions(self.train_dataset, self.tokenizer, self.args.max_completion_length)
+            warn_if_cut(self.train_dataset, self.args.max_completion_length)
 
     @classmethod
-    def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
-        """As PostTrainer has it. Raises InputError where a reward wants an answer of the data that is missing."""
-        made = super().prepare_rows(rows, tokenizer, args, name)
+    def check_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> None:
+        """As PostTrainer has it. Raises InputError where a reward, or a share of prompts that are not sampled, wants an
+        answer of the data that is missing, and for a stream of prompts that are answered once."""
+        super().check_rows(rows, tokenizer, args, name)
         if args.reward and args.reward.get("function") == "exact_match":
-            check_answered(made, tokenizer, f"{name}: reward exact_match compares with completions of the data")
-        return made
+            check_answered(rows, tokenizer, f"{name}: reward exact_match compares with completions of the data")
+        if name.startswith("train") and args.lmbda < 1:
+            check_answered(rows, tokenizer, "lmbda below 1 trains on completions of the data")
+        if name.startswith("train") and args.rollouts == "frozen":
+            refuse_stream(rows, "rollouts: frozen")
 
     @staticmethod
     def examples(row: dict) -> list[Example]:

@@ -109,8 +109,6 @@ class Frozen(Live):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        if not isinstance(trainer.train_dataset, datasets.Dataset | None):
-            raise InputError("rollouts: frozen needs a data set of known length, not a stream")
         self.start = score_cache.model_key(trainer.model)
         self.of: Any = None  # the data set that is answered
         self.known: Any = []  # the rollouts of each of its rows

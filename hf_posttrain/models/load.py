@@ -236,26 +236,37 @@ def load_model(
             model = _kind(section, config).from_pretrained(section.name_or_path, **kwargs)
             if packed and section.quantization == "none":  # or plain weights would be saved as if they were packed
                 vars(model).pop("_weight_conversions", None)
-    if section.adapter:
-        try:
-            with names_the_source("adapter", section.adapter):
-                model = peft.PeftModel.from_pretrained(model, section.adapter, is_trainable=trainable)
-        except RuntimeError as error:
-            if "size mismatch" not in str(error):
-                raise
-            first = str(error)[str(error).index("size mismatch") :].partition("\n")[0]
-            raise InputError(f"adapter {section.adapter} does not fit {section.name_or_path}: {first}") from error
-        base, here = Path(str(model.active_peft_config.base_model_name_or_path)), Path(section.name_or_path)
-        if base.name != here.name or (base.is_dir() and here.is_dir() and base.resolve() != here.resolve()):
-            logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)
-        _check_loaded(model, section)
+    model = with_saved_adapter(model, section, trainable)
     return model if trainable else model.requires_grad_(False).eval()
 
 
-def _check_loaded(model: Any, section: ModelSection) -> None:
+def with_saved_adapter(model: Any, section: ModelSection, trainable: bool) -> Any:
+    """Return the model with the adapter that its section names, or unchanged where it names none. The model may be on
+    the meta device: the adapter's weights are read all the same. Raises InputError where the adapter does not fit."""
+    if not section.adapter:
+        return model
+    without_memory = next(model.parameters()).is_meta
+    options = {"is_trainable": trainable, "low_cpu_mem_usage": without_memory}
+    try:
+        with names_the_source("adapter", section.adapter):
+            model = peft.PeftModel.from_pretrained(model, section.adapter, **options)
+    except RuntimeError as error:
+        if "size mismatch" not in str(error):
+            raise
+        first = str(error)[str(error).index("size mismatch") :].partition("\n")[0]
+        raise InputError(f"adapter {section.adapter} does not fit {section.name_or_path}: {first}") from error
+    base, here = Path(str(model.active_peft_config.base_model_name_or_path)), Path(section.name_or_path)
+    if base.name != here.name or (base.is_dir() and here.is_dir() and base.resolve() != here.resolve()):
+        logger.warning("adapter %s was trained on %s, not on %s", section.adapter, base, section.name_or_path)
+    _check_loaded(model, section, without_memory)
+    return model
+
+
+def _check_loaded(model: Any, section: ModelSection, without_memory: bool) -> None:
     """Raises InputError where PEFT has left out weights of an adapter's file, or found none for layers of the base: it
     warns of the one, and says nothing of the other."""
-    found = model.load_adapter(section.adapter, model.active_adapter, torch_device="cpu")
+    options = {"torch_device": "cpu", "low_cpu_mem_usage": without_memory}
+    found = model.load_adapter(section.adapter, model.active_adapter, **options)
     for names, one in ((found.unexpected_keys, "base"), (found.missing_keys, "adapter")):
         if names:
             what = f"the {one} lacks {len(names)} weights, {names[0]} first"

@@ -1,6 +1,6 @@
 """The student as its own teacher: as it was when training started, or the moving average of its weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -128,11 +128,15 @@ def own_past(trainer: Any, section: TeacherSection) -> Teacher:
     return teacher
 
 
-def _follow(trainer: Any, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float) -> None:
-    low = {str(average.dtype) for average, _ in pairs().values()} - {"torch.float32", "torch.float64"}
-    if low:
+def check_average(dtypes: Iterable[torch.dtype]) -> None:
+    """Raises InputError where one of these, of weights that are trained, is too coarse for a moving average."""
+    if low := {str(dtype) for dtype in dtypes} - {"torch.float32", "torch.float64"}:
         problem = f"an average of {low.pop()} weights does not move: set model.dtype: float32"
         raise InputError(f"teacher.self: ema: {problem}")
+
+
+def _follow(trainer: Any, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float) -> None:
+    check_average(average.dtype for average, _ in pairs().values())
     average = MovingAverage(pairs, decay, trainer.args.should_save)
     trainer.add_callback(average)
     trainer.kept_in_checkpoints.append(average)

@@ -11,7 +11,7 @@ from typing import Any
 import datasets
 
 from ..data.audit import DataAudit, audits
-from ..data.lengths import tokens_of
+from ..data.lengths import check_fills_step, tokens_of
 from ..data.prepare import columns_read
 from ..data.sources import load
 from ..engines import launch
@@ -32,6 +32,8 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
                 rows[name] = trainer_class.prepare(raw[name], tokenizer, config, _with_file(name, sources))
                 if name == "eval" and config.eval_exact_match:
                     answerable(rows[name])
+                if name == "train" and recipe.rounds is None:
+                    check_fills_step(rows[name], config)
     return rows, raw
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 
 from ..data.as_written import from_rows
 from ..data.images import read_by
-from ..data.lengths import seeded_sampler, warn_if_too_long, with_lengths
+from ..data.lengths import refuse_stream, seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
@@ -106,12 +106,10 @@ class PostTrainer(Trainer):
         if train_dataset is None and eval_dataset is None:
             raise InputError("train_dataset is missing: pass the rows to train on (or eval_dataset alone, to evaluate)")
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config, args)  # type: ignore[arg-type]
-        launch.check_model(model, args)
         args = policies.with_supported_checkpointing(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         policies.align_generation(model, self.tokenizer, self.terminal_ids)
-        set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
-        model = policies.prepare_policy(model, peft_config, args)
+        model, self.router_coef = self.make_policy(model, peft_config, args)
         self.base_key = same_run.base_weights(model, peft_config, self.method)
         self.start_key = same_run.start_weights(model, peft_config)
         self.second_key: str | None = None  # the same of the second model
@@ -119,7 +117,6 @@ class PostTrainer(Trainer):
         self.own_optimizer = bool(given) or type(self).create_optimizer is not Trainer.create_optimizer
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.pace = {"train": Meter(), "eval": Meter()}, Pace()
-        self.router_coef = router_coef(forward.causal_lm(model).config, args.router_aux_loss_coef)
         self.scored = [forward.causal_lm(model)]
         self.second_models: Sequence[Frozen] = ()
         self.kept_in_checkpoints: list[Any] = []
@@ -127,7 +124,6 @@ class PostTrainer(Trainer):
         error, give_up(steps done), on all ranks."""
         self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
-        sequence.check_model(self.scored[0], self.router_coef, args)
         layout = choose_layout(self.scored, args.layout, args.max_length)
         reader = read_by(self.tokenizer)
         # a tower that is cut over ranks, or trained, runs on each batch: with a picture or without
@@ -141,8 +137,6 @@ class PostTrainer(Trainer):
         self.scored_rows: list[datasets.Dataset] = []  # those with columns of scores by this trainer's second model
         train, evaluated = self.without_scores(train), self.without_scores(evaluated)
         self.check_ids(train, evaluated)
-        if args.merge_lora:
-            saving.check_mergeable(model)
         config = self.scored[0].config
         cached = getattr(config, "use_cache", None)
         saved = self.tokenizer if reader is None else reader.processor
@@ -162,6 +156,24 @@ class PostTrainer(Trainer):
         self.add_callback(self.preemption)
         self.add_callback(self.guard)
         self.ready = self.scoring_checked = False
+
+    @staticmethod
+    def make_policy(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> tuple[nn.Module, float]:
+        """Return the model as it is trained, with a new adapter where `peft_config` is given, and the weight of its
+        experts' load-balancing loss.
+
+        The model may be on the meta device, so that `--check` finds here what a run does. Raises InputError for what
+        the options ask for and the model does not have.
+        """
+        launch.check_model(model, args)
+        set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
+        policy = policies.prepare_policy(model, peft_config, args)
+        inner = forward.causal_lm(policy)
+        coef = router_coef(inner.config, args.router_aux_loss_coef)
+        sequence.check_model(inner, coef, args)
+        if args.merge_lora:
+            saving.check_mergeable(policy)
+        return policy, coef
 
     # ---- what a method defines
 
@@ -230,7 +242,16 @@ class PostTrainer(Trainer):
         elif rows.format["type"] or len(rows.format["columns"]) < len(rows.column_names):
             shown = rows if rows.format["output_all_columns"] else rows.select_columns(rows.format["columns"])
             plain = shown.with_format(None)
-        return cls.prepare_rows(plain, tokenizer, args, name)
+        made = cls.prepare_rows(plain, tokenizer, args, name)
+        cls.check_rows(made, tokenizer, args, name)
+        return made
+
+    @classmethod
+    def check_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str) -> None:
+        """Raises InputError where options want something of all prepared rows that they do not have. A method adds what
+        its own options want. name: as in `prepare`."""
+        if name.startswith("train") and args.train_sampling_strategy == "group_by_length":
+            refuse_stream(rows, "train_sampling_strategy: group_by_length", ": set it to random")
 
     @classmethod
     def prepare_rows(

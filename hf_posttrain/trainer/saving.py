@@ -290,8 +290,12 @@ def check_mergeable(model: Any) -> None:
     found = sorted(adapted_layers(model), key=lambda layer: -sum(weight.numel() for weight in layer.parameters()))
     try:
         for layer in {type(layer): layer for layer in found}.values():
-            if not any(hasattr(weight, "ds_id") or weight.is_meta for weight in layer.parameters()):  # whole and here
-                copy.deepcopy(layer).merge()
+            if any(hasattr(weight, "ds_id") for weight in layer.parameters()):  # not whole
+                continue
+            copied = copy.deepcopy(layer)
+            if any(weight.is_meta for weight in layer.parameters()):
+                copied.to_empty(device="cpu")
+            copied.merge()
     except torch.OutOfMemoryError:
         raise
     except (ValueError, RuntimeError) as error:  # NotImplementedError too

@@ -20,6 +20,7 @@ from combinations_for_tests import combination, make_shelf
 
 from hf_posttrain import report, run
 from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS
 from hf_posttrain.recipe.yaml_tree import write_tree
 from hf_posttrain.report import callbacks
 
@@ -103,3 +104,79 @@ def test_check_lets_pass_what_trains_a_step(command, capsys, start):
     assert not wrong, "".join(wrong)
     assert counts["passes"] > CHUNK // 5
     assert counts["refuses"] > CHUNK // 10
+
+
+# ---- what `--check` did not find before
+
+
+def plain(method, rows="strings", model="qwen3", **train):
+    """A recipe that is right but for what `train` changes, or the rows."""
+    recipe = {"method": method, "model": {"name_or_path": model}, "data": {"train": {"path": f"{rows}.jsonl"}}}
+    usual = {"output_dir": "out", "max_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True}
+    usual |= {"max_completion_length": 4} if METHODS[method].rows.sampled else {}
+    if METHODS[method].second == "teacher":
+        recipe["teacher"] = {"name_or_path": model}
+    return recipe | {"train": usual | {"save_strategy": "no", "disable_tqdm": True} | train}
+
+
+def streamed(recipe):
+    recipe["data"]["train"]["streaming"] = True
+    return recipe
+
+
+def changed(recipe, **model):
+    """The recipe with more in its section of the model."""
+    return recipe | {"model": recipe["model"] | model}
+
+
+REFUSED = {
+    "no_experts": (plain("sft", router_aux_loss_coef=0.01), "this model has no load-balancing loss"),
+    "no_merge": (changed(plain("sft", merge_lora=True), lora={"r": 2, "lora_bias": True}), "PEFT cannot merge"),
+    "adapter_of_another": (changed(plain("sft", model="bos"), adapter="whole"), "was not trained on bos"),
+    "adapter_of_another_teacher": (
+        plain("kd", model="bos") | {"teacher": {"name_or_path": "bos", "adapter": "whole"}}, "was not trained on bos"
+    ),
+    "adapter_of_another_size": (changed(plain("sft"), adapter="wide"), "adapter wide does not fit qwen3"),
+    "checkpointed_alora": (
+        changed(plain("sft", activation_checkpointing=True), lora={"r": 2, "alora_invocation_tokens": [65]}),
+        "alora_invocation_tokens needs activation_checkpointing: false",
+    ),
+    "layout": (plain("sft", model="short", layout="packed", max_length=200), "layout='packed' does not work here"),
+    "longer_rope": (plain("opd", model="short", max_length=200), "the model has other rotary frequencies"),
+    "average_in_bf16": (
+        changed(plain("kd", "taught"), dtype="bfloat16")
+        | {"teacher": {"self": "ema", "prompt": "{{ prompt }} {{ hint }}"}},
+        "an average of torch.bfloat16 weights does not move",
+    ),
+    "no_answers": (plain("opd", "empty_answers", lmbda=0.5), "lmbda below 1 trains on completions of the data"),
+    "auto_of_one_label": (plain("kto", "good", loss_type="bco", desirable_weight="auto"), "auto needs both labels"),
+    "few_rows": (plain("sft", "one", dataloader_drop_last=True), "1 rows do not fill a batch of 2"),
+    "short_stream": (streamed(plain("sft", gradient_accumulation_steps=3)), "4 rows, and a step takes 6"),
+    "grouped_stream": (streamed(plain("sft", train_sampling_strategy="group_by_length")), "not a stream: set it to"),
+    "referenced_stream": (streamed(plain("dpo", precompute_ref_log_probs=True)), "not a stream"),
+    "taught_stream": (streamed(plain("kd", precompute_teacher_top_k=5)), "not a stream"),
+    "frozen_stream": (streamed(plain("opd", rollouts="frozen")), "rollouts: frozen needs a data set of known length"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_check_refuses_what_the_trainer_refuses(command, name):
+    recipe, problem = REFUSED[name]
+    code, [line], _ = command(recipe, "--check")
+    assert code == 2
+    assert problem in line
+    assert disagreement(recipe, command) == ("refuses", "")
+
+
+def test_a_stream_may_fill_the_last_batch_of_a_step_in_part(command):
+    recipe = streamed(plain("sft", per_device_train_batch_size=3, gradient_accumulation_steps=2))
+    assert disagreement(recipe, command) == ("passes", "")
+    recipe["train"]["dataloader_drop_last"] = True
+    assert disagreement(recipe, command) == ("refuses", "")
+
+
+def test_what_the_trainer_says_of_a_model_is_a_note_of_the_check(command):
+    recipe = changed(plain("sft"), dtype="bfloat16")
+    code, _, page = command(recipe, "--check")
+    assert code == 0
+    assert page.count("all weights are trained in torch.bfloat16") == 1

@@ -86,6 +86,7 @@ def make_shelf(folder):
         tokenizer().save_pretrained(folder / name)
     _adapter("qwen3", folder / "adapter", r=2, target_modules="all-linear")
     _adapter("qwen3", folder / "whole", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    _adapter("larger", folder / "wide", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     for name, template in (("chatml", CHATML), ("tags", CHATML_GENERATION), ("llama", LLAMA)):
         (folder / f"{name}.jinja").write_text(template)
     for name in ROWS:
@@ -129,12 +130,11 @@ def all_rows(numbers=range(4)):
     found["chat"] = [_with_answers(*each) for each in chats]
     found["tools"] = [row | {"tools": [{"type": "function", "function": {"name": "add"}}]} for row in found["chat"]]
     found["messages"] = [{"messages": prompt + good, "label": n % 2 == 0} for prompt, good, _, n in chats]
-    found["several_turns"] = [{"messages": (prompt + good) * 2} for prompt, good, *_ in chats if prompt[0]["role"] == "user"]
+    found["several_turns"] = [{"messages": (ask + good) * 2} for ask, good, *_ in chats if ask[0]["role"] == "user"]
     found["long_messages"] = [{"messages": [*_turns(n, long=True)[0], *_turns(n)[1]]} for n in numbers]
     found["users_alone"] = [{"messages": _turns(n)[0]} for n in numbers]
     ids = [_with_answers([n, 65], [66, n, 258], [67, 258], n) for n in numbers]
-    rename = {"prompt": "prompt_ids", "completion": "completion_ids", "chosen": "chosen_ids", "rejected": "rejected_ids"}
-    found["ids"] = [{rename.get(name, name): value for name, value in row.items()} for row in ids]
+    found["ids"] = [{name if name == "label" else f"{name}_ids": value for name, value in row.items()} for row in ids]
     found["masked"] = [row | {"completion_mask": [0, 1, 1]} for row in found["ids"]]
     found["unmasked"] = [row | {"completion_mask": [0, 0, 0]} for row in found["ids"]]
     found["far_ids"] = [row | {"completion_ids": [400, 258], "chosen_ids": [400, 258]} for row in found["ids"]]
@@ -218,7 +218,8 @@ OWN = {
     },
 }  # fmt: skip
 ODD = {  # options of any method, with values at an edge, of other methods, machines and models
-    "max_length": [2, 1, 0, 8], "activation_checkpointing_kwargs": [{"offload": True}, {"use_reentrant": True}, {"x": 1}],
+    "max_length": [2, 1, 0, 8],
+    "activation_checkpointing_kwargs": [{"offload": True}, {"use_reentrant": True}, {"x": 1}],
     "neftune_noise_alpha": [-1, 1e308], "seed": [-1, 2**32], "router_aux_loss_coef": [-1.0],
     "optim": ["galore_adamw", "lomo", "stable_adamw", "adamw_anyprecision", "adamw_bnb_8bit", "adamw_torch_4bit",
               "schedule_free_adamw", "apollo_adamw", "grokadamw", "lion_8bit", "ademamix", "paged_adamw_8bit"],
@@ -252,11 +253,13 @@ LORA = {
 }  # fmt: skip
 EDGES = [None, True, False, 0, 1, -1, 2, 3, 0.5, 1e-320, 1e308, 2**31, "", "no", "steps", "auto", [], {}, ["nan"]]
 LEFT_OUT = (  # options of launchers, machines and services, and what takes long or writes elsewhere
-    "output_dir", "push_to_hub", "hub_", "deepspeed", "fsdp", "parallelism_config", "ddp_", "tf32", "fp16", "torch_compile",
-    "use_liger", "liger_", "vllm_", "rollout", "report_to", "trackio", "max_steps", "num_train_epochs", "dataloader_",
-    "dataset_num_proc", "use_cpu", "local_rank", "debug", "log_level", "full_determinism", "accelerator_config",
+    "output_dir", "push_to_hub", "hub_", "deepspeed", "fsdp", "parallelism_config", "ddp_", "tf32", "fp16",
+    "torch_compile", "use_liger", "liger_", "vllm_", "rollout", "report_to", "trackio", "max_steps", "num_train_epochs",
+    "dataloader_", "dataset_num_proc", "use_cpu", "local_rank", "debug", "log_level", "full_determinism",
+    "accelerator_config",
     "max_completion_length", "num_generations", "eval_max_completion_length", "run_name", "project", "per_device",
-    "gradient_accumulation_steps", "enable_jit_checkpoint", "auto_find", "image_folder", "bf16_full", "logging_strategy",
+    "gradient_accumulation_steps", "enable_jit_checkpoint", "auto_find", "image_folder", "bf16_full",
+    "logging_strategy",
 )  # fmt: skip
 
 
@@ -299,7 +302,8 @@ def _model(draw):
     elif kind == "scratch":
         model["from_scratch"] = True
     table = {
-        "dtype": ["float32", "bfloat16", "auto", "float16"], "attn_implementation": ["eager", "sdpa", "flash_attention_2"],
+        "dtype": ["float32", "bfloat16", "auto", "float16"],
+        "attn_implementation": ["eager", "sdpa", "flash_attention_2"],
         "chat_template": ["chatml.jinja", "tags.jinja", "llama.jinja"], "quantization": ["none", "8bit", "4bit"],
     }  # fmt: skip
     return model | draw.options(table, draw.choice([0, 0, 0.07]))
@@ -307,7 +311,8 @@ def _model(draw):
 
 def _teachers(draw, recipe, rows):
     """Give the recipe a teacher, or several; returns the rows that it can be taught with."""
-    kind = draw.choice(["same"] * 4 + ["larger", "larger", "own", "own", "self", "several", "adapter", "prompt", "other"])
+    kinds = ["same"] * 4 + ["larger"] * 2 + ["own"] * 2 + ["self", "several", "adapter", "prompt", "other"]
+    kind = draw.choice(kinds)
     student, train = recipe["model"]["name_or_path"], recipe["train"]
     teacher = {"name_or_path": student}
     if kind == "larger":
