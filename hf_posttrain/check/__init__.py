@@ -128,7 +128,7 @@ def check(
         level = logger.level
         logger.setLevel(logging.WARNING)  # The page says what the trainer would say of the models.
         try:
-            models, config = fitted_models(recipe, trainer_class, tokenizer, peft_config, config, rows)
+            models, config = fitted_models(recipe, tokenizer, peft_config, config, rows)
         finally:
             logger.setLevel(level)
         warn_if_too_long(rows["train"], models[0].config, config)
@@ -162,7 +162,7 @@ def check(
 
 
 def fitted_models(
-    recipe: Recipe, trainer_class: Any, tokenizer: Any, peft_config: Any, config: Any, rows: dict[str, Any]
+    recipe: Recipe, tokenizer: Any, peft_config: Any, config: Any, rows: dict[str, Any]
 ) -> tuple[list[Any], Any]:
     """Return the causal LMs of a run without memory, the policy first, each as the trainer makes it ready, and the
     Config as these take it. Raises InputError for what the trainer would refuse: adapters, tokens and options that do
@@ -173,6 +173,7 @@ def fitted_models(
     from ..models.prepare import with_supported_checkpointing
     from ..scoring.choose_layout import choose_layout
     from ..scoring.forward import causal_lm
+    from ..trainer.policy import make_policy
 
     models: list[Any] = []
     for key, section in recipe.models():
@@ -185,7 +186,7 @@ def fitted_models(
         if policy:
             config = with_supported_checkpointing(model, config)
             shape = None if peft_config is None else adapter_shape(peft_config)
-            model, _ = trainer_class.make_policy(model, shape, config)
+            model, _ = make_policy(model, shape, config)
             if any(taught.self == "ema" for _, taught in recipe.taught_by()):
                 check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)
         inner, own = causal_lm(model), getattr(section, "own_tokenizer", False)

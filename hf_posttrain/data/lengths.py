@@ -53,10 +53,21 @@ def with_lengths(rows: Any, args: Any) -> Any:
     return rows.add_column(args.length_column_name, tokens_of(rows))
 
 
-def refuse_stream(rows: Any, option: str, instead: str = "") -> None:
-    """Raises InputError for a stream, where an option wants to know all rows beforehand."""
-    if isinstance(rows, datasets.IterableDataset):
-        raise InputError(f"{option} needs a data set of known length, not a stream{instead}")
+def check_length_known(rows: Any, args: Any, training: bool) -> None:
+    """Raises InputError for a stream of prepared rows where an option wants all of them beforehand. training: are these
+    the rows to train on?"""
+    if not isinstance(rows, datasets.IterableDataset):
+        return
+    rollouts = getattr(args, "rollouts", None)  # Of OPD, whose teacher scores them and not the rows
+    wanting = {
+        "train_sampling_strategy: group_by_length": training and args.train_sampling_strategy == "group_by_length",
+        "rollouts: frozen": training and rollouts == "frozen",
+        "precompute_ref_log_probs": getattr(args, "precompute_ref_log_probs", None),
+        "precompute_teacher_top_k": rollouts is None and getattr(args, "precompute_teacher_top_k", None),
+    }
+    for option, asked in wanting.items():
+        if asked:
+            raise InputError(f"{option} needs a data set of known length, not a stream")
 
 
 def check_fills_step(rows: Any, args: Any) -> None:

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..data.lengths import refuse_stream
 from ..errors import InputError
 from ..losses.preference import PAIRED, PairedOptions, Pairs
 from ..models.reference import make_reference
@@ -82,13 +81,6 @@ class DPOTrainer(PostTrainer):
         if ref_model is not None and not needs_reference:
             raise InputError(f"loss_type {', '.join(self.args.loss_type)} uses no reference: drop ref_model")
         self.reference = make_reference(self, ref_model) if needs_reference else None
-
-    @classmethod
-    def check_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> None:
-        """As PostTrainer has it. Raises InputError for a stream whose scores are to be known beforehand."""
-        super().check_rows(rows, tokenizer, args, name)
-        if args.precompute_ref_log_probs:
-            refuse_stream(rows, "precompute_ref_log_probs")
 
     def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
         """One loss for each pair, [B]."""

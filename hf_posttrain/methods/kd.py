@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..data.lengths import refuse_stream
 from ..errors import InputError
 from ..models.add_teacher import add_teacher, find_across, find_stop_outcome, precompute_top_k
 from ..models.served_teacher import ask_server
@@ -73,13 +72,6 @@ class KDTrainer(PostTrainer):
         if self.args.precompute_teacher_top_k is not None:
             precompute_top_k(self)
             self.teacher = None  # with its memory
-
-    @classmethod
-    def check_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> None:
-        """As PostTrainer has it. Raises InputError for a stream whose scores are to be known beforehand."""
-        super().check_rows(rows, tokenizer, args, name)
-        if args.precompute_teacher_top_k is not None:
-            refuse_stream(rows, "precompute_teacher_top_k")
 
     @staticmethod
     def examples(row: dict) -> list[Example]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from ..data.lengths import check_answered, refuse_stream, warn_if_cut
+from ..data.lengths import check_answered, warn_if_cut
 from ..errors import InputError
 from ..generation import rollout, vllm
 from ..generation.backends import make_backend
@@ -166,14 +166,12 @@ class OPDTrainer(PostTrainer):
     @classmethod
     def check_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> None:
         """As PostTrainer has it. Raises InputError where a reward, or a share of prompts that are not sampled, wants an
-        answer of the data that is missing, and for a stream of prompts that are answered once."""
+        answer of the data that is missing."""
         super().check_rows(rows, tokenizer, args, name)
         if args.reward and args.reward.get("function") == "exact_match":
             check_answered(rows, tokenizer, f"{name}: reward exact_match compares with completions of the data")
         if name.startswith("train") and args.lmbda < 1:
             check_answered(rows, tokenizer, "lmbda below 1 trains on completions of the data")
-        if name.startswith("train") and args.rollouts == "frozen":
-            refuse_stream(rows, "rollouts: frozen")
 
     @staticmethod
     def examples(row: dict) -> list[Example]:

@@ -20,8 +20,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..data.images import versions
-from ..data.lengths import refuse_stream
 from ..engines import sharded
+from ..errors import InputError
 from ..scoring import forward
 from . import adapters
 
@@ -44,7 +44,8 @@ def add_scores(
             return None
         if isinstance(rows, dict):
             return {each: scored(part, f"{name} {each}") for each, part in rows.items()}
-        refuse_stream(rows, option)
+        if not isinstance(rows, datasets.Dataset):
+            raise InputError(f"{option} needs a data set of known length, not a stream")
         # the key of one data set: the model, its rows, and the rest
         title = f"Scores of {name} by the {what}"
         whole = [key[0], rows_key(rows, trainer), *key[1:], layout_key(trainer)]

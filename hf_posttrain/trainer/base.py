@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_
 
 from ..data.as_written import from_rows
 from ..data.images import read_by
-from ..data.lengths import refuse_stream, seeded_sampler, warn_if_too_long, with_lengths
+from ..data.lengths import check_length_known, seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
@@ -44,8 +44,8 @@ from . import checkpoint, evaluation, output_dir, rules, same_run, saving, step
 from .config import PostTrainConfig, check_arguments, check_optimizer
 from .loss_units import Losses, Meter
 from .method import Method
+from .policy import make_policy
 from .preemption import Preemption
-from .router import router_coef
 
 logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
@@ -109,7 +109,7 @@ class PostTrainer(Trainer):
         args = policies.with_supported_checkpointing(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         policies.align_generation(model, self.tokenizer, self.terminal_ids)
-        model, self.router_coef = self.make_policy(model, peft_config, args)
+        model, self.router_coef = make_policy(model, peft_config, args)
         self.base_key = same_run.base_weights(model, peft_config, self.method)
         self.start_key = same_run.start_weights(model, peft_config)
         self.second_key: str | None = None  # the same of the second model
@@ -156,24 +156,6 @@ class PostTrainer(Trainer):
         self.add_callback(self.preemption)
         self.add_callback(self.guard)
         self.ready = self.scoring_checked = False
-
-    @staticmethod
-    def make_policy(model: nn.Module, peft_config: Any, args: PostTrainConfig) -> tuple[nn.Module, float]:
-        """Return the model as it is trained, with a new adapter where `peft_config` is given, and the weight of its
-        experts' load-balancing loss.
-
-        The model may be on the meta device, so that `--check` finds here what a run does. Raises InputError for what
-        the options ask for and the model does not have.
-        """
-        launch.check_model(model, args)
-        set_seed(args.seed)  # of a new adapter's weights; HF's Trainer does it when they are made
-        policy = policies.prepare_policy(model, peft_config, args)
-        inner = forward.causal_lm(policy)
-        coef = router_coef(inner.config, args.router_aux_loss_coef)
-        sequence.check_model(inner, coef, args)
-        if args.merge_lora:
-            saving.check_mergeable(policy)
-        return policy, coef
 
     # ---- what a method defines
 
@@ -248,10 +230,8 @@ class PostTrainer(Trainer):
 
     @classmethod
     def check_rows(cls, rows: Any, tokenizer: PreTrainedTokenizerBase, args: PostTrainConfig, name: str) -> None:
-        """Raises InputError where options want something of all prepared rows that they do not have. A method adds what
-        its own options want. name: as in `prepare`."""
-        if name.startswith("train") and args.train_sampling_strategy == "group_by_length":
-            refuse_stream(rows, "train_sampling_strategy: group_by_length", ": set it to random")
+        """Raises InputError for prepared rows that lack what the options want of all of them. name: as in `prepare`."""
+        check_length_known(rows, args, name.startswith("train"))
 
     @classmethod
     def prepare_rows(

@@ -152,7 +152,7 @@ REFUSED = {
     "auto_of_one_label": (plain("kto", "good", loss_type="bco", desirable_weight="auto"), "auto needs both labels"),
     "few_rows": (plain("sft", "one", dataloader_drop_last=True), "1 rows do not fill a batch of 2"),
     "short_stream": (streamed(plain("sft", gradient_accumulation_steps=3)), "4 rows, and a step takes 6"),
-    "grouped_stream": (streamed(plain("sft", train_sampling_strategy="group_by_length")), "not a stream: set it to"),
+    "grouped_stream": (streamed(plain("sft", train_sampling_strategy="group_by_length")), "not a stream"),
     "referenced_stream": (streamed(plain("dpo", precompute_ref_log_probs=True)), "not a stream"),
     "taught_stream": (streamed(plain("kd", precompute_teacher_top_k=5)), "not a stream"),
     "frozen_stream": (streamed(plain("opd", rollouts="frozen")), "rollouts: frozen needs a data set of known length"),
@@ -173,6 +173,12 @@ def test_a_stream_may_fill_the_last_batch_of_a_step_in_part(command):
     assert disagreement(recipe, command) == ("passes", "")
     recipe["train"]["dataloader_drop_last"] = True
     assert disagreement(recipe, command) == ("refuses", "")
+
+
+def test_an_evaluation_on_a_stream_is_scored_by_the_reference_as_it_comes(command):
+    recipe = plain("dpo", max_steps=4, eval_strategy="epoch")
+    recipe["data"]["eval"] = {"path": "strings_eval.jsonl", "streaming": True}
+    assert disagreement(recipe, command) == ("passes", "")
 
 
 def test_what_the_trainer_says_of_a_model_is_a_note_of_the_check(command):
