@@ -72,12 +72,16 @@ def of_any_machine(recipe: Recipe) -> Recipe:
     """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
     is as large as fp16 and runs on CPU is bf16."""
     wanting = (
-        "deepspeed", "fsdp", "parallelism_config", "tf32", "vllm_", "rollout_ahead", "activation_checkpointing_kwargs",
-        "use_liger_kernel", "liger_kernel_config",
+        "deepspeed", "fsdp", "parallelism_config", "tf32", "vllm_", "rollout_ahead", "use_liger_kernel",
+        "liger_kernel_config",
     )  # fmt: skip
     train = {"bf16" if value is True and name == "fp16" else name: value
              for name, value in recipe.train.items()
              if not name.startswith(wanting) and name != "rollout"}  # fmt: skip
+    # Of the options of checkpointing only this one wants a GPU.
+    if isinstance(checkpointed := train.get("activation_checkpointing_kwargs"), dict):
+        left = {name: value for name, value in checkpointed.items() if name != "offload"}
+        train["activation_checkpointing_kwargs"] = left
     rounds: Any = recipe.rounds
     if rounds and rounds.rollout == "vllm":
         rounds = replace(rounds, rollout="transformers", **{name: None for name in vars(rounds) if "vllm_" in name})

@@ -38,6 +38,10 @@ REPORTERS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What transformers reports to, and the packages of which it needs one."""
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "lite")
+CHECKPOINTING = {
+    "context_fn", "debug", "determinism_check", "early_stop", "every_n_layers", "offload", "preserve_rng_state",
+    "use_reentrant",
+}  # fmt: skip
 LIGER_HEADS = ("fused_linear_cross_entropy", "cross_entropy")  # what Liger would do of the head
 WEIGHTS_ALONE = "resume_from_checkpoint: with save_only_model: true there is no optimizer state to resume: drop either"
 _ROUNDS = "it rounds the weights themselves, which then train on so; under bf16 evaluation is in bf16 anyway"
@@ -81,6 +85,19 @@ def allowed_values(values: Any) -> Iterator[Problem]:
     for name, (off, reason) in _REFUSED.items():
         if (value := getattr(values, name, None)) not in (off, None):
             yield (name,), f"{name}={value!r} cannot be honoured: {reason}"
+
+
+def checkpointing(values: Any) -> Iterator[Problem]:
+    """Options of activation checkpointing, under its two names, that transformers and torch know."""
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        given = getattr(values, name)
+        if not isinstance(given, dict):
+            continue
+        for option in given.keys() - CHECKPOINTING:
+            yield (name,), f"{name}: there is no option {option!r}{nearest(str(option), CHECKPOINTING)}"
+        every = given.get("every_n_layers", 1)
+        if type(every) is not int or every < 1:
+            yield (name,), f"{name}: every_n_layers={every!r} must be a whole number from 1 on"
 
 
 def liger(values: Any) -> Iterator[Problem]:
@@ -175,7 +192,7 @@ def together(values: Any) -> Iterator[Problem]:
 def problems(values: Any, method: Method) -> Iterator[Problem]:
     """What is wrong with `values`, an object with the fields of the method's Config, as they were given."""
     # the rules of every method first, then the method's own; numbers before what they exclude
-    ours = (allowed_values, liger, steps, best_model, together)
+    ours = (allowed_values, checkpointing, liger, steps, best_model, together)
     for limits, rules in ((LIMITS, ours), (method.limits, method.rules)):
         yield from beyond(limits, values)
         for rule in rules:

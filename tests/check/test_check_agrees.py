@@ -137,6 +137,10 @@ REFUSED = {
         plain("kd", model="bos") | {"teacher": {"name_or_path": "bos", "adapter": "whole"}}, "was not trained on bos"
     ),
     "adapter_of_another_size": (changed(plain("sft"), adapter="wide"), "adapter wide does not fit qwen3"),
+    "no_option_of_checkpointing": (
+        plain("sft", activation_checkpointing_kwargs={"every_n_layer": 2}), "did you mean 'every_n_layers'?"
+    ),
+    "no_layer_checkpointed": (plain("sft", gradient_checkpointing_kwargs={"every_n_layers": 0}), "every_n_layers=0"),
     "checkpointed_alora": (
         changed(plain("sft", activation_checkpointing=True), lora={"r": 2, "alora_invocation_tokens": [65]}),
         "alora_invocation_tokens needs activation_checkpointing: false",

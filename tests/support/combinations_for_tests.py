@@ -219,7 +219,7 @@ OWN = {
 }  # fmt: skip
 ODD = {  # options of any method, with values at an edge, of other methods, machines and models
     "max_length": [2, 1, 0, 8],
-    "activation_checkpointing_kwargs": [{"offload": True}, {"use_reentrant": True}, {"x": 1}],
+    "activation_checkpointing_kwargs": [{"every_n_layers": 0}, {"use_reentrant": True}, {"x": 1}],
     "neftune_noise_alpha": [-1, 1e308], "seed": [-1, 2**32], "router_aux_loss_coef": [-1.0],
     "optim": ["galore_adamw", "lomo", "stable_adamw", "adamw_anyprecision", "adamw_bnb_8bit", "adamw_torch_4bit",
               "schedule_free_adamw", "apollo_adamw", "grokadamw", "lion_8bit", "ademamix", "paged_adamw_8bit"],
