@@ -150,7 +150,7 @@ def check(
     resolved, data = recipe.to_dict(), audit_data(recipe, raw, tokenizer, config)
     return Check(
         str(recipe.path), recipe.method, resolved, resolved["train"], defaulted, data,
-        tokens=trained.audit_tokens(recipe, tokenizer, config, models),
+        tokens=trained.audit_tokens(recipe, tokenizer, config, models, raw),
         plan=plan.plan(rows["train"], trainer_class, config, models, engine.processes),
         memory=estimate, probe=probed,
         notes=[record.getMessage() for record in logged.buffer] + quicker_on_cpu(recipe, config, engine, models[0])

@@ -2,13 +2,14 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import datasets
+import numpy as np
 
 from ..data import chat
 from ..data.encode import NO_TARGET
@@ -17,6 +18,7 @@ from ..data.kinds import Reader, RowKind
 from ..data.prepare import tokenised
 from ..data.sources import load
 from ..errors import InputError, error_context, printable
+from ..recipe.datasets import names_of
 from ..recipe.sections import Recipe
 
 SHOWN = 3  # samples of each source
@@ -168,9 +170,14 @@ def marked(runs: Iterable[Piece], colour: bool) -> str:
     return "".join(f"{before}{piece.text}{after}" if piece.trained else piece.text for piece in runs)
 
 
-def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any]) -> TokenAudit:
-    """The first LOOKED_AT rows of every source, prepared as training prepares them (unpacked). models: the policy, and
-    teachers that are loaded, without weights. Raises InputError for a bad row."""
+def audit_tokens(
+    recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[Any], raw: Mapping[str, Any]
+) -> TokenAudit:
+    """Audit the first LOOKED_AT rows of every source, prepared as for training (unpacked).
+
+    models: the policy, and teachers that are loaded, without weights. raw: the rows of each data set. The rows of a
+    data set with one source come from the cache that `prepare_data` has filled. Raises InputError for a bad row.
+    """
     from ..models.load import generation_config_of, load_tokenizer
     from ..models.prepare import find_terminal_ids, terminal_ids_of
 
@@ -183,9 +190,14 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token, pad_is_eos=pad == eos)
     raws = {}  # each source by itself, not repeated by its weight
+    names = names_of(recipe)  # those that are tokenised already -> the name of their data set in messages
+    whole = {f"data.{name}": rows for name, rows in raw.items() if isinstance(rows, datasets.Dataset)}
     for key, source in recipe.sources():
+        tokenised_already = key in whole and source.weight == 1
         with error_context(recipe.where(f"{key}.path")):
-            raws[key] = load(replace(source, weight=1.0), key)
+            raws[key] = whole[key] if tokenised_already else load(replace(source, weight=1.0), key)
+        if not tokenised_already:
+            names.pop(key, None)
     taught = [section for _, section in recipe.taught_by() if not (section.self or section.own_tokenizer)]
     if taught:
         served = [terminal_ids_of(generation_config_of(section), tokenizer, config.chat_template_kwargs)
@@ -208,7 +220,11 @@ def audit_tokens(recipe: Recipe, tokenizer: Any, config: Any, models: Sequence[A
               for name, section in recipe.taught_by()}  # fmt: skip
     for key, source in recipe.sources():
         with error_context(recipe.where(f"{key}.path")):
-            rows = _first_examples(raws[key], method, tokenizer, config, key, LOOKED_AT)
+            if key in names:
+                every = tokenised(raws[key], method, tokenizer, config, names[key])
+                rows = list(every.select(np.flatnonzero(np.asarray(every["row"][:]) < LOOKED_AT)))
+            else:
+                rows = _first_examples(raws[key], method, tokenizer, config, key, LOOKED_AT)
         rows = [row for row in rows if not row["state"] & NO_TARGET]
         if reader is not None:
             for picture in (one for row in rows for one in row["images"] or ()):

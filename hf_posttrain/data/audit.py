@@ -74,7 +74,8 @@ class DataAudit:
     lengths: dict[str, dict[str, float] | None]
     """Tokens of the kept examples, as min, p50, p95, p99, max and mean: `prompt`; `completion`, each of a pair counted,
     then each side; `total`, prompt and longest completion; `trained`, tokens with a loss where a mask says which; and
-    of all examples `uncut`, the total before they were cut. None where there are none."""
+    of all examples `uncut`, the total before they were cut. None where there are none. If answers are sampled during
+    training, `total` is None and `uncut` counts the prompt alone."""
     stubs: Found  # kept examples that train a single token
     duplicates: Found  # kept examples with the prompt, answers and label of an earlier one, copies by weight aside
     unknown: Found  # kept examples with the tokenizer's unknown token
@@ -83,6 +84,7 @@ class DataAudit:
     conflicts: Found | None = None  # kept examples whose prompt and answer have the other label elsewhere
     identical: Found | None = None  # kept pairs whose answers are the same, after both were cut
     notes: list[str] = field(default_factory=list)  # what is given and not used
+    reserved: int = 0  # tokens of max_length that are left for answers that are sampled
     overlap: Found | None = None  # of evaluation rows: kept examples with the prompt and an answer of a training one
 
     @property
@@ -96,8 +98,9 @@ class DataAudit:
 
     def short(self) -> str:
         """One line for the log, next to that of `data.prepare`, which counts what was read, cut and dropped."""
-        total = self.lengths["total"]
-        parts = [f"tokens p50 {total['p50']} p95 {total['p95']} max {total['max']}"] if total else []
+        spread = self.lengths["total"] or self.lengths["prompt"]
+        what = "tokens" if self.lengths["total"] else "tokens of prompts"
+        parts = [f"{what} p50 {spread['p50']} p95 {spread['p95']} max {spread['max']}"] if spread else []
         parts += [f"{found.count} {_FINDINGS[key][0]}" for key, found in self.findings().items() if found.count]
         if self.classes:
             parts.append(" and ".join(f"{count} {label}" for label, count in self.classes.items()))
@@ -128,7 +131,10 @@ class DataAudit:
         dropped, truncated = self.examples - self.kept, sum(cut.count for cut in self.truncated)
         endless = sum(cut.count for cut in self.truncated if "completion" in cut.reason)
         longest = (self.lengths["uncut"] or {}).get("max")
-        remedy = f"raise max_length from {self.max_length} (the longest has {longest} tokens) or shorten the rows"
+        has = f"the longest has {longest} tokens"
+        if self.reserved:
+            has = f"{self.reserved} of them are for the answer, and the longest prompt has {longest}"
+        remedy = f"raise max_length from {self.max_length} ({has}) or shorten the rows"
         if dropped > DROPPED_SHARE * self.examples:
             by_length = any("max_length" in cut.reason for cut in self.dropped)
             mend = remedy if by_length else "mend empty answers or masks"
@@ -187,6 +193,8 @@ def _count(raw: Any, every: pd.DataFrame, keys: list[str], kind: RowKind, config
         dropped=_cuts(every[lost], _DROPPED), truncated=_cuts(kept, _TRUNCATED), lengths=_lengths(every, kept, kind),
         stubs=_found(kept[kept.trained == 1]), duplicates=_found(repeats), unknown=_found(kept[kept.unknown]),
     )  # fmt: skip
+    if kind.sampled:
+        made.reserved = getattr(config, "max_completion_length", None) or 0
     if kind.paired:
         made.identical = _found(kept[kept.state & ALIKE > 0])
     if kind.labelled:
@@ -242,7 +250,7 @@ def _lengths(every: pd.DataFrame, kept: pd.DataFrame, kind: RowKind) -> dict[str
         lengths |= {column.removesuffix("_ids"): kept[column] for column in kind.answers}
     if kind.labelled:
         lengths |= {"desirable": kept.completion_ids[kept.label], "undesirable": kept.completion_ids[~kept.label]}
-    lengths["total"] = kept.prompt_ids + answers.max(axis=1)
+    lengths["total"] = [] if kind.sampled else kept.prompt_ids + answers.max(axis=1)
     lengths |= {"trained": kept.trained if kind.masked else [], "uncut": every.uncut}
     spreads: dict[str, dict[str, float] | None] = dict.fromkeys(lengths)
     for what, tokens in lengths.items():

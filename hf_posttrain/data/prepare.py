@@ -47,7 +47,7 @@ FACTS = {  # what is known of each example: its type in Arrow
     "row": datasets.Value("int64"),  # number of the raw row
     "state": datasets.Value("int8"),  # bits of `fit` and `kind_of`
     "unknown": datasets.Value("bool"),  # has it the unknown token?
-    "uncut": datasets.Value("int64"),  # tokens of the prompt and the longest branch before they were cut
+    "uncut": datasets.Value("int64"),  # tokens before they were cut, of the prompt and its longest answer in the data
     "trained": datasets.Value("int64"),  # with a loss, of the longest branch; 0 where answers are yet to be sampled
     "unread": datasets.Value("string"),  # what of its messages the chat template does not write, with commas
     "keys": datasets.List(datasets.Value("int64")),  # hashes of the uncut prompt with each branch; sampled: alone
@@ -93,10 +93,10 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     lost, cut = state & NO_TARGET > 0, state & PICTURE_CUT > 0
     dropped, truncated = row[lost & ~cut], int((~lost & (state & CUT > 0)).sum())
     line = f"{name}: {len(dataset)} rows read" + (f" as {len(mapped)} examples" if len(mapped) != len(dataset) else "")
-    line += f", {truncated} truncated (max_length {getattr(config, 'max_length', None)}), {len(dropped)} dropped"
+    line += f", {truncated} truncated ({_limit(method.rows, config)}), {len(dropped)} dropped"
     if len(dropped):
         line += f" (no trained token left; first rows {', '.join(map(str, dropped[:5]))})"
-    logger.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
+    noted.log(logging.WARNING if truncated or len(dropped) else logging.INFO, line)
     if cut.any():
         longest, rows_cut = facts["uncut"].to_numpy()[cut].max(), ", ".join(map(str, row[cut][:5]))
         said = "%s: %d rows are left out, whose pictures max_length cuts (first rows %s; up to %d tokens): raise it"
@@ -105,12 +105,21 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
         mend = ", or mend empty answers or masks" if len(dropped) else ", which cuts their pictures"
         raise InputError(f"{line}: nothing to train on; raise max_length{mend}")
     if len(strange := np.unique(row[~lost & unknown])):
-        logger.warning(
+        noted.warning(
             "%s: %d rows hold the unknown token, for text outside the tokenizer's vocabulary (first rows %s): clean "
             "them, or use another tokenizer", name, len(strange), ", ".join(map(str, strange[:5])),
         )  # fmt: skip
     kept = mapped.select(np.flatnonzero(~lost)) if lost.any() else mapped
     return kept.select_columns(columns).add_column("index", np.arange(len(kept)))
+
+
+def _limit(rows: RowKind, config: Any) -> str:
+    """Return the options that limit the tokens of a row, with their values."""
+    longest = getattr(config, "max_length", None)
+    reserved = getattr(config, "max_completion_length", None)
+    if longest is None or not reserved or not rows.sampled:
+        return f"max_length {longest}"
+    return f"prompts to {longest - reserved} tokens: max_length {longest} - max_completion_length {reserved}"
 
 
 def _refuse_long(prepared: Any, rows: RowKind, config: Any, name: str) -> None:
@@ -402,7 +411,7 @@ def tokenise(
             "row": row, "state": state | cut & CUT | kind,
             "unknown": unknown is not None and any(unknown in ids for ids in (kept.prompt, *branches)),
             "unread": ", ".join(kept.unread),
-            "uncut": len(whole.prompt) + max(map(len, whole.branches), default=0),
+            "uncut": len(whole.prompt) + max(map(len, compared)),
             "trained": 0 if plan.rows.sampled else trained,
             "keys": [prompt_key([*whole.prompt, -1, *branch], whole.pictures) for branch in compared],
             "images": list(kept.pictures),

@@ -39,8 +39,13 @@ def prepare_data(recipe: Recipe, trainer_class: Any, tokenizer: Any, config: Any
 
 def audit_data(recipe: Recipe, raw: dict[str, Any], tokenizer: Any, config: Any) -> dict[str, DataAudit]:
     """{"train": what was made of its rows, "eval": ...}, from the cache that `prepare_data` has filled."""
-    names = {name: _with_file(name, sources) for name, sources in recipe.data.given()}
+    names = {key.removeprefix("data."): name for key, name in names_of(recipe).items()}
     return audits(raw, recipe.reads, tokenizer, config, names)
+
+
+def names_of(recipe: Recipe) -> dict[str, str]:
+    """Return the name of each data set in messages about its rows, by its key in the recipe."""
+    return {f"data.{name}": _with_file(name, sources) for name, sources in recipe.data.given()}
 
 
 def summary(rows: Any) -> str:

@@ -80,7 +80,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         here = expanded(name, key)
         near = path.parent / here
         # unlike Path.exists, this is False in a folder that may not be entered
-        return str(near) if os.path.exists(near) and not os.path.exists(here) else here
+        return _normalised(near) if os.path.exists(near) and not os.path.exists(here) else here
 
     for name in ("output_dir", "resume_from_checkpoint", "deepspeed", "fsdp_config"):
         if isinstance(value := recipe.train.get(name), str):
@@ -97,6 +97,12 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     for key, source in recipe.sources():
         source.path = found(source.path, f"{key}.path")
     return recipe
+
+
+def _normalised(path: Path) -> str:
+    """Return an existing path without `folder/..`, unless a symbolic link on the way changes what that means."""
+    plain = os.path.normpath(path)
+    return plain if os.path.exists(plain) and os.path.samefile(plain, path) else str(path)
 
 
 def train_config(recipe: Recipe, config_class: Any) -> Any:

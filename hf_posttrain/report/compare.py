@@ -170,11 +170,24 @@ def rank_last_values(runs: list[Run], reason: str) -> list[tuple[str, list[tuple
 
 
 def list_differences(trees: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """(dotted key, a value for each tree) where the values are not all the same; "not given" where a tree lacks it."""
+    """(dotted key, a value for each tree) where the values are not all the same.
+
+    Where a tree has null in the place of a section, as of `lora`, every key of the section is null; "not given" stands
+    for a key that a tree lacks otherwise.
+    """
     flat = [_flatten(tree) for tree in trees]
     keys = dict.fromkeys(key for tree in flat for key in tree if key != "train.output_dir")
-    rows = [(key, *(page.format_option(tree[key]) if key in tree else "not given" for tree in flat)) for key in keys]
+    sections = {".".join(parts[:n]) for parts in (key.split(".") for key in keys) for n in range(1, len(parts))}
+    rows = [(key, *(_value_in(tree, key) for tree in flat)) for key in keys if key not in sections]
     return [row for row in rows if len(set(row[1:])) > 1]
+
+
+def _value_in(flat: dict[str, Any], key: str) -> str:
+    """Return the value of a dotted key as a page shows it."""
+    parts = key.split(".")
+    above = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    found = next((name for name in above if name in flat), None)
+    return "not given" if found is None else page.format_option(flat[found])
 
 
 def _flatten(tree: dict[str, Any], above: str = "") -> dict[str, Any]:

@@ -116,6 +116,8 @@ def list_options(run: Run) -> list[tuple[str, str]]:
 
 def format_option(value: Any) -> str:
     """An option's value as a recipe would have it, lists with commas."""
+    if value is None:
+        return "null"
     if isinstance(value, list | tuple):
         return ", ".join(map(format_option, value))
     if isinstance(value, dict):

@@ -22,6 +22,7 @@ from hf_posttrain import DPOTrainer, SFTTrainer, run
 from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
+from hf_posttrain.data import prepare
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import load as models
 from hf_posttrain.recipe.read import load_recipe
@@ -86,6 +87,25 @@ def test_what_is_not_read_is_said_once_of_each_data_set(folder, no_weights, caps
     shown = capsys.readouterr().out
     for said in ("does not write: key 'name' (in 3 examples)", "columns not read: extra", "all turns are trained"):
         assert (shown + caplog.text).count(said) == 2
+
+
+def test_rows_are_tokenised_once_and_counted_once(folder, no_weights, capsys, monkeypatch):
+    sizes, tokenise = [], prepare.tokenise
+
+    def counted(batch, rows, **rest):
+        sizes.append(len(rows))
+        return tokenise(batch, rows, **rest)
+
+    monkeypatch.setattr(prepare, "tokenise", counted)
+    assert run.main(["recipe.yaml", "--check", "train.max_length=6"]) == 1
+    assert sorted(sizes) == [3, 10]
+    shown = capsys.readouterr()
+    assert "truncated: 10" in shown.out
+    assert "rows read, " not in shown.out + shown.err
+    sizes.clear()
+    assert run.main(["recipe.yaml", "--check", "data.train.weight=2"]) == 0
+    assert "Sample: data.train (rows.jsonl), example 9" in capsys.readouterr().out
+    assert sorted(sizes) == [10, 20]
 
 
 def test_a_sound_recipe_is_shown_without_weights_and_nothing_is_written(folder, no_weights, capsys):

@@ -142,6 +142,23 @@ def test_pairs_are_two_examples_of_kto(audited):
     assert found.conflicts == Found(3, [0, 1])  # (q, b) is undesirable twice and desirable once
 
 
+def test_lengths_of_opd_are_those_that_max_length_limits(audited, tmp_path, caplog):
+    """Answers of the data, which are not trained, are neither cut nor counted next to max_length."""
+    rows = [{"prompt": "q" * n, "completion": "a" * 30} for n in (1, 3, 9)]
+    found = audited("opd", rows, max_length=16, max_completion_length=10)
+    assert found.short() == "train: tokens of prompts p50 3 p95 6 max 6"
+    assert (found.lengths["total"], found.lengths["uncut"]["max"]) == (None, 9)
+    assert found.truncated == [Cut(1, [2], "prompt trimmed")]
+    found = audited("opd", rows[2:], max_length=16, max_completion_length=10)
+    remedy = "raise max_length from 16 (10 of them are for the answer, and the longest prompt has 9) or shorten the rows"
+    assert found.warnings() == [f"train: 1 of 1 examples are truncated: {remedy}"]
+    config = config_for("opd", tmp_path, max_length=16, max_completion_length=10)
+    with caplog.at_level(logging.INFO):
+        prepare(datasets.Dataset.from_list(rows), METHODS["opd"], byte_tokenizer(), config)
+    counts = "1 truncated (prompts to 6 tokens: max_length 16 - max_completion_length 10), 0 dropped"
+    assert f"train: 3 rows read, {counts}" in caplog.messages
+
+
 def test_opd_compares_prompts(audited):
     rows = [{"prompt": "q", "completion": "a"}, {"prompt": "q", "completion": "b"}, {"prompt": "r", "completion": "c"}]
     found = audited("opd", rows, max_completion_length=4)

@@ -281,6 +281,24 @@ def test_relative_paths_are_also_looked_for_alongside_the_recipe(recipe, tmp_pat
     assert load_recipe("recipes/dpo.yaml").data.train.path == "pairs.jsonl"
 
 
+def test_paths_alongside_the_recipe_are_written_without_detours(recipe, tmp_path, monkeypatch):
+    for folder in ("recipes", "data", "far/recipes", "far/data"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "link").symlink_to("far/recipes")
+    for folder in ("data", "far/data"):
+        (tmp_path / folder / "pairs.jsonl").write_text("{}")
+    (tmp_path / "far/data/only.jsonl").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    for folder, file, path in (
+        ("recipes", "../data/pairs.jsonl", "data/pairs.jsonl"),
+        ("recipes", "../recipes/../data/pairs.jsonl", "data/pairs.jsonl"),
+        ("link", "../data/pairs.jsonl", "link/../data/pairs.jsonl"),  # `data/pairs.jsonl` is another file
+        ("link", "../data/only.jsonl", "link/../data/only.jsonl"),
+    ):
+        (tmp_path / folder / "dpo.yaml").write_text(DPO.replace("pairs.jsonl", file))
+        assert load_recipe(f"{folder}/dpo.yaml").data.train.path == path
+
+
 def test_variables_and_the_home_folder_are_written_out_in_every_path(recipe, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("WHERE", "far")

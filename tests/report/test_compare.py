@@ -55,6 +55,14 @@ def test_the_page_has_values_curves_differences_and_samples(two, capsys):
         assert text in page.words
 
 
+def test_a_section_that_one_run_lacks_is_null_in_each_of_its_keys():
+    lora = {"model": {"name_or_path": "m", "lora": {"r": 4, "alpha": None}}}
+    plain = {"model": {"name_or_path": "m", "lora": None}, "seed": 7}
+    assert compare.list_differences([lora, plain]) == [("model.lora.r", "4", "null"), ("seed", "not given", "7")]
+    evaluated = {"data": {"eval": {"path": "e.jsonl", "limit": None}}}
+    assert compare.list_differences([{"data": {"eval": None}}, evaluated]) == [("data.eval.path", "null", "e.jsonl")]
+
+
 def test_it_links_to_reports_that_are_there(two, tmp_path):
     report.write(two[1])
     page = page_of(*two, output=tmp_path / "pages" / "compare.html")
@@ -170,7 +178,7 @@ def test_access_tokens_are_hidden(tmp_path):
     folders = [leave_run(tmp_path / f"run{n}", recipe=with_train(**found)) for n, found in enumerate(secrets)]
     page = page_of(*folders)
     assert "secret" not in (tmp_path / "compare.html").read_text()
-    assert page.table("Settings") == [["train.a_token", "None", "<hidden>"]]
+    assert page.table("Settings") == [["train.a_token", "null", "<hidden>"]]
 
 
 def test_hostile_names_are_text(tmp_path):
