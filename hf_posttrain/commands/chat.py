@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, nearest
+from ..errors import InputError, named, nearest
 from ..models.section import ModelSection, section_of
 from ..recipe.cli import Parser, number, tell
 
@@ -120,9 +120,20 @@ class Conversation:
         self.plain = given.plain or not self.answerer.tokenizer.chat_template
         if self.plain and given.system:
             raise InputError("--system needs a chat template, and a plain text has none: drop --system")
+        if given.chat_template_kwargs:
+            self._check_switches(given.chat_template_kwargs)
         if self.plain and not given.plain:
             tell("(the model has no chat template: it continues each line as a plain text, as with --plain)")
         self.system(given.system)
+
+    def _check_switches(self, given: dict[str, Any]) -> None:
+        """Say which options of the chat template are not read. Raise InputError without a template."""
+        from ..data.chat import unread_switches
+
+        if self.plain:
+            raise InputError("--chat_template_kwargs needs a chat template, and a plain text has none: drop it")
+        if unread := unread_switches(self.answerer.tokenizer, given):
+            tell(f"(the chat template does not read {named(unread)} of --chat_template_kwargs)")
 
     def say(self, text: str) -> str:
         """A turn of the user's and the answer to it. A turn that cannot be read is not kept: returns the problem."""

@@ -110,6 +110,8 @@ class ChatTemplate(NamedTuple):
         does not write, tools, thinking of earlier turns, text next to a call, switches, today's date. Raises InputError
         for a message of which it writes neither text nor calls, as of an unknown role, and for a lost call."""
         template, numbered = self.text, [_numbered(m, n) for n, m in enumerate(messages)]
+        if self.kwargs:
+            check_switches(self.tokenizer, self.kwargs)
         found = [f"chat_template_kwargs {shown(key)}" for key in self.kwargs or () if key not in variables(template)]
         if any(date in full for date in on_the_day(template)[1]):
             found.append(f"today's date but always {_DAY:%d %b %Y}")
@@ -264,6 +266,33 @@ def refuse_ours(template_kwargs: Iterable[str]) -> None:
         raise InputError(f"{ours} cannot be given: each rendering has its own")
 
 
+def check_switches(tokenizer: PreTrainedTokenizerBase, template_kwargs: Iterable[str]) -> None:
+    """Raise InputError for an option that no template of the tokenizer reads and that resembles one that is read.
+
+    Other options that are not read are reported by `find_unread`.
+    """
+    unread = unread_switches(tokenizer, template_kwargs)
+    known = frozenset().union(*map(variables, templates_of(tokenizer)))
+    # a recipe for Qwen's models may be run with another model
+    for key in (key for key in unread if key != "enable_thinking"):
+        if near := nearest(key, known - _OURS, listed=False):
+            raise InputError(f"chat_template_kwargs: the chat template does not know {shown(key)}{near}")
+
+
+def unread_switches(tokenizer: PreTrainedTokenizerBase, template_kwargs: Iterable[str]) -> list[str]:
+    """Return the options that no template of the tokenizer reads."""
+    known = frozenset().union(*map(variables, templates_of(tokenizer)))
+    return sorted(key for key in template_kwargs if key not in known)
+
+
+def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return all chat templates of the tokenizer, of which there may be several by name, or none."""
+    given: Any = tokenizer.chat_template
+    if isinstance(given, dict):
+        return [*given.values()]
+    return [given] if given else []
+
+
 def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None = None) -> int:
     """The id that ends an assistant turn in training rows: the first special token that the template writes after its
     content. What generation stops at: `models.prepare.find_terminal_ids`.
@@ -277,11 +306,7 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
         refuse_ours(template_kwargs or {})
     probe = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": _PROBE}]
     tail = ChatTemplate(tokenizer, None, template_kwargs).render(probe).rpartition(_PROBE)[2]
-    known = variables(tokenizer.get_chat_template())
-    # a recipe for Qwen's models may be run with another: its switch is told where it does nothing, see `find_unread`
-    for key in {*(template_kwargs or ())} - known - {"enable_thinking"}:
-        if near := nearest(key, known - _OURS, listed=False):
-            raise InputError(f"chat_template_kwargs: the chat template does not know {shown(key)}{near}")
+    check_switches(tokenizer, template_kwargs or {})
     special = special_ids(tokenizer)
     ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]
     return ends[0] if ends else eos_id(tokenizer)

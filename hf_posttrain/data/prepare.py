@@ -84,7 +84,8 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     for note, level in notes(dataset, method, config, facts, read_by(tokenizer) is not None).items():
         noted.log(level, "%s: %s", name, note)
     if streamed:
-        kept = mapped.filter(_keep_streamed, input_columns=["state", "row"], fn_kwargs={"name": name, "told": set()})
+        looked_at = {"input_columns": ["state", "row", "unread"], "fn_kwargs": {"name": name, "told": set()}}
+        kept = mapped.filter(_keep_streamed, **looked_at)
         return kept.rename_column("row", "index").select_columns([*columns, "index"])
 
     state, row, unknown = (facts[column].to_numpy() for column in ("state", "row", "unknown"))
@@ -452,11 +453,15 @@ def prompt_key(ids: Sequence[int], pictures: Sequence[Mapping[str, Any]] = ()) -
     return digest.intdigest() - 2**63
 
 
-def _keep_streamed(state: int, row: int, name: str, told: set[int]) -> bool:
+def _keep_streamed(state: int, row: int, unread: str, name: str, told: set[str]) -> bool:
     if state & NO_TARGET:
         why = "max_length would cut its pictures" if state & PICTURE_CUT else "no trained token left"
         logger.warning("%s: row %d dropped (%s)", name, row, why)
-    elif state & CUT and not told:
-        told.add(row)
+    elif state & CUT and "truncated" not in told:
+        told.add("truncated")
         logger.warning("%s: row %d is truncated to max_length, and others of this stream may be", name, row)
+    for what in {*filter(None, unread.split(", "))} - told:
+        told.add(what)
+        said = "%s: the chat template does not write: %s (row %d of this stream, and maybe others)"
+        logger.warning(said, name, what, row)
     return not state & NO_TARGET

@@ -5,7 +5,9 @@ Weights are read from safetensors files unless trust_remote_code is set.
 
 import functools
 import importlib.util
+import inspect
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,7 +26,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from ..data.images import read_by, with_pictures
 from ..data.lengths import largest_id
-from ..errors import InputError, nearest_path
+from ..errors import InputError, nearest, nearest_path, shown
 from .adapters import check_adapter_kind
 from .section import ModelSection, has_tokenizer, is_local
 
@@ -213,8 +215,10 @@ def load_model(
     if is_classifier(config):
         raise InputError(f"model {section.name_or_path}: it is a sequence classifier, and writes no text")
     whole = trainable and section.lora is None and not section.adapter
-    kwargs = _options(section) | {"dtype": weights_dtype(section, config, whole, device)} | (options or {})
-    with names_the_source("model", section.name_or_path):
+    options = set_in_config(config, options or {})
+    kwargs = _options(section) | {"dtype": weights_dtype(section, config, whole, device)} | options
+    name = section.name_or_path
+    with names_the_option(name, config, options), names_the_source("model", name):
         if section.from_scratch:
             with whole_weights():
                 model = _kind(section, config).from_config(config, **kwargs)
@@ -311,6 +315,25 @@ def only_sees(config: PretrainedConfig) -> bool:
     return _sees(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
+_DONE_ANYWAY = ("low_cpu_mem_usage", "_fast_init")
+"""Options of `from_pretrained` that older versions of transformers had, and that ask for what is always done now."""
+_PASS_BOTH = "config and tokenizer would be read without it: load model and tokenizer with it and pass both"
+_UNREAD = "transformers does not read it any more: leave it out"
+_NOT_TAKEN = {
+    "revision": _PASS_BOTH, "subfolder": _PASS_BOTH, "config": "pass the fields that differ, or the loaded model",
+    "use_safetensors": "trust_remote_code=True reads weights that are not safetensors",
+    "output_loading_info": "a trainer takes the model alone: leave it out", "state_dict": "pass the loaded model",
+    "load_in_4bit": "pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
+    "load_in_8bit": "pass quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
+    "use_flash_attention_2": "pass attn_implementation='flash_attention_2'",
+    **dict.fromkeys(("mirror", "from_tf", "from_flax", "offload_state_dict", "use_auth_token"), _UNREAD),
+}  # fmt: skip
+"""Options of `model_init_kwargs` that would be ignored or read in part only, and what to do instead."""
+_OF_LOADER = ("dtype", "device_map", "quantization_config", "attn_implementation", "experts_implementation",
+              "max_memory", "variant", "trust_remote_code", "tp_plan", "key_mapping", "use_kernels")  # fmt: skip
+"""Options that `from_pretrained` takes and does not name in its signature."""
+
+
 def take_options(section: ModelSection, options: Mapping[str, Any]) -> dict[str, Any]:
     """Put TRL's `model_init_kwargs` into a section, and return those that it has no field for."""
     left = dict(options)
@@ -321,7 +344,41 @@ def take_options(section: ModelSection, options: Mapping[str, Any]) -> dict[str,
             raise InputError(f"model_init_kwargs: dtype={dtype!r} is none of {', '.join(known)}")
     section.attn_implementation = left.pop("attn_implementation", None) or section.attn_implementation
     section.trust_remote_code = left.pop("trust_remote_code", section.trust_remote_code)
-    return {name: value for name, value in left.items() if value is not None}
+    for name in _DONE_ANYWAY:
+        left.pop(name, None)
+    if left.get("revision") == "main":
+        left.pop("revision")
+    left = {name: value for name, value in left.items() if value not in (None, "")}
+    for name, problem in _NOT_TAKEN.items():
+        if name in left:
+            raise InputError(f"model_init_kwargs: {name}={shown(left[name])}: {problem}")
+    return left
+
+
+def set_in_config(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Write into the config the options that are fields of it, as transformers does, and return the others."""
+    left = dict(options)
+    text = config.get_text_config()
+    for owner in (config, text):
+        for name in [name for name in left if name in owner.to_dict()]:
+            setattr(owner, name, left.pop(name))
+    return left
+
+
+@contextmanager
+def names_the_option(name_or_path: str, config: PretrainedConfig, options: Mapping[str, Any]) -> Iterator[None]:
+    """Turn the TypeError of an option that neither the loader nor the model reads into a line with the nearest one."""
+    try:
+        yield
+    except TypeError as error:
+        found = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if found is None or found[1] not in options:
+            raise
+        loader = inspect.signature(PreTrainedModel.from_pretrained).parameters
+        known = {*loader, *_OF_LOADER, *config.to_dict(), *config.get_text_config().to_dict()}
+        close = nearest(found[1], known, listed=False)
+        problem = f"neither from_pretrained nor the config of {name_or_path} has {found[1]!r}"
+        raise InputError(f"model_init_kwargs: {problem}{close}") from error
 
 
 def _options(section: ModelSection) -> dict[str, Any]:

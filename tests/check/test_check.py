@@ -90,17 +90,17 @@ def test_what_is_not_read_is_said_once_of_each_data_set(folder, no_weights, caps
 
 
 def test_rows_are_tokenised_once_and_counted_once(folder, no_weights, capsys, monkeypatch):
-    sizes, tokenise = [], prepare.tokenise
+    sizes, encode = [], prepare.encode
 
-    def counted(batch, rows, **rest):
-        sizes.append(len(rows))
-        return tokenise(batch, rows, **rest)
+    def counted(samples, *rest):
+        sizes.append(len(samples))
+        return encode(samples, *rest)
 
-    monkeypatch.setattr(prepare, "tokenise", counted)
+    monkeypatch.setattr(prepare, "encode", counted)
     assert run.main(["recipe.yaml", "--check", "train.max_length=6"]) == 1
     assert sorted(sizes) == [3, 10]
     shown = capsys.readouterr()
-    assert "truncated: 10" in shown.out
+    assert "10 of 10 examples are truncated" in shown.out
     assert "rows read, " not in shown.out + shown.err
     sizes.clear()
     assert run.main(["recipe.yaml", "--check", "data.train.weight=2"]) == 0

@@ -271,6 +271,7 @@ def test_logits_that_are_nan_are_told_in_a_line(talk):
     (["base", "--chat_template_kwargs", "[1]"], "expected a mapping of options"),
     (["base", "--chat_template_kwargs", '{"x": "no"}'], "which templates take for true"),
     (["base", "--plain", "--system", "x"], "--system needs a chat template"), (["base", "--sed", "1"], "--sed"),
+    (["base", "--plain", "--chat_template_kwargs", '{"x": 1}'], "--chat_template_kwargs needs a chat template"),
     (["small", "--adapter", "adapter"], "adapter adapter was not trained on small: the base lacks"), ([], "MODEL"),
 ])  # fmt: skip
 def test_what_cannot_be_talked_to_is_said_in_a_line(arguments, said):
@@ -279,6 +280,12 @@ def test_what_cannot_be_talked_to_is_said_in_a_line(arguments, said):
     with pytest.raises(InputError) as caught:
         chat.main(arguments)
     assert said in str(caught.value)
+
+
+def test_switches_that_the_template_does_not_read_are_named(talk):
+    said = "(the chat template does not read effort of --chat_template_kwargs)"
+    assert said in talk(["Hi"], "base", "--chat_template_kwargs", '{"effort": 1}')
+    assert said not in talk(["Hi"], "base")
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(talk, monkeypatch):

@@ -150,8 +150,8 @@ def test_lengths_of_opd_are_those_that_max_length_limits(audited, tmp_path, capl
     assert (found.lengths["total"], found.lengths["uncut"]["max"]) == (None, 9)
     assert found.truncated == [Cut(1, [2], "prompt trimmed")]
     found = audited("opd", rows[2:], max_length=16, max_completion_length=10)
-    remedy = "raise max_length from 16 (10 of them are for the answer, and the longest prompt has 9) or shorten the rows"
-    assert found.warnings() == [f"train: 1 of 1 examples are truncated: {remedy}"]
+    remedy = "raise max_length from 16 (10 of them are for the answer, and the longest prompt has 9)"
+    assert found.warnings() == [f"train: 1 of 1 examples are truncated: {remedy} or shorten the rows"]
     config = config_for("opd", tmp_path, max_length=16, max_completion_length=10)
     with caplog.at_level(logging.INFO):
         prepare(datasets.Dataset.from_list(rows), METHODS["opd"], byte_tokenizer(), config)

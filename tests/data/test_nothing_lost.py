@@ -232,6 +232,51 @@ def test_switches_that_the_template_does_not_have_are_refused(given, message, ca
         assert caplog.messages == [f"train: {told}"]
 
 
+TOOLED = "{% if compact %}short{% endif %}" + QWEN3
+
+
+@pytest.mark.parametrize(
+    ("template", "switch"),
+    [
+        ("{% if compact is defined and compact %}{% endif %}", "compact"),
+        ("{% if not compact is defined %}{% set compact = false %}{% endif %}", "compact"),
+        ("{%- set compact = compact if compact is defined else false -%}{% if compact %}{% endif %}", "compact"),
+        ("{% set compact = compact | default(true) %}", "compact"),
+        ("{% macro head() %}{% if compact %}{% endif %}{% endmacro %}{{ head() }}", "compact"),
+        ("{% if false %}{{ compact }}{% endif %}", "compact"),
+        ("{% for m in messages %}{% if loop.first and compact %}{% endif %}{% endfor %}", "compact"),
+        ("{% set ns = namespace(on=compact | default(false)) %}", "compact"),
+        ("{{ bos_token if written else '' }}", "bos_token"),
+    ],
+)
+def test_switches_that_a_template_reads_somewhere_are_not_reported(template, switch, caplog):
+    row = {"messages": [USER, REPLY]}
+    prepare([row], "sft", byte_tokenizer(template + CHATML), chat_template_kwargs={switch: ""})
+    prepare([row | {"chat_template_kwargs": {switch: ""}}], "sft", byte_tokenizer(template + CHATML))
+    assert caplog.messages == []
+
+
+def test_switches_of_several_templates_by_name(caplog):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = {"default": CHATML, "tool_use": TOOLED}
+    row = {"messages": [USER, REPLY]}
+    prepare([row], "sft", tokenizer, chat_template_kwargs={"compact": True})  # of rows with tools
+    told = "the chat template does not write: chat_template_kwargs 'compact' (in 1 examples)"
+    assert caplog.messages == [f"train: {told}"]
+    with pytest.raises(InputError, match="does not know 'compct'; did you mean 'compact'"):
+        prepare([row], "sft", tokenizer, chat_template_kwargs={"compct": True})
+
+
+def test_switches_of_rows_are_checked_too(caplog):
+    row = {"messages": [USER, REPLY], "chat_template_kwargs": {"enable_thinkng": False}}
+    with pytest.raises(InputError, match=r"row 0: .*'enable_thinkng'; did you mean 'enable_thinking'"):
+        prepare([row], "sft", byte_tokenizer(QWEN3))
+    stream = datasets.Dataset.from_list([row | {"chat_template_kwargs": {"effort": 1}}] * 3).to_iterable_dataset()
+    assert len(list(prepare(stream, "sft", byte_tokenizer(QWEN3)))) == 3
+    said = "does not write: chat_template_kwargs 'effort' (row 0 of this stream, and maybe others)"
+    assert [said in message for message in caplog.messages] == [True]
+
+
 def test_rows_of_text_and_of_messages_are_not_mixed_beyond_a_batch_either(tmp_path):
     rows = [{"prompt": "a", "completion": "b"}] * 1000 + [{"prompt": [USER], "completion": [REPLY]}]
     with pytest.raises(InputError, match="train, row 1000: some rows hold plain text and some hold messages"):

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import pickle
+import re
 from pathlib import Path
 
 import accelerate
@@ -1222,6 +1223,39 @@ def test_model_init_kwargs_are_those_of_the_model_that_is_loaded(later, tmp_path
         args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=wrong)
         with pytest.raises((InputError, TypeError), match=r"bf17|no_such_option"):
             SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"atn_implementation": "eager"}, "has 'atn_implementation'; did you mean 'attn_implementation'?"),
+        ({"rope_scalin": {}}, "neither from_pretrained nor the config of"),
+        ({"max_position_embedings": 8}, "did you mean 'max_position_embeddings'?"),
+        ({"dtpe": "bfloat16"}, "did you mean 'dtype'?"),
+        ({"revision": "v2"}, "revision='v2': config and tokenizer would be read without it"),
+        ({"use_safetensors": False}, "trust_remote_code=True reads weights that are not safetensors"),
+        ({"load_in_4bit": True}, "pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"),
+        ({"from_tf": True}, "transformers does not read it any more"),
+        ({"output_loading_info": True}, "a trainer takes the model alone"),
+    ],
+)
+def test_model_init_kwargs_that_nothing_reads_are_refused(wrong, message, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=wrong)
+    with pytest.raises(InputError, match=f"^model_init_kwargs: .*{re.escape(message)}"):
+        SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
+
+
+def test_model_init_kwargs_of_scripts_and_fields_of_the_config_are_read(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    usual = {"revision": "main", "low_cpu_mem_usage": True, "device_map": None, "quantization_config": None}
+    wanted = usual | {"use_cache": False, "attention_dropout": 0.25}
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=wanted)
+    trainer = SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
+    assert trainer.model.config.attention_dropout == 0.25
+    assert trainer.model.model.layers[0].self_attn.attention_dropout == 0.25
 
 
 OF_TRL = [
