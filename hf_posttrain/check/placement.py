@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from ..data.images import read_by
 from ..engines import launch
+from ..engines.config_files import check_accelerate_file
 from ..errors import InputError
 from ..models import adapters, load
 from ..models.prepare import freeze_vision
@@ -57,6 +58,7 @@ def engine_of(config_file: Path) -> Engine:
         zero, fsdp = given.get("deepspeed_config") or {}, given.get("fsdp_config") or {}
     except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError, AttributeError) as error:
         raise InputError(f"{config_file}: no accelerate config with distributed_type and num_processes") from error
+    check_accelerate_file(config_file)
     if "deepspeed_config_file" in zero:
         raise InputError(f"{config_file}: deepspeed_config_file is not read here: give zero_stage and offload_*_device")
     usual = "ddp" if count > 1 and kind not in ("NO", "FALSE") else "single"

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers.utils.import_utils import enable_tf32, is_torch_tf32_available
 
 from ..errors import InputError, LaunchError
+from . import config_files
 from . import engine as engines
 
 _SIZES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -64,11 +65,17 @@ def check_engine(args: Any, env: Mapping[str, str] | None = None) -> None:
         raise LaunchError(f"{name} needs a launcher, on one GPU too: {command} RECIPE.yaml")
     # the launcher's environment against the config
     precision = env.get("ACCELERATE_MIXED_PRECISION", "no")
-    if precision in ("bf16", "fp16") and not (args.bf16 or args.fp16):
+    if precision in ("bf16", "fp16") and not getattr(args, precision):
+        here = "fp16 is on" if args.fp16 else "bf16 is on" if args.bf16 else "bf16 and fp16 are off"
         raise LaunchError(
-            f"the launcher's mixed_precision is {precision}, but bf16 and fp16 are off here: say {precision}: true,"
+            f"the launcher's mixed_precision is {precision}, but {here} here: say {precision}: true,"
             " or mixed_precision: 'no' in the accelerate config"
         )
+    # keys of files that Accelerate and DeepSpeed would drop
+    if file := config_files.launched_with():
+        config_files.check_accelerate_file(file)
+    if args.deepspeed:
+        config_files.check_deepspeed(args.deepspeed)
     engine = asked(args, env)
     if engine.fsdp == 1:
         raise LaunchError(

@@ -4,6 +4,7 @@ Two gloo processes on CPU train under the environment that `accelerate launch` l
 """
 
 import copy
+import json
 import os
 import re
 import shutil
@@ -23,7 +24,8 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import quick, token_rows, trainer_for
 
 from hf_posttrain import SFTConfig, run
-from hf_posttrain.engines import engine, launch
+from hf_posttrain.check import placement
+from hf_posttrain.engines import config_files, engine, launch
 from hf_posttrain.errors import InputError, LaunchError
 from hf_posttrain.models import load as models
 from hf_posttrain.models.section import ModelSection
@@ -253,6 +255,7 @@ SHARDED_BEST = "load_best_model_at_end crashes or loads wrong weights with FSDP2
         (fsdp(world_size=1), {}, "fsdp needs a launcher"),
         (zero(3, world_size=1), {}, "deepspeed needs a launcher"),
         (asking(), RANK | {"ACCELERATE_MIXED_PRECISION": "bf16"}, "mixed_precision is bf16, but bf16 and fp16 are off"),
+        (asking(bf16=True), RANK | {"ACCELERATE_MIXED_PRECISION": "fp16"}, "is fp16, but bf16 is on here: say fp16"),
     ],
 )
 def test_what_is_refused(args, env, message):
@@ -320,6 +323,84 @@ def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys, tmp_p
     error = capsys.readouterr().err
     assert error.startswith("error: command line: model.quantization: FSDP2 cannot cut 8bit weights over the ranks: ")
     assert error.count("\n") == 1
+
+
+# ---- keys that Accelerate and DeepSpeed drop
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fsdp2", {"fsdp_config": {"fsdp_version": 2, "fsdp_offload_parms": True}}, "mean 'fsdp_offload_params'"),
+        ("fsdp2", {"fsdp_config": {"version": 2, "offload_parms": True}}, "drops the unknown key 'offload_parms'; did"),
+        ("zero2", {"deepspeed_config": {"zero_stag": 3}}, "deepspeed_config: Accelerate drops the unknown"),
+        ("zero2", {"fsdp_config": {"fsdp_version": 2}}, "fsdp_config is read with distributed_type: FSDP, and it"),
+        ("ddp", {"deepspeed_config": {"zero_stage": 3}}, "distributed_type: DEEPSPEED, and it is MULTI_GPU: change it"),
+        ("ddp", {"mixed_precison": "bf16"}, "no accelerate config: .*unknown keys (['mixed_precison'])"),
+        ("ddp", {"dynamo_config": {"backnd": "inductor"}}, "did you mean 'dynamo_backend'"),
+    ],
+)  # fmt: skip
+def test_keys_of_accelerate_files_that_are_dropped(name, change, message, tmp_path, monkeypatch):
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(FILES[name].read_text()) | change))
+    pattern = f"^{file}: .*" + re.escape(message).replace(r"\.\*", ".*")
+    with pytest.raises(InputError, match=pattern):
+        placement.engine_of(file)
+    monkeypatch.setattr(config_files, "launched_with", lambda: file)
+    with pytest.raises(LaunchError, match=pattern):
+        launch.check_engine(asking(), {})
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_our_files_and_those_that_accelerate_writes_are_let_through(name, tmp_path):
+    config_files.check_accelerate_file(FILES[name])
+    given = yaml.safe_load(FILES[name].read_text())
+    empty = {key: {} for key in ("deepspeed_config", "fsdp_config", "fp8_config", "dynamo_config") if key not in given}
+    (tmp_path / "written.yaml").write_text(yaml.safe_dump(given | empty | {"debug": False, "rdzv_backend": "static"}))
+    config_files.check_accelerate_file(tmp_path / "written.yaml")
+
+
+def test_the_file_of_the_launcher_is_found(tmp_path, monkeypatch):
+    file, accelerate = tmp_path / "mine.yaml", tmp_path / "accelerate"
+    file.touch()
+    code = "from hf_posttrain.engines.config_files import launched_with; print(launched_with())"
+    accelerate.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}], check=True)\n")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    line = [sys.executable, str(accelerate), "launch", "--config_file", str(file)]
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip() == str(file)
+    assert config_files.launched_with() is None
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"zero_optimisation": {"stage": 3}}, "ignores the unknown key 'zero_optimisation'; did you mean"),
+        ({"gradient_cliping": 1.0}, "did you mean 'gradient_clipping'"),
+        ({"train_microbatch_size_per_gpu": 1}, "did you mean 'train_micro_batch_size_per_gpu'"),
+        ({"stage": 3}, "ignores 'stage' at the top: write it into zero_optimization"),
+        ({"zero": {"stage": 3}}, "write it into zero_optimization"),
+    ],
+)
+def test_keys_of_deepspeed_files_that_are_dropped(tree, message, tmp_path):
+    pytest.importorskip("deepspeed")
+    file = tmp_path / "zero.json"
+    file.write_text(json.dumps(tree | {"train_batch_size": "auto"}))
+    for given, where in ((file, re.escape(str(file))), (tree, "deepspeed")):
+        with pytest.raises(InputError, match=f"^{where}: .*{re.escape(message)}"):
+            config_files.check_deepspeed(given)
+
+
+def test_keys_that_deepspeed_reads_are_let_through():
+    pytest.importorskip("deepspeed")
+    config_files.check_deepspeed({
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto", "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "auto"}, "fp16": {"enabled": False}, "optimizer": {"type": "AdamW"}, "scheduler": {},
+        "steps_per_print": 10, "wall_clock_breakdown": False, "flops_profiler": {}, "activation_checkpointing": {},
+        "aio": {}, "communication_data_type": "fp32", "zero_force_ds_cpu_optimizer": False, "sparse_gradients": False,
+        "prescale_gradients": False, "amp": {}, "tensorboard": {}, "csv_monitor": {}, "comms_logger": {}, "seed": 1,
+        "sequence_parallel_size": 2, "_comment": "mine", "note": "x",
+    })  # fmt: skip
 
 
 # ---- quantised models
