@@ -3,6 +3,7 @@
 Each trainer is imported when it is first asked for, so that `import hf_posttrain` stays fast.
 """
 
+import logging
 from importlib import import_module
 from typing import Any
 
@@ -12,6 +13,9 @@ __version__ = "0.1.0"
 _MODULES = {name: method.module for method in METHODS.values() for name in (method.config_name, method.trainer_name)}
 _MODULES["TeacherSection"] = "hf_posttrain.models.section"
 __all__ = sorted(_MODULES)
+
+# peft imports bitsandbytes, which then warns of a kernel that only 4-bit weights on a CPU would use
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
 
 
 def __dir__() -> list[str]:

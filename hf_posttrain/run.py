@@ -66,7 +66,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         argv = sys.argv[1:] if argv is None else list(argv)
         if argv and argv[0] in OTHERS:
-            logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
             return parts.imported(OTHERS[argv[0]]).main(argv[1:])
         if argv and argv[0].isidentifier() and not os.path.exists(argv[0]):
             said = f"there is no command {argv[0]!r}{nearest(argv[0], OTHERS)}"

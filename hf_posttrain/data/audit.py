@@ -15,7 +15,6 @@ import pandas as pd
 import pyarrow.compute as pc
 
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
-from .images import read_by
 from .kinds import Reader, RowKind, class_weights
 from .packing import lengths_of
 from .prepare import notes, tokenised
@@ -172,7 +171,7 @@ def audits(
     examples = {key: _examples(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     made = {key: _count(rows, *examples[key], method.rows, config, names[key]) for key, rows in raw.items()}
     for key, audit in made.items():
-        audit.notes = [*notes(raw[key], method, config, examples[key][0], read_by(tokenizer) is not None)]
+        audit.notes = [*notes(raw[key], method, config, tokenizer, examples[key][0])]
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
         (seen, keys), (rows, _) = examples["train"], examples["eval"]
         known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)

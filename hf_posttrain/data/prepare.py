@@ -81,7 +81,7 @@ def prepare(dataset: Any, method: Reader, tokenizer: PreTrainedTokenizerBase, co
     mapped, columns = tokenised(dataset, method, tokenizer, config, name), [*method.rows.columns, *more]
     streamed, told = isinstance(dataset, datasets.IterableDataset), ["state", "row", "unknown", "unread", "uncut"]
     facts: Any = None if streamed else mapped.select_columns(told).to_pandas()
-    for note, level in notes(dataset, method, config, facts, read_by(tokenizer) is not None).items():
+    for note, level in notes(dataset, method, config, tokenizer, facts).items():
         noted.log(level, "%s: %s", name, note)
     if streamed:
         looked_at = {"input_columns": ["state", "row", "unread"], "fn_kwargs": {"name": name, "told": set()}}
@@ -267,11 +267,12 @@ def _refuse_lost_prompt(dataset: Any, columns: list[str], form: str, name: str) 
 
 
 def notes(
-    dataset: Any, method: Reader, config: Any, facts: pd.DataFrame | None = None, sees: bool = False
+    dataset: Any, method: Reader, config: Any, tokenizer: PreTrainedTokenizerBase, facts: pd.DataFrame | None = None
 ) -> dict[str, int]:
     """What is given and not used, or used in another way than many expect: lines, with the level they are logged at.
-    facts: FACTS of the examples, where they are known. sees: are pictures read?"""
+    facts: FACTS of the examples, where they are known."""
     dataset, columns, form = _opened(dataset, method, config)
+    sees = read_by(tokenizer) is not None
     found = {}
     for column in (column for column in columns if column not in unread(columns, form)):
         if _holds((dataset.features or {}).get(column), datasets.Json, inside=True):
@@ -286,6 +287,13 @@ def notes(
     used |= {*PICTURES} if sees else set()
     if aside := [column for column in unread(columns, form) if column not in used]:
         found[f"read as {form}; columns not read: {named(aside)}"] = logging.INFO
+    for column, meant in suggest.misspelt_aside(aside, columns, form, method).items():
+        mend = f"did you mean {meant!r}? (columns: {{{meant}: {column}}})"
+        found[f"column {column!r} is not read: {mend}"] = logging.WARNING
+    if tokenizer.chat_template and "_ids" not in form and form != "messages" and _is_plain(facts, form):
+        instead = "messages" if form == "text" else "messages, or apply_chat_template: true"
+        said = "the rows are plain text, without the chat template that the tokenizer has"
+        found[f"{said}; a model that is to chat wants {instead}"] = logging.INFO
     alone = "; assistant_only_loss: true trains the assistant's alone" if method.rows.masked else ""
     chosen = getattr(config, "assistant_only_loss", None) or getattr(config, "train_on", None)
     if alone and form == "messages" and not chosen:
@@ -304,6 +312,11 @@ def notes(
         problem = "examples have turns of users or tools inside an answer, which count as a part of it, as in TRL"
         found[f"{others} {problem}{alone or '; give each row a prompt of all turns but the last'}"] = logging.WARNING
     return found
+
+
+def _is_plain(facts: pd.DataFrame | None, form: str) -> bool:
+    """Return whether no row goes through the chat template; of a stream only the format `text` shows it."""
+    return form == "text" if facts is None else not (facts.state & CHAT).any()
 
 
 def filled_by_arrow(dataset: Any) -> list[str]:

@@ -22,6 +22,8 @@ _FORMS = (  # the ones that say more come first; `system` and `input` stand in c
 )  # fmt: skip
 _KNOWN = {*_NAMES, *OPTIONAL, "labels", "chosen_ids", "rejected_ids", "completion_mask", "assistant_masks", "kto_tag"}
 _KNOWN -= {"asked"}
+_WORDS = {"test", "next"}
+"""Words of their own that are one letter away from a column of ours."""
 PICTURES = {"image", "images"}
 _SCORES = "score scores rating ratings reward rewards stars quality grade label"
 
@@ -115,6 +117,41 @@ def misspelt(columns: Iterable[str]) -> str | None:
         if name not in _KNOWN and (close := difflib.get_close_matches(plain, _KNOWN, 1, 0.8)):
             return f"no method reads a column {name!r}; did you mean {close[0]!r}?"
     return None
+
+
+def misspelt_aside(aside: Iterable[str], columns: Collection[str], form: str, method: Reader) -> dict[str, str]:
+    """Return the columns that `form` does not read and that are likely misspelt, each with the name that is meant.
+
+    A name is meant if the data lack it and the method would read it: a column of a format that is preferred to `form`,
+    or one that rows of `form` may have. The name of the column differs from it by one letter that is added, left out,
+    replaced or exchanged with its neighbour. A plural or a singular is taken for another word.
+    """
+    preferred = method.rows.formats[: method.rows.formats.index(form)]
+    formats = {name for one in preferred for name in one.split(" + ") if "_ids" not in one or "_ids" in form}
+    optional: set[str] = set()
+    if "_ids" not in form and form != "text":
+        optional = OPTIONAL - (set() if "instruction" in form else {"input"})
+    found = {}
+    for column in aside:
+        plain = _plain(column)
+        other_words = {name for name in formats | optional if name.rstrip("s") == plain.rstrip("s")}
+        wanted = (formats | optional) - other_words - {*columns}
+        meant = sorted(name for name in wanted if _by_one_letter(plain, name))
+        if meant and plain not in _WORDS:
+            found[column] = meant[0]
+    return found
+
+
+def _by_one_letter(one: str, other: str) -> bool:
+    """Return whether the names differ by one letter, or by two neighbours that changed places."""
+    longer, shorter = sorted((one, other), key=len, reverse=True)
+    if len(shorter) < 4 or len(longer) - len(shorter) > 1 or one == other:
+        return False
+    if len(longer) > len(shorter):
+        return any(longer[:n] + longer[n + 1 :] == shorter for n in range(len(longer)))
+    apart = [n for n, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
+    exchanged = len(apart) == 2 and apart[1] == apart[0] + 1 and one[apart[0]] == other[apart[1]]
+    return len(apart) == 1 or (exchanged and one[apart[1]] == other[apart[0]])
 
 
 def suggest(rows: list[dict], methods: Collection[Reader]) -> Suggestion | None:

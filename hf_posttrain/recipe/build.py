@@ -27,9 +27,9 @@ def check_inputs(recipe: Recipe, training: bool = False) -> None:
     refuse(recipe, rules.of_inputs(recipe))
     if training:
         refuse(recipe, rules.of_training(recipe))
-    # peft imports bitsandbytes, which warns of a kernel that only quantised weights on CPU would use
-    if all(section.quantization == "none" for _, section in recipe.models()):
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    # the package leaves this warning out, which is for quantised weights on a CPU
+    if any(section.quantization != "none" for _, section in recipe.models()):
+        logging.getLogger("bitsandbytes.backends.cpu.ops").filters.clear()
 
 
 def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:

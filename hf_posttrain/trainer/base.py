@@ -39,6 +39,7 @@ from ..scoring.pictures import Pictures
 from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
+from ..watch.threads import crowded
 from ..watch.versions import newer_than_tested
 from . import checkpoint, evaluation, output_dir, rules, same_run, saving, step
 from .config import PostTrainConfig, check_arguments, check_optimizer
@@ -363,6 +364,9 @@ class PostTrainer(Trainer):
         if self.args.save_strategy != "no" and self.args.should_save:
             output_dir.check_space(self.args.output_dir, output_dir.least_bytes(self.model))
         logger.info("training %s", launch.describe_launch(self))
+        processes = int(os.environ.get("LOCAL_WORLD_SIZE", self.args.world_size))
+        if self.args.device.type == "cpu" and (hint := crowded(torch.get_num_threads(), processes)):
+            logger.info("%s", hint)
         if newer := newer_than_tested():
             logger.info("%s", newer)
         set_seed(self.args.seed)

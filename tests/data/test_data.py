@@ -21,12 +21,13 @@ from transformers import ByT5Tokenizer, GPT2Config, PreTrainedTokenizerFast
 from hf_posttrain import OPDConfig
 from hf_posttrain.data import prepare as prepare_module
 from hf_posttrain.data.encode import VERSION, Plan
-from hf_posttrain.data.formats import detect, read_format
+from hf_posttrain.data.formats import detect, read_format, unread
 from hf_posttrain.data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
 from hf_posttrain.data.lengths import warn_if_too_long
 from hf_posttrain.data.packing import pack
 from hf_posttrain.data.prepare import columns_read, notes
 from hf_posttrain.data.sources import load
+from hf_posttrain.data.suggest import misspelt_aside
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS
 from hf_posttrain.methods.kto_pairing import find_partners
@@ -997,7 +998,7 @@ def test_nulls_that_arrow_fills_in_are_not_trained(tmp_path):
     for rows, nulls in ((load(source(jsonl(tmp_path / "rows.jsonl", written))), 1), (written, 0)):
         assert ["".join(row[:2]).count("null") for row in texts(rows, "sft")] == [nulls, 0]
         rows = rows if nulls else datasets.Dataset.from_list(rows)
-        assert [note.partition(", ")[0] for note in notes(rows, METHODS["sft"], None)][:-1] == [
+        assert [note.partition(", ")[0] for note in notes(rows, METHODS["sft"], None, tok.byte_tokenizer())][:-1] == [
             "column 'tools' has nulls inside calls or tools"] * nulls  # fmt: skip
 
 
@@ -1119,3 +1120,62 @@ def test_template_switches_of_rows_without_messages_are_told(caplog):
         prepare([{"prompt": "p", "completion": "c"}], "sft", chat_template_kwargs={"enable_thinking": False})
         prepare([{"input_ids": [1, 2]}], "sft", chat_template_kwargs={"enable_thinking": False})
     assert caplog.text.count("chat_template_kwargs: no row goes through the chat template") == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "columns", "told"),
+    [
+        ("dpo", ["promt", "chosen", "rejected"], {"promt": "prompt"}),
+        ("dpo", ["Pormpt", "chosen", "rejected"], {"Pormpt": "prompt"}),
+        ("sft", ["prompt", "completion", "sytem"], {"sytem": "system"}),
+        ("sft", ["prompt", "completion", "toools", "chat_template_kwarg"], {"toools": "tools"}),
+        ("sft", ["instruction", "output", "inpt"], {"inpt": "input"}),
+        ("sft", ["text", "promt", "competion"], {"promt": "prompt", "competion": "completion"}),
+        ("opd", ["prompt", "compltion"], {"compltion": "completion"}),
+        ("kto", ["prompt", "chosen", "rejected", "lable"], {"lable": "label"}),
+    ],
+)
+def test_columns_that_are_likely_misspelt(method, columns, told):
+    form = detect(columns, METHODS[method])
+    assert misspelt_aside(unread(columns, form), columns, form, METHODS[method]) == told
+
+
+COMMON = [
+    "id", "ids", "idx", "index", "uid", "uuid", "key", "source", "sources", "meta", "metadata", "score", "scores",
+    "score_chosen", "score_rejected", "chosen_score", "rejected_score", "margin", "rating", "ratings", "category",
+    "categories", "subset", "split", "domain", "topic", "tag", "tags", "lang", "language", "model", "models",
+    "model_name", "url", "title", "date", "timestamp", "author", "license", "difficulty", "level", "type", "kind",
+    "name", "task", "task_id", "task_name", "prompt_id", "prompt_len", "prompt_hash", "completion_len", "num_tokens",
+    "tokens", "length", "n_tokens", "turns", "num_turns", "hash", "answer", "answers", "final_answer", "solution",
+    "ground_truth", "reward", "rewards", "extra", "extra_info", "info", "notes", "comment", "comments", "label",
+    "labels", "target", "targets", "class", "classes", "test", "tests", "next", "message", "texts", "prompts",
+    "completions", "chosens", "output", "outputs", "inputs", "tool", "systems", "images", "image", "video", "audio",
+    "file", "file_name", "path", "row", "row_id", "__index_level_0__", "created_at", "embedding", "weight",
+    "weights", "quality", "toxicity", "conversation_id", "dataset", "origin", "winner", "loser", "human", "gpt",
+    "response_id", "preference",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_common_columns_are_not_taken_for_mistakes(method):
+    for one in METHODS[method].rows.formats:
+        columns = [*dict.fromkeys([*one.split(" + "), *COMMON])]
+        form = detect(columns, METHODS[method])
+        assert misspelt_aside(unread(columns, form), columns, form, METHODS[method]) == {}
+
+
+def test_a_misspelt_column_and_plain_rows_are_each_told_in_a_line(caplog):
+    rows = [{"promt": "q", "chosen": "qa", "rejected": "qb"}]
+    with caplog.at_level(logging.INFO):
+        prepare(rows, "dpo", tok.byte_tokenizer())
+    assert "train: column 'promt' is not read: did you mean 'prompt'? (columns: {prompt: promt})" in caplog.messages
+    plain = "train: the rows are plain text, without the chat template that the tokenizer has"
+    assert sum(message.startswith(plain) for message in caplog.messages) == 1
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        prepare([{"prompt": "q", "completion": "a"}], "sft", tok.byte_tokenizer(), apply_chat_template=True)
+        prepare([{"input_ids": [1, 2]}], "sft", tok.byte_tokenizer())
+        bare = tok.byte_tokenizer()
+        bare.chat_template = None
+        prepare([{"prompt": "q", "completion": "a"}], "sft", bare)
+    assert [message for message in caplog.messages if "plain text" in message] == []

@@ -7,6 +7,7 @@ histories.json: what runs of recipes/tiny logged (every 5 steps, on 2026-11-21, 
 
 import copy
 import json
+import os
 import subprocess
 import sys
 import types
@@ -26,6 +27,7 @@ from hf_posttrain.trainer.base import PostTrainer
 from hf_posttrain.trainer.rules import stops
 from hf_posttrain.watch import guard
 from hf_posttrain.watch import symptoms as watch
+from hf_posttrain.watch.threads import crowded
 
 RUNS = json.loads(Path(__file__).with_name("histories.json").read_text())
 REPOSITORY = Path(__file__).parents[2]
@@ -507,3 +509,34 @@ def test_a_resumed_run_knows_its_earlier_logs(tmp_path, caplog):
     assert warned(caplog) == []
     trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path, **config).train(resume_from_checkpoint="auto")
     assert warned(caplog) == ["no_learning"]
+
+
+# ---- threads and cores
+
+
+@pytest.mark.parametrize(
+    ("cores", "load", "threads", "processes", "said"),
+    [
+        (2, 1.0, 2, 1, ""),  # the run itself, and little else
+        (2, 3.0, 2, 1, ""),  # its own threads and one more
+        (2, 9.0, 1, 2, ""),  # one thread does not wait for another
+        (2, 4.5, 2, 1, "about 2 threads of other programs run on the 2 cores, so that 1 process of 2 threads wait"),
+        (64, 70.0, 64, 1, ""),
+        (64, 120.0, 64, 1, "about 56 threads of other programs run on the 64 cores"),
+        (8, 0.0, 8, 2, "2 processes of 8 threads share 8 cores, so that they wait for each other: set OMP_"),
+        (8, 0.0, 4, 2, ""),
+        (1, 0.0, 2, 1, "1 process of 2 threads share 1 cores"),
+    ],
+)
+def test_threads_that_wait_for_each_other(monkeypatch, cores, load, threads, processes, said):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    found = crowded(threads, processes)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_nothing_is_printed_of_a_kernel_that_is_not_used():
+    code = "from hf_posttrain import SFTTrainer"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout + done.stderr == ""
