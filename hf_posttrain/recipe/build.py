@@ -3,8 +3,10 @@
 Heavy imports come with the first use, so that errors of the recipe are quick. Mistakes are InputErrors with a place.
 """
 
+import contextlib
 import gc
 import importlib
+import io
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -92,6 +94,9 @@ def imported(module: str) -> Any:
     """The module, with torch and transformers, imported without garbage collections: they find nothing in 1 s of 5."""
     gc.disable()
     try:
+        # with WANDB_MODE=offline transformers prints a line, whether W&B is used or not
+        with contextlib.redirect_stdout(io.StringIO()):
+            importlib.import_module("transformers.integrations.integration_utils")
         return importlib.import_module(module)
     finally:
         gc.enable()

@@ -1165,7 +1165,7 @@ def test_common_columns_are_not_taken_for_mistakes(method):
 
 
 def test_a_misspelt_column_and_plain_rows_are_each_told_in_a_line(caplog):
-    rows = [{"promt": "q", "chosen": "qa", "rejected": "qb"}]
+    rows = [{"promt": "q", "chosen": "what a", "rejected": "what b"}]
     with caplog.at_level(logging.INFO):
         prepare(rows, "dpo", tok.byte_tokenizer())
     assert "train: column 'promt' is not read: did you mean 'prompt'? (columns: {prompt: promt})" in caplog.messages
