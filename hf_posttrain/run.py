@@ -116,6 +116,10 @@ def set_up_messages() -> None:
     logging.basicConfig(handlers=[handler])
     for said in (".*pin_memory.*no accelerator", ".*is_gradient_checkpointing"):
         warnings.filterwarnings("ignore", message=said)
+    # Llama 3 and others ask for a clean-up of spaces that transformers rightly leaves out
+    logging.getLogger("transformers.tokenization_utils_tokenizers").addFilter(
+        lambda record: "Ignoring clean_up_tokenization_spaces" not in record.getMessage()
+    )
     logging.getLogger("DeepSpeed").addFilter(lambda record: "etting accelerator to" not in record.getMessage())
 
 

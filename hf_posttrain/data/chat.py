@@ -7,6 +7,7 @@ The boundary comes from rendered text: the rendered prompt must be the beginning
 import datetime
 import inspect
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from functools import lru_cache
@@ -20,6 +21,8 @@ from ..errors import InputError, error_context, named, nearest, shown
 from .images import MARK, read_by
 from .messages import REASONING, Messages, call_names, check_unicode
 from .template import named_in, parsed
+
+logger = logging.getLogger(__package__)
 
 _PROBE = "sentinel7391"
 """A text that no template writes of itself."""
@@ -310,6 +313,39 @@ def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None
     special = special_ids(tokenizer)
     ends = [i for i in plain_ids(tokenizer, [tail])[0] if i in special]
     return ends[0] if ends else eos_id(tokenizer)
+
+
+def mark_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make the token that ends a turn special where it was added to the tokenizer as an ordinary one.
+
+    Answers are then decoded without it, here and with transformers. A special token that the template writes at the end
+    of the conversation alone does not count: as in Phi-3, it follows the end of the last turn.
+    """
+    if not tokenizer.chat_template:
+        return
+    question = {"role": "user", "content": f"{_PROBE}x"}
+    turns: Messages = [question, {"role": "assistant", "content": f"{_PROBE}y"}]
+    last, earlier = (_written(tokenizer, tokenizer.get_chat_template(), each) for each in (turns, [*turns, question]))
+    tail = last.rpartition(f"{_PROBE}y")[2]
+    between = earlier.partition(f"{_PROBE}y")[2].partition(_PROBE)[0]
+
+    special, markers = special_ids(tokenizer), marker_ids(tokenizer)
+    of_tail, of_turn = plain_ids(tokenizer, [tail, between])
+    ends = [i for i in of_tail if i in markers]
+    # a special token after each turn ends it, whatever markup stands before it
+    special_ends = [i for i in ends if i in special and i in of_turn]
+    if not ends or ends[0] in special or special_ends:
+        return
+    token = tokenizer.added_tokens_decoder[ends[0]]
+    token.special = True
+    tokenizer.add_special_tokens({"additional_special_tokens": [token]}, replace_extra_special_tokens=False)
+    logger.info("%s ends the turns of the chat template: it is a special token from now on", token.content)
+
+
+def marker_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of special tokens and of other added ones, except white space, which some tokenizers add."""
+    added = {i for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    return special_ids(tokenizer) | added
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

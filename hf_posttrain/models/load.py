@@ -24,6 +24,7 @@ from transformers.utils import is_torchvision_available
 from transformers.utils.quantization_config import Mxfp4Config
 from transformers.video_processing_utils import BaseVideoProcessor
 
+from ..data import chat
 from ..data.images import read_by, with_pictures
 from ..data.lengths import largest_id
 from ..errors import InputError, nearest, nearest_path, shown
@@ -149,11 +150,19 @@ def _not_yet_made(kind: Any) -> Any:
 
 
 def with_pad(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """The tokenizer itself, with a pad token: an unused one of its vocabulary, or eos. Raises InputError without."""
+    """Return the tokenizer itself, with a special turn end and a pad token.
+
+    The pad token is an unused one of its vocabulary, its eos, or what ends a turn of its chat template. Raises
+    InputError if there is none of them.
+    """
+    chat.mark_turn_end(tokenizer)
     # it may be a trained token, since the masks of this package come from lengths, never from the pad id
     if tokenizer.pad_token_id is None:
         spare = [token for token in tokenizer.get_added_vocab() if "pad" in token.lower()]
         tokenizer.pad_token = spare[0] if spare else tokenizer.eos_token
+    if tokenizer.pad_token_id is None:
+        with suppress(InputError):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(chat.turn_end_id(tokenizer))
     if tokenizer.pad_token_id is None:
         raise InputError(
             f"the tokenizer {tokenizer.name_or_path or ''} has neither a pad nor an eos token: name one in its"

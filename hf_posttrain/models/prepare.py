@@ -65,9 +65,9 @@ def terminal_ids_of(config: Any, tokenizer: PreTrainedTokenizerBase, template_kw
     """The same by a generation config, which may be None."""
     ids = [chat.turn_end_id(tokenizer, template_kwargs)] if tokenizer.chat_template else []
     own = getattr(config, "eos_token_id", None)
-    # only special tokens of this tokenizer: a config that belongs to another one names ordinary words
-    special = chat.special_ids(tokenizer)
-    ids += [tokenizer.eos_token_id, *(i for i in (own if isinstance(own, list) else [own]) if i in special)]
+    # only special or added tokens of this tokenizer: a config that belongs to another one names ordinary words
+    named = chat.marker_ids(tokenizer)
+    ids += [tokenizer.eos_token_id, *(i for i in (own if isinstance(own, list) else [own]) if i in named)]
     return [i for i in dict.fromkeys(ids) if i is not None]
 
 
