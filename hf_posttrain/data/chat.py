@@ -323,11 +323,18 @@ def mark_turn_end(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     if not tokenizer.chat_template:
         return
-    question = {"role": "user", "content": f"{_PROBE}x"}
-    turns: Messages = [question, {"role": "assistant", "content": f"{_PROBE}y"}]
-    last, earlier = (_written(tokenizer, tokenizer.get_chat_template(), each) for each in (turns, [*turns, question]))
-    tail = last.rpartition(f"{_PROBE}y")[2]
+    asked = {"role": "user", "content": f"{_PROBE}x"}
+    turns: Messages = [asked, {"role": "assistant", "content": f"{_PROBE}y"}]
+    template = ChatTemplate(tokenizer)
+    try:
+        last = template.render(turns)
+        earlier = template.render([*turns, asked])
+    except InputError:
+        return
+    _, written, tail = last.rpartition(f"{_PROBE}y")
     between = earlier.partition(f"{_PROBE}y")[2].partition(_PROBE)[0]
+    if not written:
+        return
 
     special, markers = special_ids(tokenizer), marker_ids(tokenizer)
     of_tail, of_turn = plain_ids(tokenizer, [tail, between])

@@ -112,13 +112,13 @@ WHOLE = [case for case in AFTERWARDS if "teacher=" in case[0] or "teacher." in c
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """FILES, and models: tiny, `other` with another vocabulary, `small` with too few ids, `endless` without eos, `mute`
-    without a tokenizer, `garbled` with a broken config."""
+    """FILES, and models: tiny, `other` with another vocabulary, `small` with too few ids, `endless` without eos and
+    template, `mute` without a tokenizer, `garbled` with a broken config."""
     here = tmp_path_factory.mktemp("broken")
     for name, content in FILES.items():
         (here / name).parent.mkdir(parents=True, exist_ok=True)
         (here / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    endless = byte_tokenizer()
+    endless = byte_tokenizer(None)
     endless.eos_token = endless.pad_token = None
     tokenizers = {"tiny": byte_tokenizer(), "other": bos_tokenizer(), "small": byte_tokenizer(), "endless": endless}
     for name in (*tokenizers, "mute", "garbled"):
