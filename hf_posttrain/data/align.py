@@ -12,6 +12,7 @@ character) that place alone has no chunk.
 
 import re
 import unicodedata
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -39,21 +40,21 @@ class Aligned:
     chunks: list[int]  # of each of the student's tokens: the chunk that it is of, -1 where none is common to both; or
     # LEFT_OUT
     their_chunks: list[int]  # the same of the teacher's
-    settled: list[bool]  # of each chunk: was its beginning known before what it says? See `Aligner`
-
-    @property
-    def count(self) -> int:
-        """Of chunks."""
-        return len(self.settled)
+    count: int  # of chunks
+    longer: list[list[tuple[int, int]]]  # of each of the teacher's tokens, see `Aligner.longer`
 
     @cached_property
     def match(self) -> list[int]:
-        """Of each of the student's tokens the teacher's token that says the same alone and can be compared with it in
-        full, -1 where there is none."""
+        """The teacher's token for each student token that forms a chunk with it alone, -1 for any other token."""
         mine, theirs = _by_chunk(self.chunks), _by_chunk(self.their_chunks)
-        alone = {chunk: places[0] for chunk, places in theirs.items()
-                 if self.settled[chunk] and len(places) == len(mine.get(chunk, ())) == 1}  # fmt: skip
+        alone = {
+            chunk: places[0] for chunk, places in theirs.items() if len(places) == len(mine.get(chunk, ())) == 1
+        }
         return [alone.get(chunk, -1) for chunk in self.chunks]
+
+    def settled(self, place: int) -> bool:
+        """Return whether no token that only the teacher has could span the beginning of the teacher's token `place`."""
+        return place == 0 or not self.longer[place - 1]
 
 
 def _by_chunk(chunks: Sequence[int]) -> dict[int, list[int]]:
@@ -68,10 +69,10 @@ class Aligner:
     """Answers of a student, in the tokens of a teacher. ends: the student's terminal ids, what rows end with first;
     their_end: the teacher's. Raises InputError for a tokenizer whose tokens are not the bytes of a text.
 
-    A teacher that has tokens 9 and 95 writes 9 only where the number ends: behind its 9 it expects no digit. A student
-    that writes digit by digit has decided nothing yet. So the teacher's distribution there tells what comes next, and
-    is none for the student. The beginning of a chunk is settled where no token of the teacher's alone goes on from the
-    one before.
+    A teacher that has tokens 9 and 95 writes 9 only where the number ends, so after its 9 it expects no digit. A
+    student that writes digit by digit has not decided anything yet. How far the teacher's distribution after 9 holds
+    for such a student depends on the probability that the teacher gave to 95 and other tokens that only the teacher has
+    and that begin with 9. `Aligned.longer` lists these tokens, `scoring.chunks` sums their probability.
     """
 
     def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, ends: Sequence[int],
@@ -79,8 +80,11 @@ class Aligner:
         self.student, self.teacher, self.ends, self.their_end = student, teacher, list(ends), their_end
         self.mine, self.theirs = (_spellings(tokenizer) for tokenizer in (student, teacher))
         alone = {*self.theirs.values()} - {*self.mine.values()}
-        self.going_on = {spelt[:end] for spelt in alone for end in range(1, len(spelt))}
-        """What some token of the teacher's alone begins with."""
+        lacking = sorted((spelt, token) for token, spelt in self.theirs.items() if spelt in alone)
+        self.lacking = [token for _, token in lacking]
+        """The teacher's tokens that the student lacks, sorted by their bytes: tokens with a common beginning are
+        neighbours."""
+        self._spelt = [spelt for spelt, _ in lacking]
 
     def __call__(self, ids: Sequence[int]) -> Aligned:
         """An answer, which stands behind some prompt."""
@@ -103,10 +107,29 @@ class Aligner:
         mine = [LEFT_OUT if cut > whole else chunk for cut, chunk in zip(cuts, mine, strict=True)]
         if ended:  # by whatever token: a chunk of its own
             theirs, mine, others = [*theirs, self.their_end], [*mine, number], [*others, number]
-        first = {chunk: place for place, chunk in reversed([*enumerate(others)])}  # where each begins
-        settled = [first[chunk] == 0 or self.theirs.get(theirs[first[chunk] - 1]) not in self.going_on
-                   for chunk in range(number + ended)]  # fmt: skip
-        return Aligned(theirs, mine, others, settled)
+        return Aligned(theirs, mine, others, number + ended, self.longer(theirs))
+
+    def longer(self, ids: Sequence[int]) -> list[list[tuple[int, int]]]:
+        """Return, for each token of an answer of the teacher, which tokens could have stood in its place and spanned
+        the end of a later token as well: entry d is the range in `lacking` of the tokens that begin with the text of
+        this token and the d tokens after it, and are longer."""
+        found: list[list[tuple[int, int]]] = [[] for _ in ids]
+        for end in range(1, len(ids)):
+            text = b""
+            for start in reversed(range(end)):
+                if ids[start] not in self.theirs:
+                    break
+                text = self.theirs[ids[start]] + text
+                first, last = self._longer_than(text)
+                if first == last:
+                    break
+                found[start].append((first, last))
+        return found
+
+    def _longer_than(self, text: bytes) -> tuple[int, int]:
+        """Return the range in `lacking` of the tokens that begin with a text and do not end there."""
+        first = bisect_right(self._spelt, text)
+        return first, bisect_right(self._spelt, text, first, key=lambda spelt: spelt[: len(text)])
 
     def _tokens(self, said: bytes) -> list[int]:
         """The teacher's tokens of a text that stands behind a prompt: of several ways those that say it, or most."""

@@ -119,17 +119,17 @@ class KDTrainer(PostTrainer):
     def _by_chunk(self, model: nn.Module, batch: dict[str, Any], function: Any) -> Losses:
         """The mixed loss with a teacher that has its own tokenizer: see `scoring.chunks`."""
         config, weights, view = self.args, self.weights(batch), self.teacher.seen(batch)
-        theirs, whole = self.across.read(self.teacher, batch, self.teacher.dense, 1.0)
+        read = self.across.read(self.teacher, batch, self.teacher.dense, 1.0)
         tokens, ce_coef = self.stop.of(targets(batch)), 1 - config.kd_coef
-        tile = self.across.tile(function, whole, view["match"], tokens, 1.0, ce_coef)
+        tile = self.across.tile(function, read, view["match"], tokens, 1.0, ce_coef)
         scores = self.score(model, batch, tile)
         alone = scores["alone"] > 0
         # of a token that is not alone its ln q is known, which makes both parts of the loss
-        chunks = Chunks.of(view, torch.where(alone, scores["student"], scores["value"]), theirs)
+        chunks = Chunks.of(view, torch.where(alone, scores["student"], scores["value"]), read.own)
         apart = chunks.on_data(function)
         mixed = -ce_coef * scores["value"] + config.kd_coef * apart
         values = torch.where(alone, scores["value"], mixed)
         divergence = torch.where(alone, scores.get("divergence", apart), apart)
         metrics: dict[str, Any] = {"distill/ce": (-scores["student"], None)}
         metrics["distill/divergence"] = divergence.detach(), None
-        return Losses(values, weights, metrics | alignment(view, weights), scores.get("router_logits"))
+        return Losses(values, weights, metrics | alignment(view, scores["alone"], weights), scores.get("router_logits"))

@@ -347,11 +347,11 @@ class OPDTrainer(PostTrainer):
         """`compare` with a teacher that has its own tokenizer: see `scoring.chunks`."""
         args, view = self.args, self.teacher.seen(batch)
         sampled = args.loss_type == POLICY_GRADIENT
-        theirs, whole = self.across.read(self.teacher, batch, not sampled, args.temperature)
+        read = self.across.read(self.teacher, batch, not sampled, args.temperature)
         function = teacher_tiles.divergence("reverse_kl" if sampled else args.loss_type, args.beta, args.skew_alpha)
-        tile = self.across.tile(function, whole, view["match"], tokens, args.temperature)
+        tile = self.across.tile(function, read, view["match"], tokens, args.temperature)
         scores = self.score(model, batch, tile)
-        chunks = Chunks.of(view, scores["student"], theirs)
+        chunks = Chunks.of(view, scores["student"], read.own)
         value, divergence = chunks.on_rollouts(scores["value"], scores["alone"] > 0)
         if sampled:
             value = -chunks.credit * scores["value"]
@@ -411,7 +411,7 @@ class OPDTrainer(PostTrainer):
             metrics |= {"sampling/kl": (away, one), "sampling/logp_difference": (away.abs(), one)}
         metrics |= by_teacher(self.teacher, batch, "distill/reverse_kl", reverse_kl, own)
         if self.across:
-            metrics |= alignment(self.teacher.seen(batch), own)
+            metrics |= alignment(self.teacher.seen(batch), scores["alone"], own)
         if self.reward:
             grades, counts = batch["grades"], row_weights(batch)
             metrics |= {"reward/mean": (grades.mean(1), counts), "reward/spread": (grades.std(1, correction=0), counts)}

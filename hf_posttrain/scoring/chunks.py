@@ -1,8 +1,8 @@
 """Student against a teacher with a tokenizer of its own, by chunks of common text (`data.align`).
 
     one token against one    the divergence over the ids that both have, each side's distribution over those alone,
-                             where both models have SHARED of their probability on them and the chunk's beginning is
-                             settled (`data.align`); elsewhere as the next
+                             where these distributions are SHARED of what each model expects there; elsewhere as the
+                             next
     n tokens against m       the chunk as a whole: ln q and ln p of it are the sums over its tokens
                              on rollouts  -sg(A) ln q of each token, with the advantage A = ln p - ln q of the chunk and
                                           of those before and behind it
@@ -17,6 +17,16 @@ Why those around it: where a chunk ends is not known before the next one begins.
 token, 9 is a number that ends there; a student that writes digit by digit decides that with the token behind it, which
 so bears on both chunks. For the same reason a teacher with all its probability on tokens that the student lacks says
 nothing by the few that both have.
+
+How much of a teacher's expectation its distribution after 9 is: the teacher may have reached this text by 9, or be
+within 95, 96, ... . With r the probability of the first, given the text up to there,
+
+    r = 1 / (1 + sum over longer tokens w of p(w) / p(9)),     p at the place of the 9,
+
+the teacher's expectation is r p(. after 9) + (1 - r) (what continues these w). So r times the probability of the common
+ids after 9 must be SHARED: then what is left out changes the distribution by 1 - SHARED at most, in total variation. A
+longer token may begin several tokens earlier; p(9) is then the product over these tokens. Tokens that the student has
+as well are not counted: both models decided against them.
 
 Legend: N tokens of the student, M of the teacher, n of a tile, V vocabulary, S ids that both have.
 """
@@ -36,7 +46,7 @@ from .stop_outcome import StopOutcome
 from .teacher_tiles import TeacherStates, at_temperature, differentiated
 
 SHARED = 0.9
-"""Of the probability of both models, what must be on common ids for a divergence over them."""
+"""What each model must expect of the common ids in all for a comparison in full, as a probability."""
 UNSAID = -14.0
 """ln p of what a teacher cannot say: special tokens within an answer, and what is no text."""
 LEAST = 1e-6
@@ -53,34 +63,56 @@ class Across:
         pairs += [(end, aligner.their_end) for end in first]
         self.mine, self.theirs = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
         self.stop, self.their_stop = stop, StopOutcome(torch.tensor(ends, device=device), stop.temperature)
+        self.place = torch.full([max(aligner.theirs) + 1], -1, device=device)
+        """Of each of the teacher's ids its place in `Aligner.lacking`, -1 for an id that is not in it."""
+        self.place[aligner.lacking] = torch.arange(len(aligner.lacking), device=device)
 
-    def read(
-        self, teacher: Any, batch: dict[str, Any], whole: bool, temperature: float
-    ) -> tuple[Tensor, TeacherStates | None]:
-        """(ln p of each of the teacher's tokens [M], its whole distributions where asked for), by one forward."""
+    def read(self, teacher: Any, batch: dict[str, Any], whole: bool, temperature: float) -> "Read":
+        """What the teacher says, by one forward. whole: with its distributions, where it has them."""
         if not teacher.dense:
-            return teacher.own(batch, self.their_stop.ids.tolist()), None
-        tokens = self.their_stop.of(targets(teacher.seen(batch)))
-        if whole:
-            states = teacher.states(batch, self.their_stop)
-            return states.logps(tokens, temperature), states
-        return teacher.score(batch, self.their_stop(LogProb(tokens, temperature)))["value"].float(), None
+            return Read(teacher.own(batch, self.their_stop.ids.tolist()))
+        view = teacher.seen(batch)
+        tokens = self.their_stop.of(targets(view))
+        if not whole:
+            return Read(teacher.score(batch, self.their_stop(LogProb(tokens, temperature)))["value"].float())
+        states = teacher.states(batch, self.their_stop)
+        own, longer = [], []
+        for rows, logps in states.tiles(temperature):
+            own.append(logps.gather(-1, tokens[rows, None])[:, 0])
+            longer.append(self.longer(logps, view["longer"][rows]))
+        found = torch.cat(own).float()
+        return Read(found, states, reached(found, torch.cat(longer).float()))
+
+    def longer(self, logps: Tensor, ranges: Tensor) -> Tensor:
+        """Return the logarithms [n, D] of the probability of the tokens in `ranges` [n, D, 2], by log-probabilities
+        [n, V] of the teacher."""
+        logps = logps[:, : len(self.place)]
+        found = logps.new_full(ranges.shape[:2], -torch.inf)
+        for depth, of_depth in enumerate(ranges.unbind(1)):
+            # about half of the rows; on a GPU, to select them would wait for the device
+            some = slice(None) if logps.is_cuda else of_depth[:, 1].nonzero()[:, 0]
+            first, last = of_depth[some].split(1, -1)
+            outside = (self.place < first) | (self.place >= last)
+            found[some, depth] = logps[some].masked_fill(outside, -torch.inf).logsumexp(-1)
+        return found
 
     def tile(
-        self, function: Callable[[Tensor, Tensor], Tensor], whole: TeacherStates | None, match: Tensor, tokens: Tensor,
+        self, function: Callable[[Tensor, Tensor], Tensor], read: "Read", match: Tensor, tokens: Tensor,
         temperature: float, ce_coef: float = 0.0,
     ) -> TileFunction:  # fmt: skip
         """Tile function: of one token against one, by `match` [N], the divergence, mixed with the cross-entropy by
         `ce_coef`; of others (of all, without whole distributions) ln q. stats: `student`, ln q of `tokens`,
         `divergence`, and `alone`: which of both the value is."""
-        if whole is None or not len(whole.hidden):  # none: nothing of the answers is a text
+        whole = read.whole
+        if whole is None or read.reached is None or not len(whole.hidden):  # none: nothing of the answers is a text
 
             def own_alone(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
                 found = LogProb(tokens, temperature)(logits, rows, need_grad, buffer)
                 return Tile(found.value, found.grad, {"student": found.value, "alone": torch.zeros_like(found.value)})
 
             return self.stop(own_alone)
-        states = TeacherStates(whole.head, whole.hidden[match.clamp(min=0)], whole.stop)
+        theirs = match.clamp(min=0)
+        states, expected = TeacherStates(whole.head, whole.hidden[theirs], whole.stop), read.reached[theirs]
 
         def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
             whole_q = log_softmax(at_temperature(logits, temperature))
@@ -90,11 +122,39 @@ class Across:
             q, p = log_softmax(q), log_softmax(p)
             apart = function(q, p)
             mixed = (1 - ce_coef) * apart - ce_coef * own if ce_coef else apart
-            alone = (match[rows] >= 0) & (torch.minimum(on_mine, on_theirs) >= SHARED)
+            alone = (match[rows] >= 0) & (torch.minimum(on_mine, on_theirs * expected[rows]) >= SHARED)
             stats = {"student": own, "divergence": apart, "alone": alone.float()}
             return torch.where(alone, mixed, own), stats
 
         return self.stop(differentiated(value))
+
+
+@dataclass(frozen=True)
+class Read:
+    """A teacher's scores of its own tokens."""
+
+    own: Tensor  # ln p of each [M]
+    whole: TeacherStates | None = None  # the distributions they are of, where the teacher gives them
+    reached: Tensor | None = None  # the probability of the place of each [M], see `reached`; given with `whole`
+
+
+def reached(own: Tensor, longer: Tensor) -> Tensor:
+    """Return the probability [M] that a teacher's token begins where it does, given the text before it.
+
+    own: log-probability of each token [M]. longer: logarithm of the probability of all tokens that the student lacks,
+    that begin where a token does and extend over the end of the d-th token after it [M, D].
+    """
+    own, text, against = own.clamp(min=-1e30), torch.zeros_like(own), [torch.zeros_like(own)]
+    for depth in range(longer.shape[1]):
+        by = depth + 1
+        text = text + _later(own, by, 0.0)
+        against.append(_later(longer[:, depth], by, -torch.inf) - text)
+    return (-torch.stack(against).logsumexp(0)).exp()
+
+
+def _later(values: Tensor, by: int, fill: float) -> Tensor:
+    """Return the values [M] moved `by` places towards the end."""
+    return torch.nn.functional.pad(values, (by, 0), value=fill)[: len(values)]
 
 
 @dataclass(frozen=True)
@@ -137,11 +197,14 @@ class Chunks:
         return torch.where(self.known, function(q, p) / self.size, 0.0)
 
 
-def alignment(view: dict[str, Any], weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Metrics: the share of the student's tokens that stand alone against one of the teacher's, and of those without
-    common text. weights [N]: which count."""
-    return {"align/one_to_one": ((view["match"] >= 0).float(), weights),
-            "align/unaligned": ((view["chunk"] < 0).float(), weights)}  # fmt: skip
+def alignment(view: dict[str, Any], alone: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return metrics: the shares of the student's tokens that face one token of the teacher, that are compared with it
+    in full (`alone` [N]), and that have no common text. weights [N]: which count."""
+    return {
+        "align/one_to_one": ((view["match"] >= 0).float(), weights),
+        "align/in_full": (alone, weights),
+        "align/unaligned": ((view["chunk"] < 0).float(), weights),
+    }
 
 
 def _rest(ln: Tensor) -> Tensor:

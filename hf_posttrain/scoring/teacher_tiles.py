@@ -10,7 +10,7 @@ Legend: N scored tokens, n of one tile, V vocabulary, H hidden size.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,13 +70,11 @@ class TeacherStates:
                 self.stop.merge(logits)
             return logits
 
-    def logps(self, tokens: Tensor, temperature: float) -> Tensor:
-        """ln p of tokens [N], float32."""
-        size, found = getattr(self.head.module, "out_features", self.hidden.shape[-1]), []
+    def tiles(self, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, log-probabilities [n, V] of the teacher), tile by tile."""
+        size = getattr(self.head.module, "out_features", self.hidden.shape[-1])
         for rows in tiles(self.hidden, size):
-            p = log_softmax(at_temperature(self.logits(rows), temperature))
-            found.append(p.gather(-1, tokens[rows, None])[:, 0])
-        return torch.cat(found).float()
+            yield rows, log_softmax(at_temperature(self.logits(rows), temperature))
 
 
 def _copied(head: LMHead) -> LMHead:

@@ -80,7 +80,8 @@ def _across(batch: dict[str, Any], view: dict[str, Any], aligned: Sequence[Any])
     chunk [N] and their_chunk [M], the number of the chunk of text that a token is of, -1 where none is common to both,
     LEFT_OUT of half a character at the end;
     before and behind [N], those of the chunks before and behind it in the same answer, -1 where there is none;
-    match [N], of a token that may be compared with one of the teacher's in full, that token, else -1.
+    match [N], the teacher's token that forms a chunk with this one token, -1 where there is none;
+    longer [M, D, 2], ranges of `Aligner.lacking`, see `Aligner.longer`: 0, 0 for none.
     """
     base, tokens = 0, 0
     mine, before, behind, theirs, match = [], [], [], [], []
@@ -99,7 +100,15 @@ def _across(batch: dict[str, Any], view: dict[str, Any], aligned: Sequence[Any])
     if not view:
         return found
     theirs_first = torch.argsort(view["owner"], stable=True)
+    found["longer"] = _filled([ranges for one in aligned for ranges in one.longer])
     return view | {name: view[name][theirs_first] for name in ("scored", "owner")} | found
+
+
+def _filled(rows: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    """Return rows of ranges as one tensor [rows, most, 2], filled up with empty ranges."""
+    most = max(map(len, rows), default=0)
+    filled = [[*ranges, *[(0, 0)] * (most - len(ranges))] for ranges in rows]
+    return torch.tensor(filled, dtype=torch.long).view(len(rows), most, 2)
 
 
 def _moved(numbers: Sequence[int], by: int) -> Tensor:

@@ -56,12 +56,37 @@ def test_by_hand():
     assert found.ids == list(b"xabcd")
     assert (found.chunks, found.their_chunks) == ([0, 1, 2], [0, 1, 1, 2, 2])
     assert found.match == [0, -1, -1]
-    assert found.settled == [True] * 3  # the teacher has no token that the student lacks
+    assert both.lacking == []
+    assert all(found.settled(place) for place in range(5))
     found = Aligner(teacher, student, [258], 258)(list(b"axabcd"))
     assert student.convert_ids_to_tokens(found.ids) == ["a", "x", "ab", "cd"]
     assert found.chunks == [0, 1, 2, 2, 3, 3]
-    assert found.settled == [True, False, True, True]  # behind its a comes no b, or it would be ab
-    assert found.match == [0, -1, -1, -1, -1, -1]
+    assert found.match == [0, 1, -1, -1, -1, -1]
+    assert [found.settled(place) for place in range(4)] == [True, False, True, True]  # after a: it may have been ab
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_longer_tokens_are_all_that_the_student_lacks_and_that_span_an_end(one, other, text):
+    """By a search of the whole vocabulary, from each token on back as far as there is one."""
+    both = aligner(one, other)
+    ids = both.teacher(text, add_special_tokens=False)["input_ids"] + [both.their_end]
+    lacking = {token: spelt for token, spelt in both.theirs.items() if spelt not in {*both.mine.values()}}
+    expected = [[] for _ in ids]
+    for end in range(1, len(ids)):
+        for start in reversed(range(end)):
+            said = b"".join(both.theirs[token] for token in ids[start:end])
+            longer = {token for token, spelt in lacking.items() if spelt.startswith(said) and len(spelt) > len(said)}
+            if not longer:
+                break
+            expected[start].append(longer)
+    assert [[{*both.lacking[first:last]} for first, last in ranges] for ranges in both.longer(ids)] == expected
+
+
+def test_no_longer_token_spans_a_special_one():
+    both = aligner("byte", "gpt2")
+    [a] = both.teacher("a", add_special_tokens=False)["input_ids"]
+    assert [len(ranges) for ranges in both.longer([a, a, both.their_end, a, a])] == [1, 1, 0, 1, 0]
 
 
 def test_random_tokens_are_aligned_as_they_were_sampled():

@@ -14,7 +14,7 @@ from hf_posttrain.data.align import Aligner, bytes_of, shared_ids
 from hf_posttrain.errors import InputError
 from hf_posttrain.losses.divergence import forward_kl, reverse_kl
 from hf_posttrain.models.section import TeacherSection
-from hf_posttrain.scoring.chunks import SHARED
+from hf_posttrain.scoring.chunks import SHARED, reached
 
 ROWS = [
     {"prompt": "Question: capital of France? ", "completion": "Answer: Paris"},
@@ -51,8 +51,34 @@ def tiny_student():
     return model
 
 
+def expect_few_longer_tokens(teacher, tokenizer):
+    """Make tokens that the student lacks unlikely where their first byte is even."""
+    mine, theirs = {*bytes_of(byte_tokenizer()).values()}, bytes_of(tokenizer)
+    bias = torch.zeros(520)
+    bias[[token for token, spelt in theirs.items() if spelt not in mine and spelt[0] % 2 == 0]] = -12.0
+    teacher.get_output_embeddings().bias = torch.nn.Parameter(bias)
+
+
 def renormalised(logps, ids):
     return torch.log_softmax(logps[:, ids], -1)
+
+
+def reached_by_definition(logps, ids, mine, theirs):
+    """The probability that each token of the teacher begins where it does: of all ways to continue the text of the
+    answer from each earlier place, by tokens that the student lacks, in float64 and token by token."""
+    lacking = {token: spelt for token, spelt in theirs.items() if spelt not in {*mine.values()}}
+    found = []
+    for end in range(len(ids)):
+        against = 0.0
+        for start in reversed(range(end)):
+            text = b"".join(theirs.get(token, b"?") for token in ids[start:end])
+            longer = [token for token, spelt in lacking.items() if spelt.startswith(text) and spelt != text]
+            if not longer:
+                break
+            path = sum(logps[place, ids[place]].double() for place in range(start, end))
+            against += sum((logps[start, token].double() - path).exp() for token in longer)
+        found.append(1 / (1 + against))
+    return found
 
 
 def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, function, on_data, kd_coef=None):
@@ -64,6 +90,7 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
     shared, of_teacher = shared_ids(bytes_of(mine), bytes_of(tokenizer))
     shared, of_teacher = [*shared, 258], [*of_teacher, tokenizer.eos_token_id]
     total, gaps = 0.0, []
+    reached = reached_by_definition(p, found.ids, bytes_of(mine), bytes_of(tokenizer))
     for chunk in range(found.count):
         a = [n for n, c in enumerate(found.chunks) if c == chunk]
         b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
@@ -71,10 +98,12 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
     for chunk in range(found.count):
         a = [n for n, c in enumerate(found.chunks) if c == chunk]
         b = [n for n, c in enumerate(found.their_chunks) if c == chunk]
-        masses = [min(q[n, shared].exp().sum() for n in a), min(p[n, of_teacher].exp().sum() for n in b)]
-        alone = len(a) == len(b) == 1 and found.settled[chunk]
-        if alone and function is not None and min(masses) >= SHARED:
+        masses = [q[n, shared].exp().sum() for n in a] + [reached[n] * p[n, of_teacher].exp().sum() for n in b]
+        one_to_one = len(a) == len(b) == 1 and function is not None
+        counts["left by what the teacher says"] += one_to_one and min(masses) < SHARED and reached[b[0]] < SHARED
+        if one_to_one and min(masses) >= SHARED:
             counts["alone"] += 1
+            counts["taken by what the teacher says"] += not found.settled(b[0])
             total = total + function(renormalised(q[a], shared), renormalised(p[b], of_teacher)).sum()
         elif on_data:
             pair = [torch.stack([x, torch.log1p(-x.exp())])[None] for x in (own[a].sum(), theirs[b].sum())]
@@ -134,9 +163,11 @@ def tokenizer_text(row):
 def test_kd_by_its_definition(other, tmp_path):
     """Both parts, with gradients: chunks of several tokens by the divergence of two outcomes."""
     folder, tokenizer, teacher = other
+    expect_few_longer_tokens(teacher, tokenizer)
     config = {"per_device_train_batch_size": 4, "teacher_tokenizer": folder, "kd_coef": 0.7}
     trainer = trainer_for("kd", tiny_student(), ROWS, tmp_path, second=teacher, **config)
     student, prepared = tiny_student(), trainer.train_dataset
+    counts.clear()
     step = one_step("kd", student, ROWS, tmp_path, second=teacher, **config)
     total, count = 0.0, 0
     for row in prepared:
@@ -148,8 +179,33 @@ def test_kd_by_its_definition(other, tmp_path):
     assert_same_step(step, (loss.item(), {n: w.grad for n, w in student.named_parameters()}), relative=1e-4)
     trainer.train()
     [log] = [log for log in trainer.state.log_history if "loss" in log]
-    assert 0 < log["align/one_to_one"] < 1
+    assert 0 < log["align/in_full"] < log["align/one_to_one"] < 1
+    assert log["align/in_full"] == pytest.approx(counts["alone"] / count)
+    assert counts["taken by what the teacher says"] > 0, counts
+    assert counts["left by what the teacher says"] > 0, counts
     assert log["align/unaligned"] == 0
+
+
+def test_the_probability_of_a_beginning_is_that_of_a_loop_in_float64():
+    """Of places with longer tokens of up to four tokens, without any, and after a token of probability 0."""
+    draw = torch.Generator().manual_seed(0)
+    own = -8 * torch.rand(40, generator=draw)
+    longer = -8 * torch.rand(40, 4, generator=draw)
+    longer[torch.rand(40, 4, generator=draw) < 0.6] = -torch.inf
+    own[17], longer[16:18, 0] = -torch.inf, torch.tensor([-torch.inf, -3.0])
+    expected = []
+    for place in range(40):
+        path, against = torch.tensor(0.0, dtype=torch.float64), 0.0
+        for depth in range(min(place, 4)):
+            path = path + own[place - 1 - depth].double()
+            if longer[place - 1 - depth, depth] > -torch.inf:
+                against += (longer[place - 1 - depth, depth].double() - path).exp()
+        expected.append(1 / (1 + torch.as_tensor(against, dtype=torch.float64)))
+    found = reached(own, longer)
+    assert found.tolist() == pytest.approx(torch.stack(expected).tolist(), rel=1e-5)
+    assert 0 == found[18] < found.min() + 1e-9
+    assert found[0] == 1.0
+    assert reached(own, longer[:, :0]).tolist() == [1.0] * 40
 
 
 @pytest.mark.parametrize("method", ["opd", "kd"])
