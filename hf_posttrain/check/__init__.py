@@ -136,6 +136,8 @@ def check(
         spare_checkpointing(recipe, config, trainer_class, rows, engine, device_memory)
         estimate = memory.estimate(recipe, config, trainer_class, rows, engine, device_memory)
         probed = probe.probe(recipe, tokenizer, peft_config, rows["train"]) if with_probe else None
+        if probed is not None and config_file is None:  # the estimate is of what the probe has run
+            probed.estimate = max(size for name, size in estimate.phases.items() if name != "evaluation")
     finally:
         logger.removeHandler(logged)
         noted.disabled = False

@@ -57,10 +57,16 @@ class Probe:
     peak_bytes: int  # most memory held: of the GPU by tensors, on CPU by the whole process
     loss: float  # of that batch, before the step
     rollouts: Rollouts | None = None  # where the student samples
+    alignment: dict[str, float] | None = None  # metrics of align/ of that batch: a teacher with its own tokenizer
+    estimate: int | None = None  # bytes that `memory` estimates for what ran
 
     def lines(self) -> Iterator[str]:
-        took = f"{self.seconds:.1f} s, {self.peak_bytes / 2**30:.2f} GiB at most, loss {self.loss:.4g}"
+        expected = "" if self.estimate is None else f" (estimate: {self.estimate / 2**30:.2f})"
+        took = f"{self.seconds:.1f} s, {self.peak_bytes / 2**30:.2f} GiB at most{expected}, loss {self.loss:.4g}"
         yield f"a step of {self.rows} rows of up to {self.longest} tokens: {took}"
+        if self.alignment:
+            one, full = (self.alignment[f"align/{name}"] for name in ("one_to_one", "in_full"))
+            yield f"{one:.1%} of its trained tokens face one token of the teacher, {full:.1%} are compared in full"
         if self.rollouts:
             lengths, stopped = self.rollouts.lengths, self.rollouts.stopped
             spread = f"{np.mean(lengths):.0f} tokens ({min(lengths)} to {max(lengths)})"
@@ -102,12 +108,14 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         metrics = trainer.train().metrics
+        averages = trainer.meters["train"].averages(trainer.accelerator)
         rollouts = sampled(trainer, chosen) if method.rows.sampled else None
         chosen = chosen if recipe.rounds is None else trainer.round.rows
     own = [name for name in chosen.column_names if name.endswith("_ids") and name != "mismatch_ids"]
     return Probe(
         min(config.per_device_train_batch_size, len(chosen)), int(tokens_of(chosen, own).max()),
         metrics["train_runtime"], peak_memory(config.device), metrics["train_loss"], rollouts,
+        {name: value for name, value in averages.items() if name.startswith("align/")} or None,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import datasets
 import numpy as np
 
 from ..data import chat
+from ..data.align import Aligner
 from ..data.encode import NO_TARGET
 from ..data.images import picture_size, read_by
 from ..data.kinds import Reader, RowKind
@@ -24,6 +25,7 @@ from ..recipe.sections import Recipe
 SHOWN = 3  # samples of each source
 LOOKED_AT = 1000  # rows of each source whose beginnings and ends are counted
 PADDED_SHARE = 0.1  # from this share of examples on, padding tokens inside them are a warning
+ALIGNED = 200  # answers that are aligned with a teacher's tokens
 EDGE = 24  # characters that are shown on each side of the boundary between prompt and trained text
 LONGEST = 1500  # characters of a piece that are shown
 PLAIN, BOLD, GREEN, YELLOW, RED = "\033[0m", "\033[1m", "\033[1;32m", "\033[33m", "\033[1;31m"
@@ -100,6 +102,7 @@ class TokenAudit:
     one_outcome: dict[int, str] | None = None  # of both, those that the loss counts as one
     pictures: list[tuple[int, int, int]] = field(default_factory=list)  # of each width, height and tokens of features
     sees: bool = False  # are pictures read?
+    alignment: dict[str, float] | None = None  # with a teacher that has its own tokenizer: shares of trained tokens
 
     def warnings(self) -> Iterator[str]:
         if self.doubled:
@@ -129,6 +132,12 @@ class TokenAudit:
             one = ", ".join(f"{token} ({i})" for i, token in self.one_outcome.items())
             apart = "none: each is compared by itself (train.one_stop_outcome)"
             yield f"one outcome in the loss: {one or apart}"
+        if self.alignment is not None:
+            shares = self.alignment
+            said = f"{shares['one_to_one']:.1%} of the tokens face one token of the teacher"
+            yield f"alignment: {said}, {shares['unaligned']:.1%} have no common text"
+            few, most = (f"{shares[name]:.1%}" for name in ("settled", "one_to_one"))
+            yield f"compared in full: {few} to {most}, by the teacher's probabilities (--probe measures it)"
         if self.sees:
             sizes = sorted(self.pictures, key=lambda one: one[2])
             said = "none in the examples that were looked at"
@@ -252,7 +261,30 @@ def audit_tokens(
     trained = [(ids, mask) for example in examples for _, ids, mask in example if any(mask)]
     found.answers = len(trained)
     found.ended = sum(ids[-1] in found.stops and bool(mask[-1]) for ids, mask in trained)
+    other = next((section for _, section in recipe.taught_by() if section.own_tokenizer), None)
+    if other is not None:
+        answers = [ids for example in examples for role, ids, _ in example if role != "prompt"]
+        found.alignment = _alignment(tokenizer, load_tokenizer(other), [*found.stops], answers[:ALIGNED])
     return found
+
+
+def _alignment(
+    student: Any, teacher: Any, ends: list[int], answers: Sequence[Sequence[int]]
+) -> dict[str, float] | None:
+    """Return shares of the tokens of answers: those that face one token of the teacher, those of them at whose place
+    the teacher has no longer token, and those without common text. None: there is no answer, or the tokenizers are
+    equal."""
+    if not any(answers) or student.get_vocab() == teacher.get_vocab():
+        return None
+    aligner, counts, total = Aligner(student, teacher, ends, teacher.eos_token_id), Counter[str](), 0
+    for ids in answers:
+        aligned = aligner(ids)
+        facing = [place for place in aligned.match if place >= 0]
+        counts["one_to_one"] += len(facing)
+        counts["settled"] += sum(map(aligned.settled, facing))
+        counts["unaligned"] += sum(chunk < 0 for chunk in aligned.chunks)
+        total += len(ids)
+    return {name: counts[name] / total for name in ("one_to_one", "settled", "unaligned")}
 
 
 def _first_examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str, count: int) -> list[dict]:

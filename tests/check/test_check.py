@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from models_for_tests import tiny_model
-from tokenizers_for_tests import CHATML, LLAMA, bos_tokenizer, byte_tokenizer
+from tokenizers_for_tests import CHATML, LLAMA, bos_tokenizer, byte_tokenizer, gpt2_tokenizer
 from training_for_tests import METHODS, TABLE, token_rows, trainer_for, usual
 from transformers import Qwen3Config
 
@@ -23,6 +23,7 @@ from hf_posttrain.check import check
 from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
 from hf_posttrain.data import prepare
+from hf_posttrain.data.align import Aligner
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import load as models
 from hf_posttrain.recipe.read import load_recipe
@@ -340,6 +341,35 @@ def test_what_ends_an_answer_of_both_models_is_listed(folder):
     assert not any("one outcome" in line for line in checked("data.eval=null").tokens.lines())
 
 
+ACROSS = ("method=kd", "data.eval=null", "train.completion_only_loss=true")
+
+
+def test_tokens_that_face_one_of_the_teachers_are_counted(folder):
+    """By hand: the teacher has longer tokens after some of the characters; with --probe its probabilities decide."""
+    tokenizer = gpt2_tokenizer()
+    write_model(folder / "gpt2", tokenizer)
+    config = json.loads((folder / "gpt2" / "config.json").read_text())
+    (folder / "gpt2" / "config.json").write_text(json.dumps(config | {"vocab_size": 520}))
+    teacher = "teacher={name_or_path: gpt2, from_scratch: true, own_tokenizer: true}"
+    found = checked(*ACROSS, teacher, with_probe=True)
+    both = Aligner(byte_tokenizer(), tokenizer, [258], tokenizer.eos_token_id)
+    answers = [both([*f" {n + 1}".encode(), 258]) for n in range(10)]
+    facing = [(answer, place) for answer in answers for place in answer.match if place >= 0]
+    total = sum(len(answer.chunks) for answer in answers)
+    one, few = len(facing) / total, sum(answer.settled(place) for answer, place in facing) / total
+    assert found.tokens.alignment == {"one_to_one": one, "settled": few, "unaligned": 0.0}
+    assert 0 < few < one
+    lines = [*found.tokens.lines()]
+    assert f"alignment: {one:.1%} of the tokens face one token of the teacher, 0.0% have no common text" in lines
+    assert any(line.startswith(f"compared in full: {few:.1%} to {one:.1%}, ") for line in lines)
+    measured = found.probe.alignment
+    assert 0 <= measured["align/in_full"] <= measured["align/one_to_one"] <= 1
+    assert any("face one token of the teacher" in line for line in found.probe.lines())
+    same = checked(*ACROSS, "teacher={name_or_path: other, from_scratch: true, own_tokenizer: true}", with_probe=True)
+    assert same.tokens.alignment is None
+    assert same.probe.alignment is None
+
+
 # ---- plan
 
 
@@ -415,6 +445,8 @@ def test_probe_runs_the_longest_rows_for_real_and_leaves_nothing(folder, monkeyp
     found = checked("data.eval=null", with_probe=True).probe
     assert (found.rows, found.longest) == (2, 42)
     assert found.peak_bytes > 2**20
+    both = f"{found.peak_bytes / 2**30:.2f} GiB at most (estimate: {found.estimate / 2**30:.2f})"
+    assert both in next(found.lines())
     assert 0 < found.loss < 20
     assert sorted(folder.rglob("*")) == before
 

@@ -487,6 +487,27 @@ def test_a_laptop_knows_what_eight_gpus_would_hold(tmp_path):
     assert "zero2, 8 processes" in found.lines()[0]
 
 
+@pytest.mark.parametrize(
+    ("given", "gpu", "factor"),
+    [({}, False, 2.4), ({}, True, None), ({"MALLOC_MMAP_THRESHOLD_": "65536"}, False, None),
+     ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False, None), ({"MALLOC_ARENA_MAX": "1"}, False, 2.4)],
+)  # fmt: skip
+def test_what_glibc_may_keep_is_said_on_cpu_alone(given, gpu, factor, tmp_path, monkeypatch):
+    """With an allocator that returns freed tensors the estimate stands alone."""
+    for name in memory.HEAP_OPTIONS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = memory.estimate(*prepared(write_recipe(tmp_path, "tiny")), Engine("single", 1, gpu=gpu), 80)
+    said = [line for line in found.lines() if "the process may need" in line]
+    if factor is None:
+        assert (found.process, said) == (None, [])
+    else:
+        assert found.process == round(factor * found.total)
+        assert f"up to 2.4 times as much, {2.4 * found.total / 2**30:.2f} GiB" in said[0]
+        assert found.lines()[1] == said[0]
+
+
 def test_a_gpu_with_room_spares_activation_checkpointing(tmp_path, caplog):
     """Where the recipe leaves it open; the log says it, and why. On CPU nothing changes."""
     recipe, config, trainer_class, rows = prepared(write_recipe(tmp_path, "dpo"))
