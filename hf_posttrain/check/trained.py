@@ -136,8 +136,8 @@ class TokenAudit:
             shares = self.alignment
             said = f"{shares['one_to_one']:.1%} of the tokens face one token of the teacher"
             yield f"alignment: {said}, {shares['unaligned']:.1%} have no common text"
-            few, most = (f"{shares[name]:.1%}" for name in ("settled", "one_to_one"))
-            yield f"compared in full: {few} to {most}, by the teacher's probabilities (--probe measures it)"
+            bounds = f"{shares['settled']:.1%} to {shares['one_to_one']:.1%}"
+            yield f"compared in full: {bounds}, by the teacher's probabilities (--probe measures it)"
         if self.sees:
             sizes = sorted(self.pictures, key=lambda one: one[2])
             said = "none in the examples that were looked at"
