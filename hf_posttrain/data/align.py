@@ -112,7 +112,8 @@ class Aligner:
     def longer(self, ids: Sequence[int]) -> list[list[tuple[int, int]]]:
         """Return, for each token of an answer of the teacher, which tokens could have stood in its place and spanned
         the end of a later token as well: entry d is the range in `lacking` of the tokens that begin with the text of
-        this token and the d tokens after it, and are longer."""
+        this token and the d tokens after it, and are longer. The search backwards from an end stops at the first text
+        that no longer token begins with."""
         found: list[list[tuple[int, int]]] = [[] for _ in ids]
         for end in range(1, len(ids)):
             text = b""
