@@ -37,7 +37,8 @@ class Plan:
     saved: float | None = None  # share of tokens that is not computed, since answers share their prompt
 
     def lines(self) -> Iterator[str]:
-        of = f"{self.epochs:.3g} epochs of {self.rows} rows" if self.rows is not None else "a stream"
+        count = f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)}"
+        of = f"{count} of {self.rows} rows" if self.rows is not None else "a stream"
         processes = f" on {self.processes} processes" if self.processes > 1 else ""
         yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {of}"
         yield from [self.rounds] if self.rounds else []
