@@ -12,6 +12,12 @@ from .methods import METHODS
 __version__ = "0.1.0"
 _MODULES = {name: method.module for method in METHODS.values() for name in (method.config_name, method.trainer_name)}
 _MODULES["TeacherSection"] = "hf_posttrain.models.section"
+_OF_SCRIPTS = (
+    "DatasetConfig", "DatasetMixtureConfig", "ModelConfig", "ScriptArguments", "TrlParser", "get_dataset",
+    "get_kbit_device_map", "get_peft_config", "get_quantization_config",
+)  # fmt: skip
+"""Names that scripts of TRL import in addition."""
+_MODULES |= dict.fromkeys(_OF_SCRIPTS, "hf_posttrain.recipe.trl_scripts")
 __all__ = sorted(_MODULES)
 
 # peft imports bitsandbytes, which then warns of a kernel that only 4-bit weights on a CPU would use

@@ -77,6 +77,21 @@ def take_pictures(row: dict, form: str, folder: str | None = None) -> tuple[dict
         return row, [stored(next(own) if value is None else value, folder) for value in places]
 
 
+def hold_images(rows: Any) -> bool:
+    """Return whether rows, or any of a dict of data sets, have a column of images or an image in the first row."""
+    if isinstance(rows, Mapping):
+        return any(hold_images(part) for part in rows.values())
+    if isinstance(rows, datasets.IterableDataset):
+        first = next(iter(rows), None)
+    else:
+        first = rows[0] if isinstance(rows, Sequence | datasets.Dataset) and len(rows) else None
+    if not isinstance(first, Mapping):
+        return False
+    if any(first.get(column) is not None for column in COLUMNS):
+        return True
+    return any(_marked(value)[1] for name, value in first.items() if name in _WITH_TEXT and isinstance(value, list))
+
+
 def _is_whole(turns: Any) -> bool:
     """Is it a conversation from its beginning, not an answer?"""
     return isinstance(turns, list) and bool(turns) and role_of(turns[0]) not in ("assistant", None)

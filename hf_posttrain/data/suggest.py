@@ -81,7 +81,10 @@ def picture_problem(rows: list[dict], aside: Collection[str]) -> str | None:
     for column in sorted(PICTURES & {*aside}):
         if any(is_picture(row.get(column)) for row in rows):
             meant = f"if that is meant, give it another name, such as {columns_line({'unused': column})}"
-            how = "set model.images: true (of hf-posttrain data: --images; in Python pass the processor of the model)"
+            how = (
+                "a vision-language model reads them with model.images: true (of hf-posttrain data: --images; in Python"
+                " with its processor as processing_class), a text model cannot"
+            )
             return f"column {column!r}: text alone is trained, not its pictures: {how}; {meant}"
     return None
 

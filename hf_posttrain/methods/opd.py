@@ -145,7 +145,7 @@ class OPDTrainer(PostTrainer):
 
     def __init__(self, *args: Any, teacher_model: Any = None, teacher_offload: bool = False, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        check_teacher(self.args, teacher_model)
+        teacher_model = check_teacher(self.args, teacher_model)
         self.teacher, self.vocabulary = add_teacher(self, teacher_model, teacher_offload)
         self.terminal_ids, self.stop = find_stop_outcome(self, self.args.one_stop_outcome)
         self.across = find_across(self)

@@ -6,6 +6,7 @@ Which tokens are trained: the completion of prompt + completion rows, every toke
 assistants' turns of `messages` with assistant_only_loss.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -57,14 +58,46 @@ def supervised_examples(row: dict) -> list[Example]:
     return [Example(one["prompt_ids"], [Branch(one["completion_ids"], one.get("completion_mask"))]) for one in rows]
 
 
+def formatted(rows: Any, function: Callable[[dict], str], column: str) -> Any:
+    """Return rows of one column, with the text that a function makes of each row; a dict of data sets one by one.
+
+    Raises InputError for a function that returns anything but a text.
+    """
+
+    def text_of(row: dict) -> dict[str, str]:
+        text = function(row)
+        if not isinstance(text, str):
+            raise InputError(f"formatting_func must return a text for each row, not a {type(text).__name__}")
+        return {column: text}
+
+    if rows is None:
+        return None
+    if isinstance(rows, dict):
+        return {name: formatted(part, function, column) for name, part in rows.items()}
+    if isinstance(rows, datasets.Dataset | datasets.IterableDataset):
+        columns = rows.column_names or list(next(iter(rows)))
+        return rows.map(text_of, remove_columns=columns)
+    return [text_of(row) for row in rows]
+
+
 class SFTTrainer(PostTrainer):
-    """Supervised fine-tuning of a causal LM.
+    """Supervised fine-tuning of a causal LM; further argument: `formatting_func`, which makes the text of a row.
 
     `compute_metrics` gets full logits and shift_labels, [rows, L, V] and [rows, L].
     """
 
     config_class = SFTConfig
     examples = staticmethod(supervised_examples)
+
+    def __init__(self, *args: Any, formatting_func: Callable[[dict], str] | None = None, **kwargs: Any):
+        if formatting_func is not None:
+            config = kwargs.get("args", args[1] if len(args) > 1 else None)
+            column = getattr(config, "dataset_text_field", "text")
+            if len(args) > 3:
+                raise InputError("formatting_func requires train_dataset and eval_dataset by name")
+            for name in kwargs.keys() & {"train_dataset", "eval_dataset"}:
+                kwargs[name] = formatted(kwargs[name], formatting_func, column)
+        super().__init__(*args, **kwargs)
 
     @classmethod
     def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:

@@ -100,7 +100,9 @@ def _made(trainer: Any, given: Given, name: str, offload: bool) -> tuple[Any, in
     if isinstance(given, str | TeacherSection):
         section = ModelSection(name_or_path=given) if isinstance(given, str) else given
         offload = offload or section.offload
-        model = load.load_model(section, trainable=False)
+        kwargs = trainer.args.teacher_model_init_kwargs or {}
+        options = load.take_options(section, kwargs, "teacher_model_init_kwargs")
+        model = load.load_model(section, trainable=False, options=options)
     launch.check_model(model, trainer.args)
     if shares_trained_weights(model, trainer.model):
         problem = "teacher_model is the student itself, or shares weights with it"

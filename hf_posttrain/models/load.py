@@ -324,12 +324,22 @@ def only_sees(config: PretrainedConfig) -> bool:
     return _sees(config) and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
 
 
+def saved_with_vision(config: PretrainedConfig) -> bool:
+    """Return whether the weights are those of a vision-language model, by the class that has saved them.
+
+    The config alone does not say it: that of Qwen3.5 belongs to a causal LM as well.
+    """
+    known = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), ())
+    classes = known if isinstance(known, tuple) else (known,)
+    return any(each.__name__ in (config.architectures or ()) for each in classes)
+
+
 _DONE_ANYWAY = ("low_cpu_mem_usage", "_fast_init")
 """Options of `from_pretrained` that older versions of transformers had, and that ask for what is always done now."""
 _PASS_BOTH = "config and tokenizer would be read without it: load model and tokenizer with it and pass both"
 _UNREAD = "transformers does not read it any more: leave it out"
 _NOT_TAKEN = {
-    "revision": _PASS_BOTH, "subfolder": _PASS_BOTH, "config": "pass the fields that differ, or the loaded model",
+    "subfolder": _PASS_BOTH, "config": "pass the fields that differ, or the loaded model",
     "use_safetensors": "trust_remote_code=True reads weights that are not safetensors",
     "output_loading_info": "a trainer takes the model alone: leave it out", "state_dict": "pass the loaded model",
     "load_in_4bit": "pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
@@ -343,24 +353,29 @@ _OF_LOADER = ("dtype", "device_map", "quantization_config", "attn_implementation
 """Options that `from_pretrained` takes and does not name in its signature."""
 
 
-def take_options(section: ModelSection, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Put TRL's `model_init_kwargs` into a section, and return those that it has no field for."""
+def take_options(section: ModelSection, options: Mapping[str, Any], owner: str = "model_init_kwargs") -> dict[str, Any]:
+    """Put TRL's `model_init_kwargs` into a section, and return those that it has no field for.
+
+    owner: the option that holds them, for messages. Raises InputError for a dtype that does not exist, and for a
+    revision other than main, which config and tokenizer would not be read from.
+    """
     left = dict(options)
+    if (revision := left.pop("revision", None)) not in (None, "main"):
+        mend = f"download it (hf download {section.name_or_path} --revision {revision}), and give that folder"
+        raise InputError(f"{owner}: revision={revision!r} cannot be loaded by name: {mend}")
     dtype = left.pop("dtype", left.pop("torch_dtype", None))
     if dtype is not None:
         section.dtype = str(dtype).removeprefix("torch.")  # type: ignore[assignment]
         if section.dtype not in (known := get_args(get_type_hints(ModelSection)["dtype"])):
-            raise InputError(f"model_init_kwargs: dtype={dtype!r} is none of {', '.join(known)}")
+            raise InputError(f"{owner}: dtype={dtype!r} is none of {', '.join(known)}")
     section.attn_implementation = left.pop("attn_implementation", None) or section.attn_implementation
     section.trust_remote_code = left.pop("trust_remote_code", section.trust_remote_code)
     for name in _DONE_ANYWAY:
         left.pop(name, None)
-    if left.get("revision") == "main":
-        left.pop("revision")
     left = {name: value for name, value in left.items() if value not in (None, "")}
     for name, problem in _NOT_TAKEN.items():
         if name in left:
-            raise InputError(f"model_init_kwargs: {name}={shown(left[name])}: {problem}")
+            raise InputError(f"{owner}: {name}={shown(left[name])}: {problem}")
     return left
 
 
@@ -369,7 +384,7 @@ def set_in_config(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[
     left = dict(options)
     text = config.get_text_config()
     for owner in (config, text):
-        for name in [name for name in left if name in owner.to_dict()]:
+        for name in owner.to_dict().keys() & left.keys() - {"quantization_config"}:
             setattr(owner, name, left.pop(name))
     return left
 

@@ -28,11 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_model(
-    model: nn.Module | str, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any, args: Any
+    model: nn.Module | str, tokenizer: PreTrainedTokenizerBase | None, peft_config: Any, args: Any, images: bool = False
 ) -> tuple[nn.Module, PreTrainedTokenizerBase]:
     """A model and its tokenizer, each loaded by name where it is missing. Raises InputError if it cannot be found.
 
-    args: a Config, of which `model_init_kwargs` and `trust_remote_code` are read.
+    args: a Config, of which `model_init_kwargs` and `trust_remote_code` are read. images: whether the rows hold images;
+    then a vision-language model is loaded as one, with its processor.
     """
     sees = isinstance(tokenizer, ProcessorMixin)
     if sees:
@@ -41,13 +42,19 @@ def resolve_model(
         section = ModelSection(name_or_path=model, lora=None if peft_config is None else {})
         section.trust_remote_code = args.trust_remote_code
         options = load.take_options(section, args.model_init_kwargs or {})
-        section.images = sees or (tokenizer is None and load.only_sees(load.check_model(section)))
+        if tokenizer is None:
+            config = load.check_model(section)
+            section.images = load.only_sees(config) or (images and load.saved_with_vision(config))
+        else:
+            section.images = sees
         model, tokenizer = load.load_model(section, options=options), tokenizer or load.load_tokenizer(section)
     if tokenizer is None:
         name = getattr(getattr(model, "config", None), "_name_or_path", None)
         if not name:
             raise InputError("processing_class is missing: pass the model's tokenizer")
-        tokenizer = load.load_tokenizer(ModelSection(name_or_path=name, trust_remote_code=args.trust_remote_code))
+        section = ModelSection(name_or_path=name, trust_remote_code=args.trust_remote_code)
+        section.images = images and forward.sees(model)
+        tokenizer = load.load_tokenizer(section)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise InputError(f"processing_class is no tokenizer or processor but of class {type(tokenizer).__name__}")
     if read_by(tokenizer) and not forward.sees(model):

@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, set_seed
 
 from ..data.as_written import from_rows
-from ..data.images import read_by
+from ..data.images import hold_images, read_by
 from ..data.lengths import check_length_known, seeded_sampler, warn_if_too_long, with_lengths
 from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
@@ -52,7 +52,23 @@ logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
 
 
-class PostTrainer(Trainer):
+class _SecondByPosition(type):
+    """The class of trainers: `Trainer(model, second, args=...)` passes the second model by position, as TRL's allow."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raises InputError for a second argument that is not `args` of a method without a second model, and for more
+        positional arguments than those two."""
+        if len(args) > 1 and "args" in kwargs:
+            name = {"reference": "ref_model", "teacher": "teacher_model"}.get(cls.method.second)  # type: ignore[attr-defined]
+            if len(args) > 2 or name is None or name in kwargs:
+                problem = f"{cls.__name__}: its second argument is args, which is given by name too"
+                raise InputError(f"{problem}: name every argument after the model")
+            kwargs[name] = args[1]
+            args = args[:1]
+        return super().__call__(*args, **kwargs)
+
+
+class PostTrainer(Trainer, metaclass=_SecondByPosition):
     """Base of the methods' trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
 
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model; its
@@ -83,13 +99,6 @@ class PostTrainer(Trainer):
         if hasattr(cls, "config_class"):  # none of a class that goes in front of a method's
             cls.method = cls.reads = cls.config_class.method
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> "PostTrainer":
-        """Raises InputError for a second argument that is not `args`, though that is given by name."""
-        if len(args) > 1 and "args" in kwargs:
-            second = "ref_model or teacher_model" if cls.method.second else "every other argument"
-            raise InputError(f"{cls.__name__}: its second argument is args, which is given by name too: name {second}")
-        return super().__new__(cls)
-
     def __init__(
         self,
         model: PreTrainedModel | nn.Module | str | None = None,
@@ -106,7 +115,8 @@ class PostTrainer(Trainer):
         kwargs = check_arguments(type(self), model, args, data_collator, kwargs)
         if train_dataset is None and eval_dataset is None:
             raise InputError("train_dataset is missing: pass the rows to train on (or eval_dataset alone, to evaluate)")
-        model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config, args)  # type: ignore[arg-type]
+        images = hold_images(train_dataset) or hold_images(eval_dataset)
+        model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config, args, images)  # type: ignore[arg-type]
         args = policies.with_supported_checkpointing(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)
         policies.align_generation(model, self.tokenizer, self.terminal_ids)
@@ -142,6 +152,7 @@ class PostTrainer(Trainer):
         cached = getattr(config, "use_cache", None)
         saved = self.tokenizer if reader is None else reader.processor
         super().__init__(model, args, collator, train, evaluated, saved, **kwargs)
+        saving.add_tags(self.scored[0], self.method.name)
         if cached is not None:
             config.use_cache = cached  # HF's Trainer turns it off for good; our forwards say it each time
         self.neftune_noise_alpha = None  # HF's noise would depend on the layout: `step.score` adds it

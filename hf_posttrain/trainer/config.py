@@ -47,7 +47,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
 
     method: ClassVar[Method]
     """The row of the table of methods that these are the options of."""
-    of_python: ClassVar[tuple[str, ...]] = ("model_init_kwargs", "trust_remote_code")
+    of_python: ClassVar[tuple[str, ...]] = ("model_init_kwargs", "trust_remote_code", "no_remove_unused_columns")
     """Fields that are no keys of a recipe."""
     logging_steps: float = 10
     """Steps between logs; below 1, a share of all steps."""
@@ -68,6 +68,8 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
     """A checkpoint's folder, auto (the newest complete one of output_dir, or a fresh start) or true (it must exist)."""
     remove_unused_columns: bool = False
     """Our collators read their own columns; leave it off."""
+    no_remove_unused_columns: bool = False
+    """Accept `--no_remove_unused_columns` of a command line, which changes nothing: columns are always kept."""
     logging_nan_inf_filter: bool = False
     """Hide non-finite losses from the logged mean (HF's default); off, they are shown and their step is named."""
     max_length: int | None = 1024

@@ -187,12 +187,22 @@ def _loads_pretrained(trainer: Any) -> bool:
     return isinstance(trainer.model, PreTrainedModel) and not engine.changes_weights(trainer.accelerator)
 
 
+def add_tags(model: Any, method: str) -> None:
+    """Give a model the tags that `push_to_hub` and the model card write: the library and the method."""
+    if hasattr(model, "add_model_tags"):
+        model.add_model_tags(["hf_posttrain", method])
+
+
 def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
     """HF's draft, unless the folder has the report's card, which says more. dataset_name: TRL's name of `dataset`."""
     if "dataset_name" in kwargs:
         kwargs["dataset"] = kwargs.pop("dataset_name")
     card = Path(self.args.output_dir, "README.md")
     if not (card.exists() and CARD_MARKER in card.read_text(encoding="utf-8", errors="replace")):
+        if not args[2:]:  # the third positional argument is tags
+            own = getattr(self.scored[0], "model_tags", None) or []
+            given = kwargs.get("tags") or []
+            kwargs["tags"] = list(dict.fromkeys([*([given] if isinstance(given, str) else given), *own]))
         Trainer.create_model_card(self, *args, **kwargs)
 
 

@@ -521,7 +521,6 @@ def test_users_of_python_are_told_of_python(config, given, message, tmp_path):
 def test_arguments_of_other_trainers_get_an_answer(tmp_path):
     model, config, rows = tiny_model(), SFTConfig(str(tmp_path), use_cpu=True, report_to="none"), token_rows("sft")
     for given, message in (
-        ({"formatting_func": str}, "SFTTrainer has no formatting_func: map the data set"),
         ({"tokenizer": byte_tokenizer()}, "SFTTrainer has no tokenizer: give the trainer processing_class"),
         ({"train_dataset": datasets.DatasetDict(train=rows, test=rows)}, "is a dict of train, test: give one of them"),
         ({"data_collator": rows}, r"\(the third argument, a Dataset, is data_collator\)"),
@@ -1265,11 +1264,7 @@ OF_TRL = [
     (lambda o: CPOConfig(o, use_cpu=True, loss_type="hinge"), "CPO has one loss, sigmoid; DPO has simpo"),
     (lambda o: SFTConfig(o, use_cpu=True, loss_type="sigmoid"), "SFT has one loss, the NLL"),
     (lambda o: KDConfig(o, use_cpu=True, loss_type="jsd"), "distillation on data calls it divergence"),
-    (lambda o: hf_posttrain.ModelConfig, "use the model section of a recipe"),
-    (lambda o: hf_posttrain.TrlParser, "use transformers.HfArgumentParser"),
-    (lambda o: hf_posttrain.get_peft_config, "use peft.LoraConfig"),
-    (lambda o: hf_posttrain.ScriptArguments, "use the data section"),
-    (lambda o: hf_posttrain.KTOTrainer(tiny_model(), tiny_model(), args=None), "is args, which is given by name too"),
+    (lambda o: hf_posttrain.SFTTrainer(tiny_model(), tiny_model(), args=None), "is args, which is given by name too"),
     (lambda o: SFTTrainer(tiny_model(), SFTConfig(o, use_cpu=True)), "train_dataset is missing"),
 ]  # fmt: skip
 
