@@ -85,7 +85,7 @@ def picture_problem(rows: list[dict], aside: Collection[str]) -> str | None:
                 "a vision-language model reads them with model.images: true (of hf-posttrain data: --images; in Python"
                 " with its processor as processing_class), a text model cannot"
             )
-            return f"column {column!r}: text alone is trained, not its pictures: {how}; {meant}"
+            return f"column {column!r} is vision-related, and text alone is trained: {how}; {meant}"
     return None
 
 

@@ -1265,7 +1265,7 @@ OF_TRL = [
     (lambda o: SFTConfig(o, use_cpu=True, loss_type="sigmoid"), "SFT has one loss, the NLL"),
     (lambda o: KDConfig(o, use_cpu=True, loss_type="jsd"), "distillation on data calls it divergence"),
     (lambda o: hf_posttrain.SFTTrainer(tiny_model(), tiny_model(), args=None), "is args, which is given by name too"),
-    (lambda o: SFTTrainer(tiny_model(), SFTConfig(o, use_cpu=True)), "train_dataset is missing"),
+    (lambda o: SFTTrainer(tiny_model(), SFTConfig(o, use_cpu=True)), "`train_dataset` is required"),
 ]  # fmt: skip
 
 
@@ -1288,5 +1288,5 @@ def test_the_models_that_trls_users_look_at(method, tmp_path):
     assert trainer.ref_model is not trainer.model
     assert trainer.aux_loss_enabled is False
     trainer.train_dataset = None
-    with pytest.raises(InputError, match="train_dataset is missing"):
+    with pytest.raises(InputError, match="`train_dataset` is required"):
         trainer.train()
