@@ -114,7 +114,7 @@ class PostTrainer(Trainer, metaclass=_SecondByPosition):
         args = args or self.config_class(output_dir="outputs")
         kwargs = check_arguments(type(self), model, args, data_collator, kwargs)
         if train_dataset is None and eval_dataset is None:
-            raise InputError("`train_dataset` is required: pass the rows to train on (or eval_dataset alone, to evaluate)")
+            raise InputError("`train_dataset` is required: pass the rows to train on (to evaluate, eval_dataset alone)")
         images = hold_images(train_dataset) or hold_images(eval_dataset)
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config, args, images)  # type: ignore[arg-type]
         args = policies.with_supported_checkpointing(model, args)
