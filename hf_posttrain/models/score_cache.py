@@ -45,7 +45,8 @@ def add_scores(
         if isinstance(rows, dict):
             return {each: scored(part, f"{name} {each}") for each, part in rows.items()}
         if not isinstance(rows, datasets.Dataset):
-            raise InputError(f"{option} needs a data set of known length, not a stream")
+            problem = f"{option} is not supported with IterableDataset"
+            raise InputError(f"{problem}: it needs a data set of known length, not a stream")
         # the key of one data set: the model, its rows, and the rest
         title = f"Scores of {name} by the {what}"
         whole = [key[0], rows_key(rows, trainer), *key[1:], layout_key(trainer)]
