@@ -99,7 +99,9 @@ class KTOTrainer(PostTrainer):
     def prepare_rows(cls, rows: Any, tokenizer: Any, args: Any, name: str) -> Any:
         """Tokenised rows, each with the mismatched completion of its partner. Raises InputError for a stream."""
         if not isinstance(rows, datasets.Dataset):
-            raise InputError(f"{name}: KTO needs a data set of known length, not a stream: rows are paired with others")
+            both = "KTO and precompute_ref_log_probs are" if args.precompute_ref_log_probs else "KTO is"
+            mend = "rows are paired with others, which needs a data set of known length, not a stream"
+            raise InputError(f"{name}: {both} not supported with IterableDataset: {mend}")
         if "mismatch_ids" in rows.column_names:
             return rows
         rows = super().prepare_rows(rows, tokenizer, args, name)

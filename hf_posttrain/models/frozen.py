@@ -105,9 +105,8 @@ class Reference:
             return batch["ref_logps"]
         if self.inside is None:
             raise InputError(
-                "this data set was not scored by the reference: precompute_ref_log_probs is not supported with "
-                "IterableDataset, and every other data set must be passed when the trainer is built. Turn it off to "
-                "keep a reference model"
+                "this data set was not scored by the reference: with precompute_ref_log_probs (not supported with "
+                "IterableDataset) pass every data set when the trainer is built, or turn it off to keep a reference"
             )
         with self.trainer.accelerator.autocast(), self.second or nullcontext(policy) as model:
             scored = scored or ([batch] if self.lay_out is None else self.lay_out(batch))

@@ -56,8 +56,7 @@ class _SecondByPosition(type):
     """The class of trainers: `Trainer(model, second, args=...)` passes the second model by position, as TRL's allow."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Raises InputError for a second argument that is not `args` of a method without a second model, and for more
-        positional arguments than those two."""
+        """Raises InputError for another second argument, and for more of them, while `args` is given by name."""
         if len(args) > 1 and "args" in kwargs:
             name = {"reference": "ref_model", "teacher": "teacher_model"}.get(cls.method.second)  # type: ignore[attr-defined]
             if len(args) > 2 or name is None or name in kwargs:
