@@ -329,7 +329,7 @@ def saved_with_vision(config: PretrainedConfig) -> bool:
 
     The config alone does not say it: that of Qwen3.5 belongs to a causal LM as well.
     """
-    known = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), ())
+    known: Any = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), ())
     classes = known if isinstance(known, tuple) else (known,)
     return any(each.__name__ in (config.architectures or ()) for each in classes)
 
