@@ -181,7 +181,7 @@ def fitted_models(
     for key, section in recipe.models():
         policy = section is recipe.model
         with error_context(recipe.where(f"{key}.name_or_path")):
-            model = load_skeleton(section)
+            model: Any = load_skeleton(section)
             whole = policy and section.lora is None and not section.adapter
             model.to(weights_dtype(section, model.config, whole, config.device))
             model = with_saved_adapter(model, section, policy)
