@@ -44,7 +44,8 @@ def _of_turns(tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
         return
     before, bos = text.partition(_USER)[0], str(tokenizer.bos_token or "")
     if bos and before.startswith(bos):
-        yield f"it writes the BOS {bos}, which stands there once"
+        role = "which opens turns as well" if bos in text.removeprefix(bos) else "which stands there once"
+        yield f"it writes the BOS {bos}, {role}"
         before = before.removeprefix(bos)
     end, eos = chat.turn_end_id(tokenizer), tokenizer.eos_token_id
     if end != eos:
