@@ -303,6 +303,8 @@ def test_lines_and_json(audited):
     found = audited("kto", rows, max_length=6)
     assert found.lines() == [
         "train: 5 rows read as 5 examples",
+        "  the rows are plain text, without the chat template that the tokenizer has; a model that is to chat wants"
+        " messages, or apply_chat_template: true",
         "  dropped: 0",
         "  truncated: 2 (first rows 3, 4), prompt trimmed",
         "  duplicates: 1 (first rows 4)",
