@@ -20,8 +20,13 @@ _OF_SCRIPTS = (
 _MODULES |= dict.fromkeys(_OF_SCRIPTS, "hf_posttrain.recipe.trl_scripts")
 __all__ = sorted(_MODULES)
 
-# peft imports bitsandbytes, which then warns of a kernel that only 4-bit weights on a CPU would use
-logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(lambda record: "gemm_4bit_forward" not in str(record.msg))
+
+def is_of_used_kernel(record: logging.LogRecord) -> bool:
+    """Return whether a record of bitsandbytes is about anything but the kernel that only 4-bit weights on a CPU use."""
+    return "gemm_4bit_forward" not in str(record.msg)
+
+
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(is_of_used_kernel)  # peft imports bitsandbytes
 
 
 def __dir__() -> list[str]:

@@ -635,7 +635,7 @@ def test_a_key_of_a_recipe_is_refused_or_changes_nothing(folder, capsys, changed
     [
         ("kto", [{"prompt": "a", "completion": "b", "label": True}] * 3, "all 3 rows have the same prompt"),
         ("kto", [{"prompt": "a", "completion": "b", "label": "yes"}] * 3, "expected true or false"),
-        ("dpo", [{"prompt": "a", "chosen": "b"}] * 3, "are none that dpo reads"),
+        ("dpo", [{"prompt": "a", "chosen": "b"}] * 3, "column 'rejected' is missing: dpo reads prompt + chosen"),
         ("sft", [{"messages": [{"role": "user"}]}] * 3, "row 0 (line 1): column 'messages': message 0"),
         ("sft", [{"messages": "user: hello"}] * 3, "expected a list of messages"),
         ("opd", [{"prompt": 5}] * 3, "expected a string or a list of messages"),

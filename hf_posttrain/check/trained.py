@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any
 
 import datasets
@@ -134,10 +134,10 @@ class TokenAudit:
             yield f"one outcome in the loss: {one or apart}"
         if self.alignment is not None:
             shares = self.alignment
-            said = f"{shares['one_to_one']:.1%} of the tokens face one token of the teacher"
+            said = f"{shares['one_to_one']:.1%} of the trained tokens face one token of the teacher"
             yield f"alignment: {said}, {shares['unaligned']:.1%} have no common text"
-            bounds = f"{shares['settled']:.1%} to {shares['one_to_one']:.1%}"
-            yield f"compared in full: {bounds}, by the teacher's probabilities (--probe measures it)"
+            most = f"at most {shares['one_to_one']:.1%}, by the probabilities of both models"
+            yield f"compared in full: {most} (--probe measures it)"
         if self.sees:
             sizes = sorted(self.pictures, key=lambda one: one[2])
             said = "none in the examples that were looked at"
@@ -263,28 +263,25 @@ def audit_tokens(
     found.ended = sum(ids[-1] in found.stops and bool(mask[-1]) for ids, mask in trained)
     other = next((section for _, section in recipe.taught_by() if section.own_tokenizer), None)
     if other is not None:
-        answers = [ids for example in examples for role, ids, _ in example if role != "prompt"]
-        found.alignment = _alignment(tokenizer, load_tokenizer(other), [*found.stops], answers[:ALIGNED])
+        found.alignment = _alignment(tokenizer, load_tokenizer(other), [*found.stops], trained[:ALIGNED])
     return found
 
 
 def _alignment(
-    student: Any, teacher: Any, ends: list[int], answers: Sequence[Sequence[int]]
+    student: Any, teacher: Any, ends: list[int], answers: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> dict[str, float] | None:
-    """Return shares of the tokens of answers: those that face one token of the teacher, those of them at whose place
-    the teacher has no longer token, and those without common text. None: there is no answer, or the tokenizers are
-    equal."""
-    if not any(answers) or student.get_vocab() == teacher.get_vocab():
+    """Return shares of the trained tokens of answers (ids, mask): `one_to_one`, those that face one token of the
+    teacher, and `unaligned`, those without common text. None without an answer, and for equal tokenizers."""
+    if not answers or student.get_vocab() == teacher.get_vocab():
         return None
-    aligner, counts, total = Aligner(student, teacher, ends, teacher.eos_token_id), Counter[str](), 0
-    for ids in answers:
+    aligner = Aligner(student, teacher, ends, teacher.eos_token_id)
+    counts = Counter[str]()
+    for ids, mask in answers:
         aligned = aligner(ids)
-        facing = [place for place in aligned.match if place >= 0]
-        counts["one_to_one"] += len(facing)
-        counts["settled"] += sum(map(aligned.settled, facing))
-        counts["unaligned"] += sum(chunk < 0 for chunk in aligned.chunks)
-        total += len(ids)
-    return {name: counts[name] / total for name in ("one_to_one", "settled", "unaligned")}
+        counts["one_to_one"] += sum(place >= 0 for place in compress(aligned.match, mask))
+        counts["unaligned"] += sum(chunk < 0 for chunk in compress(aligned.chunks, mask))
+        counts["all"] += sum(map(bool, mask))
+    return {name: counts[name] / counts["all"] for name in ("one_to_one", "unaligned")}
 
 
 def _first_examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str, count: int) -> list[dict]:

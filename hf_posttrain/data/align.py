@@ -52,9 +52,11 @@ class Aligned:
         }
         return [alone.get(chunk, -1) for chunk in self.chunks]
 
-    def settled(self, place: int) -> bool:
-        """Return whether no token that only the teacher has could span the beginning of the teacher's token `place`."""
-        return place == 0 or not self.longer[place - 1]
+    @property
+    def settled(self) -> list[bool]:
+        """Return for each chunk whether no token that only the teacher has could span its beginning."""
+        first = {chunk: place for place, chunk in reversed([*enumerate(self.their_chunks)])}
+        return [first[chunk] == 0 or not self.longer[first[chunk] - 1] for chunk in range(self.count)]
 
 
 def _by_chunk(chunks: Sequence[int]) -> dict[int, list[int]]:

@@ -275,6 +275,8 @@ def check_switches(tokenizer: PreTrainedTokenizerBase, template_kwargs: Iterable
     Other options that are not read are reported by `find_unread`.
     """
     unread = unread_switches(tokenizer, template_kwargs)
+    if not unread:
+        return
     known = frozenset().union(*map(variables, templates_of(tokenizer)))
     # a recipe for Qwen's models may be run with another model
     for key in (key for key in unread if key != "enable_thinking"):

@@ -43,10 +43,23 @@ class Sample(NamedTuple):
 
 
 def detect(columns: list[str], method: Reader) -> str:
-    """The first format that `method` can read from these columns. Raises InputError listing what it could read."""
+    """Return the first format that `method` can read from these columns.
+
+    Raises InputError: with the column that is missing if a format lacks a single one, else with all formats.
+    """
+    nearly = []
     for form in method.rows.formats:
-        if {*form.split(" + ")} <= {*columns}:
+        missing = {*form.split(" + ")} - {*columns}
+        if not missing:
             return form
+        if len(missing) == 1 and missing != {form}:
+            nearly.append((form, *missing))
+    if nearly:
+        form, missing_one = max(nearly, key=lambda one: one[0].count(" + "))
+        raise InputError(
+            f"column {missing_one!r} is missing: {method.name} reads {form}, and the columns are {named(columns)}; "
+            "hf-posttrain data FILE shows which method reads them"
+        )
     raise InputError(
         f"columns {named(columns)} are none that {method.name} reads: {' | '.join(method.rows.formats)}; "
         "rename yours with data.train.columns (--columns of commands), for instance {prompt: question}"

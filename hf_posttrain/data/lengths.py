@@ -54,25 +54,30 @@ def with_lengths(rows: Any, args: Any) -> Any:
 
 
 def check_length_known(rows: Any, args: Any, training: bool) -> None:
-    """Raises InputError for a stream of prepared rows where an option wants all of them beforehand. training: are these
-    the rows to train on?"""
+    """Raise InputError for a stream of prepared rows if an option requires all of them beforehand.
+
+    training: whether these are the rows to train on.
+    """
     if not isinstance(rows, datasets.IterableDataset):
         return
-    rollouts = getattr(args, "rollouts", None)  # Of OPD, whose teacher scores them and not the rows
-    wanting = {
+    rollouts = getattr(args, "rollouts", None)  # set by OPD, whose teacher scores rollouts, not the rows
+    asked_by = {
         "train_sampling_strategy: group_by_length": training and args.train_sampling_strategy == "group_by_length",
         "rollouts: frozen": training and rollouts == "frozen",
         "precompute_ref_log_probs": getattr(args, "precompute_ref_log_probs", None),
         "precompute_teacher_top_k": rollouts is None and getattr(args, "precompute_teacher_top_k", None),
     }
-    for option, asked in wanting.items():
+    for option, asked in asked_by.items():
         if asked:
             raise InputError(f"{option} needs a data set of known length, not a stream")
 
 
 def check_fills_step(rows: Any, args: Any) -> None:
-    """Raises InputError where prepared training rows do not fill a batch that must be full, or a stream of them has
-    fewer than an optimizer step takes. Processes that share rows are left to the training itself."""
+    """Raise InputError if prepared training rows do not fill a batch that must be full, or if a stream of them has
+    fewer rows than an optimizer step takes.
+
+    The training itself reports it for processes that share rows, and for a stream that several processes read.
+    """
     if args.parallelism_config is not None:
         return
     batch, drop_last = args.per_device_train_batch_size * args.world_size, args.dataloader_drop_last
@@ -80,7 +85,9 @@ def check_fills_step(rows: Any, args: Any) -> None:
         if drop_last and len(rows) < batch:
             raise InputError(f"dataloader_drop_last: {len(rows)} rows do not fill a batch of {batch}: set it to false")
         return
-    # Only the last batch of a step may be short.
+    if args.world_size > 1:  # each process would read the rows of all
+        return
+    # only the last batch of a step may be short
     step = batch * args.gradient_accumulation_steps
     wanted = step if drop_last else step - batch + 1
     if (found := sum(1 for _ in rows.take(wanted))) < wanted:

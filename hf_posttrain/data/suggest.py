@@ -151,6 +151,8 @@ def _by_one_letter(one: str, other: str) -> bool:
     if len(shorter) < 4 or len(longer) - len(shorter) > 1 or one == other:
         return False
     if len(longer) > len(shorter):
+        if longer[-1].isdigit():  # numbered columns, such as prompt1 and prompt2
+            return False
         return any(longer[:n] + longer[n + 1 :] == shorter for n in range(len(longer)))
     apart = [n for n, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]]
     exchanged = len(apart) == 2 and apart[1] == apart[0] + 1 and one[apart[0]] == other[apart[1]]

@@ -1,5 +1,6 @@
 """Keys of Accelerate's and DeepSpeed's config files that these packages would drop without a word."""
 
+import argparse
 import difflib
 import json
 import os
@@ -56,6 +57,8 @@ def _problems_of_accelerate(given: Mapping[str, Any]) -> Iterator[str]:
             if argument not in known:
                 # the names of a section's keys, to suggest one of them
                 near = nearest(argument, [one for one in known if one.startswith(prefix)], listed=False)
+                if key == "amax_compute_algorithm":  # as `accelerate config` itself writes it
+                    near = "; rename it to 'amax_compute_algo', which Accelerate reads"
                 yield f"{name}: Accelerate drops the unknown key {key!r}{near}"
 
 
@@ -67,10 +70,12 @@ def launched_with() -> Path | None:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")
     except (OSError, UnicodeDecodeError):
         return None
-    if "--config_file" not in words[:-1] or not any(Path(word).name.startswith("accelerate") for word in words):
+    if not any(Path(word).name.startswith("accelerate") for word in words):
         return None
-    file = Path(words[words.index("--config_file") + 1])
-    return file if file.is_file() else None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config_file")
+    given = parser.parse_known_args(words)[0].config_file
+    return Path(given) if given and Path(given).is_file() else None
 
 
 def check_deepspeed(given: Any) -> None:
@@ -92,11 +97,13 @@ def check_deepspeed(given: Any) -> None:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     values = (value for name, value in vars(constants).items() if name.isupper())
+    fields = DeepSpeedZeroConfig.model_fields
+    of_zero = {"zero", "zero_stage", *fields, *(field.alias for field in fields.values())}
     known = _DEEPSPEED | {value for value in values if isinstance(value, str) and value.isidentifier()}
     for key in map(str, tree):
         if key in known:
             continue
-        if key in DeepSpeedZeroConfig.model_fields or key in ("zero", "zero_stage"):
+        if key in of_zero:
             raise InputError(f"{where}: DeepSpeed ignores {key!r} at the top: write it into zero_optimization")
         if close := difflib.get_close_matches(key, known, 1, 0.85):
             raise InputError(f"{where}: DeepSpeed ignores the unknown key {key!r}; did you mean {close[0]!r}?")

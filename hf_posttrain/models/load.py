@@ -373,6 +373,9 @@ def take_options(section: ModelSection, options: Mapping[str, Any], owner: str =
     for name in _DONE_ANYWAY:
         left.pop(name, None)
     left = {name: value for name, value in left.items() if value not in (None, "")}
+    usual = {name for name in _NOT_TAKEN if left.get(name) is False} - {"use_safetensors"}
+    usual |= {"use_safetensors"} & {name for name, value in left.items() if value is True}
+    left = {name: value for name, value in left.items() if name not in usual}
     for name, problem in _NOT_TAKEN.items():
         if name in left:
             raise InputError(f"{owner}: {name}={shown(left[name])}: {problem}")
@@ -384,8 +387,13 @@ def set_in_config(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[
     left = dict(options)
     text = config.get_text_config()
     for owner in (config, text):
-        for name in owner.to_dict().keys() & left.keys() - {"quantization_config"}:
-            setattr(owner, name, left.pop(name))
+        for name in [name for name in left if name != "quantization_config" and hasattr(owner, name)]:
+            value = left.pop(name)
+            own = getattr(owner, name)
+            if isinstance(own, PretrainedConfig) and isinstance(value, Mapping):
+                own.update(dict(value))
+            else:
+                setattr(owner, name, value)
     return left
 
 
@@ -402,7 +410,7 @@ def names_the_option(name_or_path: str, config: PretrainedConfig, options: Mappi
         known = {*loader, *_OF_LOADER, *config.to_dict(), *config.get_text_config().to_dict()}
         close = nearest(found[1], known, listed=False)
         problem = f"neither from_pretrained nor the config of {name_or_path} has {found[1]!r}"
-        raise InputError(f"model_init_kwargs: {problem}{close}") from error
+        raise InputError(f"model_init_kwargs of {name_or_path}: {problem}{close}") from error
 
 
 def _options(section: ModelSection) -> dict[str, Any]:

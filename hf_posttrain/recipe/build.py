@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .. import is_of_used_kernel
 from ..errors import InputError, error_context
 from ..methods import METHODS, config_class, trainer_class
 from ..rounds.judges.section import MODELS
@@ -29,9 +30,8 @@ def check_inputs(recipe: Recipe, training: bool = False) -> None:
     refuse(recipe, rules.of_inputs(recipe))
     if training:
         refuse(recipe, rules.of_training(recipe))
-    # the package leaves this warning out, which is for quantised weights on a CPU
     if any(section.quantization != "none" for _, section in recipe.models()):
-        logging.getLogger("bitsandbytes.backends.cpu.ops").filters.clear()
+        logging.getLogger("bitsandbytes.backends.cpu.ops").removeFilter(is_of_used_kernel)
 
 
 def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
@@ -94,10 +94,9 @@ def imported(module: str) -> Any:
     """The module, with torch and transformers, imported without garbage collections: they find nothing in 1 s of 5."""
     gc.disable()
     try:
-        # with WANDB_MODE=offline transformers prints a line, whether W&B is used or not
+        # with WANDB_MODE=offline transformers prints a line when it is imported, whether W&B is used or not
         with contextlib.redirect_stdout(io.StringIO()):
-            importlib.import_module("transformers.integrations.integration_utils")
-        return importlib.import_module(module)
+            return importlib.import_module(module)
     finally:
         gc.enable()
 

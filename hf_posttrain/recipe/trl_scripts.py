@@ -167,9 +167,10 @@ class TrlParser(HfArgumentParser):
             if fail_with_unknown_args:
                 raise InputError(problem)
             logger.warning("%s. It is left out.", problem)
-        for name in options.keys() - {*unknown}:
-            actions[name].default = options[name]
-            actions[name].required = False
+        for action in self._actions:  # an option that is true by default has a second action, --no_NAME
+            if action.dest in options:
+                action.default = options[action.dest]
+                action.required = False
         parsed = self.parse_args_into_dataclasses(args=left, return_remaining_strings=return_remaining_strings)
         if not return_remaining_strings:
             return parsed

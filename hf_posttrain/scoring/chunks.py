@@ -63,9 +63,7 @@ class Across:
         pairs += [(end, aligner.their_end) for end in first]
         self.mine, self.theirs = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
         self.stop, self.their_stop = stop, StopOutcome(torch.tensor(ends, device=device), stop.temperature)
-        self.place = torch.full([max(aligner.theirs) + 1], -1, device=device)
-        """Of each of the teacher's ids its place in `Aligner.lacking`, -1 for an id that is not in it."""
-        self.place[aligner.lacking] = torch.arange(len(aligner.lacking), device=device)
+        self.lacking = torch.tensor(aligner.lacking, dtype=torch.long, device=device)
 
     def read(self, teacher: Any, batch: dict[str, Any], whole: bool, temperature: float) -> "Read":
         """What the teacher says, by one forward. whole: with its distributions, where it has them."""
@@ -84,17 +82,21 @@ class Across:
         return Read(found, states, reached(found, torch.cat(longer).float()))
 
     def longer(self, logps: Tensor, ranges: Tensor) -> Tensor:
-        """Return the logarithms [n, D] of the probability of the tokens in `ranges` [n, D, 2], by log-probabilities
-        [n, V] of the teacher."""
-        logps = logps[:, : len(self.place)]
-        found = logps.new_full(ranges.shape[:2], -torch.inf)
-        for depth, of_depth in enumerate(ranges.unbind(1)):
-            # about half of the rows; on a GPU, to select them would wait for the device
-            some = slice(None) if logps.is_cuda else of_depth[:, 1].nonzero()[:, 0]
-            first, last = of_depth[some].split(1, -1)
-            outside = (self.place < first) | (self.place >= last)
-            found[some, depth] = logps[some].masked_fill(outside, -torch.inf).logsumexp(-1)
-        return found
+        """Return the logarithms [n, D] of the probability of the tokens in `ranges` [n, D, 2] of `Aligner.lacking`.
+
+        logps: log-probabilities [n, V] of the teacher. A token of its tokenizer that its head lacks has probability 0.
+        """
+        size = logps.shape[-1]
+        probs = logps.index_select(-1, self.lacking.clamp(max=size - 1)).exp()
+        probs = probs.masked_fill_(self.lacking >= size, 0.0)
+        # the tokens of a range are neighbours, so its sum is a difference of two running sums
+        upto = probs.cumsum(-1, dtype=torch.float64)
+
+        def before(places: Tensor) -> Tensor:
+            return torch.where(places > 0, upto.gather(-1, (places - 1).clamp(min=0)), 0.0)
+
+        first, last = ranges.unbind(-1)
+        return (before(last) - before(first)).clamp(min=0.0).log().to(logps.dtype)
 
     def tile(
         self, function: Callable[[Tensor, Tensor], Tensor], read: "Read", match: Tensor, tokens: Tensor,
@@ -112,7 +114,8 @@ class Across:
 
             return self.stop(own_alone)
         theirs = match.clamp(min=0)
-        states, expected = TeacherStates(whole.head, whole.hidden[theirs], whole.stop), read.reached[theirs]
+        states = TeacherStates(whole.head, whole.hidden[theirs], whole.stop)
+        expected = read.reached[theirs]
 
         def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
             whole_q = log_softmax(at_temperature(logits, temperature))

@@ -8,6 +8,7 @@ Normalisation: a method returns one loss per unit (a token or an example); the d
 ranks and the whole accumulation window. So batch 4 x accumulation 1 == 2 x 2 == 1 x 4 == two processes.
 """
 
+import abc
 import logging
 import os
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
 
 
-class _SecondByPosition(type):
+class _SecondByPosition(abc.ABCMeta):
     """The class of trainers: `Trainer(model, second, args=...)` passes the second model by position, as TRL's allow."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +115,7 @@ class PostTrainer(Trainer, metaclass=_SecondByPosition):
         kwargs = check_arguments(type(self), model, args, data_collator, kwargs)
         if train_dataset is None and eval_dataset is None:
             raise InputError("`train_dataset` is required: pass the rows to train on (to evaluate, eval_dataset alone)")
-        images = hold_images(train_dataset) or hold_images(eval_dataset)
+        images = processing_class is None and (hold_images(train_dataset) or hold_images(eval_dataset))
         model, self.tokenizer = policies.resolve_model(model, processing_class, peft_config, args, images)  # type: ignore[arg-type]
         args = policies.with_supported_checkpointing(model, args)
         self.terminal_ids = policies.find_terminal_ids(model, self.tokenizer, args.chat_template_kwargs)

@@ -33,7 +33,7 @@ HARMLESS = _names("""
     dataloader_multiprocessing_context precompute_ref_log_probs precompute_ref_batch_size
     vllm_mode vllm_server_base_url vllm_check_steps vllm_gpu_memory_utilization fsdp fsdp_config deepspeed
     parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
-    ddp_timeout
+    ddp_timeout no_remove_unused_columns teacher_model_name_or_path teacher_model_revision
 """)
 """Options that may change: what is logged, saved and shown, where and how the same numbers are computed. The engine and
 the rows of a step are compared by `checkpoint.obstacles`."""

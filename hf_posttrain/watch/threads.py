@@ -13,7 +13,10 @@ def crowded(threads: int, processes: int) -> str:
     # the load of the last minute has what this run has taken itself, at most all of its threads
     others = os.getloadavg()[0] - wanted if hasattr(os, "getloadavg") else 0.0
     each = f"{processes} process{'es' * (processes > 1)} of {threads} thread{'s' * (threads > 1)}"
-    mend = f"OMP_NUM_THREADS={max(1, cores // (2 * processes) if others > cores / 2 else cores // processes)}"
+    better = max(1, cores // (2 * processes) if others > cores / 2 else cores // processes)
+    if better >= threads:
+        return ""
+    mend = f"OMP_NUM_THREADS={better}"
     if wanted > cores and threads > 1:
         return f"{each} share {cores} cores, so that they wait for each other: set {mend}"
     if others > cores / 2 and threads > 1:

@@ -5,7 +5,6 @@ twice in this process: with `--check`, and as a run of one step that evaluates a
 `--check`, 1 is for data that would not train well: such a run takes its step too.
 """
 
-import gc
 import json
 import math
 import os
@@ -42,11 +41,9 @@ def shelf(tmp_path_factory):
 def command(shelf, monkeypatch, capsys):
     """Function of a recipe and arguments: the exit code, the lines of errors on stderr, and what is on stdout."""
     monkeypatch.chdir(shelf)
-    # What other tests look at, and takes most of the time: the report, long sample answers, and collections of garbage.
+    # other tests look at the report and at long sample answers, which take most of the time
     monkeypatch.setattr(report, "write", lambda folder: None)
     monkeypatch.setattr(callbacks, "LONGEST", 4)
-    gc.collect()
-    gc.freeze()
 
     def call(recipe, *arguments):
         Path("recipe.yaml").write_text(write_tree(recipe))
@@ -58,8 +55,7 @@ def command(shelf, monkeypatch, capsys):
         said = capsys.readouterr()
         return code, [line for line in said.err.splitlines() if line.startswith("error: ")], said.out
 
-    yield call
-    gc.unfreeze()
+    return call
 
 
 def disagreement(recipe, command):

@@ -338,6 +338,7 @@ def test_recipes_are_refused_before_a_model_is_loaded(monkeypatch, capsys, tmp_p
         ("ddp", {"deepspeed_config": {"zero_stage": 3}}, "distributed_type: DEEPSPEED, and it is MULTI_GPU: change it"),
         ("ddp", {"mixed_precison": "bf16"}, "no accelerate config: .*unknown keys (['mixed_precison'])"),
         ("ddp", {"dynamo_config": {"backnd": "inductor"}}, "did you mean 'dynamo_backend'"),
+        ("ddp", {"fp8_config": {"amax_compute_algorithm": "max"}}, "rename it to 'amax_compute_algo'"),
     ],
 )  # fmt: skip
 def test_keys_of_accelerate_files_that_are_dropped(name, change, message, tmp_path, monkeypatch):
@@ -366,8 +367,9 @@ def test_the_file_of_the_launcher_is_found(tmp_path, monkeypatch):
     code = "from hf_posttrain.engines.config_files import launched_with; print(launched_with())"
     accelerate.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {code!r}], check=True)\n")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    line = [sys.executable, str(accelerate), "launch", "--config_file", str(file)]
-    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip() == str(file)
+    for option in (["--config_file", str(file)], [f"--config_file={file}"]):
+        line = [sys.executable, str(accelerate), "launch", *option]
+        assert subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip() == str(file)
     assert config_files.launched_with() is None
 
 
@@ -379,6 +381,7 @@ def test_the_file_of_the_launcher_is_found(tmp_path, monkeypatch):
         ({"train_microbatch_size_per_gpu": 1}, "did you mean 'train_micro_batch_size_per_gpu'"),
         ({"stage": 3}, "ignores 'stage' at the top: write it into zero_optimization"),
         ({"zero": {"stage": 3}}, "write it into zero_optimization"),
+        ({"stage3_prefetch_bucket_size": 1}, "write it into zero_optimization"),
     ],
 )
 def test_keys_of_deepspeed_files_that_are_dropped(tree, message, tmp_path):

@@ -2,6 +2,7 @@
 
 import collections
 
+import numpy as np
 import pytest
 import torch
 from models_for_tests import tiny_model
@@ -14,7 +15,8 @@ from hf_posttrain.data.align import Aligner, bytes_of, shared_ids
 from hf_posttrain.errors import InputError
 from hf_posttrain.losses.divergence import forward_kl, reverse_kl
 from hf_posttrain.models.section import TeacherSection
-from hf_posttrain.scoring.chunks import SHARED, reached
+from hf_posttrain.scoring.chunks import SHARED, Across, reached
+from hf_posttrain.scoring.stop_outcome import StopOutcome
 
 ROWS = [
     {"prompt": "Question: capital of France? ", "completion": "Answer: Paris"},
@@ -103,7 +105,7 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
         counts["left by what the teacher says"] += one_to_one and min(masses) < SHARED and reached[b[0]] < SHARED
         if one_to_one and min(masses) >= SHARED:
             counts["alone"] += 1
-            counts["taken by what the teacher says"] += not found.settled(b[0])
+            counts["taken by what the teacher says"] += not found.settled[chunk]
             total = total + function(renormalised(q[a], shared), renormalised(p[b], of_teacher)).sum()
         elif on_data:
             pair = [torch.stack([x, torch.log1p(-x.exp())])[None] for x in (own[a].sum(), theirs[b].sum())]
@@ -206,6 +208,22 @@ def test_the_probability_of_a_beginning_is_that_of_a_loop_in_float64():
     assert 0 == found[18] < found.min() + 1e-9
     assert found[0] == 1.0
     assert reached(own, longer[:, :0]).tolist() == [1.0] * 40
+
+
+def test_longer_tokens_are_summed_as_in_a_loop_and_those_without_a_logit_have_no_probability():
+    teacher = gpt2_tokenizer()
+    teacher.add_tokens(["a longer one"])  # beyond the head
+    aligner = Aligner(byte_tokenizer(), teacher, [258], teacher.eos_token_id)
+    across = Across(aligner, StopOutcome(torch.tensor([258])), [teacher.eos_token_id], torch.device("cpu"))
+    size, count = max(aligner.lacking), len(aligner.lacking)
+    logps = torch.log_softmax(4 * torch.randn(3, size, generator=torch.Generator().manual_seed(0)), -1)
+    ranges = torch.tensor([[[0, count], [2, 3]], [[0, 0], [5, 9]], [[count - 1, count], [0, 0]]])
+    expected = torch.zeros(3, 2, dtype=torch.float64)
+    for (row, depth), _ in np.ndenumerate(expected.numpy()):
+        first, last = ranges[row, depth].tolist()
+        tokens = [token for token in aligner.lacking[first:last] if token < size]
+        expected[row, depth] = logps[row, tokens].double().exp().sum().log()
+    torch.testing.assert_close(across.longer(logps, ranges).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["opd", "kd"])

@@ -70,6 +70,16 @@ def test_options_come_from_the_file_and_the_command_line_wins(tmp_path, monkeypa
     monkeypatch.delenv("OF_SCRIPT")
 
 
+def test_the_file_turns_off_what_is_on_by_default(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"output_dir: {tmp_path}\nuse_cpu: true\ndataset_name: rows\ndataloader_pin_memory: false\n")
+    _, training, _ = TrlParser(SCRIPT).parse_args_and_config(["--config", str(file)])
+    assert training.dataloader_pin_memory is False
+    file.write_text(file.read_text().replace("pin_memory: false", "pin_memory: true"))
+    line = ["--config", str(file), "--no_dataloader_pin_memory"]
+    assert TrlParser(SCRIPT).parse_args_and_config(line)[1].dataloader_pin_memory is False
+
+
 def test_unknown_keys_of_the_file_are_rejected_returned_or_logged(tmp_path, caplog):
     file = tmp_path / "run.yaml"
     file.write_text("output_dir: out\nlerning_rate: 1\n")

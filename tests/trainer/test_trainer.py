@@ -1,5 +1,6 @@
 """PostTrainer: its own check of the scoring, refusals, metrics, non-finite losses, drop-in use, what is saved."""
 
+import abc
 import copy
 import dataclasses
 import importlib.util
@@ -33,6 +34,7 @@ from training_for_tests import (
     trainer_for,
 )
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     EarlyStoppingCallback,
@@ -51,6 +53,7 @@ from hf_posttrain.data.sources import load
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class
+from hf_posttrain.models.load import set_in_config
 from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report.run_folder import read
 from hf_posttrain.scoring import attention, choose_layout
@@ -1231,7 +1234,7 @@ def test_model_init_kwargs_are_those_of_the_model_that_is_loaded(later, tmp_path
         ({"rope_scalin": {}}, "neither from_pretrained nor the config of"),
         ({"max_position_embedings": 8}, "did you mean 'max_position_embeddings'?"),
         ({"dtpe": "bfloat16"}, "did you mean 'dtype'?"),
-        ({"revision": "v2"}, "revision='v2': config and tokenizer would be read without it"),
+        ({"revision": "v2"}, "revision='v2' cannot be loaded by name: download it"),
         ({"use_safetensors": False}, "trust_remote_code=True reads weights that are not safetensors"),
         ({"load_in_4bit": True}, "pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)"),
         ({"from_tf": True}, "transformers does not read it any more"),
@@ -1242,7 +1245,7 @@ def test_model_init_kwargs_that_nothing_reads_are_refused(wrong, message, tmp_pa
     tiny_model().save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=wrong)
-    with pytest.raises(InputError, match=f"^model_init_kwargs: .*{re.escape(message)}"):
+    with pytest.raises(InputError, match=f"^model_init_kwargs.*: .*{re.escape(message)}"):
         SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
 
 
@@ -1250,11 +1253,51 @@ def test_model_init_kwargs_of_scripts_and_fields_of_the_config_are_read(tmp_path
     tiny_model().save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     usual = {"revision": "main", "low_cpu_mem_usage": True, "device_map": None, "quantization_config": None}
-    wanted = usual | {"use_cache": False, "attention_dropout": 0.25}
+    usual |= {"use_safetensors": True, "load_in_4bit": False, "output_loading_info": False}
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    wanted = usual | {"use_cache": False, "attention_dropout": 0.25, "rope_scaling": rope}
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=wanted)
     trainer = SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
     assert trainer.model.config.attention_dropout == 0.25
     assert trainer.model.model.layers[0].self_attn.attention_dropout == 0.25
+
+
+def test_fields_of_a_part_of_the_config_are_set_in_it():
+    parts = {"text_config": {"num_hidden_layers": 2}, "vision_config": {"num_hidden_layers": 1}}
+    config = AutoConfig.for_model("gemma3", **parts)
+    left = set_in_config(config, {"text_config": {"attention_dropout": 0.5}, "num_attention_heads": 2, "odd": 1})
+    assert left == {"odd": 1}
+    text = config.get_text_config()
+    assert (text.attention_dropout, text.num_attention_heads, text.num_hidden_layers) == (0.5, 2, 2)
+    assert set_in_config(AutoConfig.for_model("gpt2"), {"num_hidden_layers": 3}) == {}
+
+
+def test_a_stream_is_not_read_where_the_tokenizer_is_given(tmp_path):
+    read = []
+
+    def rows():
+        for row in token_rows("sft"):
+            read.append(1)
+            yield row
+
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=1)
+    before = []
+    for given in (byte_tokenizer(), None):
+        read.clear()
+        tiny_model().save_pretrained(tmp_path / "model")
+        byte_tokenizer().save_pretrained(tmp_path / "model")
+        stream = datasets.IterableDataset.from_generator(rows)
+        SFTTrainer(str(tmp_path / "model"), args, train_dataset=stream, processing_class=given)
+        before.append(len(read))
+    assert before[0] < before[1]  # the first row says whether a processor is needed
+
+
+def test_a_trainer_may_have_an_abstract_base(tmp_path):
+    class Own(SFTTrainer, abc.ABC):
+        pass
+
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    Own(tiny_model(), args, train_dataset=token_rows("sft"), processing_class=byte_tokenizer())
 
 
 OF_TRL = [

@@ -525,6 +525,7 @@ def test_a_resumed_run_knows_its_earlier_logs(tmp_path, caplog):
         (64, 120.0, 64, 1, "about 56 threads of other programs run on the 64 cores"),
         (8, 0.0, 8, 2, "2 processes of 8 threads share 8 cores, so that they wait for each other: set OMP_"),
         (8, 0.0, 4, 2, ""),
+        (8, 9.5, 4, 1, ""),  # half of the cores are taken, and half as many threads run
         (1, 0.0, 2, 1, "1 process of 2 threads share 1 cores"),
     ],
 )
