@@ -67,10 +67,10 @@ def nearest(name: str, names: Iterable[str], listed: bool = True, aside: bool = 
     return f"; valid: {', '.join(names)}" if listed and len(names) <= 12 else ""
 
 
-def nearest_path(path: Path) -> str:
-    """The end of a message about a missing path: "; did you mean 'x'?" where its folder has something like it; of one
-    that is there, that it is a folder, or a file."""
+def nearest_path(path: Path, aside: bool = False) -> str:
+    """Return the end of a message about a missing path: "; did you mean 'folder/x'?" if its folder has something like
+    it; of a path that exists, that it is a folder, or a file. aside: as in `nearest`."""
     if path.exists():
         return f": it is a {'folder' if path.is_dir() else 'file'}"
-    hint = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], listed=False)
+    hint = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [], listed=False, aside=aside)
     return hint.replace("'", f"'{path.parent}/", 1) if hint and path.parent != Path(".") else hint

@@ -90,7 +90,7 @@ def test_a_recipe_without_its_rows_says_which_command_makes_them(clone, monkeypa
     assert main(["data", "recipes/tiny/train.jsonl"]) == 0
     capsys.readouterr()
     assert main(["data", "recipes/tiny/rain.jsonl"]) == 2
-    assert capsys.readouterr().err.endswith("recipes/tiny/rain.jsonl (did you mean 'train.jsonl'?)\n")
+    assert capsys.readouterr().err.endswith("recipes/tiny/rain.jsonl (did you mean 'recipes/tiny/train.jsonl'?)\n")
 
 
 def test_no_heldout_problem_is_trained_on_either_way_round():

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, named, nearest
+from ..errors import InputError, named, nearest_path
 
 EXTENSIONS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 _INSTEAD = {
@@ -74,8 +74,7 @@ def source_problem(source: str) -> str | None:
         script = path.parent / "make_data.py"
         if script.is_file() and re.search(rf"\b{re.escape(path.name)}\b", script.read_text(encoding="utf-8")):
             return f"there is no file or folder {path} (python {script} makes it)"
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        return f"there is no file or folder {path}{nearest(path.name, siblings, listed=False, aside=True)}"
+        return f"there is no file or folder {path}{nearest_path(path, aside=True)}"
     return None
 
 

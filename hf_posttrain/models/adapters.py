@@ -4,8 +4,9 @@ import copy
 import itertools
 import logging
 import re
+import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import peft
@@ -83,15 +84,27 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     if wrong := [row for row in rows if row not in range(size)]:
         raise InputError(f"{what}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
     try:
-        policy: Any = peft.get_peft_model(model, config)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT reads it by its old name
+            policy: Any = peft.get_peft_model(model, config)
     except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
         first = str(error).strip().partition("\n")[0]
-        raise InputError(f"{what}: {first}") from error
+        raise InputError(f"{what}: {first.rstrip('.')}{_meant_module(config, modules)}") from error
     for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
         policy.unload().tie_weights()  # as it was, for another try
         raise InputError(f"{what}: {problem}")
     _fill_zero_rows(policy)
     return policy
+
+
+def _meant_module(config: Any, modules: Iterable[str]) -> str:
+    """Return "; did you mean 'q_proj'?" for a target module that the model lacks and that resembles one of its own."""
+    targets = getattr(config, "target_modules", None)
+    if not isinstance(targets, list | set | tuple):
+        return ""
+    known = {name.rpartition(".")[2] for name in modules} - {""}
+    hints = (nearest(str(name), known, listed=False) for name in sorted(targets) if name not in known)
+    return next(filter(None, hints), "")
 
 
 def _fill_zero_rows(policy: nn.Module) -> None:

@@ -774,7 +774,7 @@ def test_a_column_that_comes_late_in_a_stream_is_told(tmp_path, caplog):
         ("index.csv", "text,n\n0,a,1\n1,b,2\n", "line 2 has 3 fields, the first line 2"),
         ("twice.csv", "text,text\na,b\n", "several columns have one name: text, text"),
         ("names.json", '["a", "b"]', "line 1: a row is an object such as"),
-        ("trian.jsonl", None, r"no file or folder .*trian\.jsonl \(did you mean 'train\.jsonl'\?\)"),
+        ("trian.jsonl", None, r"no file or folder .*trian\.jsonl \(did you mean '.*train\.jsonl'\?\)"),
         ("rows.txt", "x", r"unknown extension; known are \.jsonl"),
         ("empty.jsonl", " \n\n", "is empty"),
         ("header.csv", "a,b\n", "header.csv"),

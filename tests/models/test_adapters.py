@@ -103,6 +103,17 @@ def test_adapters_with_a_loss_or_noise_of_their_own_are_refused(config, tmp_path
         trainer_for("sft", tiny_model("llama"), token_rows("sft"), tmp_path, peft_config=config)
 
 
+def test_a_misspelt_target_module_gets_the_name_that_is_meant():
+    with pytest.raises(InputError, match=r"Target modules \{'q_prj'\} not found .*; did you mean 'q_proj'\?"):
+        add_adapter(tiny_model(), peft.LoraConfig(target_modules=["q_prj"], task_type="CAUSAL_LM"))
+
+
+def test_an_adapter_is_made_without_a_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add_adapter(tiny_model(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+
+
 def test_what_peft_would_not_load_again_is_refused():
     """Layers of Laguna that transformers gives other names in loading; without them it is trained."""
     config = peft.LoraConfig(target_modules="all-linear")
