@@ -127,7 +127,9 @@ def test_a_line_that_a_killed_process_left_unfinished_is_skipped_and_harms_no_la
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_an_interrupted_run_leaves_no_process_and_readable_records(number, code, tmp_path):
     """The measurement that runs is killed with the run; after a signal that can be caught there is a summary too."""
-    script = "import sys; from cases_for_tests import interrupted; sys.exit(interrupted(sys.argv[1]))"
+    # a shell that starts pytest in the background has it ignore Ctrl-C
+    script = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    script += "from cases_for_tests import interrupted; sys.exit(interrupted(sys.argv[1]))"
     path = f"{REPOSITORY / 'tests/support'}:{REPOSITORY}"
     out = tmp_path / "out"
     environment = os.environ | {"PYTHONPATH": path}

@@ -37,8 +37,9 @@ class Plan:
     saved: float | None = None  # share of tokens that is not computed, since answers share their prompt
 
     def lines(self) -> Iterator[str]:
-        count = f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)}"
-        of = f"{count} of {self.rows} rows" if self.rows is not None else "a stream"
+        of = "a stream"
+        if self.rows is not None:
+            of = f"{self.epochs:.3g} epoch{'s' * (self.epochs != 1)} of {self.rows} rows"
         processes = f" on {self.processes} processes" if self.processes > 1 else ""
         yield f"{self.steps} steps of {self.rows_per_step} rows{processes}, {of}"
         yield from [self.rounds] if self.rounds else []

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +160,18 @@ class TrlParser(HfArgumentParser):
         outer.add_argument("--config")
         chosen, left = outer.parse_known_args(sys.argv[1:] if args is None else list(args))
         options = {} if chosen.config is None else _read_config(chosen.config)
-        actions = {action.dest: action for action in self._actions}
-        unknown = [name for name in options if name not in actions]
+        known = {one.name: one for kind in self.dataclass_types for one in fields(kind) if one.init}
+        unknown = [name for name in options if name not in known]
         if unknown and not return_remaining_strings:
-            problem = f"{chosen.config}: {unknown[0]} is not an option of this script{nearest(unknown[0], actions)}"
+            problem = f"{chosen.config}: {unknown[0]} is not an option of this script{nearest(unknown[0], known)}"
             if fail_with_unknown_args:
                 raise InputError(problem)
             logger.warning("%s. It is left out.", problem)
-        for action in self._actions:  # an option that is true by default has a second action, --no_NAME
-            if action.dest in options:
-                action.default = options[action.dest]
-                action.required = False
+        of_file = {name: value for name, value in options.items() if name in known}
+        self.set_defaults(**of_file)
+        for name, value in of_file.items():
+            if known[name].default is known[name].default_factory is MISSING:  # argparse requires it on the line
+                left = [f"--{name}", *map(str, value if isinstance(value, list) else [value]), *left]
         parsed = self.parse_args_into_dataclasses(args=left, return_remaining_strings=return_remaining_strings)
         if not return_remaining_strings:
             return parsed
