@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(model):
     weights, expected = (load_file(Path(name, "adapter_model.safetensors")) for name in ("again", "whole"))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
-    assert run.main(["compare", "again", "whole", "--out", "page.html"]) == 0
+    assert run.main(["compare", "again", "whole", "--output", "page.html"]) == 0
     assert Path("page.html").stat().st_size > 1000
 
 
