@@ -128,7 +128,7 @@ def check(
         level = logger.level
         logger.setLevel(logging.WARNING)  # The page says what the trainer would say of the models.
         try:
-            models, config = fitted_models(recipe, tokenizer, peft_config, config, rows)
+            models, config, adapter = fitted_models(recipe, tokenizer, peft_config, config, rows)
         finally:
             logger.setLevel(level)
         warn_if_too_long(rows["train"], models[0].config, config)
@@ -159,17 +159,21 @@ def check(
         + [said for said in (newer_than_tested(),) if said],
         servers=[str(problem) for problem in build.server_problems(recipe, config, peft_config)],
         teachers=[describe_teacher(name, section) for name, section in recipe.taught_by()],
-        adapter=placement.describe_adapter_of(recipe.model, config.train_vision),
+        adapter=adapter,
     )  # fmt: skip
 
 
 def fitted_models(
     recipe: Recipe, tokenizer: Any, peft_config: Any, config: Any, rows: dict[str, Any]
-) -> tuple[list[Any], Any]:
-    """Return the causal LMs of a run without memory, the policy first, each as the trainer makes it ready, and the
-    Config as these take it. Raises InputError for what the trainer would refuse: adapters, tokens and options that do
-    not fit the models."""
-    from ..models.adapters import adapter_shape
+) -> tuple[list[Any], Any, list[str]]:
+    """Return the causal LMs of a run without memory, the policy first, each prepared as by the trainer; the Config as
+    the models support it; and a line on what the adapter acts on, if there is one.
+
+    Raises InputError for what the trainer would reject: adapters, tokens and options that do not fit the models.
+    """
+    import peft
+
+    from ..models.adapters import adapter_shape, describe_adapter
     from ..models.load import check_tokenizer_fits, load_skeleton, load_tokenizer, weights_dtype, with_saved_adapter
     from ..models.own_past import check_average
     from ..models.prepare import with_supported_checkpointing
@@ -178,6 +182,7 @@ def fitted_models(
     from ..trainer.policy import make_policy
 
     models: list[Any] = []
+    adapter: list[str] = []
     for key, section in recipe.models():
         policy = section is recipe.model
         with error_context(recipe.where(f"{key}.name_or_path")):
@@ -189,6 +194,7 @@ def fitted_models(
             config = with_supported_checkpointing(model, config)
             shape = None if peft_config is None else adapter_shape(peft_config)
             model, _ = make_policy(model, shape, config)
+            adapter = [describe_adapter(model)] if isinstance(model, peft.PeftModel) else []
             if any(taught.self == "ema" for _, taught in recipe.taught_by()):
                 check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)
         inner, own = causal_lm(model), getattr(section, "own_tokenizer", False)
@@ -196,7 +202,7 @@ def fitted_models(
         check_tokenizer_fits(read[0], inner.config, type(inner).__name__, *read[1:])
         models.append(inner)
     choose_layout(models, config.layout, config.max_length)
-    return models, config
+    return models, config, adapter
 
 
 def describe_teacher(name: str, section: Any) -> str:

@@ -136,13 +136,6 @@ def with_adapter(model: Any, section: ModelSection, vision: bool) -> Any:
         return adapters.add_adapter(model, adapters.adapter_shape(adapter), vision)
 
 
-def describe_adapter_of(section: ModelSection, vision: bool) -> list[str]:
-    """Return a line on what the adapter of a recipe acts on; none without an adapter. vision: as `with_adapter`."""
-    if section.lora is None and not section.adapter:
-        return []
-    return [adapters.describe_adapter(with_adapter(load.load_skeleton(section), section, vision))]
-
-
 class Shapes:
     """A model without memory, with the adapter and the dtypes that it would have on `device`. vision: is its tower for
     pictures trained too?"""

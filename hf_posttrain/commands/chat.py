@@ -128,11 +128,11 @@ class Conversation:
 
     def _check_switches(self, given: dict[str, Any]) -> None:
         """Say which options of the chat template are not read. Raise InputError without a template."""
-        from ..data.chat import unread_switches
+        from ..data.chat import known_switches
 
         if self.plain:
             raise InputError("--chat_template_kwargs needs a chat template, and a plain text has none: drop it")
-        if unread := unread_switches(self.answerer.tokenizer, given):
+        if unread := sorted(given.keys() - known_switches(self.answerer.tokenizer)):
             tell(f"(the chat template does not read {named(unread)} of --chat_template_kwargs)")
 
     def say(self, text: str) -> str:

@@ -274,28 +274,18 @@ def check_switches(tokenizer: PreTrainedTokenizerBase, template_kwargs: Iterable
 
     Other options that are not read are reported by `find_unread`.
     """
-    unread = unread_switches(tokenizer, template_kwargs)
-    if not unread:
-        return
-    known = frozenset().union(*map(variables, templates_of(tokenizer)))
+    known = known_switches(tokenizer)
     # a recipe for Qwen's models may be run with another model
-    for key in (key for key in unread if key != "enable_thinking"):
+    for key in sorted({*template_kwargs} - known - {"enable_thinking"}):
         if near := nearest(key, known - _OURS, listed=False):
             raise InputError(f"chat_template_kwargs: the chat template does not know {shown(key)}{near}")
 
 
-def unread_switches(tokenizer: PreTrainedTokenizerBase, template_kwargs: Iterable[str]) -> list[str]:
-    """Return the options that no template of the tokenizer reads."""
-    known = frozenset().union(*map(variables, templates_of(tokenizer)))
-    return sorted(key for key in template_kwargs if key not in known)
-
-
-def templates_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Return all chat templates of the tokenizer, of which there may be several by name, or none."""
+def known_switches(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Return the options that a chat template of the tokenizer reads; there may be several by name, or none."""
     given: Any = tokenizer.chat_template
-    if isinstance(given, dict):
-        return [*given.values()]
-    return [given] if given else []
+    templates = given.values() if isinstance(given, dict) else filter(None, [given])
+    return frozenset[str]().union(*map(variables, templates))
 
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None = None) -> int:

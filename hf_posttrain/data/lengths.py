@@ -69,7 +69,13 @@ def check_length_known(rows: Any, args: Any, training: bool) -> None:
     }
     for option, asked in asked_by.items():
         if asked:
-            raise InputError(f"{option} needs a data set of known length, not a stream")
+            raise no_stream(option)
+
+
+def no_stream(option: str) -> InputError:
+    """Return the error for rows in a stream, all of which an option requires beforehand."""
+    problem = f"{option} needs a data set of known length, not a stream"
+    return InputError(f"{problem}: it is not supported with IterableDataset")
 
 
 def check_fills_step(rows: Any, args: Any) -> None:

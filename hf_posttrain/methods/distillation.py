@@ -17,6 +17,7 @@ class DistillationConfig(PostTrainConfig):
     of_python: ClassVar = (
         *PostTrainConfig.of_python, "teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs",
     )  # fmt: skip
+    """Fields that are no keys of a recipe."""
     teacher_top_k: int | None = None
     """Compare with the teacher's top K tokens alone; None: with its whole vocabulary."""
     teacher_prompt: dict | str | None = None

@@ -372,10 +372,8 @@ def take_options(section: ModelSection, options: Mapping[str, Any], owner: str =
     section.trust_remote_code = left.pop("trust_remote_code", section.trust_remote_code)
     for name in _DONE_ANYWAY:
         left.pop(name, None)
-    left = {name: value for name, value in left.items() if value not in (None, "")}
-    usual = {name for name in _NOT_TAKEN if left.get(name) is False} - {"use_safetensors"}
-    usual |= {"use_safetensors"} & {name for name, value in left.items() if value is True}
-    left = {name: value for name, value in left.items() if name not in usual}
+    usual = dict.fromkeys(_NOT_TAKEN, False) | {"use_safetensors": True}  # values that change nothing
+    left = {name: value for name, value in left.items() if value not in (None, "") and value is not usual.get(name)}
     for name, problem in _NOT_TAKEN.items():
         if name in left:
             raise InputError(f"{owner}: {name}={shown(left[name])}: {problem}")

@@ -82,9 +82,9 @@ def adapter_reference(policy: peft.PeftModel, new: bool) -> Callable | None:
 def planned_twice(trainer: Any) -> bool:
     """Are the training rows planned to be seen more than once? Then it is cheaper to score them beforehand."""
     args, evaluated = trainer.args, trainer.eval_dataset
-    sets = [trainer.train_dataset, *(evaluated.values() if isinstance(evaluated, dict) else [evaluated])]
+    sets = evaluated.values() if isinstance(evaluated, dict) else [evaluated]
     if any(isinstance(rows, datasets.IterableDataset) for rows in sets):
-        return False  # a stream has no rows to keep scores for
+        return False  # no scores can be kept for a stream; one to train on has no planned passes
     passes = planned_passes(trainer.train_dataset, args, trainer.get_total_train_batch_size(args))
     if passes > 1:
         logger.info("reference: the data is scored once beforehand, since %.3g passes over it are planned", passes)

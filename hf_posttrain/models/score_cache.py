@@ -20,8 +20,8 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from ..data.images import versions
+from ..data.lengths import no_stream
 from ..engines import sharded
-from ..errors import InputError
 from ..scoring import forward
 from . import adapters
 
@@ -45,8 +45,7 @@ def add_scores(
         if isinstance(rows, dict):
             return {each: scored(part, f"{name} {each}") for each, part in rows.items()}
         if not isinstance(rows, datasets.Dataset):
-            problem = f"{option} is not supported with IterableDataset"
-            raise InputError(f"{problem}: it needs a data set of known length, not a stream")
+            raise no_stream(option)
         # the key of one data set: the model, its rows, and the rest
         title = f"Scores of {name} by the {what}"
         whole = [key[0], rows_key(rows, trainer), *key[1:], layout_key(trainer)]

@@ -15,21 +15,10 @@ from on_real_models import NAMES, ROWS, found, load, rows_of
 from training_for_tests import Gradients
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_posttrain import (
-    DPOConfig,
-    DPOTrainer,
-    KDConfig,
-    KDTrainer,
-    KTOConfig,
-    KTOTrainer,
-    OPDConfig,
-    OPDTrainer,
-    SFTConfig,
-    SFTTrainer,
-    run,
-)  # fmt: skip
+from hf_posttrain import OPDTrainer, run
 from hf_posttrain.generation import rollout
 from hf_posttrain.losses import divergence
+from hf_posttrain.methods import METHODS, config_class, trainer_class
 from hf_posttrain.scoring.head import LinearHead, LogitTransform, LogProb, score_tokens
 
 pytestmark = pytest.mark.real
@@ -44,18 +33,17 @@ def folder(request):
 
 def one_run(method, folder, tmp_path, steps=1, **options):
     """A trainer of some steps at a learning rate of 1e-6, after them, and the gradients of its steps."""
-    config, kind = {"sft": (SFTConfig, SFTTrainer), "dpo": (DPOConfig, DPOTrainer), "kto": (KTOConfig, KTOTrainer),
-                    "kd": (KDConfig, KDTrainer), "opd": (OPDConfig, OPDTrainer)}[method]  # fmt: skip
     given = {name: options.pop(name) for name in ("teacher_model", "peft_config") if name in options}
-    args = config(
+    args = config_class(METHODS[method])(
         output_dir=str(tmp_path), use_cpu=True, max_steps=steps, per_device_train_batch_size=4, learning_rate=1e-6,
         logging_steps=1, report_to="none", save_strategy="no", disable_tqdm=True, max_grad_norm=0.0,
         lr_scheduler_type="constant", train_sampling_strategy="sequential", activation_checkpointing=False, **options,
     )  # fmt: skip
     keep = Gradients()
-    model, tokenizer = load(folder), AutoTokenizer.from_pretrained(folder)
-    trainer = kind(model, args, train_dataset=datasets.Dataset.from_list(rows_of(method)), processing_class=tokenizer,
-                   callbacks=[keep], **given)  # fmt: skip
+    trainer = trainer_class(METHODS[method])(
+        load(folder), args, train_dataset=datasets.Dataset.from_list(rows_of(method)),
+        processing_class=AutoTokenizer.from_pretrained(folder), callbacks=[keep], **given,
+    )  # fmt: skip
     trainer.train()
     return trainer, keep
 
