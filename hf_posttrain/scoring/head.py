@@ -193,11 +193,11 @@ class LogitTransform:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
-    def backward(self, logits: Tensor, grad: Tensor) -> Tensor:
-        """d / d raw from d / d logits, both [n, V]; `grad` is overwritten."""
+    def slope(self, logits: Tensor) -> Tensor | float | None:
+        """Return d logits / d raw: a new tensor [n, V], one number for all logits, or None where that number is 1."""
         if self.softcap is not None:
-            grad = grad.mul_(1 - (logits / self.softcap) ** 2)
-        return grad if self.scale == 1.0 else grad.mul_(self.scale)
+            return (logits / self.softcap).square_().neg_().add_(1).mul_(self.scale)
+        return None if self.scale == 1.0 else self.scale
 
 
 @dataclass(frozen=True)
@@ -360,10 +360,11 @@ def _run_tile(
     part = hidden[rows]
     product, exact, gradient = (each[: len(part)] for each in buffers)
     logits = head.logits(part, product, exact)
+    slope = head.transform.slope(logits) if need_grad else None  # before the tile function overwrites the logits
     result = tile(logits, rows, need_grad, gradient)
     if result.grad is None:
         return result, logits.new_empty(0)
-    raw_grad = head.transform.backward(logits, result.grad)
+    raw_grad = result.grad if slope is None else result.grad.mul_(slope)
     if product.dtype == hidden.dtype != raw_grad.dtype:
         return result, product.copy_(raw_grad)
     return result, raw_grad.to(hidden.dtype)

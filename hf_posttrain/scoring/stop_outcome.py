@@ -32,22 +32,20 @@ class StopOutcome:
         """Token ids of any shape, the first of E in place of any of E."""
         return tokens.where(torch.isin(tokens, self.ids, invert=True), self.ids[0]) if self else tokens
 
-    def merge(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Make E one outcome in logits [n, V], in place. Returns what E had, and each one's share of it, [n, E]."""
-        own = logits[:, self.ids]
-        scaled = own / self.temperature
+    def merge(self, logits: Tensor) -> Tensor:
+        """Merge E into one outcome in logits [n, V], in place. Return the share of each id in it, [n, E]."""
+        scaled = logits[:, self.ids] / self.temperature
         logits[:, self.ids] = -torch.inf
         # indexed by a tensor of one: a number would be read from the device
         logits[:, self.ids[:1]] = scaled.logsumexp(-1, keepdim=True) * self.temperature
-        return own, scaled.softmax(-1)
+        return scaled.softmax(-1)
 
     def __call__(self, tile: TileFunction) -> TileFunction:
         """The tile function over merged logits; its gradient is with respect to the logits as they were."""
 
         def merged(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-            own, shares = self.merge(logits)
+            shares = self.merge(logits)
             found = tile(logits, rows, need_grad, buffer)
-            logits[:, self.ids] = own  # a softcap is differentiated after this
             if found.grad is not None:  # d ln sum e^z / d z is the share
                 found.grad[:, self.ids] = (found.grad[:, self.ids[:1]] * shares).to(found.grad.dtype)
             return found

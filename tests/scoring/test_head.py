@@ -74,14 +74,33 @@ def test_log_prob_equals_plain_softmax(small_tiles, finish, bias, promised):
         torch.testing.assert_close(grad, expected_grad)
 
 
+@pytest.mark.parametrize("stats", [False, True], ids=["", "stats"])
 @pytest.mark.parametrize("finish", TRANSFORMS, ids=str)
-def test_gradcheck_log_prob(small_tiles, finish):
+def test_gradcheck_log_prob(small_tiles, finish, stats):
     hidden, weight, bias, targets = few(*tensors())
 
     def values(hidden, weight, bias):
-        return H.score_tokens(H.LinearHead(weight, bias, finish), hidden, LogProb(targets))[0]
+        return H.score_tokens(H.LinearHead(weight, bias, finish), hidden, LogProb(targets, stats=stats))[0]
 
     assert torch.autograd.gradcheck(values, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("finish", TRANSFORMS, ids=str)
+def test_a_tile_function_may_overwrite_the_logits(small_tiles, finish):
+    """The derivative of a softcap must not depend on what a tile function leaves in the logits."""
+    hidden, weight, bias, targets = tensors()
+
+    def gradients(tile):
+        values, _ = H.score_tokens(H.LinearHead(weight, bias, finish), hidden, tile)
+        return torch.autograd.grad(values.sum(), (hidden, weight, bias))
+
+    def overwriting(logits, rows, need_grad, buffer):
+        result = LogProb(targets)(logits, rows, need_grad, buffer)
+        logits.fill_(torch.nan)
+        return result
+
+    for found, expected in zip(gradients(overwriting), gradients(LogProb(targets)), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", quick("reverse_kl", "jsd", "tvd", "skew_forward_kl", among=DIVERGENCES))

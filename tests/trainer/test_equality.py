@@ -60,9 +60,9 @@ def partners_of(method, rows, tmp_path):
 
 
 def cases(methods):
-    """Each method with each architecture; quick are one architecture, and two methods with all."""
+    """Each method with each architecture. Quick: two architectures (one of them caps its logits), and DPO with all."""
     for method, architecture in itertools.product(methods, ARCHITECTURES):
-        slow = architecture != "qwen3" and method != "dpo"
+        slow = architecture not in ("qwen3", "gemma2") and method != "dpo"
         yield pytest.param(method, architecture, marks=[pytest.mark.slow] * slow)
 
 
