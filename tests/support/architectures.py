@@ -8,7 +8,7 @@ NAMES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 """All of them, as `model_type` in config.json."""
 VOCABULARY, WINDOW, LARGEST = 300, 14, 20_000_000  # ids; tokens that a windowed layer sees; most parameters of "tiny"
 SIZES = {
-    VOCABULARY: "vocab_size vocab_size_per_layer_input",
+    VOCABULARY: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
     32: "hidden_size n_embd d_model dim embed_dim word_embed_proj_dim lru_width attention_hidden_size",
     48: "intermediate_size ffn_dim ffn_hidden_size decoder_ffn_dim encoder_ffn_dim block_ff_dim intermediate_size_mlp",
     256: "max_position_embeddings n_positions n_ctx max_seq_len",
