@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from ..data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
-from ..trainer.method import BELOW_ONE, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, SOME, Method, Paper
+from ..trainer.method import BELOW_ONE, COEFFICIENT, COUNT, POSITIVE, SHARE, SOME, Method, Paper
 from . import rules
 
 _PREFERENCE_SYMPTOMS = {
@@ -44,7 +44,7 @@ _ROWS = (
             "apo_down": "doosterlinck2024anchored", "simpo": "meng2024simpo", "orpo": "hong2024orpo",
         },
         limits={
-            "label_smoothing": BELOW_ONE, "beta": POSITIVE, "nll_coef": NOT_NEGATIVE,
+            "label_smoothing": BELOW_ONE, "beta": POSITIVE, "nll_coef": COEFFICIENT, "simpo_gamma": COEFFICIENT,
             "precompute_ref_batch_size": COUNT,
         },
         rules=(rules.dpo_losses, rules.dpo_smoothing),
@@ -79,7 +79,7 @@ _ROWS = (
             "Haoran Xu and Amr Sharaf and Yunmo Chen and Weiting Tan and Lingfeng Shen and Benjamin Van Durme"
             " and Kenton Murray and Young Jin Kim",
         ),
-        limits={"beta": POSITIVE, "cpo_alpha": NOT_NEGATIVE},
+        limits={"beta": POSITIVE, "cpo_alpha": COEFFICIENT},
         symptoms={"label_leak": _PREFERENCE_SYMPTOMS["label_leak"]},
     ),
     Method(

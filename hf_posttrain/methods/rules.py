@@ -10,7 +10,7 @@ from typing import Any
 
 from ..data.template import parsed
 from ..models.section import TeacherSection
-from ..trainer.method import Problem
+from ..trainer.method import LARGEST, Problem
 from ..trainer.rules import one_of, vllm_problems
 from ..watch.symptoms import listed
 
@@ -47,11 +47,11 @@ def dpo_losses(values: Any) -> Iterator[Problem]:
         yield ("loss_type",), "loss_type is empty: name one loss at least, such as sigmoid"
     if weights is not None:
         each = weights if isinstance(weights, list | tuple) else [weights]
-        numbers = [weight for weight in each if isinstance(weight, int | float) and 0 <= weight < float("inf")]
+        numbers = [weight for weight in each if isinstance(weight, int | float) and 0 <= weight <= LARGEST]
         if len(each) != len(names):
             yield ("loss_weights", "loss_type"), f"loss_weights has {len(each)} values for {len(names)} loss_type"
         elif len(numbers) < len(each) or not (any(numbers) or values.nll_coef):
-            yield ("loss_weights",), f"loss_weights={weights!r}: numbers of at least 0 are wanted, and one above 0"
+            yield ("loss_weights",), f"loss_weights={weights!r} must be numbers from 0 to 1e6, at least one of them above 0"
     if "simpo" in names and len(names) > 1 and values.beta is None:
         yield ("loss_type",), "loss_type combines simpo (beta 2) with others (beta 0.1): set beta"
     # what other losses would read
@@ -78,8 +78,8 @@ def kto(values: Any) -> Iterator[Problem]:
     yield from one_of("loss_type", values.loss_type, UNPAIRED)
     for name in ("desirable_weight", "undesirable_weight"):
         value = getattr(values, name)
-        if value != "auto" and not (isinstance(value, int | float) and 0 <= value < float("inf")):
-            yield (name,), f"{name}={value!r} is neither auto nor a number of at least 0"
+        if value != "auto" and not (isinstance(value, int | float) and 0 <= value <= LARGEST):
+            yield (name,), f"{name}={value!r} is neither auto nor a number from 0 to 1e6"
     if values.desirable_weight == values.undesirable_weight == 0:
         yield ("undesirable_weight", "desirable_weight"), "both class weights are 0, which trains nothing"
 
@@ -316,8 +316,8 @@ def opd_reward(values: Any) -> Iterator[Problem]:
         return
     yield from one_of("reward", asked.get("when", "with"), ("with", "after"))
     coef, start = asked.get("coef", 1.0), asked.get("start", 0.5)
-    if not isinstance(coef, int | float) or not 0 < coef < float("inf"):
-        yield ("reward",), f"reward: coef={coef!r} is not a number above 0"
+    if not isinstance(coef, int | float) or not 0 < coef <= LARGEST:
+        yield ("reward",), f"reward: coef={coef!r} is not a number above 0, and at most 1e6"
     if not isinstance(start, int | float) or not 0 <= start < 1:
         yield ("reward",), f"reward: start={start!r} is not a share of the steps, from 0 to below 1"
     if "start" in asked and asked.get("when") != "after":

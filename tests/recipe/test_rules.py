@@ -181,6 +181,10 @@ def test_limits_are_of_fields_that_exist(method):
         ("dpo", {"loss_type": "hinge", "label_smoothing": 0.1}, ("label_smoothing", "loss_type")),
         ("dpo", {"loss_type": ["simpo", "sft"]}, ("loss_type",)),
         ("dpo", {"simpo_gamma": 1.0}, ("simpo_gamma", "loss_type")),
+        ("dpo", {"beta": 1e308}, ("beta",)),  # infinite in float32
+        ("dpo", {"loss_weights": [1e308]}, ("loss_weights",)),
+        ("kto", {"desirable_weight": 1e308}, ("desirable_weight",)),
+        ("kd", {"neftune_noise_alpha": 1e308}, ("neftune_noise_alpha",)),
         ("dpo", {"loss_type": ["simpo", "orpo"], "beta": 2.0, "precompute_ref_log_probs": True},
          ("precompute_ref_log_probs", "loss_type")),
         ("dpo", {"loss_type": "sft", "precompute_ref_batch_size": 4}, ("precompute_ref_batch_size", "loss_type")),
