@@ -51,7 +51,7 @@ def dpo_losses(values: Any) -> Iterator[Problem]:
         if len(each) != len(names):
             yield ("loss_weights", "loss_type"), f"loss_weights has {len(each)} values for {len(names)} loss_type"
         elif len(numbers) < len(each) or not (any(numbers) or values.nll_coef):
-            yield ("loss_weights",), f"loss_weights={weights!r} must be numbers from 0 to 1e6, at least one of them above 0"
+            yield ("loss_weights",), f"loss_weights={weights!r} must be numbers from 0 to 1e6, not all of them 0"
     if "simpo" in names and len(names) > 1 and values.beta is None:
         yield ("loss_type",), "loss_type combines simpo (beta 2) with others (beta 0.1): set beta"
     # what other losses would read
