@@ -16,6 +16,8 @@ from ..errors import InputError, shown
 from .packing import example_lengths, lengths_of
 
 logger = logging.getLogger(__package__)
+STREAM_HEAD = 1000
+"""Rows of a stream that are read before training."""
 
 
 class _ByLength(LengthGroupedSampler):
@@ -131,11 +133,16 @@ def planned_passes(rows: Any, args: Any, rows_per_step: int) -> float:
     return args.max_steps / max(len(rows) / rows_per_step, 1)  # a pass has a step at least
 
 
+def first_rows(rows: datasets.IterableDataset) -> datasets.Dataset:
+    """Return the first STREAM_HEAD prepared rows of a stream."""
+    return datasets.Dataset.from_list(list(islice(rows, STREAM_HEAD)), features=rows.features)
+
+
 def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> datasets.Dataset:
     """The `count` prepared rows with the most tokens, in `columns` or in all, longest first; of a stream, of its first
     1000 rows."""
     if not isinstance(rows, datasets.Dataset):
-        rows = datasets.Dataset.from_list(list(islice(rows, 1000)), features=rows.features)
+        rows = first_rows(rows)
     return rows.select(np.argsort(-tokens_of(rows, columns), kind="stable")[:count])
 
 
@@ -165,10 +172,12 @@ def warn_if_too_long(rows: Any, config: PretrainedConfig, args: Any) -> None:
 
 
 def check_answered(rows: Any, tokenizer: Any, why: str) -> None:
-    """Raises InputError, with the reason, where prepared rows have no completion, or one that is labelled false. Of a
-    stream nothing is known."""
+    """Raise InputError, with the reason, where prepared rows have no completion, or one that is labelled false.
+
+    Of a stream its first rows are read.
+    """
     if not isinstance(rows, datasets.Dataset):
-        return
+        rows = first_rows(rows)
     lengths = lengths_of(rows, "completion_ids")
     if not lengths.all():
         asked = tokenizer.decode(rows[int(lengths.argmin())]["prompt_ids"], skip_special_tokens=True)

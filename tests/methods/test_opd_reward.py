@@ -2,6 +2,7 @@
 
 import sys
 
+import datasets
 import pytest
 import torch
 from models_for_tests import tiny_model
@@ -150,3 +151,11 @@ def test_a_function_of_the_current_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_grader.py").write_text("def grade(prompts, **rest):\n    return [0.5] * len(prompts)\n")
     assert Reward("my_grader:grade").grader(prompts=["q"], completions=["a"], references=[None]) == [0.5]
+
+
+def test_a_stream_without_answers_is_refused_before_training(tmp_path):
+    rows = token_rows("opd", 4).to_list()
+    rows[2]["completion_ids"] = []
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    with pytest.raises(InputError, match=r"lmbda below 1 trains on completions of the data, and 1 of 4 rows have none"):
+        trainer_for("opd", tiny_model(), stream, tmp_path, second=tiny_model(seed=9), lmbda=0.5)
