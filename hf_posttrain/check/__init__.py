@@ -173,7 +173,7 @@ def fitted_models(
     """
     import peft
 
-    from ..models.adapters import adapter_shape, describe_adapter
+    from ..models.adapters import describe_adapter
     from ..models.load import check_tokenizer_fits, load_skeleton, load_tokenizer, weights_dtype, with_saved_adapter
     from ..models.own_past import check_average
     from ..models.prepare import with_supported_checkpointing
@@ -192,8 +192,7 @@ def fitted_models(
             model = with_saved_adapter(model, section, policy)
         if policy:
             config = with_supported_checkpointing(model, config)
-            shape = None if peft_config is None else adapter_shape(peft_config)
-            model, _ = make_policy(model, shape, config)
+            model, _ = make_policy(model, peft_config, config)
             adapter = [describe_adapter(model)] if isinstance(model, peft.PeftModel) else []
             if any(taught.self == "ema" for _, taught in recipe.taught_by()):
                 check_average(weight.dtype for weight in model.parameters() if weight.requires_grad)

@@ -133,7 +133,7 @@ def with_adapter(model: Any, section: ModelSection, vision: bool) -> Any:
         return model
     adapter.inference_mode = False
     with torch.device("meta"):
-        return adapters.add_adapter(model, adapters.adapter_shape(adapter), vision)
+        return adapters.add_adapter(model, adapter, vision)
 
 
 class Shapes:

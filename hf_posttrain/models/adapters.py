@@ -23,6 +23,8 @@ _WITH_A_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA
 _OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models in which PEFT refuses an adapter on out_proj (tuners_utils._check_lora_target_modules_mamba)."""
 _PLAIN = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # Falcon's, whose class writes the product out
+_INIT_BY_WEIGHT = ("orthogonal", "pissa", "olora", "lora_ga")
+"""Values of init_lora_weights, or their beginnings, that read the weight of a layer."""
 ZERO_ROW = 1e-4
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
@@ -73,7 +75,9 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
         raise InputError(f"peft_config: a {type(config).__name__} is none: pass a LoraConfig, or another of PEFT's")
     if getattr(model, "is_quantized", False):
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    asked, config = config, copy.deepcopy(config)  # PEFT writes into it
+    on_meta = next(model.parameters()).is_meta
+    asked = config
+    config = adapter_shape(config) if on_meta else copy.deepcopy(config)  # PEFT writes into it
     if hasattr(config, "exclude_modules"):
         config.exclude_modules = _joined(config.exclude_modules, _left_out(model, config, vision))
     modules, what = [name for name, _ in model.named_modules()], "peft_config (model.lora)"
@@ -88,13 +92,26 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT reads it by its old name
             policy: Any = peft.get_peft_model(model, config)
     except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
+        if found := re.match(r"'(\w+)' object has no attribute 'weight'", str(error)):
+            raise _init_without_weight(getattr(asked, "init_lora_weights", None), found[1]) from error
         first = str(error).strip().partition("\n")[0]
         raise InputError(f"{what}: {first.rstrip('.')}{_meant_module(config, modules)}") from error
+    if str(getattr(asked, "init_lora_weights", None)).startswith(_INIT_BY_WEIGHT):
+        for layer in adapted_layers(policy):
+            if not hasattr(base := layer.get_base_layer(), "weight"):
+                raise _init_without_weight(getattr(asked, "init_lora_weights", None), type(base).__name__)
     for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
         policy.unload().tie_weights()  # as it was, for another try
         raise InputError(f"{what}: {problem}")
     _fill_zero_rows(policy)
     return policy
+
+
+def _init_without_weight(init: Any, layer: str) -> InputError:
+    """Return the error for an initialisation that reads the weight of a layer, where there is none."""
+    problem = f"init_lora_weights: {init} reads the weight of each layer, and the experts of {layer} are parameters"
+    fix = "set init_lora_weights: true, or target_modules to layers outside of the experts, such as [q_proj, v_proj]"
+    return InputError(f"peft_config (model.lora): {problem}: {fix}")
 
 
 def _meant_module(config: Any, modules: Iterable[str]) -> str:

@@ -135,7 +135,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     if not (recipe.model.lora or {}).keys() <= {"r", "alpha", "dropout"}:
         try:
             with torch.device("meta"):
-                adapters.add_adapter(models.load_skeleton(recipe.model), adapters.adapter_shape(peft_config))
+                adapters.add_adapter(models.load_skeleton(recipe.model), peft_config)
         except InputError as error:
             option = str(error).split(": ")[1]
             raise InputError(f"{recipe.where(f'model.lora.{option}')}: {error}") from error

@@ -34,6 +34,7 @@ LARGEST = 1e6
 """Largest factor of a loss: float32 turns a product with a number of 1e30 or more into infinity or NaN."""
 COEFFICIENT = Limit(lambda x: 0 <= x <= LARGEST, "must be from 0 to 1e6")
 POSITIVE = Limit(lambda x: 0 < x <= LARGEST, "must be positive, and at most 1e6")
+ABOVE_ZERO = Limit(lambda x: 0 < x < float("inf"), "must be above 0")
 SHARE = Limit(lambda x: 0 <= x <= 1, "is not in [0, 1]")
 SOME = Limit(lambda x: 0 < x <= 1, "is not in (0, 1]")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "is not in [0, 1)")

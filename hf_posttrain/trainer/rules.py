@@ -15,7 +15,7 @@ import yaml
 from ..data.template import switch_problem
 from ..errors import InputError, nearest
 from ..watch import symptoms
-from .method import BELOW_ONE, COEFFICIENT, COUNT, NOT_NEGATIVE, Limit, Method, Problem
+from .method import ABOVE_ZERO, BELOW_ONE, COEFFICIENT, COUNT, NOT_NEGATIVE, Limit, Method, Problem
 
 SEED = Limit(lambda n: 0 <= n < 2**32, "is no seed: they are 0 to 4294967295")
 LIMITS = {
@@ -23,7 +23,7 @@ LIMITS = {
     "gradient_accumulation_steps": COUNT, "eval_accumulation_steps": COUNT, "dataset_num_proc": COUNT,
     "torch_empty_cache_steps": COUNT, "dataloader_num_workers": NOT_NEGATIVE, "learning_rate": NOT_NEGATIVE,
     "weight_decay": NOT_NEGATIVE, "warmup_steps": NOT_NEGATIVE, "max_grad_norm": NOT_NEGATIVE,
-    "neftune_noise_alpha": COEFFICIENT, "router_aux_loss_coef": COEFFICIENT, "adam_epsilon": NOT_NEGATIVE,
+    "neftune_noise_alpha": COEFFICIENT, "router_aux_loss_coef": COEFFICIENT, "adam_epsilon": ABOVE_ZERO,
     "adam_beta1": BELOW_ONE, "adam_beta2": BELOW_ONE, "seed": SEED, "data_seed": SEED,
     "max_steps": Limit(lambda n: n == -1 or n > 0, "trains nothing: steps to train, or -1 for num_train_epochs"),
     "max_length": Limit(lambda n: n >= 2, "is too short: a prompt and a completion need 2 tokens at least"),

@@ -172,3 +172,14 @@ def test_what_an_adapter_acts_on_and_leaves_is_told(tmp_path):
     share = 100 * acted / sum(weight.numel() for weight in weights.values())
     policy = add_adapter(tiny_model(), peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     assert describe_adapter(policy).startswith(f"the adapter acts on {share:.0f} % of the model's weights; ")
+
+
+@pytest.mark.parametrize("init", ["orthogonal", "pissa", "olora"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_experts_have_no_weight_that_an_initialisation_reads(init, device):
+    """As PEFT targets them by all-linear; --check, which has no weights, says the same as the run."""
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=init)
+    with pytest.raises(InputError, match=f"init_lora_weights: {init} reads the weight of each layer, and the experts"):
+        add_adapter(tiny_model("qwen3_moe").to(device), config)
+    config.target_modules = {"q_proj"}
+    add_adapter(tiny_model("qwen3_moe").to(device), config)
