@@ -198,13 +198,14 @@ def audit_tokens(
     stops = [dict(zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True)) for ids in ends]
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     found = TokenAudit(stops=stops[0], pad=tokenizer.pad_token, pad_is_eos=pad == eos)
-    raws = {}  # each source by itself, not repeated by its weight
+    raws = {}  # the rows of each source that training reads, without copies
     names = names_of(recipe)  # those that are tokenised already -> the name of their data set in messages
     whole = {f"data.{name}": rows for name, rows in raw.items() if isinstance(rows, datasets.Dataset)}
     for key, source in recipe.sources():
         tokenised_already = key in whole and source.weight == 1
+        weight = 1.0 if source.streaming else min(source.weight, 1.0)
         with error_context(recipe.where(f"{key}.path")):
-            raws[key] = whole[key] if tokenised_already else load(replace(source, weight=1.0), key)
+            raws[key] = whole[key] if tokenised_already else load(replace(source, weight=weight), key)
         if not tokenised_already:
             names.pop(key, None)
     taught = [section for _, section in recipe.taught_by() if not (section.self or section.own_tokenizer)]

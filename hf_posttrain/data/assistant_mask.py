@@ -10,8 +10,6 @@ from contextlib import suppress
 from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedTokenizerBase
-
 from ..errors import InputError, shown
 from . import chat
 from .messages import Messages, call_names, text_of
@@ -54,7 +52,7 @@ def assistant_mask(
         raise InputError(f"{ASKED}: no token of this conversation was written by an assistant{left}")
     others = {n for n, m in enumerate(messages) if m["role"] == "assistant" and chosen is not None and n not in chosen}
     read = [message | {"role": "other"} if n in others else message for n, message in enumerate(messages)]
-    _check_written(tokenizer, read, full, [(offsets[run[0]][0], offsets[run[-1]][1]) for run in runs])
+    _check_written(template, read, full, [(offsets[run[0]][0], offsets[run[-1]][1]) for run in runs])
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
     size, last = runs[-1][-1] + 1, messages[-1]
     ended = ids[size - 1] in {end_id} | chat.special_ids(tokenizer)  # a call may have an end of its own
@@ -67,7 +65,7 @@ def assistant_mask(
 
 
 def _check_written(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, full: str, turns: list[tuple[int, int]]
+    template: chat.ChatTemplate, messages: Messages, full: str, turns: list[tuple[int, int]]
 ) -> None:
     """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has
     (special tokens alone say nothing), and for a content of another's that stands in trained turns alone.
@@ -86,9 +84,11 @@ def _check_written(
             elsewhere = sum(other.count(text) for other in others)
             if full.count(text) <= elsewhere or any(text in turn for turn in wrote):
                 continue
-            if any(begin < place + len(text) <= end for begin, end in turns for place in _places(text, full)):
+            begun = [full[place:begin] for begin, end in turns for place in _places(text, full)
+                     if begin < place + len(text) <= end]  # fmt: skip
+            if begun and n and template.render(messages[:n], add_generation_prompt=True).endswith(tuple(begun)):
                 continue  # the prompt of its turn has its beginning
-            if {*chat.plain_ids(tokenizer, [text])[0]} - chat.special_ids(tokenizer):
+            if {*chat.plain_ids(template.tokenizer, [text])[0]} - chat.special_ids(template.tokenizer):
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"
                 why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
                 raise InputError(f"{ASKED}: {problem}: {why}")

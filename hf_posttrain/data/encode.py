@@ -21,7 +21,7 @@ CUT = PROMPT_CUT | COMPLETION_CUT
 of users or tools count as a part of an answer; a picture would be cut, so that the row is left out."""
 MARKS = {"weight": "0 or 1", "train": "true or false"}
 """Keys of a turn that say whether it is trained, in the manner of OpenAI and others, and what they may be."""
-VERSION = 12
+VERSION = 13
 """Of the ids that rows become, by which `datasets` caches them: raise it with a change that makes other ids of the same
 rows (a test sees such a change), or users train on what an older version has cached."""
 

@@ -78,3 +78,11 @@ def test_nothing_left_is_told(tmp_path):
 def test_contradictions_are_refused(options, message, tmp_path):
     with pytest.raises(InputError, match=message):
         prepared("chatml", TURNS, tmp_path, **options)
+
+
+def test_a_content_that_begins_with_the_turn_end_is_refused(tmp_path):
+    """The turn would end at once, and what follows be trained as if it were another turn."""
+    family = next(name for name in FAMILIES if "<|im_end|>" in family_tokenizer(FAMILIES[name]).get_vocab())
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<|im_end|>It is 4."}]
+    with pytest.raises(InputError, match="would not be trained"):
+        prepared(family, turns, tmp_path, assistant_only_loss=True)
