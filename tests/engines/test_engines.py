@@ -294,7 +294,7 @@ def hidden_dtypes(rank, method, engine, lora):
 
 
 @pytest.mark.parametrize("method", quick("kto", among=METHODS))
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", quick("fsdp2", "zero3", among=ENGINES))
 def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method):
     lora = METHODS.index(method) % 2 == 0
     for seen, weights in on_two(hidden_dtypes, engine, method, engine, lora):

@@ -35,7 +35,7 @@ def small_steps(rank, engine, folder, lora):
     trainer.save_model(folder)
 
 
-@pytest.mark.parametrize("engine", quick("zero2", "zero3", among=("ddp", "fsdp2", "zero1", "zero2", "zero3")))
+@pytest.mark.parametrize("engine", quick("zero3", among=("ddp", "fsdp2", "zero1", "zero2", "zero3")))
 def test_saved_weights_have_taken_every_small_step(engine, tmp_path):
     on_two(small_steps, engine, engine, str(tmp_path), False)
     saved, before = load_file(tmp_path / "model.safetensors"), start().state_dict()

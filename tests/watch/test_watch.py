@@ -421,6 +421,7 @@ def test_ranks_stop_together_where_one_has_a_full_disk(tmp_path):
     assert "nonfinite_step_3_rank_1.pt could not be written (No space left on device)" in said
 
 
+@pytest.mark.slow
 def test_ranks_stop_together_and_name_the_one_that_had_the_batch(tmp_path):
     (step, said), other = on_two(on_ranks, "ddp", str(tmp_path), 1)
     assert (step, said) == other
