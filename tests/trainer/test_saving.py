@@ -308,7 +308,7 @@ def test_a_checkpoint_of_another_launch_is_refused(engine, then, message, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ("ddp", "fsdp2", "zero2", "zero3"))
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero2", "zero3"])
 @pytest.mark.parametrize(("kind", "limit"), [("full", 1), ("lora", 2)])
 def test_the_best_model_is_loaded_at_the_end(engine, kind, limit, trained):
     rate = {"full": 0.1, "lora": 0.03}[kind]  # too high, so that the last evaluation is not the best
@@ -610,7 +610,7 @@ def test_ranks_agree_on_a_cache_that_one_machine_lacks(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ("ddp", "fsdp2", "zero3"))
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "zero3"])
 def test_a_teacher_that_waits_on_cpu_gives_the_same_numbers(engine, trained):
     settings = {"model": {"dropout": 0.0}, "save_strategy": "no"}
     _, logs, weights = trained("single", "opd", world=1, per_device_train_batch_size=4, **settings)
