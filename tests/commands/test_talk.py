@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import sys
 import time
 from pathlib import Path
@@ -311,6 +312,7 @@ class Terminal:
     def __init__(self, *command):
         self.pid, self.screen = pty.fork()
         if not self.pid:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell that starts tests in the background ignores it
             os.execve(command[0], command, os.environ | {"TERM": "dumb", "OMP_NUM_THREADS": "1"})
 
     def __enter__(self):
