@@ -114,7 +114,8 @@ ASKED_FOR = {  # options that cannot be changed alone on this machine, and what 
     "parallelism_config": "several processes", "ddp_backend": "several processes", "deepspeed": "a launcher",
     "dataloader_multiprocessing_context": "workers", "ignore_data_skip": "another order of rows, by its meaning",
     "resume_from_checkpoint": "what `resume` does", "rollout": "vLLM", "vllm_mode": "vLLM",
-    "local_rank": "several processes",
+    "local_rank": "several processes", "teacher_model_name_or_path": "no `teacher_model`",
+    "teacher_model_revision": "the hub",
 }  # fmt: skip
 RANDOM = ("per_device_train_batch_size", "gradient_accumulation_steps", "layout")
 """Options with which dropout draws other numbers: compared without."""
