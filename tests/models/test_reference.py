@@ -400,8 +400,8 @@ def test_a_recipe_may_name_one_loss_or_a_list():
         ({"loss_type": "robust", "label_smoothing": 0.5}, "below 0.5"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "not in loss_type 'ipo'"),
         ({"loss_weights": [1.0, 2.0]}, "2 values for 1 loss_type"), ({"beta": 0.0}, "must be positive"),
-        ({"loss_weights": [-1.0]}, "at least 0 are wanted"), ({"loss_weights": [1e400]}, "at least 0 are wanted"),
-        ({"loss_weights": "half"}, "at least 0 are wanted"), ({"loss_weights": [0]}, "and one above 0"),
+        ({"loss_weights": [-1.0]}, "numbers from 0 to 1e6"), ({"loss_weights": [1e400]}, "numbers from 0 to 1e6"),
+        ({"loss_weights": "half"}, "numbers from 0 to 1e6"), ({"loss_weights": [0]}, "not all of them 0"),
         ({"loss_type": ["simpo", "sigmoid"]}, "set beta"), ({"label_smoothing_factor": 0.1}, "cannot be honoured"),
     ],
 )  # fmt: skip
