@@ -458,9 +458,11 @@ def _():
     from PIL import Image
     from vision_for_tests import KINDS, processor_of
 
+    from hf_posttrain.data.images import merged_options
+
     for kind in KINDS:
         processor = processor_of(kind)
-        options = processor._merge_kwargs(tokenizer_init_kwargs=processor.tokenizer.init_kwargs)["images_kwargs"]
+        options = merged_options(processor)["images_kwargs"]
         sizes = [(40, 20), (16, 32)]
         images = [Image.new("RGB", size, (9, 99, 199)) for size in sizes]
         tensors, texts = processor._process_images(images, **options | {"return_tensors": "pt"})

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
+from inspect import signature
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -370,9 +371,18 @@ class PictureReader:
         return _of_size(self, *picture_size(picture))[0]
 
     def _process(self, images: list[Image.Image]) -> tuple[Any, list[str]]:
-        options = self.processor._merge_kwargs(tokenizer_init_kwargs=self.processor.tokenizer.init_kwargs)
+        options = merged_options(self.processor)
         kwargs = options["images_kwargs"] | {"return_tensors": "pt"}
         return self.processor._process_images(images, **kwargs)
+
+
+def merged_options(processor: Any) -> dict[str, dict[str, Any]]:
+    """Return the options that a processor has for each of its inputs, such as `images_kwargs`."""
+    merge = processor._merge_kwargs
+    # transformers 5.20 must be told the class of the options
+    kinds = (processor.valid_processor_kwargs,) if "ModelProcessorKwargs" in signature(merge).parameters else ()
+    merged: dict[str, dict[str, Any]] = merge(*kinds, tokenizer_init_kwargs=processor.tokenizer.init_kwargs)
+    return merged
 
 
 def fitting(counts: Iterable[int], places: int) -> int:
