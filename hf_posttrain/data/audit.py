@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 
 from .encode import ALIKE, COMPLETION_CUT, NO_TARGET, PROMPT_CUT
 from .kinds import Reader, RowKind, class_weights
+from .lengths import first_rows
 from .packing import lengths_of
 from .prepare import notes, tokenised
 
@@ -214,7 +215,7 @@ def _examples(raw: Any, method: Reader, tokenizer: Any, config: Any, name: str) 
     """
     rows = tokenised(raw, method, tokenizer, config, name)
     if not isinstance(rows, datasets.Dataset):
-        rows = datasets.Dataset.from_list(list(itertools.islice(rows, STREAMED)), features=rows.features)
+        rows = first_rows(rows, STREAMED)
     scalars = [column for column, kind in rows.features.items() if isinstance(kind, datasets.Value)]
     frame = rows.select_columns(scalars).to_pandas()
     for column in ("prompt_ids", *method.rows.answers):

@@ -133,9 +133,9 @@ def planned_passes(rows: Any, args: Any, rows_per_step: int) -> float:
     return args.max_steps / max(len(rows) / rows_per_step, 1)  # a pass has a step at least
 
 
-def first_rows(rows: datasets.IterableDataset) -> datasets.Dataset:
-    """Return the first STREAM_HEAD prepared rows of a stream."""
-    return datasets.Dataset.from_list(list(islice(rows, STREAM_HEAD)), features=rows.features)
+def first_rows(rows: datasets.IterableDataset, count: int = STREAM_HEAD) -> datasets.Dataset:
+    """Return the first `count` prepared rows of a stream."""
+    return datasets.Dataset.from_list(list(islice(rows, count)), features=rows.features)
 
 
 def longest(rows: Any, count: int, columns: Sequence[str] = ()) -> datasets.Dataset:

@@ -170,7 +170,7 @@ class OPDTrainer(PostTrainer):
         super().check_rows(rows, tokenizer, args, name)
         if args.reward and args.reward.get("function") == "exact_match":
             check_answered(rows, tokenizer, f"{name}: reward exact_match compares with completions of the data")
-        if name.startswith("train") and args.lmbda < 1:
+        elif name.startswith("train") and args.lmbda < 1:
             check_answered(rows, tokenizer, "lmbda below 1 trains on completions of the data")
 
     @staticmethod

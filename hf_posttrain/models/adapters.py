@@ -77,6 +77,7 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     on_meta = next(model.parameters()).is_meta
     asked = config
+    init = getattr(asked, "init_lora_weights", None)
     config = adapter_shape(config) if on_meta else copy.deepcopy(config)  # PEFT writes into it
     if hasattr(config, "exclude_modules"):
         config.exclude_modules = _joined(config.exclude_modules, _left_out(model, config, vision))
@@ -93,13 +94,13 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
             policy: Any = peft.get_peft_model(model, config)
     except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
         if found := re.match(r"'(\w+)' object has no attribute 'weight'", str(error)):
-            raise _init_without_weight(getattr(asked, "init_lora_weights", None), found[1]) from error
+            raise _init_without_weight(init, found[1]) from error
         first = str(error).strip().partition("\n")[0]
         raise InputError(f"{what}: {first.rstrip('.')}{_meant_module(config, modules)}") from error
-    if str(getattr(asked, "init_lora_weights", None)).startswith(_INIT_BY_WEIGHT):
+    if str(init).startswith(_INIT_BY_WEIGHT):
         for layer in adapted_layers(policy):
             if not hasattr(base := layer.get_base_layer(), "weight"):
-                raise _init_without_weight(getattr(asked, "init_lora_weights", None), type(base).__name__)
+                raise _init_without_weight(init, type(base).__name__)
     for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
         policy.unload().tie_weights()  # as it was, for another try
         raise InputError(f"{what}: {problem}")

@@ -9,6 +9,7 @@ import re
 import types
 import weakref
 from functools import partial
+from importlib.metadata import version
 
 import datasets
 import pytest
@@ -338,7 +339,7 @@ def test_run_json_says_how_the_run_was_set_up(tmp_path, monkeypatch):
     again.eval_dataset = [{"prompt": "raw", "chosen": "a", "rejected": "b"}]  # which evaluation prepares itself
     assert describe_run(again)["eval_rows"] is None
     assert run["engine"].startswith("single, 1 process, 4 rows a step")
-    assert run["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert run["versions"]["torch"] == version("torch")
     assert run["command"] == "train.py train.hub_token=<hidden> --api_key <hidden> 'a b'"
     assert run["commit"] is None or re.fullmatch(r"[0-9a-f]{40}\+?", run["commit"])
     monkeypatch.chdir(tmp_path)
