@@ -96,8 +96,8 @@ def is_cut(row: dict[str, Any]) -> bool:
     would close its thought, or write an empty one before it."""
     prompt, answer = row.get("prompt"), row["completion"]
     opened = BEGIN_THOUGHT if isinstance(prompt, str) and prompt.rstrip().endswith(BEGIN_THOUGHT) else ""
-    text = opened + (answer if isinstance(answer, str) else "")
-    return row.get("stopped") is False or text.rfind(BEGIN_THOUGHT) > text.rfind(END_THOUGHT)
+    text = (opened + (answer if isinstance(answer, str) else "")).lstrip()
+    return row.get("stopped") is False or (text.startswith(BEGIN_THOUGHT) and END_THOUGHT not in text)
 
 
 def made_rows(

@@ -50,45 +50,41 @@ def assistant_mask(
     if not runs:
         left = "" if chosen is None else ", or all that it wrote is left out (weight: 0)"
         raise InputError(f"{ASKED}: no token of this conversation was written by an assistant{left}")
-    others = {n for n, m in enumerate(messages) if m["role"] == "assistant" and chosen is not None and n not in chosen}
-    read = [message | {"role": "other"} if n in others else message for n, message in enumerate(messages)]
-    _check_written(template, read, full, [(offsets[run[0]][0], offsets[run[-1]][1]) for run in runs])
+    answers = {n for n, m in enumerate(messages) if m["role"] == "assistant" and (chosen is None or n in chosen)}
+    given = _Rendered(template, messages, end_id, full, ids, offsets)
+    _check_written(given, answers, [(offsets[run[0]][0], offsets[run[-1]][1]) for run in runs])
     # 3. drop what follows the last trained token (a user's turn, a line break), and close a last turn left open
     size, last = runs[-1][-1] + 1, messages[-1]
     ended = ids[size - 1] in {end_id} | chat.special_ids(tokenizer)  # a call may have an end of its own
-    last_is_trained = last["role"] == "assistant" and len(messages) - 1 not in others
-    end = [end_id] if last_is_trained and text_of(last).strip() and not ended else []
+    end = [end_id] if len(messages) - 1 in answers and text_of(last).strip() and not ended else []
     # 4. BOS once: some templates write it, for others the tokenizer does
     prefix = chat.prefix_ids(tokenizer)
     prefix = [] if ids[: len(prefix)] == prefix else prefix
     return prefix + ids[:size] + end, [0] * len(prefix) + mask[:size] + [1] * len(end)
 
 
-def _check_written(
-    template: chat.ChatTemplate, messages: Messages, full: str, turns: list[tuple[int, int]]
-) -> None:
-    """Raises InputError for a content or a call of an assistant's that the conversation has and no trained turn has
-    (special tokens alone say nothing), and for a content of another's that stands in trained turns alone.
+def _check_written(given: "_Rendered", answers: Collection[int], turns: list[tuple[int, int]]) -> None:
+    """Raises InputError for a content or a call of an answer that the conversation has and no trained turn has (special
+    tokens alone say nothing), and for a content of another message that stands in trained turns alone.
 
-    turns: where trained turns begin and end in the text.
+    answers: numbers of the trained messages. turns: where trained turns begin and end in the text.
     """
+    messages, full, tokenizer = given.messages, given.full, given.template.tokenizer
     wrote = [full[begin:end] for begin, end in turns]
-    trained, said = "\n".join(wrote), text_of([message for message in messages if message["role"] == "assistant"])
+    trained, said = "\n".join(wrote), text_of([messages[n] for n in answers])
     for n, message in enumerate(messages):
         others, content = [other["content"] for other in messages if other is not message], message["content"].strip()
-        inside = message["role"] != "assistant" and content and full.count(content) == trained.count(content)
+        inside = n not in answers and content and full.count(content) == trained.count(content)
         if inside and trained.count(content) > said.count(content):
             problem = f"the chat template writes message {n} ({message['role']}) inside a turn of the assistant's"
             raise InputError(f"{ASKED}: {problem}: {shown(content)} would be trained")
-        for text in (content, *call_names(message)) if message["role"] == "assistant" else ():
+        for text in (content, *call_names(message)) if n in answers else ():
             elsewhere = sum(other.count(text) for other in others)
             if full.count(text) <= elsewhere or any(text in turn for turn in wrote):
                 continue
-            begun = [full[place:begin] for begin, end in turns for place in _places(text, full)
-                     if begin < place + len(text) <= end]  # fmt: skip
-            if begun and n and template.render(messages[:n], add_generation_prompt=True).endswith(tuple(begun)):
-                continue  # the prompt of its turn has its beginning
-            if {*chat.plain_ids(template.tokenizer, [text])[0]} - chat.special_ids(template.tokenizer):
+            if given.begins_with(n, text, turns):
+                continue
+            if {*chat.plain_ids(tokenizer, [text])[0]} - chat.special_ids(tokenizer):
                 problem = f"message {n} (assistant): {shown(text)} would not be trained"
                 why = "the chat template writes it outside of its turn, or its {% generation %} tags leave it out"
                 raise InputError(f"{ASKED}: {problem}: {why}")
@@ -182,6 +178,15 @@ class _Rendered(NamedTuple):
         if header not in self.full or not header:
             raise InputError(f"{ASKED}: the assistant speaks first, and {header!r} does not open its turn")
         return self.full.find(header) + len(header)
+
+    def begins_with(self, n: int, text: str, turns: list[tuple[int, int]]) -> bool:
+        """Return whether the prompt of message n has the beginning of a text, and a trained turn the rest. White space
+        may be missing between the two: that of a token that the prompt ends inside of.
+        """
+        ends = [(place, begin) for begin, end in turns for place in _places(text, self.full)
+                if begin < place + len(text) <= end]  # fmt: skip
+        start = self.begin_of(n) if ends else 0
+        return any(place < start <= begin and not self.full[start:begin].strip() for place, begin in ends)
 
     def stop_of(self, n: int, begin: int, limit: int) -> int:
         """The token behind the end of message n, which stands between the characters `begin` and `limit`."""

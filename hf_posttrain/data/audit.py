@@ -81,6 +81,7 @@ class DataAudit:
     unknown: Found  # kept examples with the tokenizer's unknown token
     classes: dict[str, int] | None = None  # kept examples of each label, `desirable` and `undesirable`
     balance: float | None = None  # weight of all desirable examples over that of all undesirable ones, if both exist
+    weighted: bool = False  # is a class weight given?
     conflicts: Found | None = None  # kept examples whose prompt and answer have the other label elsewhere
     identical: Found | None = None  # kept pairs whose answers are the same, after both were cut
     notes: list[str] = field(default_factory=list)  # what is given and not used
@@ -154,7 +155,7 @@ class DataAudit:
             counts = " and ".join(f"{count} {label}" for label, count in self.classes.items())
             if self.balance is None:
                 found.append(f"{counts} examples: one label alone does not say what to prefer, both are needed")
-            elif not 1 / BALANCE <= self.balance <= BALANCE:
+            elif not self.weighted and not 1 / BALANCE <= self.balance <= BALANCE:
                 rarer = "undesirable_weight" if self.balance > 1 else "desirable_weight"
                 found.append(f"{counts} examples, which weigh {self.balance:.3g} to 1: set train.{rarer}=auto")
         return [f"{self.name}: {problem}" for problem in found]
@@ -203,6 +204,7 @@ def _count(raw: Any, every: pd.DataFrame, keys: list[str], kind: RowKind, config
         if good and bad:
             weights = class_weights(config.desirable_weight, config.undesirable_weight, kept.label.tolist())
             made.balance = weights[0] * good / (weights[1] * bad)
+            made.weighted = (config.desirable_weight, config.undesirable_weight) != (1.0, 1.0)
         made.conflicts = _found(kept[kept.groupby(keys[0]).label.transform("nunique") == 2])
     return made
 

@@ -119,7 +119,10 @@ class ChatTemplate(NamedTuple):
         if any(date in full for date in on_the_day(template)[1]):
             found.append(f"today's date but always {_DAY:%d %b %Y}")
         # the same conversation of numbered texts shows which of them are written, unless the template refuses it
-        given = json.dumps([numbered, self.tools, self.kwargs], default=str)
+        try:
+            given = json.dumps([numbered, self.tools, self.kwargs], default=str)
+        except RecursionError:
+            raise InputError("the chat template: a value of the messages or tools is nested too deeply") from None
         probed = _render_probes(self.tokenizer, template, given) or given
         for n, (message, probe) in enumerate(zip(messages, numbered, strict=True)):
             where, content = f"message {n} ({shown(message['role'])[1:-1]})", message["content"].strip()

@@ -184,7 +184,8 @@ def refuse_misread(
 def _refuse_rendered(columns: Mapping[str, Sequence], tokenizer: PreTrainedTokenizerBase, plan: Plan) -> None:
     """Raises InputError where all of the first 20 prompts, plain text that shall go through the chat template, hold
     what it writes. columns: the raw values."""
-    prompts = columns[next(name for name in plan.form.split(" + ") if name in ("prompt", "instruction"))][:20]
+    column = next((name for name in plan.form.split(" + ") if name in ("prompt", "instruction")), None)
+    prompts = columns[column][:20] if column else []  # messages may hold the prompt
     tokens: Sequence[str] = ()
     with suppress(InputError):  # of a template that takes no such turn alone
         tokens = tokenizer.convert_ids_to_tokens(sorted(chat.template_token_ids(tokenizer, plan.template_kwargs)))

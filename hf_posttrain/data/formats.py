@@ -58,7 +58,8 @@ def detect(columns: list[str], method: Reader) -> str:
         form, missing_one = max(nearly, key=lambda one: one[0].count(" + "))
         raise InputError(
             f"column {missing_one!r} is missing: {method.name} reads {form}, and the columns are {named(columns)}; "
-            "hf-posttrain data FILE shows which method reads them"
+            "rename a column with data.train.columns (--columns of commands), or see with hf-posttrain data FILE which "
+            "method reads them"
         )
     raise InputError(
         f"columns {named(columns)} are none that {method.name} reads: {' | '.join(method.rows.formats)}; "

@@ -1,6 +1,5 @@
 """Keys of Accelerate's and DeepSpeed's config files that these packages would drop without a word."""
 
-import argparse
 import difflib
 import json
 import os
@@ -70,11 +69,13 @@ def launched_with() -> Path | None:
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text(encoding="utf-8").split("\0")
     except (OSError, UnicodeDecodeError):
         return None
-    if not any(Path(word).name.startswith("accelerate") for word in words):
+    # accelerate launch, accelerate-launch or python -m accelerate.commands.launch
+    begin = next((n for n, word in enumerate(words, 1) if Path(word).name.startswith("accelerate")), None)
+    if begin is None:
         return None
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config_file")
-    given = parser.parse_known_args(words)[0].config_file
+    options = words[begin + (words[begin] == "launch") :]
+    # the parser leaves all that follows the script to it, which may have a --config_file of its own
+    given = launch_command_parser().parse_known_args(options)[0].config_file
     return Path(given) if given and Path(given).is_file() else None
 
 

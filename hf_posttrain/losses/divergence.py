@@ -18,7 +18,8 @@ def log_softmax(logits: Tensor) -> Tensor:
     """
     if logits.device.type != "cpu":
         return torch.log_softmax(logits, dim=-1)
-    return logits - logits.logsumexp(-1, keepdim=True)
+    shifted = logits - logits.detach().amax(-1, keepdim=True)
+    return shifted - shifted.logsumexp(-1, keepdim=True)
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:

@@ -7,11 +7,13 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 
 from ..errors import InputError, nearest
@@ -23,8 +25,11 @@ _WITH_A_LOSS = ("kasa_config", "monteclora_config")  # variants of LoRA
 _OF_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 """Models in which PEFT refuses an adapter on out_proj (tuners_utils._check_lora_target_modules_mamba)."""
 _PLAIN = ("query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h")  # Falcon's, whose class writes the product out
-_INIT_BY_WEIGHT = ("orthogonal", "pissa", "olora", "lora_ga")
+_INIT_BY_WEIGHT = ("orthogonal", "pissa", "olora", "lora_ga", "mica")
 """Values of init_lora_weights, or their beginnings, that read the weight of a layer."""
+_INIT_BY_DATA = {"corda": "eigens", "eva": None, "lora_ga": "_peft_loraga_grad"}
+"""Values of init_lora_weights that data decide -> what PEFT's preprocessing leaves with a layer, before the adapter."""
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 ZERO_ROW = 1e-4
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
@@ -77,7 +82,7 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
         model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     on_meta = next(model.parameters()).is_meta
     asked = config
-    init = getattr(asked, "init_lora_weights", None)
+    _check_init(asked, model)
     config = adapter_shape(config) if on_meta else copy.deepcopy(config)  # PEFT writes into it
     if hasattr(config, "exclude_modules"):
         config.exclude_modules = _joined(config.exclude_modules, _left_out(model, config, vision))
@@ -88,29 +93,81 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     size = forward.causal_lm(model).config.get_text_config().vocab_size
     if wrong := [row for row in rows if row not in range(size)]:
         raise InputError(f"{what}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
+    with _unchanged_on_error(model):
+        policy = _with_adapter(model, config, asked, modules)
+        for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
+            raise InputError(f"{what}: {problem}")
+    _fill_zero_rows(policy)
+    return policy
+
+
+def _with_adapter(model: Any, config: Any, asked: Any, modules: list[str]) -> Any:
+    """The model with PEFT's layers in it. Raises InputError for what PEFT refuses, and for an initialization that reads
+    weights which a layer does not have.
+
+    asked: the config as the user gave it. modules: names in the model without the adapter.
+    """
+    init = getattr(asked, "init_lora_weights", None)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # PEFT reads it by its old name
+            # PEFT reads it by its old name
+            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+            if next(model.parameters()).is_meta:
+                _try_init(asked)
             policy: Any = peft.get_peft_model(model, config)
     except (ValueError, TypeError, ImportError, AttributeError, re.error) as error:
         if found := re.match(r"'(\w+)' object has no attribute 'weight'", str(error)):
             raise _init_without_weight(init, found[1]) from error
         first = str(error).strip().partition("\n")[0]
-        raise InputError(f"{what}: {first.rstrip('.')}{_meant_module(config, modules)}") from error
+        raise InputError(f"peft_config (model.lora): {first.rstrip('.')}{_meant_module(config, modules)}") from error
     if str(init).startswith(_INIT_BY_WEIGHT):
         for layer in adapted_layers(policy):
             if not hasattr(base := layer.get_base_layer(), "weight"):
                 raise _init_without_weight(init, type(base).__name__)
-    for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
-        policy.unload().tie_weights()  # as it was, for another try
-        raise InputError(f"{what}: {problem}")
-    _fill_zero_rows(policy)
     return policy
+
+
+@contextmanager
+def _unchanged_on_error(model: Any) -> Iterator[None]:
+    """Take the layers of an adapter out of the model again, where the block raises an error."""
+    trained = [weight for weight in model.parameters() if weight.requires_grad]
+    try:
+        yield
+    except InputError:
+        wrappers = [(name, layer) for name, layer in model.named_modules()
+                    if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)]  # fmt: skip
+        for name, layer in reversed(wrappers):  # of several around one layer, the outer one comes first
+            own = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer.original_module
+            model.set_submodule(name, own)
+        model.tie_weights()
+        for weight in trained:
+            weight.requires_grad_(True)
+        raise
+
+
+def _check_init(config: Any, model: nn.Module) -> None:
+    """Raises InputError for a value of `init_lora_weights` that data decide where they did not: PEFT takes it as random
+    weights, or fails after the model is loaded."""
+    init = getattr(config, "init_lora_weights", None)
+    if init in _INIT_BY_DATA:
+        left = _INIT_BY_DATA[init]
+        if left is None or not any(hasattr(module, left) for module in model.modules()):
+            fix = "initialize the adapter with PEFT and pass that model, or choose another value"
+            raise InputError(f"init_lora_weights: {init} reads data before training: {fix}")
+
+
+def _try_init(config: peft.PeftConfig) -> None:
+    """Initialize an adapter of one small layer. PEFT raises its errors: on the meta device it draws no weights, and
+    does not read `init_lora_weights`."""
+    if isinstance(config, peft.LoraConfig):
+        options: dict[str, Any] = {"init_lora_weights": config.init_lora_weights, "loftq_config": config.loftq_config}
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            peft.get_peft_model(nn.Sequential(nn.Linear(4, 4)), peft.LoraConfig(r=2, target_modules=["0"], **options))
 
 
 def _init_without_weight(init: Any, layer: str) -> InputError:
     """Return the error for an initialisation that reads the weight of a layer, where there is none."""
-    problem = f"init_lora_weights: {init} reads the weight of each layer, and the experts of {layer} are parameters"
+    problem = f"init_lora_weights: {init} reads the weight of each layer, and {layer} keeps its experts as parameters"
     fix = "set init_lora_weights: true, or target_modules to layers outside of the experts, such as [q_proj, v_proj]"
     return InputError(f"peft_config (model.lora): {problem}: {fix}")
 
@@ -241,6 +298,7 @@ def describe_adapter(policy: peft.PeftModel) -> str:
         reached |= {id(weight) for name, weight in own if fused in (None, name)}
     trained = {id(weight) for weight in policy.parameters() if weight.requires_grad}
     embedded = {id(module.weight) for module in policy.modules() if isinstance(module, nn.Embedding)}
+    convolutions = {id(module.weight) for module in policy.modules() if isinstance(module, CONVOLUTIONS)}
     inner = policy.get_base_model()
     total, acted, left = 0, 0, Counter[str]()
     fused_left: set[str] = set()
@@ -253,7 +311,7 @@ def describe_adapter(policy: peft.PeftModel) -> str:
         elif weight.dim() > 1 and id(weight) not in embedded:
             kind = _kind(name.replace(".base_layer", ""))
             left[kind] += weight.numel()
-            fused_left |= {kind} if weight.dim() == 3 else set()
+            fused_left |= {kind} if weight.dim() == 3 and id(weight) not in convolutions else set()
     said = f"the adapter acts on {100 * acted / max(total, 1):.0f} % of the model's weights"
     if shares := [f"{kind} ({100 * count / total:.0f} %)" for kind, count in left.most_common() if 100 * count > total]:
         said += f"; without it are {', '.join(shares)}"

@@ -65,9 +65,8 @@ def _speed_up(inner: PreTrainedModel, args: Any) -> None:
     if args.torch_compile:
         logger.info("compiling the decoder layers (%s): the first steps take longer", args.torch_compile_backend)
         # the same code is compiled for kinds of layers, for two models, with gradient and without: 8 are soon too few
-        limits: Any = getattr(torch.compiler, "config", None)
-        if hasattr(limits, "recompile_limit"):  # not in torch 2.6
-            limits.recompile_limit = max(limits.recompile_limit, RECOMPILATIONS)
+        limits = torch.compiler.config
+        limits.recompile_limit = max(limits.recompile_limit, RECOMPILATIONS)
         for layer in decoder_layers(inner):
             layer.compile(dynamic=True, backend=args.torch_compile_backend, mode=args.torch_compile_mode)
 

@@ -229,11 +229,13 @@ def load_model(
     name = section.name_or_path
     with names_the_option(name, config, options), names_the_source("model", name):
         if section.from_scratch:
+            kwargs.pop("use_safetensors", None)
             with whole_weights():
                 model = _kind(section, config).from_config(config, **kwargs)
         else:
+            kwargs["config"] = config
             # pickled weights can run code, as a model's own code can
-            kwargs |= {"config": config, "use_safetensors": None if section.trust_remote_code else True}
+            kwargs.setdefault("use_safetensors", None if section.trust_remote_code else True)
             if section.quantization != "none":
                 kwargs["quantization_config"] = transformers.BitsAndBytesConfig(
                     load_in_4bit=section.quantization == "4bit", load_in_8bit=section.quantization == "8bit",
@@ -249,6 +251,9 @@ def load_model(
             model = _kind(section, config).from_pretrained(section.name_or_path, **kwargs)
             if packed and section.quantization == "none":  # or plain weights would be saved as if they were packed
                 vars(model).pop("_weight_conversions", None)
+                for weight in model.parameters():
+                    if weight.dtype == torch.bfloat16:  # transformers 5.20 leaves unpacked weights so
+                        weight.data = weight.data.to(kwargs["dtype"])
     model = with_saved_adapter(model, section, trainable)
     return model if trainable else model.requires_grad_(False).eval()
 
@@ -372,10 +377,12 @@ def take_options(section: ModelSection, options: Mapping[str, Any], owner: str =
     section.trust_remote_code = left.pop("trust_remote_code", section.trust_remote_code)
     for name in _DONE_ANYWAY:
         left.pop(name, None)
-    usual = dict.fromkeys(_NOT_TAKEN, False) | {"use_safetensors": True}  # values that change nothing
+    # False is the default of the options below, except for use_safetensors
+    usual = {name: False for name in _NOT_TAKEN if name != "use_safetensors"}
     left = {name: value for name, value in left.items() if value not in (None, "") and value is not usual.get(name)}
+    accepted = {"use_safetensors"} if left.get("use_safetensors") or section.trust_remote_code else set()
     for name, problem in _NOT_TAKEN.items():
-        if name in left:
+        if name in left and name not in accepted:
             raise InputError(f"{owner}: {name}={shown(left[name])}: {problem}")
     return left
 
@@ -385,7 +392,7 @@ def set_in_config(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[
     left = dict(options)
     text = config.get_text_config()
     for owner in (config, text):
-        for name in [name for name in left if name != "quantization_config" and hasattr(owner, name)]:
+        for name in [name for name in left if name != "quantization_config" and _is_field(owner, name)]:
             value = left.pop(name)
             own = getattr(owner, name)
             if isinstance(own, PretrainedConfig) and isinstance(value, Mapping):
@@ -393,6 +400,13 @@ def set_in_config(config: PretrainedConfig, options: Mapping[str, Any]) -> dict[
             else:
                 setattr(owner, name, value)
     return left
+
+
+def _is_field(config: PretrainedConfig, name: str) -> bool:
+    """Return whether a config has a value of this name that can be set; methods and read-only properties cannot."""
+    kind = getattr(type(config), name, None)
+    read_only = isinstance(kind, property) and kind.fset is None
+    return hasattr(config, name) and not read_only and not callable(getattr(config, name))
 
 
 @contextmanager

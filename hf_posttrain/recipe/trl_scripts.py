@@ -112,6 +112,9 @@ class DatasetConfig:
     """Split to read."""
     columns: list[str] | None = None
     """Columns to keep; by default all."""
+    fraction: float | None = None
+    """Share of this dataset in the mixture, relative to the others': the first rows are kept, of no dataset more than
+    it has. Either all datasets of a mixture have one or none."""
 
 
 @dataclass
@@ -234,7 +237,8 @@ def get_kbit_device_map() -> dict[str, int] | None:
 def get_dataset(mixture: DatasetMixtureConfig) -> Any:
     """Return a dict of splits with the concatenated datasets of a mixture: `train`, and `test` if one is asked for.
 
-    Raises InputError for a mixture without datasets, and for a test split of a stream.
+    Raises InputError for a mixture without datasets, for a test split or a fraction of a stream, and for fractions of
+    some datasets only.
     """
     if not mixture.datasets:
         raise InputError("datasets: the mixture must name a dataset at least")
@@ -245,8 +249,24 @@ def get_dataset(mixture: DatasetMixtureConfig) -> Any:
         where = {"data_dir": one.data_dir, "data_files": one.data_files, "split": one.split}
         part = datasets.load_dataset(one.path, one.name, **where, streaming=mixture.streaming)
         parts.append(part if one.columns is None else part.select_columns(one.columns))
-    whole = datasets.concatenate_datasets(parts)
+    whole = datasets.concatenate_datasets(_in_shares(parts, mixture))
     if mixture.test_split_size is not None:
         return whole.train_test_split(test_size=mixture.test_split_size)
     kind = datasets.IterableDatasetDict if mixture.streaming else datasets.DatasetDict
     return kind({"train": whole})
+
+
+def _in_shares(parts: list[Any], mixture: DatasetMixtureConfig) -> list[Any]:
+    """Return the first rows of each dataset, so many that their numbers are as its `fraction`s."""
+    fractions = [one.fraction for one in mixture.datasets]
+    shares = [fraction for fraction in fractions if fraction is not None]
+    if not shares:
+        return parts
+    if len(shares) < len(fractions):
+        raise InputError("datasets: some have a `fraction` and some have none. Set it for all of them, or for none.")
+    if mixture.streaming:
+        raise InputError("datasets: `fraction` cannot be combined with streaming: a stream has no length")
+    if min(shares) < 0 or not 0 < sum(shares) < float("inf"):
+        raise InputError(f"datasets: `fraction` must be positive, and is {', '.join(map(str, shares))}")
+    rows = min(len(part) / share for part, share in zip(parts, shares, strict=True) if share)
+    return [part.select(range(round(rows * share))) for part, share in zip(parts, shares, strict=True)]

@@ -49,6 +49,8 @@ SHARED = 0.9
 """What each model must expect of the common ids in all for a comparison in full, as a probability."""
 UNSAID = -14.0
 """ln p of what a teacher cannot say: special tokens within an answer, and what is no text."""
+SMALLEST = 1e-14
+"""What longer tokens of a teacher have at least: a difference of running sums of probabilities is known to 1e-16."""
 LEAST = 1e-6
 """What of a chunk's probability is left to anything else at least, so that its logarithm is finite."""
 
@@ -96,7 +98,8 @@ class Across:
             return torch.where(places > 0, upto.gather(-1, (places - 1).clamp(min=0)), 0.0)
 
         first, last = ranges.unbind(-1)
-        return (before(last) - before(first)).clamp(min=0.0).log().to(logps.dtype)
+        found = (before(last) - before(first)).clamp(min=0.0)
+        return torch.where(first < last, found.clamp(min=SMALLEST), found).log().to(logps.dtype)
 
     def tile(
         self, function: Callable[[Tensor, Tensor], Tensor], read: "Read", match: Tensor, tokens: Tensor,

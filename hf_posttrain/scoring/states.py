@@ -13,7 +13,8 @@ Legend: L row length, P prompts, B branches, H hidden size.
 import functools
 import inspect
 from bisect import bisect
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MethodType
@@ -121,17 +122,20 @@ def _table(places: list[np.ndarray], padded_side: int) -> np.ndarray:
 
 
 class States:
-    """The cache of one layer that it is given in place of the model's: by number of the state."""
+    """The states of one layer, which its forward takes in place of the model's cache. Their keys are `state_idx`."""
+
+    record_past = False
+    """Read by layers of transformers 5.20."""
 
     def __init__(self) -> None:
-        self.conv: dict[int, Tensor] = {}
-        self.recurrent: dict[int, Tensor] = {}
+        self.conv_states: dict[int, Tensor] = {}
+        self.recurrent_states: dict[int, Tensor] = {}
 
     @classmethod
     def of_all(cls, several: Sequence["States"]) -> "States":
         """Those of several batches, one after the other."""
         new = cls()
-        for name in ("conv", "recurrent"):
+        for name in ("conv_states", "recurrent_states"):
             for number in getattr(several[0], name):
                 getattr(new, name)[number] = torch.cat([getattr(each, name)[number] for each in several])
         return new
@@ -139,34 +143,43 @@ class States:
     def continued(self, begins: Tensor) -> "States":
         """The states that branches begin with: those of their prompts, or zeros, which is what none means."""
         new = States()
-        for name in ("conv", "recurrent"):
+        for name in ("conv_states", "recurrent_states"):
             for number, state in getattr(self, name).items():
                 padding = [0, 0] * (state.ndim - 1) + [0, 1]
                 getattr(new, name)[number] = pad(state, padding).index_select(0, begins)
         return new
 
+    @property
+    def layers(self) -> Mapping[int, "States"]:
+        """The layers of a cache: transformers 5.20 reads `cache.layers[layer_idx].conv_states[state_idx]`."""
+        return defaultdict(lambda: self)
+
+    def has_previous_state(self, layer_idx: int = 0, state_idx: int = 0) -> bool:
+        """Return whether the layer continues another piece. Called by layers of transformers 5.20."""
+        return state_idx in self.conv_states
+
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """None: there is none before."""
-        return self.conv.get(state_idx)
+        return self.conv_states.get(state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """None: there is none before."""
-        return self.recurrent.get(state_idx)
+        return self.recurrent_states.get(state_idx)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> Tensor:
         """Keep the last inputs of a convolution, [n, channels, kernel size]; all that it needs now are returned."""
-        before = self.conv.get(state_idx)
+        before = self.conv_states.get(state_idx)
         whole = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
         size = conv_kernel_size or whole.shape[-1]
         whole = pad(whole, (max(size - whole.shape[-1], 0), 0))
-        self.conv[state_idx] = whole[..., -size:]
+        self.conv_states[state_idx] = whole[..., -size:]
         return whole
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: Any) -> Tensor:
         """Keep a state; it is returned."""
-        self.recurrent[state_idx] = recurrent_states
+        self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 
 

@@ -31,10 +31,10 @@ class Limit:
 COUNT = Limit(lambda n: n >= 1, "must be at least 1")
 NOT_NEGATIVE = Limit(lambda x: 0 <= x < float("inf"), "must be at least 0")
 LARGEST = 1e6
-"""Largest factor of a loss: float32 turns a product with a number of 1e30 or more into infinity or NaN."""
+"""Largest factor of a loss, and the largest that is divided by. Adam squares gradients, and float32 ends at 3e38."""
 COEFFICIENT = Limit(lambda x: 0 <= x <= LARGEST, "must be from 0 to 1e6")
-POSITIVE = Limit(lambda x: 0 < x <= LARGEST, "must be positive, and at most 1e6")
-ABOVE_ZERO = Limit(lambda x: 0 < x < float("inf"), "must be above 0")
+POSITIVE = Limit(lambda x: 1 / LARGEST <= x <= LARGEST, "must be positive, from 1e-6 to 1e6")
+ABOVE_ZERO = Limit(lambda x: 1e-38 <= x < float("inf"), "must be at least 1e-38, the smallest number of float32")
 SHARE = Limit(lambda x: 0 <= x <= 1, "is not in [0, 1]")
 SOME = Limit(lambda x: 0 < x <= 1, "is not in (0, 1]")
 BELOW_ONE = Limit(lambda x: 0 <= x < 1, "is not in [0, 1)")

@@ -18,6 +18,7 @@ from tokenizers_for_tests import byte_tokenizer
 from hf_posttrain import run
 from hf_posttrain.commands import judge as judging
 from hf_posttrain.commands import sample as sampling
+from hf_posttrain.commands.pair import is_cut
 from hf_posttrain.commands.pieces import PieceFile, write_rows
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
@@ -193,6 +194,14 @@ THINKS = {
     "ends in a thought": ("<rendered>", "<think>\nlet me", True),
     "ends in the prompt's thought": ("<assistant><think>\n", "let me", True),
 }  # fmt: skip
+
+
+def test_an_answer_that_mentions_a_tag_has_an_end():
+    row = {"prompt": "q", "completion": "The tag <think> opens a thought.", "stopped": True}
+    assert not is_cut(row)
+    assert not is_cut(row | {"completion": "<think>\nhm</think> The tag <think> opens a thought."})
+    assert is_cut(row | {"stopped": False})
+    assert is_cut(row | {"completion": "<think>\nhm"})
 
 
 @pytest.mark.parametrize("chat", [True, False])

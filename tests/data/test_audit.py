@@ -291,7 +291,7 @@ def test_good_data_has_no_warnings(audited, caplog):
     rows = [{**GOOD, "prompt": p, "label": p == "p"} for p in "pqrstu"]
     with caplog.at_level(logging.INFO):
         assert audited("kto", rows, desirable_weight="auto").warnings() == []
-    assert audited("kto", rows, undesirable_weight=0.3).warnings() == []  # 1 to 1.5
+    assert audited("kto", rows, undesirable_weight=0.05).warnings() == []  # whoever gives a weight means it
     assert audited("kto", rows, name="eval").warnings() == []  # balance is a matter of training
 
 

@@ -1059,6 +1059,14 @@ def test_plain_strings_as_chat(method):
         prepare(text, method, tok.words_tokenizer(), apply_chat_template=True)
 
 
+def test_messages_without_a_prompt_go_with_apply_chat_template():
+    """They are chat already."""
+    rows = [{"messages": [USER, REPLY]}] * 2
+    assert prepare(rows, "sft", apply_chat_template=True)[:] == prepare(rows, "sft")[:]
+    rows = [{"chosen": [USER, REPLY], "rejected": [USER, {"role": "assistant", "content": "5"}]}] * 2
+    assert prepare(rows, "dpo", apply_chat_template=True)[:] == prepare(rows, "dpo")[:]
+
+
 def test_plain_prompts_as_chat_alongside_messages():
     as_messages = [{"prompt": [USER], "completion": [REPLY]}]
     mixed = prepare([{"prompt": "2+2?", "completion": [REPLY]}], "sft", apply_chat_template=True)

@@ -4,9 +4,12 @@ from itertools import groupby
 
 import pytest
 from templates_for_tests import FAMILIES, family_tokenizer
+from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import TABLE
 
 from hf_posttrain.data.as_written import from_rows
+from hf_posttrain.data.assistant_mask import assistant_mask
+from hf_posttrain.data.chat import ChatTemplate
 from hf_posttrain.data.prepare import prepare
 from hf_posttrain.errors import InputError
 from hf_posttrain.methods import config_class
@@ -86,3 +89,36 @@ def test_a_content_that_begins_with_the_turn_end_is_refused(tmp_path):
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<|im_end|>It is 4."}]
     with pytest.raises(InputError, match="would not be trained"):
         prepared(family, turns, tmp_path, assistant_only_loss=True)
+
+
+THINKING = (
+    "{% for m in messages %}{% if m.role == 'other' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
+"""The generation prompt begins the thought, and other roles are refused."""
+ANSWERS = [{"role": "assistant", "content": f"<think>\nhm {n}\n</think>\n\n{n}"} for n in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "chosen", "expected"),
+    [([0, "u", 1], None, [0, 1]), (["u", 0, "u", 1], {3}, [1]), (["u", 0, "u", 1], {1}, [0]), ([0], None, [0]),
+     (["u", 0, "u", 0], {3}, [0])],
+)  # fmt: skip
+def test_the_beginning_of_an_answer_may_stand_in_the_generation_prompt(turns, chosen, expected):
+    """Of the first message too, and where only some answers are trained."""
+    messages = [{"role": "user", "content": "2+2?"} if turn == "u" else ANSWERS[turn] for turn in turns]
+    tokenizer = byte_tokenizer(THINKING)
+    ids, mask = assistant_mask(ChatTemplate(tokenizer), messages, "", chosen)
+    text = tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on])
+    assert text == "".join(f"hm {n}\n</think>\n\n{n}<|im_end|>" for n in expected)
+
+
+def test_a_token_that_spans_the_end_of_the_generation_prompt_is_left_out():
+    """As of Gemma 3, which has tokens of several line breaks."""
+    tokenizer = byte_tokenizer(THINKING)
+    tokenizer.add_tokens(["\n\n"])
+    assert "\n\n" in tokenizer.convert_ids_to_tokens(tokenizer("a\n\nb", add_special_tokens=False)["input_ids"])
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "<think>\n\nhm\n</think>4"}]
+    ids, mask = assistant_mask(ChatTemplate(tokenizer), turns)
+    assert tokenizer.decode([i for i, on in zip(ids, mask, strict=True) if on]).startswith("hm\n</think>4<|im_end|>")

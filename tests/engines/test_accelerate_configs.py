@@ -369,7 +369,10 @@ def test_the_file_of_the_launcher_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     for option in (["--config_file", str(file)], [f"--config_file={file}"]):
         line = [sys.executable, str(accelerate), "launch", *option]
-        assert subprocess.run(line, capture_output=True, text=True, check=True).stdout.strip() == str(file)
+        for behind in ([], ["train.py", "--config_file", str(tmp_path / "other.yaml")]):
+            assert subprocess.run(line + behind, capture_output=True, text=True, check=True).stdout.strip() == str(file)
+    own = [sys.executable, str(accelerate), "launch", "train.py", "--config_file", str(file)]  # the script's
+    assert subprocess.run(own, capture_output=True, text=True, check=True).stdout.strip() == "None"
     assert config_files.launched_with() is None
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hf_posttrain.losses.divergence import DIVERGENCES, discounted, policy_gradient, with_tail
+from hf_posttrain.losses.divergence import DIVERGENCES, discounted, log_softmax, policy_gradient, with_tail
 from hf_posttrain.losses.preference import PAIRED, PairedOptions, Pairs
 from hf_posttrain.losses.unpaired import UNPAIRED
 from hf_posttrain.methods.rules import LABEL_SMOOTHED
@@ -165,3 +165,17 @@ def test_equal_distributions_have_no_divergence_and_no_gradient(name):
     value.sum().backward()
     assert value.item() == pytest.approx(0, abs=1e-12)
     assert logits.grad.abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("offset", [0.0, 100.0, -1000.0])
+def test_log_softmax_does_not_depend_on_the_size_of_logits(offset):
+    """A head may give all logits a common offset, which float32 must not lose digits to."""
+    torch.manual_seed(0)
+    logits = (torch.randn(4, 49_152) * 3 + offset).requires_grad_()
+    exact = logits.detach().double().requires_grad_()
+    found, expected = log_softmax(logits), exact.log_softmax(-1)
+    torch.testing.assert_close(found.double(), expected, rtol=2e-7, atol=1e-6)
+    weights = torch.rand_like(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(logits.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)

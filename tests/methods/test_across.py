@@ -1,12 +1,13 @@
 """KD and OPD by a teacher with a tokenizer of its own: the losses of chunks by their definition."""
 
 import collections
+import math
 
 import numpy as np
 import pytest
 import torch
 from models_for_tests import tiny_model
-from plain_for_tests import token_logps
+from plain_for_tests import settled, token_logps
 from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer, llama2_tokenizer
 from training_for_tests import assert_same_step, fake_generate, fix_rollouts, one_step, trainer_for
 from vllm_for_tests import Serving
@@ -105,7 +106,7 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
         counts["left by what the teacher says"] += one_to_one and min(masses) < SHARED and reached[b[0]] < SHARED
         if one_to_one and min(masses) >= SHARED:
             counts["alone"] += 1
-            counts["taken by what the teacher says"] += not found.settled[chunk]
+            counts["taken by what the teacher says"] += not settled(found)[chunk]
             total = total + function(renormalised(q[a], shared), renormalised(p[b], of_teacher)).sum()
         elif on_data:
             pair = [torch.stack([x, torch.log1p(-x.exp())])[None] for x in (own[a].sum(), theirs[b].sum())]
@@ -208,6 +209,18 @@ def test_the_probability_of_a_beginning_is_that_of_a_loop_in_float64():
     assert 0 == found[18] < found.min() + 1e-9
     assert found[0] == 1.0
     assert reached(own, longer[:, :0]).tolist() == [1.0] * 40
+
+
+@pytest.mark.parametrize("size", [-5.0, -20.0, -40.0, -95.0])
+def test_a_token_that_longer_ones_compete_with_is_never_taken_for_certain(size):
+    """However small both are: a longer token e^2 times as probable leaves 0.119."""
+    across = Across.__new__(Across)
+    across.lacking = torch.tensor([1, 2, 3])
+    logps = torch.full((2, 6), -100.0)
+    logps[:, 4], logps[:, 1], logps[:, 0], logps[:, 2] = math.log(0.6), math.log(0.4), size, size + 2
+    longer = across.longer(logps, torch.tensor([[[1, 2]], [[0, 0]]]))
+    found = reached(torch.tensor([size, -0.1]), longer)[1].item()
+    assert found == pytest.approx(0.1192, abs=1e-3) if size > -25 else found < 0.1192 + 1e-3
 
 
 def test_longer_tokens_are_summed_as_in_a_loop_and_those_without_a_logit_have_no_probability():

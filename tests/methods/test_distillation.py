@@ -348,7 +348,8 @@ def test_a_missing_teacher_and_the_student_itself_are_refused(tmp_path):
     [
         ("opd", {"lmbda": 0.5, "loss_type": "policy_gradient"}, "biased on data"),
         ("opd", {"loss_type": "kl"}, "is not one of"), ("opd", {"discount": 0.5}, "belongs to loss_type policy_"),
-        ("opd", {"temperature": 0.0}, "must be positive"), ("opd", {"lmbda": 1.5}, r"not in \[0, 1\]"),
+        ("opd", {"temperature": 0.0}, "must be positive"), ("kd", {"temperature": 1e-40}, "must be positive"),
+        ("opd", {"lmbda": 1.5}, r"not in \[0, 1\]"), ("kd", {"adam_epsilon": 1e-50}, "must be at least 1e-38"),
         ("opd", {"beta": 0.5}, "interpolation"), ("kd", {"divergence": "kl"}, "is not one of"),
         ("kd", {"beta": 0.5}, "interpolation"), ("kd", {"kd_coef": 2.0}, r"not in \[0, 1\]"),
         ("kd", {"precompute_teacher_top_k": 0}, "at least 1"), ("opd", {"max_length": 6}, "leaves no prompt"),

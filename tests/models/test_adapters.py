@@ -93,11 +93,16 @@ def test_an_adapter_is_what_was_trained(kind, tmp_path, caplog):
     counts["equal"].append(kind)
 
 
-@pytest.mark.parametrize("config", [
-    peft.PveraConfig(target_modules=TARGETS),
-    peft.LoraConfig(target_modules=TARGETS, kasa_config=peft.KasaConfig()),
-    peft.LoraConfig(target_modules=TARGETS, monteclora_config=peft.MontecloraConfig()),
-], ids=["pvera", "kasa", "monteclora"])  # fmt: skip
+WITH_A_LOSS = {
+    "pvera": lambda: peft.PveraConfig(target_modules=TARGETS),
+    "kasa": lambda: peft.LoraConfig(target_modules=TARGETS, kasa_config=peft.KasaConfig()),
+    "monteclora": lambda: peft.LoraConfig(target_modules=TARGETS, monteclora_config=peft.MontecloraConfig()),
+}
+if not hasattr(peft, "KasaConfig"):
+    del WITH_A_LOSS["kasa"]  # it is of PEFT 0.21
+
+
+@pytest.mark.parametrize("config", [make() for make in WITH_A_LOSS.values()], ids=WITH_A_LOSS)
 def test_adapters_with_a_loss_or_noise_of_their_own_are_refused(config, tmp_path):
     with pytest.raises(InputError, match="only adapters that act inside the layers"):
         trainer_for("sft", tiny_model("llama"), token_rows("sft"), tmp_path, peft_config=config)
@@ -179,7 +184,35 @@ def test_what_an_adapter_acts_on_and_leaves_is_told(tmp_path):
 def test_experts_have_no_weight_that_an_initialisation_reads(init, device):
     """As PEFT targets them by all-linear; --check, which has no weights, says the same as the run."""
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules="all-linear", init_lora_weights=init)
-    with pytest.raises(InputError, match=f"init_lora_weights: {init} reads the weight of each layer, and the experts"):
+    with pytest.raises(InputError, match=f"init_lora_weights: {init} reads the weight of each layer, and Qwen3Moe"):
         add_adapter(tiny_model("qwen3_moe").to(device), config)
     config.target_modules = {"q_proj"}
     add_adapter(tiny_model("qwen3_moe").to(device), config)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [("gausian", "gausian"), ("corda", "corda reads data before training"), ("eva", "eva reads data before training"),
+     ("lora_ga", "lora_ga reads data before training"), ("mica", "mica")],
+)  # fmt: skip
+def test_an_initialisation_that_fails_in_the_run_fails_without_weights_too(init, message, device):
+    """And the model is as it was, for another try."""
+    model = tiny_model("qwen3_moe").to(device)
+    model.tie_weights()  # which a move has undone
+    before, trained = [name for name, _ in model.named_modules()], [w.requires_grad for w in model.parameters()]
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.down_proj"])
+    config.init_lora_weights = init
+    with pytest.raises(InputError, match=message):
+        add_adapter(model, config)
+    assert [name for name, _ in model.named_modules()] == before
+    assert [weight.requires_grad for weight in model.parameters()] == trained
+    config.init_lora_weights = True
+    add_adapter(model, config)
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
+def test_convolutions_are_no_experts(name):
+    """Their weights have three dimensions too, and PEFT takes none of them as a parameter."""
+    policy = add_adapter(tiny(name), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    assert "target_parameters" not in describe_adapter(policy)

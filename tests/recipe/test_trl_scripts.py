@@ -157,6 +157,27 @@ def test_a_mixture_is_concatenated_and_split(tmp_path):
     assert next(iter(stream["train"])) == {"text": "a0"}
 
 
+def test_the_datasets_of_a_mixture_may_have_shares(tmp_path):
+    """The first rows of each, as in TRL; no dataset gives more than it has."""
+    for name, count in (("a", 4), ("b", 12)):
+        datasets.Dataset.from_list([{"text": f"{name}{n}"} for n in range(count)]).to_json(tmp_path / f"{name}.jsonl")
+    listed = [{"path": "json", "data_files": str(tmp_path / f"{name}.jsonl")} for name in "ab"]
+
+    def found(*fractions, **options):
+        shared = [one | {"fraction": share} for one, share in zip(listed, fractions, strict=True)]
+        return get_dataset(DatasetMixtureConfig(datasets=shared, **options))["train"]["text"]
+
+    assert found(1, 1) == [f"{name}{n}" for name in "ab" for n in range(4)]
+    assert found(0.2, 0.4) == [*(f"a{n}" for n in range(4)), *(f"b{n}" for n in range(8))]
+    assert found(0, 1.0) == [f"b{n}" for n in range(12)]
+    for fractions, options, message in (
+        ((0.5, None), {}, "some have none"), ((1, 1), {"streaming": True}, "cannot be combined with streaming"),
+        ((-1, 2), {}, "must be positive"), ((0, 0), {}, "must be positive"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            found(*fractions, **options)
+
+
 def test_a_mixture_that_cannot_be_made_is_rejected():
     with pytest.raises(InputError, match="must name a dataset"):
         get_dataset(DatasetMixtureConfig())

@@ -210,25 +210,9 @@ def test_a_kernel_that_is_wrong_in_half_precision_is_found(monkeypatch, varlen):
 def test_the_varlen_kernel_is_that_of_ampere_and_later(device, capability, has, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(varlen_kernel, "INSTALLED", True)
     varlen_kernel._has_varlen_kernel.cache_clear()
-    found = attention.has_varlen_kernel(torch.device(device))
-    monkeypatch.setattr(varlen_kernel, "INSTALLED", False)  # an older torch
+    assert attention.has_varlen_kernel(torch.device(device)) == has
     varlen_kernel._has_varlen_kernel.cache_clear()
-    assert (found, attention.has_varlen_kernel(torch.device(device))) == (has, False)
-    varlen_kernel._has_varlen_kernel.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "installed", "option"),
-    [
-        (["query", "is_causal"], False, {}),  # torch 2.10
-        (["query", "scale", "window_size"], True, {}),  # torch 2.11
-        (["query", "scale", "window_size", "enable_gqa"], True, {"enable_gqa": True}),  # torch 2.13
-    ],
-)
-def test_the_varlen_kernel_of_each_torch_release_is_called_with_the_arguments_it_has(arguments, installed, option):
-    assert varlen_kernel.support(arguments) == (installed, option)
 
 
 @pytest.mark.parametrize(
@@ -398,7 +382,7 @@ def flex(monkeypatch):
 
     def backend(graph, _inputs):
         graphs["graphs"] += 1
-        return graph.forward
+        return torch.compiler.disable(graph.forward)  # dynamo of torch 2.11 would compile its parts too
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     compiled = torch.compile(flex_attention.flex_attention, dynamic=True, backend=backend)

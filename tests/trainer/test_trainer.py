@@ -8,6 +8,7 @@ import json
 import logging
 import pickle
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import accelerate
@@ -1270,6 +1271,21 @@ def test_fields_of_a_part_of_the_config_are_set_in_it():
     text = config.get_text_config()
     assert (text.attention_dropout, text.num_attention_heads, text.num_hidden_layers) == (0.5, 2, 2)
     assert set_in_config(AutoConfig.for_model("gpt2"), {"num_hidden_layers": 3}) == {}
+    read_only = {"to_dict": 1, "use_return_dict": False}
+    assert set_in_config(config, read_only) == read_only
+
+
+def test_use_safetensors_holds_whatever_code_is_trusted(tmp_path):
+    """Pickled weights are read where remote code is trusted, unless safetensors are asked for."""
+    model = tiny_model()
+    model.config.save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
+    for trusted, safe, loads in ((True, None, True), (True, False, True), (True, True, False), (False, None, False)):
+        kwargs = {"trust_remote_code": trusted, "use_safetensors": safe}
+        args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, model_init_kwargs=kwargs)
+        with nullcontext() if loads else pytest.raises(InputError, match="safetensors"):
+            SFTTrainer(str(tmp_path / "model"), args, train_dataset=token_rows("sft"))
 
 
 def test_a_stream_is_not_read_where_the_tokenizer_is_given(tmp_path):
