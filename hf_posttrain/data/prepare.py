@@ -306,8 +306,8 @@ def notes(
             found[f"{key}: {plain}"] = logging.INFO
     counted = facts.unread.value_counts().rename("n").rename_axis("what").reset_index()
     counted = counted.assign(what=counted.what.str.split(", ")).explode("what").groupby("what").n.sum()
-    if told := ", ".join(f"{what} (in {examples} examples)" for what, examples in counted.items() if what):
-        found[f"the chat template does not write: {told}"] = logging.WARNING
+    if told := ", ".join(f"{what} (in {n} example{'s' * (n != 1)})" for what, n in counted.items() if what):
+        found[f"the chat template makes no use of: {told}"] = logging.WARNING
     if others := int((facts.state & OTHERS > 0).sum()):
         problem = "examples have turns of users or tools inside an answer, which count as a part of it, as in TRL"
         found[f"{others} {problem}{alone or '; give each row a prompt of all turns but the last'}"] = logging.WARNING
@@ -475,6 +475,6 @@ def _keep_streamed(state: int, row: int, unread: str, name: str, told: set[str])
         logger.warning("%s: row %d is truncated to max_length, and others of this stream may be", name, row)
     for what in {*filter(None, unread.split(", "))} - told:
         told.add(what)
-        said = "%s: the chat template does not write: %s (row %d of this stream, and maybe others)"
+        said = "%s: the chat template makes no use of: %s (row %d of this stream, and maybe others)"
         logger.warning(said, name, what, row)
     return not state & NO_TARGET

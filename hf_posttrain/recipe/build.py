@@ -106,6 +106,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     of a run, its vLLM server must be there and serve such adapters. Raises InputError."""
     import torch
 
+    from ..data.chat import check_switches
     from ..models import adapters
     from ..models import load as models
 
@@ -113,6 +114,8 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
     with error_context(recipe.where("model.name_or_path")):
         tokenizer = models.load_tokenizer(recipe.model)
         models.check_tokenizer_fits(tokenizer, models.check_model(recipe.model), recipe.model.name_or_path)
+    with error_context(recipe.where("train.chat_template_kwargs")):
+        check_switches(tokenizer, recipe.train.get("chat_template_kwargs") or {})
     for name, taught in recipe.taught_by():
         if not (taught.own_tokenizer or taught.self):
             with error_context(recipe.where(f"{name}.name_or_path")):

@@ -24,6 +24,7 @@ from hf_posttrain.check.plan import plan
 from hf_posttrain.check.probe import SPAN, sampled
 from hf_posttrain.data import prepare
 from hf_posttrain.data.align import Aligner
+from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.models import load as models
 from hf_posttrain.recipe.read import load_recipe
@@ -86,7 +87,7 @@ def test_what_is_not_read_is_said_once_of_each_data_set(folder, no_weights, caps
         write_rows(folder / file, [{"messages": turns, "extra": file}] * 3)
     run.main(["recipe.yaml", "--check"])
     shown = capsys.readouterr().out
-    for said in ("does not write: key 'name' (in 3 examples)", "columns not read: extra", "all turns are trained"):
+    for said in ("makes no use of: key 'name' (in 3 examples)", "columns not read: extra", "all turns are trained"):
         assert (shown + caplog.text).count(said) == 2
 
 
@@ -279,7 +280,15 @@ def test_answers_that_opd_trains_in_part_are_shown_as_trained(folder):
 def test_what_the_template_does_not_write_is_said_once(folder):
     messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4", "weight": 1}]
     write_rows(folder / "rows.jsonl", [{"messages": messages}])
-    assert str(checked("data.eval=null")).count("the chat template does not write: key 'weight'") == 1
+    assert str(checked("data.eval=null")).count("the chat template makes no use of: key 'weight'") == 1
+
+
+def test_a_misspelt_switch_of_the_template_is_named_where_it_stands(folder):
+    """And not at the data."""
+    byte_tokenizer(CHATML + "{% if enable_thinking %}{% endif %}").save_pretrained("tiny")
+    said = "command line: chat_template_kwargs: the chat template does not know 'enable_thinkin'; did you mean"
+    with pytest.raises(InputError, match=f"^{said} 'enable_thinking'"):
+        checked("train.chat_template_kwargs={enable_thinkin: false}")
 
 
 def test_each_source_has_samples_of_its_own(folder):

@@ -207,7 +207,7 @@ def test_rows_are_the_same_on_every_day(template, caplog):
         caplog.clear()
         [(prompt, *_)] = texts([row], "sft", byte_tokenizer(template), chat_template_kwargs=given)
         assert prompt.startswith(f"Today: {day}\n")
-        told = "the chat template does not write: today's date but always 26 Jul 2024 (in 1 examples)"
+        told = "the chat template makes no use of: today's date but always 26 Jul 2024 (in 1 example)"
         assert caplog.messages == [f"train: {told}"] * (not given)
 
 
@@ -228,7 +228,7 @@ def test_switches_that_the_template_does_not_have_are_refused(given, message, ca
     for template, switch in ((CHATML, "effort"), (CHATML_GENERATION, "effort"), (other, "enable_thinking")):
         caplog.clear()
         prepare([{"messages": [USER, REPLY]}], "sft", byte_tokenizer(template), chat_template_kwargs={switch: False})
-        told = f"the chat template does not write: chat_template_kwargs {switch!r} (in 1 examples)"
+        told = f"the chat template makes no use of: chat_template_kwargs {switch!r} (in 1 example)"
         assert caplog.messages == [f"train: {told}"]
 
 
@@ -261,7 +261,7 @@ def test_switches_of_several_templates_by_name(caplog):
     tokenizer.chat_template = {"default": CHATML, "tool_use": TOOLED}
     row = {"messages": [USER, REPLY]}
     prepare([row], "sft", tokenizer, chat_template_kwargs={"compact": True})  # of rows with tools
-    told = "the chat template does not write: chat_template_kwargs 'compact' (in 1 examples)"
+    told = "the chat template makes no use of: chat_template_kwargs 'compact' (in 1 example)"
     assert caplog.messages == [f"train: {told}"]
     with pytest.raises(InputError, match="does not know 'compct'; did you mean 'compact'"):
         prepare([row], "sft", tokenizer, chat_template_kwargs={"compct": True})
@@ -273,7 +273,7 @@ def test_switches_of_rows_are_checked_too(caplog):
         prepare([row], "sft", byte_tokenizer(QWEN3))
     stream = datasets.Dataset.from_list([row | {"chat_template_kwargs": {"effort": 1}}] * 3).to_iterable_dataset()
     assert len(list(prepare(stream, "sft", byte_tokenizer(QWEN3)))) == 3
-    said = "does not write: chat_template_kwargs 'effort' (row 0 of this stream, and maybe others)"
+    said = "makes no use of: chat_template_kwargs 'effort' (row 0 of this stream, and maybe others)"
     assert [said in message for message in caplog.messages] == [True]
 
 
@@ -394,7 +394,7 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
     weighted, thought = {**REPLY, "weight": 1}, {"role": "assistant", "content": "hm</think>4"}
     asked = {**USER, "name": "Jo"}
     rows = [{"messages": [USER, weighted]}, {"messages": [USER, REPLY]}, {"messages": [asked, weighted]}]
-    told = "the chat template does not write: key 'name' (in 1 examples), key 'weight' (in 2 examples)"
+    told = "the chat template makes no use of: key 'name' (in 1 example), key 'weight' (in 2 examples)"
     for _ in range(2):  # from the cache as well
         caplog.clear()
         prepare(rows, "sft")
@@ -404,13 +404,13 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
     caplog.clear()
     off = {"thinking": False}
     prepare([{"messages": [USER, thought]}], "sft", byte_tokenizer(DEEPSEEK), chat_template_kwargs=off)
-    assert "a part of the text of assistant turns (in 1 examples)" in caplog.text
+    assert "a part of the text of assistant turns (in 1 example)" in caplog.text
     caplog.clear()
     prepare([{"messages": [USER, REPLY], "tools": [{"name": "add"}]}], "sft", byte_tokenizer(ONLY_KNOWN))
     assert caplog.messages == []
     without = ONLY_KNOWN.partition("{% endif %}")[2]
     prepare([{"messages": [USER, REPLY], "tools": [{"name": "add"}]}], "sft", byte_tokenizer(without))
-    assert caplog.messages == ["train: the chat template does not write: column 'tools' (in 1 examples)"]
+    assert caplog.messages == ["train: the chat template makes no use of: column 'tools' (in 1 example)"]
 
 
 def test_values_of_several_types_inside_tools_are_told(caplog):
