@@ -67,7 +67,7 @@ test-floor: $(FLOOR_STAMP) ## the tests of one process with the oldest versions 
 $(FLOOR_STAMP): setup.cfg constraints-floor.txt
 	@$(call check_python)
 	@test -x $(FLOOR_VENV)/bin/python || $(PYTHON) -m venv $(FLOOR_VENV)
-	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) torchvision -e '.[test]'
+	$(FLOOR_VENV)/bin/python $(PIP) -c constraints-floor.txt torch==$(FLOOR_TORCH) -e '.[test]'
 	@touch $@
 
 # torch is chosen (NEWEST_TORCH): on a machine without GPU a later wheel brings gigabytes of CUDA libraries along
