@@ -52,6 +52,12 @@ class Aligned:
         }
         return [alone.get(chunk, -1) for chunk in self.chunks]
 
+    @property
+    def settled(self) -> list[bool]:
+        """Return for each chunk whether no token that only the teacher has could span its beginning."""
+        first = {chunk: place for place, chunk in reversed([*enumerate(self.their_chunks)])}
+        return [first[chunk] == 0 or not self.longer[first[chunk] - 1] for chunk in range(self.count)]
+
 
 def _by_chunk(chunks: Sequence[int]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}

@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from plain_for_tests import settled
 from tokenizers_for_tests import base_tokenizer, byte_tokenizer, gpt2_tokenizer, llama2_tokenizer, words_tokenizer
 
 from hf_posttrain.data.align import LEFT_OUT, Aligner, bytes_of, shared_ids, spell
@@ -58,12 +57,12 @@ def test_by_hand():
     assert (found.chunks, found.their_chunks) == ([0, 1, 2], [0, 1, 1, 2, 2])
     assert found.match == [0, -1, -1]
     assert both.lacking == []
-    assert settled(found) == [True] * 3
+    assert found.settled == [True] * 3
     found = Aligner(teacher, student, [258], 258)(list(b"axabcd"))
     assert student.convert_ids_to_tokens(found.ids) == ["a", "x", "ab", "cd"]
     assert found.chunks == [0, 1, 2, 2, 3, 3]
     assert found.match == [0, 1, -1, -1, -1, -1]
-    assert settled(found) == [True, False, True, True]  # after a: it may have been ab
+    assert found.settled == [True, False, True, True]  # after a: it may have been ab
 
 
 @pytest.mark.parametrize(("one", "other"), PAIRS)

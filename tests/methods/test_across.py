@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from models_for_tests import tiny_model
-from plain_for_tests import settled, token_logps
+from plain_for_tests import token_logps
 from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer, llama2_tokenizer
 from training_for_tests import assert_same_step, fake_generate, fix_rollouts, one_step, trainer_for
 from vllm_for_tests import Serving
@@ -106,7 +106,7 @@ def by_definition(student, teacher, tokenizer, prompt, their_prompt, answer, fun
         counts["left by what the teacher says"] += one_to_one and min(masses) < SHARED and reached[b[0]] < SHARED
         if one_to_one and min(masses) >= SHARED:
             counts["alone"] += 1
-            counts["taken by what the teacher says"] += not settled(found)[chunk]
+            counts["taken by what the teacher says"] += not found.settled[chunk]
             total = total + function(renormalised(q[a], shared), renormalised(p[b], of_teacher)).sum()
         elif on_data:
             pair = [torch.stack([x, torch.log1p(-x.exp())])[None] for x in (own[a].sum(), theirs[b].sum())]

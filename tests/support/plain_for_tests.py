@@ -90,9 +90,3 @@ def slow_score(model, batch, tile, weights=None, router_logits=False):
     value = logps.gather(-1, targets[:, None])[:, 0]
     entropy, correct = -(logps.exp() * logps).sum(-1).detach(), (logps.argmax(-1) == targets).float()
     return {"value": value, "entropy": entropy, "correct": correct}
-
-
-def settled(alignment):
-    """For each chunk, whether no token that only the teacher has could span its beginning."""
-    first = {chunk: place for place, chunk in reversed([*enumerate(alignment.their_chunks)])}
-    return [first[chunk] == 0 or not alignment.longer[first[chunk] - 1] for chunk in range(alignment.count)]
