@@ -181,7 +181,7 @@ class _Rendered(NamedTuple):
 
     def begins_with(self, n: int, text: str, turns: list[tuple[int, int]]) -> bool:
         """Return whether the prompt of message n has the beginning of a text, and a trained turn the rest. White space
-        may be missing between the two: that of a token that the prompt ends inside of.
+        between the two may be missing, where a token spans the end of the prompt.
         """
         ends = [(place, begin) for begin, end in turns for place in _places(text, self.full)
                 if begin < place + len(text) <= end]  # fmt: skip

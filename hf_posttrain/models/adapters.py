@@ -30,6 +30,8 @@ _INIT_BY_WEIGHT = ("orthogonal", "pissa", "olora", "lora_ga", "mica")
 _INIT_BY_DATA = {"corda": "eigens", "eva": None, "lora_ga": "_peft_loraga_grad"}
 """Values of init_lora_weights that data decide -> what PEFT's preprocessing leaves with a layer, before the adapter."""
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+ASKED = "peft_config (model.lora)"
+"""The options that ask for an adapter, for messages."""
 ZERO_ROW = 1e-4
 _FRIENDLY = {"alpha": "lora_alpha", "dropout": "lora_dropout"}
 
@@ -86,17 +88,17 @@ def add_adapter(model: nn.Module, config: Any, vision: bool = False) -> nn.Modul
     config = adapter_shape(config) if on_meta else copy.deepcopy(config)  # PEFT writes into it
     if hasattr(config, "exclude_modules"):
         config.exclude_modules = _joined(config.exclude_modules, _left_out(model, config, vision))
-    modules, what = [name for name, _ in model.named_modules()], "peft_config (model.lora)"
+    modules = [name for name, _ in model.named_modules()]
     # PEFT reads these rows of the embedding at once
     tokens = getattr(config, "trainable_token_indices", None) or getattr(config, "token_indices", None) or []
     rows = itertools.chain(*tokens.values()) if isinstance(tokens, dict) else tokens
     size = forward.causal_lm(model).config.get_text_config().vocab_size
     if wrong := [row for row in rows if row not in range(size)]:
-        raise InputError(f"{what}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
+        raise InputError(f"{ASKED}: trainable_token_indices: {wrong[0]} is none of the {size} tokens of the model")
     with _unchanged_on_error(model):
         policy = _with_adapter(model, config, asked, modules)
         for problem in itertools.chain(_passed_over(policy, asked, modules), _not_loaded(policy)):
-            raise InputError(f"{what}: {problem}")
+            raise InputError(f"{ASKED}: {problem}")
     _fill_zero_rows(policy)
     return policy
 
@@ -119,7 +121,7 @@ def _with_adapter(model: Any, config: Any, asked: Any, modules: list[str]) -> An
         if found := re.match(r"'(\w+)' object has no attribute 'weight'", str(error)):
             raise _init_without_weight(init, found[1]) from error
         first = str(error).strip().partition("\n")[0]
-        raise InputError(f"peft_config (model.lora): {first.rstrip('.')}{_meant_module(config, modules)}") from error
+        raise InputError(f"{ASKED}: {first.rstrip('.')}{_meant_module(config, modules)}") from error
     if str(init).startswith(_INIT_BY_WEIGHT):
         for layer in adapted_layers(policy):
             if not hasattr(base := layer.get_base_layer(), "weight"):
@@ -133,7 +135,7 @@ def _unchanged_on_error(model: Any) -> Iterator[None]:
     trained = [weight for weight in model.parameters() if weight.requires_grad]
     try:
         yield
-    except InputError:
+    except Exception:
         wrappers = [(name, layer) for name, layer in model.named_modules()
                     if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)]  # fmt: skip
         for name, layer in reversed(wrappers):  # of several around one layer, the outer one comes first
@@ -153,7 +155,7 @@ def _check_init(config: Any, model: nn.Module) -> None:
         left = _INIT_BY_DATA[init]
         if left is None or not any(hasattr(module, left) for module in model.modules()):
             fix = "initialize the adapter with PEFT and pass that model, or choose another value"
-            raise InputError(f"init_lora_weights: {init} reads data before training: {fix}")
+            raise InputError(f"{ASKED}: init_lora_weights: {init} reads data before training: {fix}")
 
 
 def _try_init(config: peft.PeftConfig) -> None:
@@ -169,7 +171,7 @@ def _init_without_weight(init: Any, layer: str) -> InputError:
     """Return the error for an initialisation that reads the weight of a layer, where there is none."""
     problem = f"init_lora_weights: {init} reads the weight of each layer, and {layer} keeps its experts as parameters"
     fix = "set init_lora_weights: true, or target_modules to layers outside of the experts, such as [q_proj, v_proj]"
-    return InputError(f"peft_config (model.lora): {problem}: {fix}")
+    return InputError(f"{ASKED}: {problem}: {fix}")
 
 
 def _meant_module(config: Any, modules: Iterable[str]) -> str:

@@ -345,7 +345,6 @@ _PASS_BOTH = "config and tokenizer would be read without it: load model and toke
 _UNREAD = "transformers does not read it any more: leave it out"
 _NOT_TAKEN = {
     "subfolder": _PASS_BOTH, "config": "pass the fields that differ, or the loaded model",
-    "use_safetensors": "trust_remote_code=True reads weights that are not safetensors",
     "output_loading_info": "a trainer takes the model alone: leave it out", "state_dict": "pass the loaded model",
     "load_in_4bit": "pass quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
     "load_in_8bit": "pass quantization_config=BitsAndBytesConfig(load_in_8bit=True)",
@@ -377,12 +376,13 @@ def take_options(section: ModelSection, options: Mapping[str, Any], owner: str =
     section.trust_remote_code = left.pop("trust_remote_code", section.trust_remote_code)
     for name in _DONE_ANYWAY:
         left.pop(name, None)
-    # False is the default of the options below, except for use_safetensors
-    usual = {name: False for name in _NOT_TAKEN if name != "use_safetensors"}
+    if left.get("use_safetensors") is False and not section.trust_remote_code:
+        problem = "trust_remote_code=True reads weights that are not safetensors"
+        raise InputError(f"{owner}: use_safetensors=False: {problem}")
+    usual = dict.fromkeys(_NOT_TAKEN, False)  # values that change nothing
     left = {name: value for name, value in left.items() if value not in (None, "") and value is not usual.get(name)}
-    accepted = {"use_safetensors"} if left.get("use_safetensors") or section.trust_remote_code else set()
     for name, problem in _NOT_TAKEN.items():
-        if name in left and name not in accepted:
+        if name in left:
             raise InputError(f"{owner}: {name}={shown(left[name])}: {problem}")
     return left
 
