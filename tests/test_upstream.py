@@ -214,6 +214,7 @@ NEEDS = {need.symbol: need for need in [
     Need("torch.nn.Linear.forward", "scoring/cpu.py scoring/forward.py",
          "nothing but nn.functional.linear of input, weight and bias", "Linear"),
     # ---- datasets, evaluate, huggingface_hub, bitsandbytes
+    Need("datasets.Dataset._fingerprint", "data/fingerprint.py", "what identifies the rows before they are prepared"),
     Need("datasets.Dataset._indices", "data/audit.py",
          "None, or a table whose first column has the stored row of each row"),
     Need("datasets.IterableDataset._resolve_features", "data/sources.py",
@@ -1205,6 +1206,15 @@ def _():
 
 
 # ---- datasets, evaluate, huggingface_hub, bitsandbytes
+
+
+@canary("datasets.Dataset._fingerprint")
+def _():
+    rows = datasets.Dataset.from_list([{"n": 1}, {"n": 2}])
+    names = [rows._fingerprint, rows.select([1])._fingerprint, rows.rename_column("n", "m")._fingerprint]
+    assert len({*names}) == 3
+    assert datasets.Dataset.from_list([{"n": 1}, {"n": 2}])._fingerprint == names[0]
+    assert rows.map(dict, new_fingerprint="0" * 16)._fingerprint == "0" * 16
 
 
 @canary("datasets.Dataset._indices")

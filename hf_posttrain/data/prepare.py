@@ -31,6 +31,7 @@ from .encode import (
     refuse_misread,
     teachers_prompts,
 )
+from .fingerprint import fingerprint
 from .formats import Sample, detect, our_name, renamed, unread
 from .images import COLUMNS as PICTURES
 from .images import STORED, PictureReader, fitting, read_by
@@ -174,17 +175,18 @@ def tokenised(
         _refuse_lost_prompt(dataset, columns, form, name)
     more = (*(FOR_TEACHER if asked else ()), *(["images"] if sees else []), *(["asked"] if plan.asked else []))
     features = _features(method.rows, more=more)
+    filled = filled_by_arrow(dataset)
     kwargs = {
         "batched": True, "with_indices": True, "remove_columns": columns, "features": features,
-        "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled_by_arrow(dataset)},
+        "fn_kwargs": {"tokenizer": tokenizer, "plan": plan, "filled": filled},
     }  # fmt: skip
     if not isinstance(dataset, datasets.Dataset):
         return dataset.map(tokenise, **kwargs)
     if mixed := [column for column in plan.form.split(" + ") if _is_mixed(dataset, column)]:
         raise InputError(f"{name}: column {mixed[0]!r}: {_MIXED}, so write text in all rows, or in none")
-    workers = getattr(config, "dataset_num_proc", None)
+    kwargs |= {"num_proc": getattr(config, "dataset_num_proc", None), "desc": f"Tokenising {name}"}
     try:
-        return dataset.map(tokenise, num_proc=workers, desc=f"Tokenising {name}", **kwargs)
+        return dataset.map(tokenise, new_fingerprint=fingerprint(dataset, tokenizer, plan, filled), **kwargs)
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: a text is not UTF-8 ({error})") from error
 

@@ -82,11 +82,10 @@ def test_the_output_is_the_one_that_was_reviewed(model, command, capsys):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(model):
-    train()
-    train("train.output_dir=again", "train.max_steps=2", "train.lr_scheduler_type=constant")
-    train("train.output_dir=whole", "train.lr_scheduler_type=constant")
-    resumed = ["train.output_dir=again", "train.lr_scheduler_type=constant", "train.resume_from_checkpoint=true"]
-    train(*resumed)
+    options = ["train.max_steps=2", "train.save_steps=1", "train.lr_scheduler_type=constant"]
+    train(*options, "train.output_dir=whole")
+    train(*options, "train.output_dir=again", "train.max_steps=1")
+    train(*options, "train.output_dir=again", "train.resume_from_checkpoint=true")
     weights, expected = (load_file(Path(name, "adapter_model.safetensors")) for name in ("again", "whole"))
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -95,7 +94,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(model):
 
 
 def test_eval_of_an_adapter_is_the_plain_computation(model, capsys):
-    train()
+    train("train.max_steps=1", "train.save_strategy=no")
     capsys.readouterr()
     assert run.main(["eval", "out", "--data", "rows.jsonl", "--max_completion_length", "4"]) == 0
     numbers = json.loads(Path("out", "all_results.json").read_text(encoding="utf-8"))

@@ -85,5 +85,8 @@ def convert(name: str, work: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for each in PACKAGES:
-        print(model_folder(each))
+    for name in PACKAGES:
+        try:
+            print(model_folder(name))
+        except NotAvailable as error:
+            print(f"{name} cannot be built: {error}")

@@ -1,0 +1,85 @@
+"""The cache of prepared rows: which changes make other rows, and what its fingerprint costs."""
+
+from types import SimpleNamespace
+
+import datasets
+import pytest
+from datasets.fingerprint import Hasher
+from tokenizers_for_tests import QWEN3, byte_tokenizer, gpt2_tokenizer
+from transformers import AutoTokenizer
+
+from hf_posttrain.data.fingerprint import fingerprint_of_tokenizer
+from hf_posttrain.data.prepare import tokenised
+from hf_posttrain.methods import METHODS
+
+ROWS = datasets.Dataset.from_list([{"prompt": "2 + 2 =", "completion": " 4"}])
+
+
+def prepared(tokenizer=None, rows=ROWS, **options):
+    """The fingerprint of prepared rows."""
+    config = SimpleNamespace(**options)
+    return tokenised(rows, METHODS["kd"], tokenizer or byte_tokenizer(), config)._fingerprint
+
+
+def with_token(tokenizer):
+    tokenizer.add_tokens(["<new>"])
+    return tokenizer
+
+
+def with_bos(tokenizer):
+    tokenizer.bos_token = "<|im_start|>"
+    return tokenizer
+
+
+CHANGES = {
+    "template": lambda folder: prepared(byte_tokenizer(QWEN3)),
+    "added token": lambda folder: prepared(with_token(byte_tokenizer())),
+    "BOS": lambda folder: prepared(with_bos(byte_tokenizer())),
+    "tokenizer": lambda folder: prepared(gpt2_tokenizer()),
+    "option": lambda folder: prepared(max_length=7),
+    "row": lambda folder: prepared(rows=datasets.Dataset.from_list([{"prompt": "2 + 2 =", "completion": " 5"}])),
+    "teacher's tokenizer": lambda folder: prepared(teacher_tokenizer=saved(gpt2_tokenizer(), folder / "one")),
+    "teacher's token": lambda folder: prepared(teacher_tokenizer=saved(with_token(gpt2_tokenizer()), folder / "two")),
+}
+
+
+def saved(tokenizer, folder):
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_each_change_makes_other_rows(tmp_path):
+    found = [prepared(), *(change(tmp_path) for change in CHANGES.values())]
+    assert len({*found}) == len(found)
+
+
+def test_a_tokenizer_that_was_used_is_the_same(caplog):
+    tokenizer = byte_tokenizer()
+    before = fingerprint_of_tokenizer(tokenizer)
+    tokenizer.model_max_length, length = 4, tokenizer.model_max_length
+    tokenizer("longer than the model takes")  # which is warned of once
+    tokenizer.model_max_length = length
+    tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+    assert "longer than the specified maximum" in caplog.text
+    assert fingerprint_of_tokenizer(tokenizer) == before == fingerprint_of_tokenizer(byte_tokenizer())
+
+
+class Vocabulary:
+    """Of a tokenizer: it must not be pickled."""
+
+    def __reduce__(self):
+        raise AssertionError("a vocabulary is pickled")
+
+
+def with_vocabulary(tokenizer):
+    tokenizer._vocab = Vocabulary()
+    return tokenizer
+
+
+def test_no_vocabulary_is_pickled(monkeypatch):
+    """The pickle of `datasets` is in Python: 9 seconds for a tokenizer of 262,144 tokens, whose JSON takes one."""
+    tokenizer = with_vocabulary(byte_tokenizer())
+    with pytest.raises(AssertionError, match="is pickled"):
+        Hasher.hash(tokenizer)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: with_vocabulary(gpt2_tokenizer()))
+    assert prepared(tokenizer) != prepared(tokenizer, teacher_tokenizer="another")
