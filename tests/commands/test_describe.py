@@ -315,6 +315,7 @@ def test_what_is_nearly_right_is_told(described, row, said):
     assert said in described(row)[1]
 
 
+@pytest.mark.slow
 def test_a_pipe_that_is_closed_is_no_fault(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "q" * 10**6, "completion": "a"}))
     command = f"{sys.executable} -m hf_posttrain.run data rows.jsonl | head -1"

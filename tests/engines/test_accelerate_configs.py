@@ -361,6 +361,7 @@ def test_our_files_and_those_that_accelerate_writes_are_let_through(name, tmp_pa
     config_files.check_accelerate_file(tmp_path / "written.yaml")
 
 
+@pytest.mark.slow
 def test_the_file_of_the_launcher_is_found(tmp_path, monkeypatch):
     file, accelerate = tmp_path / "mine.yaml", tmp_path / "accelerate"
     file.touch()

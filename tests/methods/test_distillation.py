@@ -105,6 +105,7 @@ def test_opd_with_the_students_own_weights_has_no_loss_and_no_gradient(name, los
     assert max(g.abs().max() for g in gradients.values()) < 1e-5
 
 
+@pytest.mark.slow
 def test_policy_gradient_equals_reverse_kl_in_expectation(tmp_path):
     """One-token rollouts, many of them: the sampled gradient tends to the full-vocabulary one."""
     rows = token_rows("opd", 2)

@@ -21,7 +21,6 @@ from training_for_tests import (
     Gradients,
     assert_same_step,
     fix_rollouts,
-    quick,
     second_model,
     token_rows,
     trainer_for,
@@ -150,7 +149,8 @@ def test_fifty_shapes_of_batches_take_at_most_four_graphs(lora, checkpointed, gr
     assert 1 <= graphs.found["graphs"] <= 4
 
 
-@pytest.mark.parametrize("method", quick("opd", among=METHODS))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
 def test_a_step_with_compiled_layers_is_the_same(method, tmp_path, monkeypatch):
     """All that Trainer does around it, second models and rollouts too."""
     fix_rollouts(monkeypatch)

@@ -203,6 +203,7 @@ def hunt(cases, capsys, monkeypatch):
     return counts, faults, left
 
 
+@pytest.mark.slow
 def test_recipes_run_where_nothing_is_changed(recipes, capsys, monkeypatch):
     counts, faults, _ = hunt(enumerate(recipes), capsys, monkeypatch)
     served = sum("url: http" in text for text in recipes)  # a server is not there

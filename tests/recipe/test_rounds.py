@@ -144,6 +144,7 @@ def test_a_run_that_goes_on_in_another_folder_reports_the_rounds_before(folder):
     assert second.record["arguments"]["num_train_epochs"] == 2  # as it was given: over the rows of a round
 
 
+@pytest.mark.slow
 def test_a_run_into_the_folder_of_another_says_how_that_goes_on(folder, caplog):
     assert run.main(["recipe.yaml", *small_rounds(), "train.save_strategy=steps", "train.save_steps=2"]) == 0
     assert "earlier run" not in caplog.text

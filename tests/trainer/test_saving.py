@@ -548,6 +548,7 @@ def test_ctrl_c_saves_once_and_promises_what_is_there(again, tmp_path, capfd):
     assert ("checkpoint-2 is saved; the same command with" in str(raised.value)) is not again
 
 
+@pytest.mark.slow
 def test_two_runs_do_not_share_an_output_dir(tmp_path, capsys):
     """The second is refused in a line; the lock of one that was killed goes with it."""
     code = f"""

@@ -1174,6 +1174,7 @@ def test_a_model_that_is_not_plain_is_refused(message, role, tmp_path):
         trainer_for(method, given[0], token_rows(method), tmp_path, given[1])
 
 
+@pytest.mark.slow
 def test_layers_that_torch_compile_compiled_may_be_compiled_again(tmp_path):
     model = tiny_model()
     options = {"torch_compile": True, "torch_compile_backend": "eager", "activation_checkpointing": False}
