@@ -13,24 +13,32 @@ _LEFT_OUT = ("_tokenizer", "_vocab", "_merges", "picture_reader", "deprecation_w
 """Attributes of a tokenizer that its backend or its processor holds as well, and warnings that it has given."""
 
 
-def fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, plan: Plan, filled: list[str]) -> str:
+def fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, plan: Plan, filled: list[str]) -> str | None:
     """Return the fingerprint of the examples that `prepare.tokenise` makes of a dataset.
 
-    `Dataset.map` would pickle each tokenizer in Python, which takes 9 seconds for the 262,144 tokens of Gemma 3.
+    `Dataset.map` would pickle each tokenizer in Python, which takes 9 seconds for the 262,144 tokens of Gemma 3. None
+    leaves that to it: for tokenizers without a backend, or with a part that has no JSON.
     """
-    parts: list[Any] = [dataset._fingerprint, fingerprint_of_tokenizer(tokenizer), plan._replace(teacher=None), filled]
-    if plan.teacher is not None:
-        names, prompts, tokenizers = plan.teacher
-        parts += [names, prompts, {name: fingerprint_of_tokenizer(each) for name, each in tokenizers.items()}]
-    return Hasher.hash(parts)
+    tokenizers = {} if plan.teacher is None else plan.teacher.tokenizers
+    try:
+        states = [state_of_tokenizer(each) for each in (tokenizer, *tokenizers.values())]
+    except Exception:  # `tokenizers` raises no other class
+        return None
+    teacher = None if plan.teacher is None else (plan.teacher.names, plan.teacher.prompts, [*tokenizers])
+    return Hasher.hash([dataset._fingerprint, plan._replace(teacher=None), teacher, states, filled])
 
 
-def fingerprint_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of everything that the ids of a text, of messages, or of images depend on."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return Hasher.hash(tokenizer)
+def state_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
+    """Return everything that the ids of a text, of messages, or of images depend on.
+
+    Raises AttributeError for a tokenizer without a backend, and Exception for a backend that cannot be written as JSON.
+    """
+    backend = tokenizer.backend_tokenizer.to_str()
     attributes = {name: value for name, value in vars(tokenizer).items() if name not in _LEFT_OUT}
-    reader = read_by(tokenizer)
-    processor = (type(reader.processor), reader.processor.to_dict()) if reader else None
-    return Hasher.hash([type(tokenizer), backend.to_str(), attributes, processor])
+    if reader := read_by(tokenizer):
+        processor = vars(reader.processor).items()
+        attributes["processor"] = (
+            type(reader.processor),
+            {name: value for name, value in processor if not isinstance(value, PreTrainedTokenizerBase)},
+        )
+    return [type(tokenizer), backend, attributes]

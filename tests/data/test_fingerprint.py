@@ -5,10 +5,13 @@ from types import SimpleNamespace
 import datasets
 import pytest
 from datasets.fingerprint import Hasher
+from tokenizers.pre_tokenizers import PreTokenizer
 from tokenizers_for_tests import QWEN3, byte_tokenizer, gpt2_tokenizer
 from transformers import AutoTokenizer
+from vision_for_tests import processor_of
 
-from hf_posttrain.data.fingerprint import fingerprint_of_tokenizer
+from hf_posttrain.data.fingerprint import state_of_tokenizer
+from hf_posttrain.data.images import read_by, with_pictures
 from hf_posttrain.data.prepare import tokenised
 from hf_posttrain.methods import METHODS
 
@@ -55,13 +58,14 @@ def test_each_change_makes_other_rows(tmp_path):
 
 def test_a_tokenizer_that_was_used_is_the_same(caplog):
     tokenizer = byte_tokenizer()
-    before = fingerprint_of_tokenizer(tokenizer)
+    before = Hasher.hash(state_of_tokenizer(tokenizer))
     tokenizer.model_max_length, length = 4, tokenizer.model_max_length
     tokenizer("longer than the model takes")  # which is warned of once
     tokenizer.model_max_length = length
     tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
     assert "longer than the specified maximum" in caplog.text
-    assert fingerprint_of_tokenizer(tokenizer) == before == fingerprint_of_tokenizer(byte_tokenizer())
+    again = [Hasher.hash(state_of_tokenizer(each)) for each in (tokenizer, byte_tokenizer())]
+    assert again == [before, before]
 
 
 class Vocabulary:
@@ -83,3 +87,27 @@ def test_no_vocabulary_is_pickled(monkeypatch):
         Hasher.hash(tokenizer)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: with_vocabulary(gpt2_tokenizer()))
     assert prepared(tokenizer) != prepared(tokenizer, teacher_tokenizer="another")
+
+
+def test_what_a_processor_makes_of_an_image_is_part_of_it():
+    tokenizer = with_pictures(processor_of("qwen3_vl"))
+    keys = [Hasher.hash(state_of_tokenizer(tokenizer))]
+    assert keys == [Hasher.hash(state_of_tokenizer(with_pictures(processor_of("qwen3_vl"))))]
+    reader = read_by(tokenizer)
+    reader.processor.image_token = "<other>"  # an attribute that its config does not have
+    keys.append(Hasher.hash(state_of_tokenizer(tokenizer)))
+    reader.processor.image_processor.size = {"shortest_edge": 4, "longest_edge": 8}
+    keys.append(Hasher.hash(state_of_tokenizer(tokenizer)))
+    assert len({*keys}) == 3
+
+
+def test_a_tokenizer_with_a_part_of_the_users_own_is_prepared():
+    class Whole:
+        def pre_tokenize(self, text):
+            pass
+
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = PreTokenizer.custom(Whole())
+    with pytest.raises(Exception, match="cannot be serialized"):
+        state_of_tokenizer(tokenizer)
+    assert prepared(tokenizer)
