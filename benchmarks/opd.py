@@ -131,9 +131,7 @@ EXPERIMENTS: dict[str, tuple[str, dict[str, Setting]]] = {
     }),
     "i": ("a reward beside the teacher, 4 rollouts of 16 prompts a step", {
         "teacher": Setting(GROUPS),
-        "teacher, then reward": Setting(f"{GROUPS} reward={{{GRADED},when:after}}", data="solved_prompts.jsonl"),
-        "both": Setting(f"{GROUPS} reward={{{GRADED},when:with}}", data="solved_prompts.jsonl"),
-        "reward": Setting(f"{GROUPS} reward={{{GRADED},when:after,start:0.0}}", data="solved_prompts.jsonl"),
+        "both": Setting(f"{GROUPS} reward={{{GRADED}}}", data="solved_prompts.jsonl"),
     }),
     "j": ("the student as its own teacher, which reads the solution", {
         **{f"{name}, {said}": Setting(f"{SELF} loss_type={loss}", data="solved_prompts.jsonl", models="hints",

@@ -8,7 +8,7 @@ import sys
 import torch
 
 from hf_posttrain import run
-from hf_posttrain.methods import opd
+from hf_posttrain.methods import objective
 from hf_posttrain.scoring.teacher_tiles import at_temperature, differentiated
 
 
@@ -25,5 +25,5 @@ def without_tail(ids, logps, targets, temperature, vocabulary, *, teacher):  # t
 
 
 if __name__ == "__main__":
-    opd.residual = without_tail
+    objective.residual = without_tail
     sys.exit(run.main())

@@ -19,6 +19,7 @@ import transformers
 from PIL import Image
 from torch import Tensor
 
+from hf_posttrain.batching.micro_batch import MicroBatch
 from hf_posttrain.check.kept import Kept
 from hf_posttrain.data.images import PictureReader, stored
 from hf_posttrain.models.load import without_videos
@@ -77,15 +78,15 @@ def _processor() -> Any:
     return without_videos(tf.Qwen3VLProcessor)(images, tokenizer)
 
 
-def step(model: Any, batch: dict[str, Any]) -> tuple[float, int, Tensor]:
+def step(model: Any, batch: MicroBatch) -> tuple[float, int, Tensor]:
     """(seconds, bytes that the forward kept for the backward, log-probability of each answer)."""
     kept = Kept(model.parameters())
     start = time.perf_counter()
     with kept.counting():
-        values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+        values = forward.score(model, batch, LogProb(batch.targets))["value"]
     size = kept.bytes
     del kept  # what it holds goes as the backward does
-    answers = forward.per_branch(values, batch)
+    answers = batch.per_branch(values)
     answers.sum().backward()
     seconds = time.perf_counter() - start
     model.zero_grad()

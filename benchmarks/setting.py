@@ -11,7 +11,10 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_posttrain.batching.micro_batch import MicroBatch
 
 BPE_VOCABULARY = 32_768
 ENDS = 80
@@ -163,18 +166,16 @@ def random_model(config: Any, spec: Row, seed: int = 0) -> Any:
 
 def random_batch(
     lengths: list[list[int]], vocabulary: int, layout: str, device: str, row_multiple: int | None = None
-) -> dict[str, Any]:
-    """A batch on the device of examples with random tokens. lengths: of each prompt and of its answers."""
+) -> "MicroBatch":
+    """Return a batch on the device of examples with random tokens. lengths: of each prompt and of its answers."""
     import torch
-    from accelerate.utils import send_to_device
 
     from hf_posttrain.scoring.layouts import Branch, Example, collate
 
     draw = torch.Generator().manual_seed(0)
     ids = [[torch.randint(vocabulary, (n,), generator=draw).tolist() for n in row] for row in lengths]
     examples = [Example(prompt, [Branch(answer) for answer in answers]) for prompt, *answers in ids]
-    batch: dict[str, Any] = send_to_device(collate(examples, layout, row_multiple=row_multiple), device)
-    return batch
+    return collate(examples, layout, row_multiple=row_multiple).to(device)
 
 
 def check_device(parser: Any, device: str) -> None:

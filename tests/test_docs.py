@@ -52,7 +52,7 @@ PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPO
 METHODS = tuple(TABLE)
 CONFIGS = {name: config_class(method) for name, method in TABLE.items()}
 NEEDS_A_SERVER = "train.rollout=vllm"
-"""Commands with it are checked up to the call of vLLM's server: tests/test_vllm.py has stand-ins for that."""
+"""Commands with it are checked up to the call of vLLM's server: tests/rollouts/test_vllm.py has stand-ins for that."""
 
 
 class Block(NamedTuple):

@@ -163,7 +163,7 @@ def test_wrong_masks_and_wrong_gradients_of_the_head_are_seen(settings, monkeypa
 
     def without_branches(*args):
         batch = whole(*args)
-        return batch | ({"branch": torch.zeros_like(batch["branch"])} if next(batches) == 0 else {})
+        return batch.replace(branch=torch.zeros_like(batch["branch"])) if next(batches) == 0 else batch
 
     monkeypatch.setattr(correctness, "random_batch", without_branches)
     found = [*correctness.compare_attention(settings, forms)]

@@ -8,7 +8,7 @@ A private name of another package that hf_posttrain uses and NEEDS lacks fails
 `test_no_private_name_is_used_that_the_table_lacks`: look for a public way first, else add a row and its canary. When
 code moves, its file in the table moves along; the failure says where it is now.
 
-vLLM is not installed where tests run: tests/generation/test_vllm.py has stand-ins for what generation/ needs of it.
+vLLM is not installed where tests run: tests/rollouts/test_vllm.py has stand-ins for what rollouts/ needs of it.
 """
 
 import ast
@@ -66,7 +66,7 @@ NEEDS = {need.symbol: need for need in [
     Need("transformers.ProcessorMixin._merge_kwargs", "data/images.py",
          "it gives the options for pictures that a processor has of its own, as images_kwargs"),
     # ---- transformers: Trainer, in the order in which a run calls it
-    Need("transformers.Trainer.loss_is_scaled_for_ga", "trainer/base.py",
+    Need("transformers.Trainer.loss_is_scaled_for_ga", "trainer/interface.py",
          "True: training_step does not divide the loss by micro-batches"),
     Need("transformers.Trainer.callback_handler.callbacks", "watch/progress.py",
          "HF's flow first, then the caller's, the progress one last"),
@@ -75,27 +75,27 @@ NEEDS = {need.symbol: need for need in [
     Need("transformers.Trainer._get_eval_sampler", "trainer/base.py", "of evaluation; None: rows in order"),
     Need("transformers.Trainer._get_dataloader", "trainer/evaluation.py",
          "makes every loader, of self.data_collator as it is at that moment"),
-    Need("transformers.Trainer._init_training_state", "trainer/base.py trainer/checkpoint.py",
+    Need("transformers.Trainer._init_training_state", "trainer/checkpoint.py",
          "(..., checkpoint, trial): passes done, micro-batches to skip; state.epoch: passes done + steps / max_steps"),
     Need("transformers.Trainer._prepare_for_training", "trainer/base.py",
          "once a train(): (wrapped model, the loader that is iterated)"),
     Need("transformers.Trainer._load_from_checkpoint", "trainer/saving.py",
          "loads the weights of the folder that is resumed"),
-    Need("transformers.Trainer._load_optimizer_and_scheduler", "trainer/base.py trainer/saving.py",
+    Need("transformers.Trainer._load_optimizer_and_scheduler", "trainer/saving.py",
          "(checkpoint): loads both from its files, but for DeepSpeed's"),
     Need("transformers.Trainer.get_batch_samples", "trainer/step.py",
          "a step's micro-batches, and num_items_in_batch of compute_loss; none: no step"),
     Need("transformers.Trainer.current_gradient_accumulation_steps", "trainer/step.py", "micro-batches of this step"),
-    Need("transformers.Trainer._prepare_inputs", "trainer/base.py",
+    Need("transformers.Trainer._prepare_inputs", "trainer/step.py",
          "called with each micro-batch, to bring it to the device"),
-    Need("transformers.Trainer.is_in_train", "generation/rollout.py", "True from the start of train() to its end"),
+    Need("transformers.Trainer.is_in_train", "rollouts/policy_sampler.py", "True from the start of train() to its end"),
     Need("transformers.Trainer.log", "watch/guard.py",
          "log_history has the entry, with its step, before on_log is called", "log_history"),
-    Need("transformers.Trainer._maybe_log_save_evaluate", "trainer/base.py trainer/evaluation.py",
+    Need("transformers.Trainer._maybe_log_save_evaluate", "trainer/evaluation.py",
          "evaluates; its KeyError for a metric that evaluation lacks names metric_for_best_model"),
     Need("transformers.Trainer.evaluation_loop", "trainer/evaluation.py",
          "is told metric_key_prefix by keyword; what we add to its metrics is logged and returned"),
-    Need("transformers.Trainer._save_checkpoint", "trainer/base.py trainer/saving.py",
+    Need("transformers.Trainer._save_checkpoint", "trainer/saving.py",
          "saves all of it in checkpoint-N under the names that we look for"),
     Need("transformers.Trainer._get_output_dir", "trainer/saving.py", "the folder that checkpoint-N is made in"),
     Need("transformers.Trainer.save_model(_internal_call)", "trainer/saving.py",
@@ -109,7 +109,7 @@ NEEDS = {need.symbol: need for need in [
          "its draft can be told by these words", "generated automatically according to the information"),
     Need("transformers.Trainer.get_total_train_batch_size", "trainer/checkpoint.py engines/launch.py watch/guard.py",
          "rows of an optimizer step over all ranks"),
-    Need("transformers.TrainerState.stateful_callbacks", "trainer/checkpoint.py methods/kto_pairing.py",
+    Need("transformers.TrainerState.stateful_callbacks", "trainer/checkpoint.py",
          "ours are kept under the class's name, and a key that is no callback survives saving and resuming"),
     # ---- transformers: the rest
     Need("transformers.TrainingArguments._n_gpu", "trainer/config.py", "n_gpu, and no DataParallel where it is 1"),
@@ -137,7 +137,7 @@ NEEDS = {need.symbol: need for need in [
     Need("transformers.PreTrainedConfig._attn_implementation",
          "scoring/attention.py scoring/choose_layout.py engines/sequence.py check/placement.py",
          "the name of the attention that the model runs"),
-    Need("transformers.PreTrainedConfig._name_or_path", "models/score_cache.py models/prepare.py models/add_teacher.py",
+    Need("transformers.PreTrainedConfig._name_or_path", "models/score_cache.py models/policy.py teachers/factory.py",
          "where it was loaded from, in to_dict() too"),
     Need("transformers.PreTrainedModel._supports_sdpa", "scoring/choose_layout.py",
          "True where attention takes a custom mask"),
@@ -149,7 +149,7 @@ NEEDS = {need.symbol: need for need in [
          "the backbone: its last_hidden_state through the head is logits; router_logits on request"),
     Need("transformers.models.mixtral.modeling_mixtral.load_balancing_loss_func", "trainer/router.py",
          "its mask weighs tokens, with any numbers"),
-    Need("transformers.core_model_loading.revert_weight_conversion", "generation/transfer.py",
+    Need("transformers.core_model_loading.revert_weight_conversion", "models/hub_weights.py",
          "names of memory -> those of the hub's files"),
     Need("transformers.GenerationMixin.prepare_inputs_for_generation", "generation/choose_way.py",
          "overridden by models that keep more than keys and values"),
@@ -168,7 +168,7 @@ NEEDS = {need.symbol: need for need in [
          "one adapter's tensors, which set_peft_model_state_dict takes for another"),
     Need("peft.utils.ModulesToSaveWrapper", "scoring/forward.py",
          "original_module, modules_to_save[name], disable_adapters, active_adapters", "modules_to_save"),
-    Need("peft.tuners.lora", "generation/transfer.py",
+    Need("peft.tuners.lora", "models/hub_weights.py",
          "names: .lora_ in an adapter's weights, .base_layer. in what it wraps", ".lora_"),
     # ---- accelerate
     Need("accelerate.Accelerator.is_fsdp2", "engines/engine.py engines/launch.py engines/sharded.py trainer/saving.py",
@@ -206,7 +206,7 @@ NEEDS = {need.symbol: need for need in [
          "the store of the process group, with add()"),
     Need("torch.distributed.fsdp.FSDPModule", "engines/engine.py engines/sharded.py",
          "a wrapped module's class is FSDP<name>, of (FSDPModule, its own class)"),
-    Need("torch.nn.Module._non_persistent_buffers_set", "generation/transfer.py",
+    Need("torch.nn.Module._non_persistent_buffers_set", "models/hub_weights.py",
          "names of a module's buffers that are not saved"),
     Need("torch.nn.Module._compiled_call_impl", "engines/launch.py", "None unless module.compile() was called"),
     Need("torch.nn.Module.forward", "scoring/forward.py",
@@ -230,7 +230,7 @@ NEEDS = {need.symbol: need for need in [
     Need("evaluate.Metric._compute", "generation/exact_match.py", "see _info"),
     Need("huggingface_hub.constants.HF_HUB_CACHE", "recipe/rules.py",
          "a model of the hub is in its folder models--OWNER--NAME", "models--"),
-    Need("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "models/prepare.py",
+    Need("bitsandbytes.nn.Linear4bit.support_avx512bf16_for_cpu", "models/policy.py",
          "False: weights are not repacked in a first forward"),
 ]}  # fmt: skip
 CANARIES = {}

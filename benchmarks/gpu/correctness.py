@@ -22,7 +22,8 @@ from transformers.utils import is_flash_attn_2_available
 from hf_posttrain.losses import divergence
 from hf_posttrain.scoring import attention, forward, head, teacher_tiles
 from hf_posttrain.scoring.head import LogProb, TileFunction
-from hf_posttrain.scoring.teacher_tiles import TeacherStates, dense
+from hf_posttrain.scoring.teacher_tiles import dense
+from hf_posttrain.teachers.local import TeacherStates
 
 from .. import flops
 from ..setting import BPE_VOCABULARY, configured, random_batch, random_model
@@ -109,7 +110,7 @@ def check_layouts(settings: Settings) -> Iterator[Record]:
     def score(layout: str) -> tuple[Tensor, Tensor]:
         multiple = attention.row_multiple([model])
         batch = random_batch(LAYOUT_LENGTHS, BPE_VOCABULARY, layout, settings.device, multiple)
-        sums = forward.per_branch(score_and_backward(model, batch), batch)
+        sums = batch.per_branch(score_and_backward(model, batch))
         return sums.double(), first_gradient(model).double()
 
     expected = score("padded")
@@ -154,7 +155,7 @@ def compare_attention(settings: Settings, forms: tuple[str, ...]) -> Iterator[Re
         batch = random_batch(preference_lengths(8), settings.vocabulary, "shared", settings.device, multiple)
         run = partial(score_and_backward, model, batch)
         with counted_varlen() as calls:
-            sums = forward.per_branch(run(), batch)
+            sums = batch.per_branch(run())
         found = sums, first_gradient(model).clone()
         expected = expected or found
         values, gradient = (relative_error(*pair) for pair in zip(found, expected, strict=True))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posttrain.batching.micro_batch import MicroBatch
 from hf_posttrain.scoring import attention, forward
 from hf_posttrain.scoring.head import LogProb
 
@@ -31,10 +32,10 @@ def build(settings: Settings, implementation: str = "sdpa", ours: bool = True) -
     return model
 
 
-def score_and_backward(model: Any, batch: dict[str, Any]) -> Tensor:
+def score_and_backward(model: Any, batch: MicroBatch) -> Tensor:
     """Return the log-probabilities of the scored tokens, [N], after the backward of their sum."""
     model.zero_grad()
-    values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets))["value"]
     values.sum().backward()
     return values.detach()
 

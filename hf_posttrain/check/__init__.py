@@ -175,10 +175,10 @@ def fitted_models(
 
     from ..models.adapters import describe_adapter
     from ..models.load import check_tokenizer_fits, load_skeleton, load_tokenizer, weights_dtype, with_saved_adapter
-    from ..models.own_past import check_average
-    from ..models.prepare import with_supported_checkpointing
+    from ..models.policy import with_supported_checkpointing
     from ..scoring.choose_layout import choose_layout
     from ..scoring.forward import causal_lm
+    from ..teachers.self_teacher import check_average
     from ..trainer.policy import make_policy
 
     models: list[Any] = []

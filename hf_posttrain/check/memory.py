@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 
+from ..batching.micro_batch import MicroBatch
 from ..data.lengths import longest, planned_passes
 from ..generation.batch_size import CACHE_SHARE, LOGIT_BYTES, even_parts
 from ..generation.rollout import GrowingLayer
@@ -107,11 +108,12 @@ class Run:
             return changed
         return replace(self, recipe=replace(self.recipe, **{section: replace(getattr(self.recipe, section), **fields)}))
 
-    def batch(self, name: str, size: int) -> dict[str, Any]:
-        """The micro-batch of the `size` longest rows."""
+    def batch(self, name: str, size: int) -> MicroBatch:
+        """Return the micro-batch of the `size` longest rows."""
         rows = longest(self.rows[name], size, ("prompt_ids",) if self.trainer_class.reads.rows.sampled else ())
         examples = planned_examples(rows, self.trainer_class, self.config)
-        return collate(examples, self.layout, row_multiple=self.multiple) | {"rows": len(rows)}
+        batch_class = self.trainer_class.collator_class.batch_class
+        return collate(examples, self.layout, row_multiple=self.multiple, batch_class=batch_class)
 
     @property
     def teachers(self) -> list[Any]:
@@ -162,6 +164,7 @@ class Run:
         self.multiple = row_multiple(inner, device)
         self.layout = fitting[0] if config.layout == "auto" else config.layout
         self.train = self.batch("train", config.per_device_train_batch_size)
+        self.train_rows = int(self.train.row.max()) + 1
         try:
             for shapes in models:
                 shapes.count(self.train, torch.bfloat16 if self.mixed and shapes is not judge else None)
@@ -200,14 +203,14 @@ class Run:
         return MemoryEstimate(
             engine=str(engine), phase=most, total=totals[most], available=self.available, phases=totals, notes=notes,
             process=round(HEAP * totals[most]) if glibc else None,
-            batch={"rows": self.train["rows"], "tokens": self.train["input_ids"].numel(), "layout": self.layout},
+            batch={"rows": self.train_rows, "tokens": self.train.input_ids.numel(), "layout": self.layout},
             **phases[most],
         )  # fmt: skip
 
     def training_step(self) -> int:
         """Forward and backward of the longest micro-batch: bytes in addition to the gradients of all weights."""
         config, batch, head, weights = self.config, self.train, self.policy.head, self.policy.weights
-        logits, gradient = len(batch["scored"]) * len(head), 4 * head.numel() * head.requires_grad
+        logits, gradient = len(batch.scored) * len(head), 4 * head.numel() * head.requires_grad
         every = (config.activation_checkpointing_kwargs or {}).get("every_n_layers", 1)
         again = every if config.activation_checkpointing else 0
         kept, layer = self.policy.training(again)
@@ -228,20 +231,20 @@ class Run:
             return max(peak - weights.trained, gradient, tower)  # gradients appear while activations go
         return max(peak, tower)
 
-    def inference(self, shapes: Shapes, batch: dict[str, Any]) -> int:
+    def inference(self, shapes: Shapes, batch: MicroBatch) -> int:
         """A pass without gradient."""
         features, tower_layer = shapes.picture_bytes(batch)
-        layer = shapes.layer(batch["input_ids"].numel())
+        layer = shapes.layer(batch.input_ids.numel())
         return max(features + layer, tower_layer) + sum(self.at_head(shapes, batch))
 
     def judging(self, judge: Shapes) -> int:
         """A judge's pass over its batch of the longest answers to the longest prompts."""
         options: Any = self.recipe.rounds
         rows, longest_answer = min(options.judge.batch_size, self.answers_at_once()), options.max_completion_length
-        ids = torch.empty(rows, self.longest_prompt() + longest_answer)
-        batch = {"input_ids": ids, "scored": range(rows * longest_answer)}
+        scored = torch.empty(rows * longest_answer)
+        batch = MicroBatch(input_ids=torch.empty(rows, self.longest_prompt() + longest_answer), scored=scored)
         head = sum(self.at_head(judge, batch)) if options.judge.by == "teacher" else 0
-        return judge.layer(ids.numel()) + head
+        return judge.layer(batch.input_ids.numel()) + head
 
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt that is answered in training."""
@@ -256,12 +259,15 @@ class Run:
         prompts = step * self.engine.processes * rounds.steps if rounds.steps else len(self.rows["train"])
         return rounds.num_generations * min(piece_size(rounds), prompts)
 
-    def at_head(self, shapes: Shapes, batch: dict[str, Any]) -> tuple[int, int]:
+    def at_head(self, shapes: Shapes, batch: MicroBatch) -> tuple[int, int]:
         """(Hidden states of the scored tokens, their gradient and the mask; a tile's products, logits and gradient)."""
-        (rows, length), scored = batch["input_ids"].shape, len(batch["scored"])
+        rows, length = batch.input_ids.shape
+        scored = len(batch.scored)
         vocabulary = len((self.policy if shapes is self.scorer else shapes).head)  # a teacher's is cut to the student's
-        states = 8 * scored * shapes.head.shape[1] + ("document" in batch and not self.multiple) * rows * length**2
+        mask = rows * length**2 if batch.document is not None and not self.multiple else 0
+        states = 8 * scored * shapes.head.shape[1] + mask
         each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.taught_by()) else 3)
+        each += 16 if getattr(self.config, "diagnostics", False) else 0  # `Diagnostics.scratch`
         return states, each * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
 
     def generation(self, held: int) -> int:
@@ -281,7 +287,7 @@ class Run:
         # on top: a layer's cache as it grows and logits, some in float64; or before that, reading the prompts
         step = cache // len(policy.layers) + LOGIT_BYTES * count * len(policy.head)
         prompts = -(-count // copies)
-        pictures = sum(policy.picture_bytes(self.train)) * prompts // self.train["rows"]
+        pictures = sum(policy.picture_bytes(self.train)) * prompts // self.train_rows
         return cache + max(step, policy.layer(prompts * length) + pictures)
 
 

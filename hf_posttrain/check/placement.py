@@ -13,12 +13,13 @@ import yaml
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from ..batching.micro_batch import MicroBatch
 from ..data.images import read_by
 from ..engines import launch
 from ..engines.config_files import check_accelerate_file
 from ..errors import InputError
 from ..models import adapters, load
-from ..models.prepare import freeze_vision
+from ..models.policy import freeze_vision
 from ..models.section import ModelSection
 from ..scoring import forward
 from . import tower
@@ -169,7 +170,7 @@ class Shapes:
         self.reader: Any = read_by(load.load_tokenizer(section)) if section.images else None
         self.tower: Any = None  # of a model that sees, once it is counted
 
-    def count(self, batch: dict[str, Any], dtype: torch.dtype | None) -> None:
+    def count(self, batch: MicroBatch, dtype: torch.dtype | None) -> None:
         """One forward in `dtype` without the head: bytes that are `kept` before the first layer and from each on, of a
         layer's `hidden` input, and of a `cache` of all layers; and the `tower`. Raises what a forward that needs values
         does."""
@@ -177,7 +178,7 @@ class Shapes:
         forward.enable_scoring(self.model.train().to(dtype))
         kept = Kept((*self.model.parameters(), *self.model.buffers()))
         starts, self.cache = [0], 0  # what was kept when each layer began; keys and values
-        gathered = (batch.get("segments") or {}).get("gathered")
+        gathered = batch.segments["gathered"] if batch.segments else None
         gathered = None if gathered is None else gathered.to("meta")
 
         def attention(_: Any, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
@@ -194,22 +195,22 @@ class Shapes:
         self.inner.set_attn_implementation("shapes")  # no masks are made either, which would need values
         for layer in self.layers:
             layer.register_forward_pre_hook(lambda *_: starts.append(kept.bytes))
-        given = {name: batch[name].to("meta") for name in ("input_ids", "position_ids", "scored")}
+        given = MicroBatch(input_ids=batch.input_ids, position_ids=batch.position_ids, scored=batch.scored).to("meta")
         with kept.counting():
             forward.run(self.model, given, lambda _, states: {"states": forward.scored_states(states, given)})
-        self.tokens, self.kept = batch["input_ids"].numel(), np.diff([*starts, kept.bytes]).tolist()
+        self.tokens, self.kept = batch.input_ids.numel(), np.diff([*starts, kept.bytes]).tolist()
         self.hidden = self.tokens * self.head.shape[1] * self.head.itemsize
 
-    def features(self, batch: dict[str, Any]) -> int:
+    def features(self, batch: MicroBatch) -> int:
         """How many tokens of a batch stand for what the tower makes of pictures."""
-        return int(torch.isin(batch["input_ids"], torch.tensor(self.reader.token_ids)).sum()) if self.tower else 0
+        return int(torch.isin(batch.input_ids, torch.tensor(self.reader.token_ids)).sum()) if self.tower else 0
 
-    def picture_bytes(self, batch: dict[str, Any]) -> tuple[int, int]:
+    def picture_bytes(self, batch: MicroBatch) -> tuple[int, int]:
         """Bytes of a batch's pictures and their features, and those of a layer of the tower without gradient."""
         count = self.features(batch)
         return (int(count * self.tower.given), int(count * self.tower.layer)) if count else (0, 0)
 
-    def kept_by_tower(self, batch: dict[str, Any], every: int) -> int:
+    def kept_by_tower(self, batch: MicroBatch, every: int) -> int:
         """What a tower that is trained keeps of a batch's pictures; every: as in `training`."""
         count = self.features(batch)
         return int(count * self.tower.kept(every)) if count else 0

@@ -80,9 +80,10 @@ def plan(rows: Any, trainer_class: Any, config: Any, models: Sequence[PreTrained
     for start in range(0, len(order), size):
         examples = planned_examples([rows[n] for n in order[start : start + size]], trainer_class, config)
         # the packed layout has no padding, and a copy of the prompt for each answer
-        batch, packed = (layouts.collate(examples, name, row_multiple=multiple) for name in (layout, "packed"))
-        weights = batch["router_weights"]  # 0 on padding alone
-        counts += [int((weights > 0).sum()), len(batch["scored"]), weights.numel(), packed["input_ids"].numel()]
+        options = {"row_multiple": multiple, "batch_class": trainer_class.collator_class.batch_class}
+        batch, packed = (layouts.collate(examples, name, **options) for name in (layout, "packed"))
+        weights = batch.router_weights  # 0 on padding alone
+        counts += [int((weights > 0).sum()), len(batch.scored), weights.numel(), packed.input_ids.numel()]
     tokens, trained, positions, separate = counts.tolist()
     return Plan(
         len(rows), processes, per_step, steps, epochs, layout, why, round(tokens / len(order) * per_step),

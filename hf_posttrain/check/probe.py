@@ -11,16 +11,16 @@ import datasets
 import numpy as np
 import torch
 
+from ..batching.micro_batch import MicroBatch
 from ..data.lengths import longest, tokens_of
 from ..losses.divergence import reverse_kl
 from ..methods import METHODS, config_class
-from ..models.own_past import Itself
+from ..methods.objective import Divergence
 from ..recipe import build
 from ..recipe.sections import Recipe
 from ..scoring.forward import eval_mode
-from ..scoring.forward import targets as targets_of
 from ..scoring.head import LogProb
-from ..scoring.teacher_tiles import dense
+from ..teachers.self_teacher import SelfTeacher
 from ..watch.progress import peak_memory
 
 PROMPTS = 4  # how many are answered for the statistics of rollouts
@@ -121,25 +121,25 @@ def probe(recipe: Recipe, tokenizer: Any, peft_config: Any, rows: Any) -> Probe:
 
 def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     """Rollouts of the first prompts: lengths, stops, the KL of student to teacher by position, and are they right?"""
-    trainer.args.lmbda, trainer.source = 1.0, trainer.live  # no prompt is answered by its data, or was before
+    trainer.args.lmbda, trainer.rollouts.source = 1.0, trainer.rollouts.on_policy  # answer every prompt now
     trainer.prepare_evaluation()
     drawn = [rows[number] for number in range(min(PROMPTS, len(rows)))]
-    [batch] = trainer.roll_out([trainer.data_collator(drawn)], 0)
-    tokens = targets_of(batch)
+    [batch] = trainer.rollouts.window([trainer.data_collator(drawn)], 0)
+    tokens = batch.targets
     with torch.no_grad():
-        if trainer.teacher.dense and not trainer.across:
-            states, stop = trainer.teacher.states(batch, trainer.stop), trainer.stop
-            tile = dense(reverse_kl, states, stop.of(tokens), trainer.args.temperature, ce_coef=0.0)
-            kl = trainer.score(trainer.model_wrapped, batch, stop(tile))["value"].double()
+        if trainer.compares_whole(batch):
+            objective = Divergence(reverse_kl, trainer.request("dense", None))
+            signal = trainer.teacher.signal(batch, objective.request)
+            kl = trainer.score(trainer.model_wrapped, batch, objective.tile(signal, batch))["value"].double()
         else:  # an estimate, from the sampled tokens
-            scores = trainer.compare(trainer.model_wrapped, batch, None)
+            scores, _ = trainer.distill(trainer.model_wrapped, batch, None)
             kl = (scores["student"] - scores["teacher"]).double()
         own = LogProb(tokens, trainer.args.temperature, stats=True, vocabulary=trainer.vocabulary)
         scored = trainer.score(trainer.model_wrapped, batch, own)
     surprise = (-scored["value"] - scored["entropy"]).double()
     error = surprise.square().sum().sqrt().clamp(min=1e-6)
     # tokens of a rollout are in order within the batch, those of others may be in between
-    of_each = [batch["owner"] == number for number in range(len(batch["row"]))]
+    of_each = [batch.owner == number for number in range(len(batch.row))]
     spans = zip_longest(*(kl[own].split(SPAN) for own in of_each), fillvalue=kl[:0])
     ends = torch.isin(tokens, trainer.ends)
     return Rollouts(
@@ -149,15 +149,14 @@ def sampled(trainer: Any, rows: datasets.Dataset) -> Rollouts:
     )  # fmt: skip
 
 
-def to_itself(trainer: Any, batch: dict[str, Any]) -> float:
+def to_itself(trainer: Any, batch: MicroBatch) -> float:
     """How far a batch's loss is from 0 where the student is its own teacher, as a mean over tokens."""
-    kept = trainer.teacher, trainer.across
-    trainer.teacher, trainer.across = Itself(trainer, nullcontext, ""), None
-    batch = {name: values for name, values in batch.items() if name != "views"}
+    teacher, trainer.teacher = trainer.teacher, SelfTeacher(trainer, nullcontext, "")
+    batch = batch.replace(teacher_inputs=None, teacher_signal=None)
     try:
         with torch.no_grad(), eval_mode(trainer.model_wrapped), trainer.accelerator.autocast():
-            scores = trainer.compare(trainer.model_wrapped, batch, None)
+            scores, _ = trainer.distill(trainer.model_wrapped, batch, None)
     finally:
-        trainer.teacher, trainer.across = kept
+        trainer.teacher = teacher
     gap = (scores["teacher"] - scores["student"]).abs()
     return max(gap.mean().item(), scores.get("divergence", gap).abs().mean().item())

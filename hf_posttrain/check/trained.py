@@ -188,7 +188,7 @@ def audit_tokens(
     data set with one source come from the cache that `prepare_data` has filled. Raises InputError for a bad row.
     """
     from ..models.load import generation_config_of, load_tokenizer
-    from ..models.prepare import find_terminal_ids, terminal_ids_of
+    from ..models.policy import find_terminal_ids, terminal_ids_of
 
     # special tokens: what ends an answer, what begins a text, what pads
     method, kind = recipe.reads, recipe.reads.rows

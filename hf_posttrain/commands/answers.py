@@ -12,7 +12,6 @@ from typing import Any
 
 import datasets
 import torch
-from accelerate.utils import send_to_device
 from transformers import PreTrainedTokenizerBase
 
 from ..data.images import read_by
@@ -23,10 +22,10 @@ from ..errors import InputError
 from ..generation import rollout
 from ..generation.by_transformers import BROKEN
 from ..models.load import check_model, check_tokenizer_fits, drawable_ids, load_model, load_tokenizer
-from ..models.prepare import find_terminal_ids
+from ..models.policy import find_terminal_ids
 from ..models.section import ModelSection
 from ..recipe.sections import Source
-from ..scoring.forward import enable_scoring, score, targets
+from ..scoring.forward import enable_scoring, score
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example, Prompt, collate
 from ..scoring.pictures import Pictures
@@ -79,11 +78,11 @@ class Answerer:
         """Log-probabilities of each answer's tokens behind its prompt, at a temperature."""
         pairs = zip(prompts, answers, strict=True)
         examples = [Example(prompt, [Branch(ids)], pictures=prompt.pictures) for prompt, ids in pairs]
-        batch = send_to_device(collate(examples, "padded", pictures=self.see), self.device)
+        batch = collate(examples, "padded", pictures=self.see).to(self.device)
         with torch.no_grad():
-            tile = LogProb(targets(batch), temperature, vocabulary=self.vocabulary)
+            tile = LogProb(batch.targets, temperature, vocabulary=self.vocabulary)
             values = score(self.model, batch, tile)["value"].float()
-        return [values[batch["owner"] == n].tolist() for n in range(len(answers))]
+        return [values[batch.owner == n].tolist() for n in range(len(answers))]
 
     def text(self, ids: Sequence[int]) -> str:
         """An answer as people read it: without special tokens."""

@@ -182,7 +182,7 @@ class Conversation:
 
         own, tokenizer = self.answerer, self.answerer.tokenizer
         never = tuple(own.see.reader.token_ids) if own.see else ()
-        sampler = rollout.Sampler(self.given.temperature or None, len(tokenizer), never)
+        sampler = rollout.TokenSampler(self.given.temperature or None, len(tokenizer), never)
         screen, prompt = Screen(own.text), torch.tensor([ids], device=own.device)
         longest = min(self.given.max_new_tokens, self.positions - len(ids))
         given = own.model, prompt, torch.ones_like(prompt), longest, own.ends, tokenizer.pad_token_id, sampler

@@ -52,7 +52,8 @@ def merge(section: ModelSection, folder: Path) -> str:
     """Save the model of `section`, which has an adapter, as a plain one; returns the dtype of its weights. Raises
     InputError where that cannot be done, or the disk takes no more."""
     from ..data.images import read_by
-    from ..models import load, prepare
+    from ..models import load
+    from ..models.policy import align_generation, find_terminal_ids, generation_config
     from ..trainer import output_dir, saving
 
     adapter = str(section.adapter)
@@ -73,9 +74,9 @@ def merge(section: ModelSection, folder: Path) -> str:
     # a run saves with its adapter how the model generates
     inner, reader = policy.get_base_model(), read_by(tokenizer)
     inner.generation_config = load.generation_config_of(ModelSection(adapter)) or inner.generation_config
-    ends = prepare.find_terminal_ids(policy, tokenizer, None)
-    prepare.align_generation(policy, tokenizer, ends)
-    saved_too = reader.processor if reader else tokenizer, prepare.generation_config(policy, ends)
+    ends = find_terminal_ids(policy, tokenizer, None)
+    align_generation(policy, tokenizer, ends)
+    saved_too = reader.processor if reader else tokenizer, generation_config(policy, ends)
     with output_dir.writing(folder):
         saving.write_merged(policy, policy.state_dict(), *saved_too, str(folder))
     return str(inner.dtype).removeprefix("torch.")

@@ -246,9 +246,9 @@ def _by_model(asked: _Asked, batch_size: int | None) -> Any:
 def _by_server(asked: _Asked, url: str) -> Any:
     """The same by a vLLM server, with a request for each prompt."""
     from ..generation import rollout
-    from ..generation.server import PLAIN, Server, as_server_error, at_once
+    from ..generation.completions_client import PLAIN, Server, as_server_error, at_once
     from ..models.load import generation_config_of
-    from ..models.prepare import terminal_ids_of
+    from ..models.policy import terminal_ids_of
 
     if asked.section.images:
         raise InputError("--url: a server is shown no pictures yet: drop it")

@@ -293,7 +293,7 @@ def known_switches(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
 
 def turn_end_id(tokenizer: PreTrainedTokenizerBase, template_kwargs: dict | None = None) -> int:
     """The id that ends an assistant turn in training rows: the first special token that the template writes after its
-    content. What generation stops at: `models.prepare.find_terminal_ids`.
+    content. What generation stops at: `models.policy.find_terminal_ids`.
 
     A base model's eos often differs (Qwen: eos <|endoftext|>, turns end with <|im_end|>). Without a template, or if
     the template writes none, it is the eos. Raises InputError if there is neither.

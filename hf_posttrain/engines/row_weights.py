@@ -1,25 +1,29 @@
 """Which of the rows that a loader has drawn count: all but those that Accelerate repeats."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ..batching.micro_batch import MicroBatch
 
-def weigh_rows(batch: dict[str, Any], accelerator: Any) -> dict[str, Any]:
+Batch = TypeVar("Batch", bound=MicroBatch)
+
+
+def weigh_rows(batch: Batch, accelerator: Any) -> Batch:
     """Add `row_weights` [rows], just after the batch was drawn, so that no row counts twice: 0 for the first rows of a
     pass, which Accelerate repeats to fill up its last batch for all ranks.
 
     What `sequence.split` cut was weighed before. The length of a stream is not known: its rows all count.
     """
-    if "row_weights" in batch:
+    if batch.row_weights is not None:
         return batch
-    drawn, size, ranks = accelerator.gradient_state, len(batch["index"]), accelerator.num_processes
+    drawn, size, ranks = accelerator.gradient_state, len(batch.index), accelerator.num_processes
     last = 0  # rows in a last batch that was filled up, over all ranks
     if ranks > 1 and drawn.end_of_dataloader:
         last = _rows_of_pass(drawn) % (size * ranks)
     # ranks take the rows of a global batch in their order: those from `last` on are repeated
-    place = torch.arange(size, device=batch["index"].device) + size * accelerator.process_index
-    return batch | {"row_weights": (place < (last or size * ranks)).float()}
+    place = torch.arange(size, device=batch.index.device) + size * accelerator.process_index
+    return batch.replace(row_weights=(place < (last or size * ranks)).float())
 
 
 def _rows_of_pass(drawn: Any) -> int:

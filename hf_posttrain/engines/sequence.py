@@ -18,14 +18,13 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
 
+from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from ..scoring import forward
 from ..scoring.choose_layout import ROUGHEST, token_logps, tolerance, within
 from ..scoring.layouts import IGNORE, Branch, Example, collate
 from ..scoring.rotary import rope_switch
 from .row_weights import weigh_rows
-
-_FILL = {"input_ids": 0, "shift_labels": IGNORE, "router_weights": 0}  # put behind rows to make them divisible
 
 
 def settle(args: Any) -> ParallelismConfig | None:
@@ -110,8 +109,7 @@ def _check_parts(trainer: Any, adapter: Any) -> None:
 
     example = Example([5, 9, 6], [Branch([7, 8, 5, 9, 6, 7, 9])])
     rows = collate([example] * trainer.args.train_batch_size, "padded")
-    pieces = [{name: tensor.to(trainer.args.device) for name, tensor in batch.items()}
-              for batch in (rows, cut(rows, adapter.sp_rank, parts))]  # fmt: skip
+    pieces = [batch.to(trainer.args.device) for batch in (rows, cut(rows, adapter.sp_rank, parts))]
 
     def gap(in_float32: bool) -> float:
         # in eval mode nothing is cut: rows whole, and then with attention alone in training mode, which Ulysses cuts
@@ -122,7 +120,7 @@ def _check_parts(trainer: Any, adapter: Any) -> None:
                     module.training = True
             part = token_logps(model, pieces[1], in_float32).sum()
         found: Tensor = trainer.accelerator.reduce(part) * parts / trainer.accelerator.num_processes
-        return ((found - whole).abs() / len(rows["scored"])).item()
+        return ((found - whole).abs() / len(rows.scored)).item()
 
     if not within(gap, (tolerance(inner), ROUGHEST), "sequence parallelism"):
         name = type(inner).__name__
@@ -138,38 +136,41 @@ class _Parts(IterableDataset):
     def __len__(self) -> int:
         return len(self.adapter.dl) * self.adapter.sp_world_size
 
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         loader, parts = self.adapter.dl, self.adapter.sp_world_size
         loader.set_epoch(int(self.trainer.state.epoch or 0))  # Trainer tells it to DataLoaders of accelerate alone
         for batch in loader:
             # each rank of the group draws a batch of its own; all of them train on a part of each
-            own = {name: tensor.cpu() for name, tensor in weigh_rows(batch, self.trainer.accelerator).items()}
+            own = weigh_rows(batch, self.trainer.accelerator).to("cpu")
             drawn: list[Any] = [None] * parts
             torch.distributed.all_gather_object(drawn, own, group=self.adapter.sp_group)
             for whole in drawn:
                 yield cut(whole, self.adapter.sp_rank, parts)
 
 
-def cut(batch: dict[str, Tensor], part: int, parts: int) -> dict[str, Tensor]:
+def cut(batch: MicroBatch, part: int, parts: int) -> MicroBatch:
     """Part number `part` of each row of a padded batch: [R, L] -> [R, L / P], L rounded up.
 
     scored and owner are those of the part; what belongs to rows stays whole.
     """
-    rows, length = batch["input_ids"].shape
+    rows, length = batch.input_ids.shape
     size = -(-length // parts)
     start = part * size
-    # tensors [R, L]: columns start to start + size, of rows made longer where P does not divide their length
-    pieces = {
-        name: pad(batch[name], (0, size * parts - length), value=fill)[:, start : start + size].contiguous()
-        for name, fill in _FILL.items()
-    }
-    # places in the flattened rows: those of this part, in its own count
-    row, column = batch["scored"] // length, batch["scored"] % length - start
-    mine = (column >= 0) & (column < size)
-    # no mask: attention is causal, and padding is behind the tokens
-    whole = {name: tensor for name, tensor in batch.items() if name != "attention_mask"}
-    return whole | pieces | {
-        "position_ids": torch.arange(start, start + size).repeat(rows, 1),
-        "scored": (row * size + column)[mine],
-        "owner": batch["owner"][mine],
-    }  # fmt: skip
+
+    def columns(values: Tensor, fill: int) -> Tensor:
+        """Columns start to start + size of rows [R, L], filled up where P does not divide L."""
+        return pad(values, (0, size * parts - length), value=fill)[:, start : start + size].contiguous()
+
+    # positions in the flattened rows: those of this part, in its own count
+    row = batch.scored // length
+    column = batch.scored % length - start
+    in_part = (column >= 0) & (column < size)
+    return batch.replace(
+        input_ids=columns(batch.input_ids, 0),
+        shift_labels=columns(batch.shift_labels, IGNORE),
+        router_weights=columns(batch.router_weights, 0),
+        position_ids=torch.arange(start, start + size).repeat(rows, 1),
+        attention_mask=None,  # attention is causal, and padding comes after the tokens
+        scored=(row * size + column)[in_part],
+        owner=batch.owner[in_part],
+    )

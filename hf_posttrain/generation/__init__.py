@@ -1,1 +1,1 @@
-"""Rollouts and greedy answers, by our own decoding, transformers or vLLM."""
+"""Rollouts and greedy answers, by our own decoding or transformers."""

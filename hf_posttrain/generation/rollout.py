@@ -31,28 +31,8 @@ GRAM = 4
 """Tokens of what counts as repeated."""
 
 
-class OwnModel:
-    """Rollouts by the policy itself; `vllm` has two other backends with the same methods."""
-
-    logps: list[list[float]] | None = None
-    """Of the rollouts of the last call, under the distribution that they were drawn from; None: it is the student's."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def synchronise(self) -> None:
-        """The policy has its own weights."""
-
-    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
-        """K rollouts of each prompt, one prompt after the other, from the global generator: see `seeded`."""
-        trainer, options = self.trainer, self.trainer.rollout_options
-        repeated = [prompt for prompt in prompts for _ in range(options.num_generations)]
-        given = {"temperature": options.temperature or None, "batch_size": options.generation_batch_size}
-        return trainer.generate(repeated, longest, vocabulary=trainer.vocabulary, **given)
-
-
 @dataclass(frozen=True)
-class Sampler:
+class TokenSampler:
     """How the next token is chosen."""
 
     temperature: float | None  # draws from softmax(logits / temperature); None is greedy
@@ -88,22 +68,22 @@ def generate(
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
 
-    see: the `Pictures` of a model whose prompts are `layouts.Prompt`s. temperature, vocabulary: see `Sampler`, whatever
-    the model's generation config says (a teacher may lack ids that pad the student's vocabulary). Draws from the global
-    generator: see `seeded`.
+    see: the `Pictures` of a model whose prompts are `layouts.Prompt`s. temperature, vocabulary: see `TokenSampler`,
+    whatever the model's generation config says (a teacher may lack ids that pad the student's vocabulary). Draws from
+    the global generator: see `seeded`.
     Prompts are sorted by length and generated batch_size at a time (None: all at once, on a GPU as many as fit).
     """
     inner = causal_lm(model)
     own = inner.config.get_text_config().vocab_size
     never = () if see is None else tuple(see.reader.token_ids)  # in an answer they would stand for no picture
-    sampler = Sampler(temperature, min(vocabulary or own, own), never)
+    sampler = TokenSampler(temperature, min(vocabulary or own, own), never)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     completions: list[list[int]] = [[] for _ in prompts]
     longest = max(map(len, prompts), default=0) + max_new_tokens
     way, proven = getattr(inner, "answers_by", ("", 0))
     with torch.no_grad(), eval_mode(model), rounded_products(model):
         if prompts and longest > proven:
-            try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, Sampler(None, own))  # noqa: E731
+            try_out = lambda way, some: answer(model, way, some, 3, [own], pad_id, TokenSampler(None, own))  # noqa: E731
             way, proven = inner.answers_by = choose_way.choose(model, longest, try_out)
         size = 1 if way == choose_way.ALONE else batch_size
         if size is None:
@@ -128,7 +108,7 @@ def growing_cache(model: PreTrainedModel) -> DynamicCache:
 
 def answer(
     model: nn.Module, way: str, prompts: Sequence[Sequence[int]], max_new_tokens: int, terminal_ids: list[int],
-    pad_id: int, sampler: Sampler, see: Any = None,
+    pad_id: int, sampler: TokenSampler, see: Any = None,
 ) -> list[list[int]]:  # fmt: skip
     """`generate` for one batch, in a way of `choose_way`."""
     shown = ((prompt, getattr(prompt, "pictures", ())) for prompt in prompts)
@@ -203,7 +183,7 @@ def decode(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     terminal_ids: Sequence[int],
-    sampler: Sampler,
+    sampler: TokenSampler,
     replay: bool = False,
 ) -> list[list[int]]:
     """A completion for each prompt: its tokens up to and with the first terminal id, at most max_new_tokens.
@@ -278,15 +258,6 @@ def until_terminal(ids: list[int], terminal_ids: Sequence[int]) -> list[int]:
 
 
 # ---- around a generation
-
-
-def synchronise(trainer: Any) -> None:
-    """The weights of now to where the trainer's rollouts are sampled: once an optimizer step, and each time outside
-    training. All ranks call it."""
-    step = trainer.state.global_step if trainer.is_in_train else None
-    if step is None or step != trainer.synchronised:
-        trainer.backend.synchronise()
-    trainer.synchronised = step
 
 
 def mix_seed(*seed: int) -> int:

@@ -74,15 +74,6 @@ def with_tail(top: Tensor) -> Tensor:
     return torch.cat([top, rest], dim=-1)
 
 
-def policy_gradient(student: Tensor, advantage: Tensor) -> Tensor:
-    """-sg(A) ln q of each sampled token, A = ln p - ln q or its `discounted` sum: on-policy distillation. [N] -> [N].
-
-    student: log-probabilities of the sampled tokens. The expected gradient is that of the reverse KL (the score
-    function identity); back-propagating ln q - ln p itself would have expected gradient 0.
-    """
-    return -advantage.detach() * student
-
-
 def places(owner: Tensor) -> Tensor:
     """The place of each token in its rollout, from 0: [N]. owner [N]: whose token it is; a rollout's are in order, and
     those of others may stand between them. Nothing is read from the device."""
@@ -100,14 +91,6 @@ def by_rollout(values: Tensor, owner: Tensor) -> tuple[Tensor, tuple[Tensor, Ten
     table = values.new_zeros([int(part.max()) + 1 if len(part) else 0 for part in where])
     table[where] = values
     return table, where
-
-
-def discounted(reward: Tensor, discount: float) -> Tensor:
-    """A_t = sum_{k >= 0} discount^k r_{t+k} along each row of [R, T]; rows are zero after their end."""
-    t = torch.arange(reward.shape[1], device=reward.device)
-    ahead = t[:, None] - t[None, :]  # [T, T]: from column (now) to row (later)
-    weights = torch.where(ahead >= 0, discount ** ahead.clamp(min=0).to(reward.dtype), 0.0)
-    return reward @ weights
 
 
 def _mix(first: Tensor, second: Tensor, weight: float) -> Tensor:

@@ -106,7 +106,7 @@ _ROWS = (
         ),
         loss_papers={"policy_gradient": "gu2023minillm"},
         limits={
-            "lmbda": SHARE, "discount": SHARE, "temperature": POSITIVE, "max_completion_length": COUNT,
+            "lmbda": SHARE, "temperature": POSITIVE, "max_completion_length": COUNT,
             "num_generations": COUNT, "generation_batch_size": COUNT, "fresh": SOME, "replay_windows": COUNT,
             "vllm_check_steps": COUNT, "teacher_top_k": COUNT, "precompute_teacher_top_k": COUNT,
         },

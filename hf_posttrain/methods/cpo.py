@@ -7,13 +7,13 @@ Source: Xu et al. 2024 (arXiv 2401.08417); the NLL is taken per token, as the au
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
+from ..batching.micro_batch import MicroBatch
 from ..losses.preference import PAIRED, PairedOptions, Pairs
-from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
@@ -46,11 +46,11 @@ class CPOTrainer(PostTrainer):
     config_class = CPOConfig
     examples = staticmethod(pair_examples)
 
-    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+    def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
         """One loss for each pair, [B]."""
-        scores = self.score(model, batch, LogProb(targets(batch)))
-        logps = per_branch(scores["value"], batch).view(-1, 2)
-        lengths = per_branch(torch.ones_like(scores["value"]), batch).view(-1, 2)
+        scores = self.score(model, batch, LogProb(batch.targets))
+        logps = batch.per_branch(scores["value"]).view(-1, 2)
+        lengths = batch.per_branch(torch.ones_like(scores["value"])).view(-1, 2)
 
         # DPO's loss with a reference to which all answers are equally likely
         pairs, options = Pairs(logps, torch.zeros_like(logps), lengths), PairedOptions(self.args.beta)

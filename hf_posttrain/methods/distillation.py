@@ -1,12 +1,22 @@
-"""What KD and OPD have in common: options for teachers."""
+"""Options and the teacher that KD and OPD share."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol
+
+from torch import Tensor, nn
 
 from ..data.teacher_rows import by_name
 from ..errors import InputError
 from ..models.section import TeacherSection
+from ..scoring.head import TileFunction
+from ..scoring.teacher_tiles import TeacherLogits
+from ..teachers.factory import build_teacher
+from ..teachers.inputs import DistillationBatch, DistillationCollator
+from ..teachers.signal import Chunked, Dense, Request, Teacher, TeacherSignal
+from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
+from .objective import Objective, Scores
 from .rules import section_problems, teacher_problems
 
 
@@ -40,6 +50,112 @@ class DistillationConfig(PostTrainConfig):
         if self.teacher_model_revision not in (None, "main"):
             problem = f"teacher_model_revision={self.teacher_model_revision!r} cannot be loaded by name"
             raise InputError(f"{problem}: download that revision, and give its folder as teacher")
+
+
+class Observer(TeacherLogits, Protocol):
+    """Measures student and teacher in the tiles of a loss, which reads the teacher's logits from it."""
+
+    def observe(self, tile: TileFunction) -> TileFunction:
+        """Return the tile function of the loss with more stats."""
+        ...
+
+
+class DistillationTrainer(PostTrainer):
+    """A trainer with a teacher; further arguments: `teacher_model` (a model, its name, a TeacherSection, or a dict of
+    them by `teacher_names`), and `teacher_offload`, which keeps it on CPU between uses.
+
+    A method defines `build_objective`; `distill` scores a batch with it.
+    """
+
+    collator_class = DistillationCollator
+    teacher: Teacher | None
+
+    def __init__(
+        self,
+        *args: Any,
+        teacher_model: Any = None,
+        teacher_offload: bool | Mapping[str, bool] = False,
+        **kwargs: Any,
+    ):
+        super().__init__(*args, **kwargs)
+        teacher_model = check_teacher(self.args, teacher_model)
+        setup = build_teacher(self, teacher_model, teacher_offload, self.args.one_stop_outcome)
+        self.teacher, self.vocabulary, self.eos = setup.teacher, setup.vocabulary, setup.eos
+        self.teacher_ends = setup.terminal_ids
+        self.data_collator.teacher_inputs = setup.inputs
+        for model in setup.models:
+            self.add_callback(model)
+        self.set_second_models(setup.models)
+        self.second_key = " ".join(filter(None, [self.second_key, setup.teacher.description])) or None
+        if setup.average is not None:
+            self.add_callback(setup.average)
+            self.stateful["teacher_average"] = setup.average
+
+    def request(self, kind: Literal["dense", "sampled"], top_k: int | None) -> Request:
+        """Return what the loss needs from the teacher; with `top_k` only its most likely tokens."""
+        return Request("top_k" if top_k else kind, self.args.temperature, self.vocabulary, self.eos, top_k or 0)
+
+    def build_objective(self) -> Objective:
+        """Return the loss of each token, by the current options."""
+        raise NotImplementedError
+
+    def drop_teacher(self) -> None:
+        """Train without the teacher, whose scores the rows have: its memory is freed."""
+        for model in self.second_models:
+            self.remove_callback(model)  # type: ignore[arg-type]
+        self.set_second_models([])
+        self.data_collator.teacher_inputs = None
+        self.teacher = None
+
+    def prepare_window(self, batches: Sequence[Any]) -> list[Any]:
+        """Ask a teacher on a server about all micro-batches of a window at once."""
+        batches = list(batches)
+        if self.teacher is None or batches[0].teacher_signal is not None:
+            return batches
+        signals = self.teacher.signals(batches, self.build_objective().request)
+        if signals is None:
+            return batches
+        return [batch.replace(teacher_signal=signal) for batch, signal in zip(batches, signals, strict=True)]
+
+    def signal(self, batch: DistillationBatch, request: Request) -> TeacherSignal:
+        """Return what the teacher says about a batch, or has said before the step."""
+        if batch.teacher_signal is not None:
+            return batch.teacher_signal
+        if self.teacher is None:
+            raise InputError(
+                "this data set was not scored by the teacher: with precompute_teacher_top_k, pass every data set when "
+                "the trainer is built"
+            )
+        return self.teacher.signal(batch, request)
+
+    def distill(
+        self,
+        model: nn.Module,
+        batch: DistillationBatch,
+        weights: Tensor | None,
+        observe: Callable[[TeacherLogits], Observer] | None = None,
+    ) -> tuple[Scores, TeacherSignal]:
+        """Return the loss of each token as `value`, what it is made of, [N] each, and the teacher's signal.
+
+        weights: the weight of each token [N] in the loss; None where that is not known yet. observe: returns what
+        measures student and teacher in the tiles of the loss, given the teacher's logits.
+        """
+        objective = self.build_objective()
+        signal = self.signal(batch, objective.request)
+        if observe is None:
+            tile = objective.tile(signal, batch)
+        else:
+            whole = replace(objective.request, kind="dense")
+            dense = signal if isinstance(signal, Dense) else self.signal(batch, whole)
+            assert isinstance(dense, Dense)
+            observer = observe(dense.logits)
+            tile = objective.tile(Dense(observer) if dense is signal else signal, batch)
+            tile = observer.observe(tile)
+
+        # across tokenizers the loss of a token depends on other tokens: it is no multiple of one weight
+        weights = None if isinstance(signal, Chunked) else weights
+        scores = self.score(model, batch, tile, weights)
+        return objective.complete(scores, signal), signal
 
 
 def check_teacher(args: Any, given: Any) -> Any:

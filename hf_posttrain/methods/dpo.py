@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from ..losses.preference import PAIRED, PairedOptions, Pairs
 from ..models.reference import make_reference
-from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
@@ -82,16 +82,16 @@ class DPOTrainer(PostTrainer):
             raise InputError(f"loss_type {', '.join(self.args.loss_type)} uses no reference: drop ref_model")
         self.reference = make_reference(self, ref_model) if needs_reference else None
 
-    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+    def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
         """One loss for each pair, [B]."""
         # the reference first: the policy's activations, which the backward needs, do not exist yet
-        none = torch.zeros_like(batch["row"], dtype=torch.float32).view(-1, 2)
+        none = torch.zeros_like(batch.row, dtype=torch.float32).view(-1, 2)
         ref_logps = self.reference.logps(model, batch) if self.reference else none
-        scores = self.score(model, batch, LogProb(targets(batch)))
-        logps = per_branch(scores["value"], batch).view(-1, 2)
-        lengths = per_branch(torch.ones_like(scores["value"]), batch).view(-1, 2)
+        scores = self.score(model, batch, LogProb(batch.targets))
+        logps = batch.per_branch(scores["value"]).view(-1, 2)
+        lengths = batch.per_branch(torch.ones_like(scores["value"])).view(-1, 2)
         if self.reference:
-            self.reference.check_start(logps, ref_logps, lengths, batch["index"])
+            self.reference.check_start(logps, ref_logps, lengths, batch.index)
 
         pairs, args = Pairs(logps, ref_logps, lengths), self.args
         options = PairedOptions(args.beta, args.label_smoothing, args.simpo_gamma)

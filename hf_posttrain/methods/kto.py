@@ -18,14 +18,14 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
 
+from ..batching.micro_batch import Deferred, MicroBatch
 from ..data.kinds import class_weights
 from ..errors import InputError
 from ..losses.unpaired import UNPAIRED
 from ..models.frozen import branch_logps
 from ..models.reference import make_reference
-from ..scoring.forward import per_branch, targets
 from ..scoring.head import LogProb
-from ..scoring.layouts import Branch, Collator, Example, Later
+from ..scoring.layouts import Branch, Collator, Example
 from ..trainer.base import PostTrainer
 from ..trainer.config import SWITCH, PostTrainConfig
 from ..trainer.loss_units import Losses
@@ -59,17 +59,32 @@ class KTOConfig(PostTrainConfig):
     """Batch size of that; None: per_device_eval_batch_size."""
 
 
+@dataclass
+class KTOBatch(MicroBatch):
+    """A micro-batch of unpaired feedback."""
+
+    label: Tensor = None  # type: ignore[assignment]  # bool [B], desirable or not
+    pairs: Deferred | None = None  # examples with the completion and the mismatched one, where the loss has a KL
+    kl: Tensor = None  # type: ignore[assignment]  # [B], log-ratio of the mismatched completion, 0 without one
+    shift: Tensor = None  # type: ignore[assignment]  # scalar, what the loss subtracts from a log-ratio: the mean KL, or BCO's delta
+    share: Tensor | None = None  # scalar, share of this micro-batch in the window
+
+
 class KTOCollator(Collator):
     """Lays out each row's own completion; where there is a KL estimate, `pairs` has the mismatched one as well."""
 
-    def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        """As `Collator`."""
+    batch_class = KTOBatch
+
+    def __call__(self, rows: list[dict]) -> MicroBatch:
+        """Lay out prepared rows."""
         batch = super().__call__(rows)
-        if "mismatch_ids" in rows[0]:
-            answers = [[Branch(row["completion_ids"]), Branch(row["mismatch_ids"])] for row in rows]
-            batch["pairs"] = Later([Example(row["prompt_ids"], both, pictures=row.get("images") or ())
-                                    for row, both in zip(rows, answers, strict=True)])  # fmt: skip
-        return batch
+        if "mismatch_ids" not in rows[0]:
+            return batch
+        pairs = []
+        for row in rows:
+            answers = [Branch(row["completion_ids"]), Branch(row["mismatch_ids"])]
+            pairs.append(Example(row["prompt_ids"], answers, pictures=row.get("images") or ()))
+        return batch.replace(pairs=Deferred(pairs))
 
 
 def weights_of(rows: Any, args: KTOConfig) -> tuple[float, float]:
@@ -91,7 +106,7 @@ class KTOTrainer(PostTrainer):
         super().__init__(*args, **kwargs)
         self.learn_of_rows(self.train_dataset)
         self.reference = make_reference(self, ref_model, self.reference_batches)
-        self.delta = RunningMean(self.accelerator)
+        self.delta = self.stateful["mean_reward"] = RunningMean(self.accelerator)
         self.evaluated: list[Tensor] = []
         self.add_callback(self.delta)
 
@@ -139,7 +154,7 @@ class KTOTrainer(PostTrainer):
 
     # ---- the KL of a window
 
-    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def prepare_window(self, batches: list[KTOBatch]) -> list[KTOBatch]:  # type: ignore[override]
         """Each micro-batch with the reference's scores and the shift of the window."""
         # First pass, without gradient: the reference scores y; where the loss has a KL, policy and reference score y'
         # too, of every micro-batch. So the second pass (`losses`, with gradient) asks the policy for y alone.
@@ -148,41 +163,42 @@ class KTOTrainer(PostTrainer):
         if self.args.loss_type == "bco":
             shift = self.delta.mean.to(self.accelerator.device, torch.float32)
         else:
-            kl, weights = torch.cat([b["kl"] for b in batches]), torch.cat([self.weights(b) for b in batches])
+            kl, weights = torch.cat([b.kl for b in batches]), torch.cat([self.weights(b) for b in batches])
             total, count = self.accelerator.reduce(torch.stack([(kl * weights).sum(), weights.sum()]), "sum")
             shift = total / count.clamp(min=1)  # in rounds a window may have no row
         # its metrics count once for each window
-        return [batch | {"shift": shift, "share": torch.full_like(shift, 1 / len(batches))} for batch in batches]
+        share = torch.full_like(shift, 1 / len(batches))
+        return [batch.replace(shift=shift, share=share) for batch in batches]
 
-    def estimate(self, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    def estimate(self, model: nn.Module, batch: KTOBatch) -> KTOBatch:
         """Add `ref_logps` [B, 1 or 2], the reference's scores of y and y'; `kl` [B], the log-ratios of y' (or 0)."""
-        if "pairs" not in batch:
+        if batch.pairs is None:
             ref = self.reference.logps(model, batch)
-            return batch | {"ref_logps": ref, "kl": torch.zeros_like(ref[:, 0])}
-        alone = self._lay_out(batch["pairs"], first=1)
+            return batch.replace(ref_logps=ref, kl=torch.zeros_like(ref[:, 0]))
+        alone = self._lay_out(batch.pairs, first=1)
         ref = self.reference.logps(model, batch, self.reference_batches(batch, alone))
         with self.accelerator.autocast():
             mismatch = branch_logps(model, alone)
-        return batch | {"ref_logps": ref, "kl": mismatch - ref[:, 1]}
+        return batch.replace(ref_logps=ref, kl=mismatch - ref[:, 1])
 
-    def reference_batches(self, batch: dict[str, Any], alone: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    def reference_batches(self, batch: KTOBatch, alone: MicroBatch | None = None) -> list[MicroBatch]:
         """The batches that the reference scores for training: y and y' of each row, where there is a y'.
 
         In half precision y and y' by themselves, as the policy scores them: in other shapes products round otherwise,
         and the policy would not begin at its reference. In float32 both behind one prompt, which is read once.
         alone: the batch of y', if it was laid out already.
         """
-        if "pairs" not in batch:
+        if batch.pairs is None:
             return [batch]
         if self.exact:
             return [self.both_completions(batch)]
-        return [batch, alone or self._lay_out(batch["pairs"], first=1)]
+        return [batch, alone or self._lay_out(batch.pairs, first=1)]
 
-    def both_completions(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Each row's own completion and the mismatched one, where there is one, behind one prompt."""
-        return self._lay_out(batch["pairs"], first=0) if "pairs" in batch else batch
+    def both_completions(self, batch: KTOBatch) -> MicroBatch:
+        """Return each row's own completion and the mismatched one, where there is one, after one prompt."""
+        return batch if batch.pairs is None else self._lay_out(batch.pairs, first=0)
 
-    def _lay_out(self, pairs: Later, first: int) -> dict[str, Any]:
+    def _lay_out(self, pairs: Deferred, first: int) -> MicroBatch:
         """The prompts with their completions from number `first` on."""
         examples = [replace(one, branches=one.branches[first:]) for one in pairs.items]
         return self._prepare_inputs(self.data_collator.lay_out(examples))
@@ -193,30 +209,32 @@ class KTOTrainer(PostTrainer):
         """Forget what an earlier evaluation has left."""
         self.evaluated = []
 
-    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+    def losses(self, model: nn.Module, batch: KTOBatch) -> Losses:  # type: ignore[override]
         """One weighted loss for each row, [B]."""
-        part = batch
+        part: MicroBatch = batch
         # In evaluation no backward waits for the KL, so both completions are scored in one pass of each model.
-        if evaluating := "shift" not in batch:
+        if evaluating := batch.shift is None:
             part = self.both_completions(batch)
-            batch = batch | {"ref_logps": self.reference.logps(model, batch, [part])}
-        scores = self.score(model, part, LogProb(targets(part)))
-        logps = per_branch(scores["value"], part).view(len(batch["index"]), -1)
-        lengths = per_branch(torch.ones_like(scores["value"]), part).view_as(logps)
+            batch = batch.replace(ref_logps=self.reference.logps(model, batch, [part]))
+        scores = self.score(model, part, LogProb(part.targets))
+        logps = part.per_branch(scores["value"]).view(len(batch.index), -1)
+        lengths = part.per_branch(torch.ones_like(scores["value"])).view_as(logps)
         # The window of an evaluation is the whole set: this shift is of the batch, and `finish_metrics` takes the loss
         # again with the exact one.
         if evaluating:
-            kl, bco = (logps - batch["ref_logps"])[:, 1:].sum(1), self.args.loss_type == "bco"
-            batch |= {"kl": kl, "shift": self.delta.mean.to(kl) if bco else kl.mean()}
-        logps, ref, label = logps[:, 0], batch["ref_logps"][:, 0], batch["label"]
-        self.reference.check_start(logps, ref, lengths[:, 0], batch["index"])
+            assert batch.ref_logps is not None
+            kl = (logps - batch.ref_logps)[:, 1:].sum(1)
+            batch = batch.replace(kl=kl, shift=self.delta.mean.to(kl) if self.args.loss_type == "bco" else kl.mean())
+        assert batch.ref_logps is not None
+        logps, ref, label = logps[:, 0], batch.ref_logps[:, 0], batch.label
+        self.reference.check_start(logps, ref, lengths[:, 0], batch.index)
 
         log_ratio = logps - ref
-        values, weights = self.row_losses(log_ratio, label, batch["shift"]), self.weights(batch)
+        values, weights = self.row_losses(log_ratio, label, batch.shift), self.weights(batch)
         if logps.requires_grad:
             self.delta.add(self.args.beta * log_ratio, weights)
         else:
-            evaluated = torch.stack([log_ratio, label.to(log_ratio), batch["kl"]], dim=1)
+            evaluated = torch.stack([log_ratio, label.to(log_ratio), batch.kl], dim=1)
             self.evaluated.append(evaluated[weights > 0].cpu())
         metrics = self._metrics(logps, log_ratio, batch, weights)
         predictions = torch.stack([logps, ref], dim=1).detach()
@@ -231,12 +249,12 @@ class KTOTrainer(PostTrainer):
         return losses * torch.where(label, desirable, undesirable)
 
     def _metrics(
-        self, logps: Tensor, log_ratio: Tensor, batch: dict, weights: Tensor
+        self, logps: Tensor, log_ratio: Tensor, batch: KTOBatch, weights: Tensor
     ) -> dict[str, tuple[Tensor, Tensor | None]]:
-        label, shift, share = batch["label"], batch["shift"], batch.get("share")
+        label, shift, share = batch.label, batch.shift, batch.share
         desirable, undesirable = weights * label, weights * ~label
         rewards = self.args.beta * log_ratio.detach()
-        metrics = {
+        metrics: dict[str, tuple[Tensor, Tensor | None]] = {
             "rewards/chosen": (rewards, desirable), "rewards/rejected": (rewards, undesirable),
             "rewards/accuracies": (torch.where(label, rewards > 0, rewards < 0).float(), weights),
             "logps/chosen": (logps, desirable), "logps/rejected": (logps, undesirable),

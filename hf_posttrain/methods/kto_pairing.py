@@ -1,16 +1,16 @@
 """What KTO needs besides its loss: a partner of each row, and BCO's running mean of rewards."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import datasets
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
+from transformers import TrainerCallback
 
 from ..errors import InputError
+from ..trainer import stateful
 from ..trainer.loss_units import sum_and_count
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,10 @@ def find_partners(rows: datasets.Dataset, seed: int, name: str = "train") -> np.
     return partner
 
 
-class RunningMean(TrainerCallback, ExportableState):
+class RunningMean(TrainerCallback):
     """BCO's delta: the mean reward of every row trained so far, on all ranks; it moves once a window and is saved."""
+
+    required = False
 
     def __init__(self, accelerator: Any) -> None:
         self.accelerator = accelerator
@@ -61,21 +63,21 @@ class RunningMean(TrainerCallback, ExportableState):
             added = self.accelerator.reduce(torch.stack(self.pending).sum(0), "sum")
             self.total, self.pending = self.total.to(added.device) + added, []
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
-        return {"args": {}, "attributes": {"total": self.total.tolist()}}
+    def reset(self) -> None:
+        """Start at 0."""
+        self.total, self.pending = torch.zeros(2, dtype=torch.float64), []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sum of rewards and their number."""
+        return {"total": self.total}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the mean of a checkpoint."""
+        self.total, self.pending = state["total"], []
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Go back to the mean of the best weights, where they were loaded."""
+        """Return to the mean of the best weights, where they were loaded."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
-            self._take(TrainerState.load_from_json(str(Path(state.best_model_checkpoint, "trainer_state.json"))))
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin anew, or with the mean of the checkpoint that training resumes from."""
-        self._take(state)
-
-    def _take(self, state: Any) -> None:
-        kept = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
-        kept = kept[-1] if isinstance(kept, list) else kept
-        total = kept["attributes"]["total"] if kept else [0.0, 0.0]
-        self.total, self.pending = torch.tensor(total, dtype=torch.float64), []
+            self.reset()
+            if best := stateful.read(state.best_model_checkpoint).get("mean_reward"):
+                self.load_state_dict(best)

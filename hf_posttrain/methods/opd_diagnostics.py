@@ -1,117 +1,163 @@
-"""What OPD logs of a window beyond its loss: where along a rollout student and teacher differ.
+"""Where along a rollout student and teacher differ, from the tiles of the loss.
 
-Measured without gradient on the rollouts of a step that is logged: one more pass of both models.
+In a step that is logged `Diagnostics` compares the logits of both models before the loss does. The student does not run
+again; nor does the teacher, unless the loss reads less than its whole distribution (a policy gradient, or its top k).
+
+Legend: N scored tokens, n tokens of a tile, V vocabulary.
 """
 
-import logging
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 
-from ..data.chat import special_ids
-from ..losses.divergence import log_softmax, places, reverse_kl
-from ..scoring.forward import eval_mode
-from ..scoring.head import Tile, TileFunction
-from ..scoring.teacher_tiles import TeacherStates, at_temperature
-from ..trainer.loss_units import Meter
+from ..losses.divergence import places
+from ..scoring.head import Tile, TileFunction, expectation, softmax
+from ..scoring.teacher_tiles import TeacherLogits
+from ..teachers.eos import MergedEOS
 
-logger = logging.getLogger(__name__)
 BUCKETS = 8
 """Parts of the longest rollout that are logged by themselves."""
 NEAR = 16
-"""The student's most likely tokens, on which the teacher's mass is looked at."""
+"""Number of the student's most likely tokens whose probability by the teacher is logged."""
 NEAR_ENOUGH = 0.8
 """The share of common best tokens from which rollouts should be live. Where two models agreed much at the start, live
 rollouts were better than frozen ones, and elsewhere worse (arXiv 2610.11291)."""
+NAMES = ("kl", "special", "student_entropy", "teacher_entropy", "agreement", "near", "student_stop", "teacher_stop")
+"""The results of `compare`."""
 
 
-def compare(teacher: TeacherStates, temperature: float, ends: Tensor, special: Tensor) -> TileFunction:
-    """Tile function without gradient. stats, [n] each: `kl` of student to teacher, its part on `special` ids, both
-    entropies, `agreement` (1 where both have the same best token), `near` (the teacher's mass on the student's NEAR
-    best tokens), and the mass of `ends` by each."""
+def compare(
+    student: Tensor, teacher: Tensor, temperature: float, ends: Tensor, special: Tensor, scratch: list[Tensor]
+) -> dict[str, Tensor]:
+    """Compare two distributions over the same V tokens. Return NAMES, [n] each.
 
-    def tile(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-        theirs = teacher.logits(rows)
+    `kl` is the reverse KL and `special` its part on the ids `special`; `agreement` is 1 where both have the same best
+    token, `near` the teacher's probability of the student's NEAR best tokens, and the last two are the probabilities of
+    `ends`.
+
+    student, teacher: logits [n, V] of one dtype; those of the student are overwritten. scratch: three tensors [n, V].
+    """
+    z = student if temperature == 1 else student.div_(temperature)
+    t = teacher if temperature == 1 else torch.div(teacher, temperature, out=scratch[2])
+    near = z.topk(min(NEAR, z.shape[-1])).indices
+    agreement = z.argmax(-1) == t.argmax(-1)  # of equal logits `topk` may choose another first one
+    q, q_peak, q_top = softmax(z, scratch[0])
+    p, p_peak, p_top = softmax(t, scratch[1])
+
+    # Differences to the peaks come first: sums of logits would leave rounding alone. 0 x -inf would be NaN.
+    z = z.sub_(q_peak).clamp_(min=-1e30)
+    t = torch.sub(t, p_peak, out=scratch[2]).clamp_(min=-1e30)
+    student_entropy = -q_top - expectation(q, z)
+    teacher_entropy = -p_top - expectation(p, t)
+    difference = z.sub_(t).add_(q_top - p_top)  # ln q - ln p
+    results = {
+        "kl": expectation(q, difference)[:, 0],
+        "special": (q[:, special] * difference[:, special]).sum(-1),
+        "student_entropy": student_entropy[:, 0],
+        "teacher_entropy": teacher_entropy[:, 0],
+        "agreement": agreement.float(),
+        "near": p.gather(-1, near).sum(-1),
+        "student_stop": q[:, ends].sum(-1),
+        "teacher_stop": p[:, ends].sum(-1),
+    }
+    assert results.keys() == {*NAMES}
+    return results
+
+
+@dataclass
+class Diagnostics:
+    """Compares a student with a teacher in the tiles of a loss. It is made for one batch."""
+
+    teacher: TeacherLogits
+    tokens: int  # N of the batch
+    eos: MergedEOS
+    temperature: float
+    ends: Tensor  # ids that end an answer
+    special: Tensor  # ids of special tokens
+    rows: slice | None = None  # whose logits `theirs` has
+    theirs: Tensor | None = None
+    scratch: list[Tensor] = field(default_factory=list)
+    found: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # results by the first token of a tile
+
+    def logits(self, rows: slice) -> Tensor:
+        """Return the teacher's logits [n, V] as `TeacherLogits`, those that were just compared."""
+        if self.theirs is None or self.rows != rows:
+            self.rows, self.theirs = rows, self.teacher.logits(rows)
+        return self.theirs
+
+    def observe(self, tile: TileFunction) -> TileFunction:
+        """Return the tile function of a loss with the results of `compare` among its stats, as `diagnostics/NAME`."""
+
+        def observed(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+            if rows.start not in self.found:  # a backward may run the tiles once more
+                self.found[rows.start] = self._compare(logits, rows)
+            result = tile(logits, rows, need_grad, buffer)
+            self.theirs = None  # the loss may have overwritten it
+            return Tile(result.value, result.grad, result.stats | self.found[rows.start])
+
+        return observed
+
+    def _compare(self, logits: Tensor, rows: slice) -> dict[str, Tensor]:
+        theirs = self.logits(rows)
         size = min(logits.shape[-1], theirs.shape[-1])
-        q, p = (log_softmax(at_temperature(side[:, :size], temperature)) for side in (logits, theirs))
-        q, p = q.clamp(min=-1e30), p.clamp(min=-1e30)
-        best, found = q.topk(min(NEAR, size)).indices, reverse_kl(q, p)
-        stats = {
-            "kl": found, "special": (q[:, special].exp() * (q - p)[:, special]).sum(-1),
-            "student_entropy": -(q.exp() * q).sum(-1), "teacher_entropy": -(p.exp() * p).sum(-1),
-            "agreement": (q.argmax(-1) == p.argmax(-1)).float(), "near": p.gather(-1, best).exp().sum(-1),
-            "student_stop": q[:, ends].exp().sum(-1), "teacher_stop": p[:, ends].exp().sum(-1),
-        }  # fmt: skip
-        return Tile(found, None, stats)
+        dtype = torch.promote_types(logits.dtype, theirs.dtype)
+        if not self.scratch or len(self.scratch[0]) < len(logits):
+            self.scratch = [logits.new_empty(len(logits), size, dtype=dtype) for _ in range(4)]
+        student, *scratch = (each[: len(logits)] for each in self.scratch)
+        student.copy_(logits[:, :size])
+        if self.eos:
+            self.eos.merge_logits(student)
+        teacher = theirs[:, :size].to(dtype)
+        results = compare(student, teacher, self.temperature, self.ends, self.special, scratch)
+        if rows.stop >= self.tokens:  # the backward has need of the memory
+            self.scratch = []
+        return {f"diagnostics/{name}": values for name, values in results.items()}
 
-    return tile
 
+def metrics_of(
+    stats: dict[str, Tensor], rollout: Tensor, counts: Tensor, longest: int
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return name -> (values, weights) for a Meter.
 
-def metrics_of(stats: dict[str, Tensor], rollout: Tensor, counts: Tensor, longest: int) -> dict[str, tuple]:
-    """Name -> (values, weights) for a Meter. stats: of `compare`, [N]; rollout, counts: [N], whose token each is, and
-    whether it counts."""
+    stats: of `compare`, [N]; rollout [N]: the rollout of each token; counts [N]: whether it counts; longest: the
+    longest rollout in tokens.
+    """
     bucket = (places(rollout) * BUCKETS // longest).clamp(max=BUCKETS - 1)
-    found = {
+    kl = stats["kl"]
+    metrics = {
         "distill/student_entropy": (stats["student_entropy"], counts),
         "distill/teacher_entropy": (stats["teacher_entropy"], counts),
-        "distill/top1_agreement": (stats["agreement"], counts), "distill/near_mass": (stats["near"], counts),
+        "distill/top1_agreement": (stats["agreement"], counts),
+        "distill/near_mass": (stats["near"], counts),
         # a share of sums: each token weighs as much as its KL
-        "distill/special_share": (stats["special"] / stats["kl"].clamp(min=1e-30), counts * stats["kl"].clamp(min=0)),
-    }  # fmt: skip
+        "distill/special_share": (stats["special"] / kl.clamp(min=1e-30), counts * kl.clamp(min=0)),
+    }
     for name in ("kl", "teacher_entropy", "student_stop", "teacher_stop"):
         for part in range(BUCKETS):
-            found[f"position/{name}_{part + 1}"] = stats[name], counts * (bucket == part)
-    return found
+            metrics[f"position/{name}_{part + 1}"] = stats[name], counts * (bucket == part)
+    return metrics
 
 
-def overlap(averages: dict[str, float], rollouts: str) -> str | None:
-    """How near student and teacher are, with the advice that follows from it; None where nothing was sampled. averages:
-    of `metrics_of`, before the first step; rollouts: as the option."""
+def advice(averages: dict[str, float], rollouts: str) -> str | None:
+    """Return how near student and teacher are, and which rollouts that suggests. None where nothing was sampled.
+
+    averages: of `metrics_of`, of the first step that is logged; rollouts: the option.
+    """
     if "distill/top1_agreement" not in averages:
         return None
-    agreed = averages["distill/top1_agreement"]
-    said = f"student and teacher have the same best token at {agreed:.0%} of the first rollouts' tokens, and the "
-    said += f"student's {NEAR} best hold {averages['distill/near_mass']:.0%} of the teacher's mass"
-    if agreed < NEAR_ENOUGH and rollouts == "live":
-        return f"{said}: so far apart, rollouts: frozen is worth a try, which samples once"
-    if agreed >= NEAR_ENOUGH and rollouts == "frozen":
-        return f"{said}: so near, rollouts: live teaches more, as the student moves on from where it began"
-    return said
+    agreement = averages["distill/top1_agreement"]
+    text = f"student and teacher have the same best token at {agreement:.0%} of the first rollouts' tokens, and the "
+    text += f"student's {NEAR} best hold {averages['distill/near_mass']:.0%} of the teacher's mass"
+    if agreement < NEAR_ENOUGH and rollouts == "live":
+        return f"{text}: so far apart, rollouts: frozen is worth a try, which samples once"
+    if agreement >= NEAR_ENOUGH and rollouts == "frozen":
+        return f"{text}: so near, rollouts: live teaches more, as the student moves on from where it began"
+    return text
 
 
 def is_due(state: TrainerState, args: TrainingArguments) -> bool:
-    """Is the step that begins now logged, by logging_steps and logging_first_step?"""
+    """Return whether the current step is logged, by logging_steps and logging_first_step."""
     first = args.logging_first_step and state.global_step == 0
     return first or (state.global_step + 1) % max(int(state.logging_steps), 1) == 0
-
-
-def diagnose(trainer: Any, batch: dict[str, Any]) -> dict[str, tuple]:
-    """The metrics of one micro-batch of rollouts. All ranks call it."""
-    given = trainer.terminal_ids, special_ids(trainer.tokenizer)
-    named = ({i for i in ids if i < trainer.vocabulary} for ids in given)
-    ends, special = (torch.tensor(sorted(ids), dtype=torch.long, device=trainer.args.device) for ids in named)
-    with torch.no_grad(), eval_mode(trainer.model_wrapped), trainer.accelerator.autocast():
-        states = trainer.teacher.states(batch, trainer.stop)
-        tile = trainer.stop(compare(states, trainer.args.temperature, ends, special))
-        stats = trainer.score(trainer.model_wrapped, batch, tile)
-    sampled = batch["sampled"][batch["row"]]
-    counts = trainer.weights(batch) * sampled[batch["owner"]]
-    return metrics_of(stats, batch["owner"], counts, trainer.args.max_completion_length)
-
-
-def look_at(trainer: Any, batches: list[dict[str, Any]]) -> None:
-    """Measure a window of rollouts for the log, where its step is logged, and before the first step for the advice. All
-    ranks call it."""
-    first, due = trainer.state.global_step == 0, is_due(trainer.state, trainer.args)
-    if not (first or due):
-        return
-    found = Meter()
-    for batch in batches:
-        for name, pair in diagnose(trainer, batch).items():
-            found.add(name, *pair)
-    for name, total in found.totals.items() if due else ():
-        trainer.meters["train"].add_pair(name, total)
-    if first and (said := overlap(found.averages(trainer.accelerator), trainer.args.rollouts)):
-        logger.info("%s", said)

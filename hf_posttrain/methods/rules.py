@@ -124,7 +124,7 @@ def taught(values: Any) -> Iterator[Problem]:
 def _of_own_tokenizer(values: Any) -> Iterator[Problem]:
     """What a teacher with a tokenizer of its own excludes."""
     only = "a teacher with its own tokenizer is compared by chunks of text"
-    for option, usual in (("teacher_top_k", None), ("precompute_teacher_top_k", None), ("discount", 0.0),
+    for option, usual in (("teacher_top_k", None), ("precompute_teacher_top_k", None),
                           ("reward", None), ("lmbda", 1.0), ("rollout_ahead", 0)):  # fmt: skip
         if getattr(values, option, usual) != usual:
             yield (option,), f"{option}: {only}: drop it"
@@ -226,8 +226,6 @@ def opd(values: Any) -> Iterator[Problem]:
     """OPD's losses, and tokens left for its prompts."""
     yield from one_of("loss_type", values.loss_type, (POLICY_GRADIENT, *DIVERGENCES))
     yield from _of_divergence("loss_type", values)
-    if values.discount and values.loss_type != POLICY_GRADIENT:
-        yield ("discount", "loss_type"), "discount belongs to loss_type policy_gradient: set that or drop discount"
     if values.lmbda < 1 and values.loss_type == POLICY_GRADIENT:
         problem = "lmbda below 1 needs a loss_type over the whole vocabulary: policy_gradient is biased on data"
         yield ("lmbda", "loss_type"), problem
@@ -300,28 +298,25 @@ def _of_token_weights(values: Any) -> Iterator[Problem]:
     if name in OF_ADVANTAGE and values.loss_type != POLICY_GRADIENT:
         problem = f"token_weights: {name} weighs the advantage of loss_type policy_gradient: set that, or another"
         yield ("token_weights", "loss_type"), problem
-    elif name in OF_ADVANTAGE and (values.reward or values.discount):
-        other = "reward" if values.reward else "discount"
-        problem = f"token_weights: {name} is of the advantage of a token alone, to which {other} adds: drop one of both"
-        yield ("token_weights", other), problem
+    elif name in OF_ADVANTAGE and values.reward:
+        problem = f"token_weights: {name} is of the advantage of a token alone, to which reward adds: drop one of both"
+        yield ("token_weights", "reward"), problem
 
 
 def opd_reward(values: Any) -> Iterator[Problem]:
     """OPD's reward beside the teacher."""
-    asked, known = values.reward, {"function", "coef", "when", "start"}
-    if asked is None:
+    reward = values.reward
+    if reward is None:
         return
-    if not isinstance(asked, dict) or not isinstance(asked.get("function"), str) or {*asked} - known:
-        yield ("reward",), f"reward={asked!r}: function is wanted, and coef, when and start may be given"
+    if isinstance(reward, dict) and {"when", "start"} & {*reward}:
+        yield ("reward",), "reward: `when` and `start` were removed: the reward is added in every step. Remove them."
         return
-    yield from one_of("reward", asked.get("when", "with"), ("with", "after"))
-    coef, start = asked.get("coef", 1.0), asked.get("start", 0.5)
+    if not isinstance(reward, dict) or not isinstance(reward.get("function"), str) or {*reward} - {"function", "coef"}:
+        yield ("reward",), f"reward={reward!r} requires `function`, and may have `coef`"
+        return
+    coef = reward.get("coef", 1.0)
     if not isinstance(coef, int | float) or not 0 < coef <= LARGEST:
         yield ("reward",), f"reward: coef={coef!r} is not a number above 0, and at most 1e6"
-    if not isinstance(start, int | float) or not 0 <= start < 1:
-        yield ("reward",), f"reward: start={start!r} is not a share of the steps, from 0 to below 1"
-    if "start" in asked and asked.get("when") != "after":
-        yield ("reward",), "reward: start is of when: after: set that, or drop start"
     if values.loss_type != POLICY_GRADIENT:
         yield ("reward", "loss_type"), "reward is added to the advantage of loss_type policy_gradient: set that"
     if values.num_generations < 2:

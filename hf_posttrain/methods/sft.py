@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import datasets
 from torch import nn
 
+from ..batching.micro_batch import MicroBatch
 from ..data.packing import pack
 from ..errors import InputError
-from ..scoring.forward import targets
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from ..trainer.base import PostTrainer
@@ -108,9 +108,9 @@ class SFTTrainer(PostTrainer):
         rows = super().prepare_rows(rows, tokenizer, args, name)
         return pack(rows, args.max_length, name) if packing else rows
 
-    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
+    def losses(self, model: nn.Module, batch: MicroBatch) -> Losses:
         """-log pi of each trained token, [N]."""
         weights = self.weights(batch)
-        scores = self.score(model, batch, LogProb(targets(batch), stats=True), weights)
+        scores = self.score(model, batch, LogProb(batch.targets, stats=True), weights)
         metrics = {"mean_token_accuracy": (scores["correct"], None), "entropy": (scores["entropy"], None)}
         return Losses(-scores["value"], weights, metrics, scores.get("router_logits"))

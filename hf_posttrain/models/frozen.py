@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from ..batching.micro_batch import MicroBatch
 from ..engines import engine
 from ..errors import InputError
 from ..scoring import forward
@@ -23,7 +24,7 @@ from .adapters import of_adapters
 logger = logging.getLogger(__name__)
 
 
-class Frozen:
+class FrozenModel:
     """A second model: `with frozen as model` brings it to the device; with `offload` it is on CPU between uses.
 
     Its first use prepares it for the engine, which cuts its weights over the ranks if it cuts the policy's.
@@ -76,11 +77,11 @@ def shares_trained_weights(frozen: nn.Module, policy: nn.Module) -> bool:
     return same or any(id(parameter) in trained for parameter in frozen.parameters())
 
 
-def branch_logps(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def branch_logps(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Summed log-probabilities of each branch of a batch, without gradient: [B * K]."""
     with torch.no_grad(), forward.eval_mode(model):
-        values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
-    return forward.per_branch(values, batch)
+        values = forward.score(model, batch, LogProb(batch.targets))["value"]
+    return batch.per_branch(values)
 
 
 @dataclass
@@ -89,20 +90,19 @@ class Reference:
 
     trainer: Any
     inside: Callable | None  # model -> a context in which it is the reference; None: all rows must be scored already
-    second: Frozen | None  # the model that scores, a copy of the policy or the user's; None: the policy itself
+    second: FrozenModel | None  # the model that scores, a copy of the policy or the user's; None: the policy itself
     lay_out: Callable | None  # from a batch to those that are scored, one after the other, where they differ
     starts_equal: bool  # is the reference the policy as it was at the start?
     checked: bool = False  # by `check_start`
 
-    def logps(self, policy: nn.Module, batch: dict[str, Any], scored: list[dict[str, Any]] | None = None) -> Tensor:
+    def logps(self, policy: nn.Module, batch: MicroBatch, scored: list[MicroBatch] | None = None) -> Tensor:
         """Summed log-probabilities of the K branches of each example, [B, K]. scored: batches with its branches, in
         place of those of `lay_out`.
 
         Raises InputError where the rows were not scored beforehand and no reference was kept.
         """
-        # scored beforehand: the column came with the rows
-        if "ref_logps" in batch:
-            return batch["ref_logps"]
+        if batch.ref_logps is not None:  # scored before training
+            return batch.ref_logps
         if self.inside is None:
             raise InputError(
                 "this data set was not scored by the reference: with precompute_ref_log_probs (not supported with "
@@ -111,7 +111,7 @@ class Reference:
         with self.trainer.accelerator.autocast(), self.second or nullcontext(policy) as model:
             scored = scored or ([batch] if self.lay_out is None else self.lay_out(batch))
             with self.inside(forward.unwrapped(model)):
-                found = [branch_logps(model, part).view(len(batch["index"]), -1) for part in scored]
+                found = [branch_logps(model, part).view(len(batch.index), -1) for part in scored]
                 return torch.cat(found, dim=1)
 
     def check_start(self, logps: Tensor, ref: Tensor, lengths: Tensor, rows: Tensor) -> None:

@@ -12,11 +12,12 @@ import datasets
 import peft
 from torch import Tensor, nn
 
+from ..batching.micro_batch import MicroBatch
 from ..data.lengths import planned_passes
 from ..engines import engine, launch, sharded
 from ..errors import InputError
 from . import adapters, load, score_cache
-from .frozen import Frozen, Reference, round_products, shares_trained_weights
+from .frozen import FrozenModel, Reference, round_products, shares_trained_weights
 from .section import ModelSection
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         inside = adapter_reference(policy, trainer.new_adapter) or nullcontext
     by_adapter = inside is not nullcontext
     # otherwise it is a copy of the policy in memory, never a reload by name
-    second: Frozen | None = None
+    second: FrozenModel | None = None
     if ref_model is not None:
         if isinstance(ref_model, str):
             ref_model = load.load_model(ModelSection(name_or_path=ref_model), trainable=False)
@@ -48,10 +49,10 @@ def make_reference(trainer: Any, ref_model: nn.Module | str | None, lay_out: Cal
         if shares_trained_weights(ref_model, policy):
             problem = "ref_model is the policy itself, or shares weights with it, which move"
             raise InputError(f"{problem}: leave it out, a frozen reference is kept anyway")
-        second = Frozen(ref_model, accelerator)
+        second = FrozenModel(ref_model, accelerator)
     elif (precompute and engine.changes_weights(accelerator)) or not (asked or by_adapter):
         # a policy that its engine has yet to cut or cast cannot score for itself
-        second = Frozen(round_products(sharded.copied(policy, accelerator), accelerator), accelerator)
+        second = FrozenModel(round_products(sharded.copied(policy, accelerator), accelerator), accelerator)
     if second is not None:
         trainer.set_second_models([second])
     reference = Reference(trainer, inside, second, lay_out, starts_equal=ref_model is None)
@@ -100,7 +101,7 @@ def _score_beforehand(trainer: Any, reference: Reference) -> None:
     whole = score_cache.model_key(model, with_adapter=reference.inside is not peft.PeftModel.disable_adapter)
     key = [whole, trainer.method.name, args.bf16, args.fp16]
 
-    def score(batch: dict) -> list[dict[str, Any]]:
+    def score(batch: MicroBatch) -> list[dict[str, Any]]:
         return [{"ref_logps": logps} for logps in reference.logps(trainer.model, batch).float().tolist()]
 
     score_cache.add_scores(trainer, "precompute_ref_log_probs", "reference", key, size, score)

@@ -19,6 +19,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import nn
 from tqdm.auto import tqdm
 
+from ..batching.micro_batch import MicroBatch
 from ..data.images import versions
 from ..data.lengths import no_stream
 from ..engines import sharded
@@ -30,7 +31,12 @@ _NOT_COMPUTED = ("_name_or_path", "architectures", "transformers_version", "use_
 
 
 def add_scores(
-    trainer: Any, option: str, what: str, key: list[Any], size: int, score: Callable[[dict], Sequence[dict[str, Any]]]
+    trainer: Any,
+    option: str,
+    what: str,
+    key: list[Any],
+    size: int,
+    score: Callable[[MicroBatch], Sequence[dict[str, Any]]],
 ) -> None:
     """Give the trainer's data sets the columns that `score` finds, or that the cache has under `key` and the rows.
 
@@ -102,7 +108,7 @@ def _saved(folder: Path, count: int) -> datasets.Dataset | None:
 
 
 def score_rows(
-    trainer: Any, rows: datasets.Dataset, size: int, score: Callable[[dict], Sequence[Any]], title: str
+    trainer: Any, rows: datasets.Dataset, size: int, score: Callable[[MicroBatch], Sequence[Any]], title: str
 ) -> list[Any]:
     """What `score` says of each row, in the rows' order, on every rank; longest rows first, `size` at a time.
 

@@ -58,7 +58,7 @@ def configure(recipe: Recipe, training: bool = False) -> tuple[Any, Any]:
 def _with_rounds(recipe: Recipe, config: Any) -> tuple[Any, Any]:
     """`configure` of a recipe with rounds."""
     from ..generation.graders import find_grader
-    from ..generation.vllm import check_installed
+    from ..rollouts.vllm import check_installed
     from ..rounds.in_rounds import in_rounds, with_section
 
     rounds: Any = recipe.rounds
@@ -149,12 +149,12 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
 
 def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[InputError]:
     """What is wrong with the servers that a run would ask: one that is not there, or cannot do what is needed."""
-    from ..generation import vllm_server
-    from ..models import served_teacher
+    from ..rollouts import vllm_server
     from ..rounds.judges.server import ServerJudge
+    from ..teachers import served
 
     asked: list[tuple[str, Callable[[], Any]]] = [
-        (f"{name}.url", partial(served_teacher.look_at, taught, f"{name}.url", config))
+        (f"{name}.url", partial(served.check_server, taught, f"{name}.url", config))
         for name, taught in recipe.taught_by() if taught.url
     ]  # fmt: skip
     if getattr(config, "rollout", None) == "vllm":

@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 
 from ..errors import InputError
 from ..generation import rollout
-from ..generation.server import ServerError
+from ..generation.completions_client import ServerError
 from ..models.score_cache import rows_key, weights_key
 from ..scoring.forward import unwrapped
 from ..scoring.layouts import Prompt
@@ -80,8 +80,8 @@ def draw(
 ) -> list[Judged]:
     """Answers of the policy to each prompt, judged, on all ranks. All ranks call it.
 
-    trainer: has a `backend`, its `rollout_options` and a `judge`. What is drawn depends on (*seed, piece) and not on
-    the number of ranks. Raises InputError and ServerError of a judge or backend, and Stopped between pieces that are
+    trainer: has a `sampler`, its `rollout_options` and a `judge`. What is drawn depends on (*seed, piece) and not on
+    the number of ranks. Raises InputError and ServerError of a judge or sampler, and Stopped between pieces that are
     kept, on all ranks.
     """
     accelerator, longest = trainer.accelerator, trainer.rollout_options.max_completion_length
@@ -105,8 +105,8 @@ def draw(
             rows = prompts.select(place).to_list() if number is not None else []
             of_piece = (*seed, 0 if number is None else number)
             with rollout.seeded(accelerator.device, *of_piece):
-                found = trainer.backend.generate([*map(Prompt.of, rows)], of_piece, longest)
-            answers = [found[n * count : (n + 1) * count] for n in range(len(rows))]
+                sampled = trainer.sampler.sample([*map(Prompt.of, rows)], count, longest, of_piece)
+            answers = [[completion.ids for completion in completions] for completions in sampled]
             questions = [question_of(row, own, trainer.tokenizer, trainer.terminal_ids)
                          for row, own in zip(rows, answers, strict=True)]  # fmt: skip
             # in the last lap a rank may have none, and no judge is asked about nothing

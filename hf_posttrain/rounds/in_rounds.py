@@ -30,16 +30,17 @@ import numpy as np
 import torch
 from transformers.trainer_utils import EvalLoopOutput
 
+from ..batching.micro_batch import MicroBatch
 from ..data.kinds import PROMPTS
 from ..data.lengths import check_answered, tokens_of
 from ..data.prepare import prepare, prompt_key, typed_rows
 from ..errors import InputError
-from ..generation import vllm
-from ..generation.backends import make_backend
-from ..generation.rollout import synchronise
-from ..generation.server import ServerError
+from ..generation.completions_client import ServerError
 from ..models.load import drawable_ids
 from ..models.score_cache import score_rows
+from ..rollouts import vllm
+from ..rollouts.factory import build_sampler
+from ..rollouts.policy_sampler import synchronise
 from ..scoring.forward import causal_lm
 from ..scoring.layouts import share_out
 from ..trainer.base import PostTrainer
@@ -108,10 +109,10 @@ def with_section(args: Any, section: RoundsSection) -> Any:
 class _RoundCollator:
     """Of prompts it makes nothing but their numbers: they say how many rows a step is about."""
 
-    def __call__(self, rows: list[dict]) -> dict[str, Any]:
+    def __call__(self, rows: list[dict]) -> MicroBatch:
         """As `Collator`, of the rows of a round."""
         if "asked" in rows[0]:
-            return {"index": torch.tensor([row["index"] for row in rows])}
+            return MicroBatch(index=torch.tensor([row["index"] for row in rows]))
         return super().__call__(rows)  # type: ignore[misc]
 
 
@@ -141,11 +142,10 @@ class InRounds(PostTrainer):
         if self.data_collator.pictures and section.judge.by not in ("exact_match", "function"):
             raise InputError(f"rounds.judge: {section.judge.by} is shown no pictures yet: judge by a function")
         self.vocabulary = drawable_ids(self.tokenizer, causal_lm(self.model).config)
-        self.backend = make_backend(self, section)
+        self.sampler = build_sampler(self, section)
         self.judge = make_judge(section.judge, self.tokenizer, self.args.device)
         self.judge.stays = section.steps is not None
-        self.round = Round(self)
-        self.kept_in_checkpoints.append(self.round)
+        self.round = self.stateful["round"] = Round(self)
         # before the guard, which looks before a checkpoint is saved
         self.callback_handler.callbacks.insert(self.callback_handler.callbacks.index(self.guard), self.round)
 
@@ -196,7 +196,7 @@ class InRounds(PostTrainer):
         count = rounds_in(self.section, self.state.max_steps)
         return range(*(-(-n * self.state.max_steps // count) for n in (number, number + 1)))
 
-    def next_window(self, epoch_iterator: Iterator[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    def next_window(self, epoch_iterator: Iterator[MicroBatch], count: int) -> list[MicroBatch]:
         """As PostTrainer has it: micro-batches of rows of the round, which begins where it is its turn."""
         step, random_state = self.state.global_step, torch.get_rng_state()
         count = len([*islice(epoch_iterator, count)])  # the same on all ranks
@@ -217,11 +217,11 @@ class InRounds(PostTrainer):
         first = self.accelerator.process_index * count
         return [self._micro_batch([int(chosen[n]) for n in sorted(part)]) for part in parts[first : first + count]]
 
-    def _micro_batch(self, numbers: list[int]) -> dict[str, Any]:
+    def _micro_batch(self, numbers: list[int]) -> MicroBatch:
         """These rows of the round; of none, a row that does not count, since every rank takes every step."""
         rows = self.round.rows.select(numbers).to_list() if numbers else [self._blank_row()]
         batch = self.data_collator(rows)
-        return batch | {"row_weights": torch.full((len(rows),), float(bool(numbers)))}
+        return batch.replace(row_weights=torch.full((len(rows),), float(bool(numbers))))
 
     def _blank_row(self) -> dict[str, Any]:
         """A row that can be laid out and scored."""
@@ -335,7 +335,7 @@ class InRounds(PostTrainer):
         """The rows with scores of the policy of now, which is the reference of this round."""
         reference: Any = replace(self.reference, inside=nullcontext)  # type: ignore[attr-defined]
 
-        def score(batch: dict[str, Any]) -> list[list[float]]:
+        def score(batch: MicroBatch) -> list[list[float]]:
             return reference.logps(self.model_wrapped, batch).float().tolist()
 
         size = self.args.per_device_eval_batch_size

@@ -1,5 +1,6 @@
 """The round that is under way: its rows, as checkpoints keep them, and what happens at its end."""
 
+import io
 import json
 import logging
 import shutil
@@ -8,6 +9,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+import torch
 from pyarrow import parquet
 from transformers import TrainerCallback
 
@@ -22,7 +24,7 @@ logger = logging.getLogger(__name__)
 class Round(TrainerCallback):
     """The round that is under way, as checkpoints keep it; each ends with one, where any are saved."""
 
-    ROWS, NUMBER = "round.parquet", "round.json"
+    required = False
 
     def __init__(self, trainer: Any):
         self.trainer, self.number = trainer, -1
@@ -32,13 +34,14 @@ class Round(TrainerCallback):
         self.drawn: Path | None = None  # where the pieces of a round are that is being drawn
         self.told: list[dict[str, Any]] = []  # what rounds.json has of each round
 
-    def save(self, folder: str) -> None:
-        """Into a checkpoint. What the pieces on disk have is in it, or in an earlier one."""
-        if self.rows is not None and self.trainer.args.should_save:
-            parquet.write_table(self.rows.with_format("arrow")[:], Path(folder, self.ROWS))
-            kept = {"round": self.number, "told": self.told}
-            Path(folder, self.NUMBER).write_text(json.dumps(kept), encoding="utf-8")
-        self.remove_pieces()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows of the round, as a Parquet file, its number, and what rounds.json has of all rounds."""
+        if self.rows is None:
+            return {}
+        file = io.BytesIO()
+        parquet.write_table(self.rows.with_format("arrow")[:], file)
+        rows = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        return {"rows": rows, "round": self.number, "told": json.dumps(self.told)}
 
     def remove_pieces(self) -> None:
         """On each machine, but for those of a round that a lost server has kept from being drawn."""
@@ -47,26 +50,25 @@ class Round(TrainerCallback):
                 if left != self.drawn:
                     shutil.rmtree(left, ignore_errors=True)
 
-    def begin_run(self, folder: str | None) -> None:
-        """Nothing, or what a checkpoint has."""
+    def reset(self) -> None:
+        """Start before the first round."""
         self.number, self.rows, self.drawn, self.told = -1, None, None, []
-        if folder is not None and Path(folder, self.NUMBER).exists():
-            rows = datasets.Dataset(datasets.table.InMemoryTable(parquet.read_table(Path(folder, self.ROWS))))
-            kept = json.loads(Path(folder, self.NUMBER).read_text(encoding="utf-8"))
-            self.trainer.set_rows(kept["round"], rows)
-            self.told = kept.get("told", [])
-        elif folder is None and self.trainer.args.should_save:
-            for file in Path(self.trainer.args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
-                file.unlink()
 
-    def give_up(self, steps: int) -> None:
-        """The rows are those of the last whole step, whatever came after it."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the round of a checkpoint."""
+        if state:
+            table = parquet.read_table(io.BytesIO(state["rows"].numpy().tobytes()))
+            self.trainer.set_rows(state["round"], datasets.Dataset(datasets.table.InMemoryTable(table)))
+            self.told = json.loads(state["told"])
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write what a checkpoint tells of its rounds: the folder may be another, or have been that of a new run."""
         count = None if self.trainer.longest else self.trainer.section.count  # a probe has one step
         if count and (taken := rounds_in(self.trainer.section, state.max_steps)) < count:
             logger.warning("rounds.count: %d rounds, and not %d: the run has no more steps", taken, count)
+        if args.should_save and not state.global_step:
+            for file in Path(args.output_dir, FOLDER).glob("*.json*"):  # of an earlier run, but no pieces
+                file.unlink()
         if args.should_save:
             summary = Path(args.output_dir, FOLDER, SUMMARY)
             if self.told:
@@ -81,6 +83,10 @@ class Round(TrainerCallback):
         by_epoch = saved == "epoch" and state.global_step % len(trainer.windows) == 0  # which saves as well
         if trainer.section.count and ends and not by_epoch and saved not in ("no", "best"):
             control.should_save = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Remove the pieces on disk, whose answers the checkpoint has."""
+        self.remove_pieces()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A step of a round without rows changes nothing: without gradients torch's optimizers pass weights over."""

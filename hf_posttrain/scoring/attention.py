@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ..batching.micro_batch import MicroBatch, Segments
 from .cpu import multiplies_bf16
 from .flex import BLOCK, attend_by_block, block_mask
 from .head import LOW
@@ -102,11 +103,10 @@ def row_multiple(models: Sequence[PreTrainedModel], device: torch.device | None 
 # ---- segments
 
 
-def find_segments(documents: Sequence[np.ndarray], length: int) -> dict[str, Any]:
-    """The pieces of one row of `length` tokens. documents: the branch (0 for the prompt) of each token of each.
+def find_segments(documents: Sequence[np.ndarray], length: int) -> Segments:
+    """Return the pieces of one row of `length` tokens. Padding is a piece of its own.
 
-    Returns the arguments named in VARLEN; `sizes`, (queries, keys) of each piece; and `gathered`, the places of all
-    keys, one piece after the other, or None where they are the row as it stands. Padding is a piece of its own.
+    documents: for each document the branch of its tokens, 0 for the prompt.
     """
     sizes, places, start = [], [], 0
     for branch in (*documents, np.zeros(length - sum(map(len, documents)), dtype=np.int64)):
@@ -124,9 +124,14 @@ def find_segments(documents: Sequence[np.ndarray], length: int) -> dict[str, Any
         start += len(branch)
     queries, seen = ([size[side] for size in sizes] for side in (0, 1))
     starts = (torch.from_numpy(np.cumsum([0, *counts], dtype=np.int32)) for counts in (queries, seen))
-    found = dict(zip(VARLEN, (*starts, max(queries), max(seen)), strict=True))
-    gathered = torch.from_numpy(np.concatenate(places)) if queries != seen else None
-    return found | {"sizes": sizes, "gathered": gathered}
+    return {
+        "cu_seq_lens_q": next(starts),
+        "cu_seq_lens_k": next(starts),
+        "max_length_q": max(queries),
+        "max_length_k": max(seen),
+        "sizes": sizes,
+        "gathered": torch.from_numpy(np.concatenate(places)) if queries != seen else None,
+    }
 
 
 def attend_by_segment(
@@ -218,30 +223,32 @@ FORMS: dict[str, Callable] = {BY_SEGMENT: attend_by_segment, BY_BLOCK: attend_by
 # ---- masks
 
 
-def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
-    """What to call the model with besides ids and positions, so that tokens see what the batch's layout lets them."""
-    if "document" not in batch:
-        more = dict.fromkeys(names_of_kinds(model), (batch["picture"] > 0).long()) if "picture" in batch else {}
-        return {"attention_mask": batch.get("attention_mask")} | more  # of padding [R, L], or None
+def arguments(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
+    """Return the arguments of the model's forward that let each token attend to what the batch's layout allows."""
+    picture = batch.picture
+    if batch.document is None:
+        kinds_of_tokens = {} if picture is None else dict.fromkeys(names_of_kinds(model), (picture > 0).long())
+        return {"attention_mask": batch.attention_mask} | kinds_of_tokens
     config: Any = model.config.get_text_config()
-    implementation, segments, ids = config._attn_implementation or "", batch.get("segments"), batch["input_ids"]
+    implementation, segments, ids = config._attn_implementation or "", batch.segments, batch.input_ids
     pieces = {}
     if segments and getattr(model, "keeps_state", False):
         pieces["pieces"] = Pieces.of(segments["sizes"], ids.device)
     if "flash" in implementation and segments:
-        return {"attention_mask": None} | {name: segments[name] for name in VARLEN} | pieces
-    in_all = "picture" not in batch or sees_whole_pictures(model) == "all"
-    if implementation == BY_SEGMENT and segments and "picture" in batch:
-        segments = segments | {"picture": batch["picture"][0], "in_all": in_all}
+        bounds = {name: value for name, value in segments.items() if name in VARLEN}
+        return {"attention_mask": None} | bounds | pieces
+    in_all = picture is None or sees_whole_pictures(model) == "all"
     if implementation == BY_SEGMENT and segments:
+        whole_images = {} if picture is None else {"picture": picture[0], "in_all": in_all}
         # transformers takes a 4D mask as it is: with this one it makes none
-        return {"attention_mask": ids.new_ones(1, 1, 1, 1, dtype=torch.bool), "segments": segments} | pieces
-    of_all = batch if in_all else {name: value for name, value in batch.items() if name != "picture"}
+        mask = ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        return {"attention_mask": mask, "segments": {**segments, **whole_images}} | pieces
+    of_all = batch if in_all else batch.replace(picture=None)
     kinds, window = {*(getattr(config, "layer_types", None) or ())}, getattr(config, "sliding_window", None)
 
     def made(seen_back: int | None) -> Any:
         told = of_all if seen_back is None else batch
-        if implementation == BY_BLOCK and segments and batch["document"].shape[1] % BLOCK == 0:
+        if implementation == BY_BLOCK and segments and ids.shape[1] % BLOCK == 0:
             return block_mask(told, seen_back, lambda window, i, j: _sees(told, window, 0, i, j))
         mask = allowed(told, seen_back)[:, None]
         if implementation not in ("eager", "flex_attention"):  # these add theirs to the scores
@@ -253,21 +260,23 @@ def arguments(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Any]:
     return {"attention_mask": made(None if kinds else window)}  # Mistral has a window and no layer types
 
 
-def allowed(batch: dict[str, Tensor], window: int | None = None) -> Tensor:
+def allowed(batch: MicroBatch, window: int | None = None) -> Tensor:
     """[R, L, L] bool, may query i see key j: j <= i, same document, and j in the prompt or in i's own branch.
 
     window: how many positions back a sliding layer sees, itself included. Every query sees at least itself.
     """
-    row, place = (torch.arange(size, device=batch["document"].device) for size in batch["document"].shape)
+    row, place = (torch.arange(size, device=batch.input_ids.device) for size in batch.input_ids.shape)
     return _sees(batch, window, row[:, None, None], place[:, None], place)
 
 
-def _sees(batch: dict[str, Tensor], window: int | Tensor | None, r: Any, i: Tensor, j: Tensor) -> Tensor:
+def _sees(batch: MicroBatch, window: int | Tensor | None, r: Any, i: Tensor, j: Tensor) -> Tensor:
     """The rule of `allowed` for query i and key j of row r, indices of any shapes that broadcast."""
-    document, branch, position = batch["document"], batch["branch"], batch["position_ids"]
+    document, branch, position, picture = batch.document, batch.branch, batch.position_ids, batch.picture
+    assert document is not None
+    assert branch is not None
     own_branch = (branch[r, j] == 0) | (branch[r, j] == branch[r, i])
     seen = j <= i
-    if (picture := batch.get("picture")) is not None:
+    if picture is not None:
         seen = seen | ((picture[r, i] == picture[r, j]) & (picture[r, i] > 0))
     mask = seen & (document[r, i] == document[r, j]) & own_branch
     return mask if window is None else mask & (position[r, i] - position[r, j] < window)

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import broadcast_object_list, send_to_device
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from ..batching.micro_batch import MicroBatch
 from ..data.images import some_picture
 from ..errors import InputError
 from ..losses.divergence import log_softmax
@@ -150,7 +151,7 @@ def check(
     examples, found = _check_rows(inner, max_length, pictures), []
     alone = [(example, branch.ids) for example in examples for branch in example.branches]
     laid_out = collate(examples, layout, row_multiple=row_multiple([inner, *beside]), pictures=pictures)
-    batch: dict[str, Any] = send_to_device(laid_out, device)
+    batch = laid_out.to(device)
     with torch.no_grad(), forward.eval_mode(model):
         values = token_logps(model, batch, in_float32)
         if layout != "padded" and not got_pieces(inner):
@@ -161,13 +162,13 @@ def check(
                 shown = pictures.of_prompts(example.pictures, torch.tensor([own], device=device), inner)
             logps = log_softmax(own_logits(model, own, len(ids), shown))
             expected = logps.gather(-1, torch.tensor(ids, device=device)[:, None])[:, 0]
-            found.append((values[batch["owner"] == k] - expected).abs())
+            found.append((values[batch.owner == k] - expected).abs())
     return torch.cat(found).mean().item()
 
 
-def token_logps(model: nn.Module, batch: dict[str, Tensor], in_float32: bool) -> Tensor:
+def token_logps(model: nn.Module, batch: MicroBatch, in_float32: bool) -> Tensor:
     """The log-probabilities of the scored tokens of a batch, [N], as a step has them; on request by a float32 head."""
-    tile = LogProb(forward.targets(batch))
+    tile = LogProb(batch.targets)
 
     def scorer(head: forward.LMHead, hidden: Tensor) -> dict[str, Tensor]:
         states = forward.scored_states(hidden, batch)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention import flex_attention as flex
 from transformers.integrations.sdpa_attention import repeat_kv
 
+from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 
 Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -58,18 +59,21 @@ def attend_by_block(
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), None
 
 
-def block_mask(batch: dict[str, Tensor], window: int | None, rule: Rule) -> flex.BlockMask:
+def block_mask(batch: MicroBatch, window: int | None, rule: Rule) -> flex.BlockMask:
     """`rule` for one row of whole blocks, without those whose pairs are all forbidden.
 
     What a block may see is known from the least and largest document, branch and position of its tokens: nothing of
     size L x L is made, and nothing read on the host.
     """
-    document, branch, position = (batch[name].view(-1, BLOCK) for name in ("document", "branch", "position_ids"))
-    (first, last), (low, high), (near, far) = (part.aminmax(dim=1) for part in (document, branch, position))
+    assert batch.document is not None
+    assert batch.branch is not None
+    position = batch.position_ids.view(-1, BLOCK)
+    blocks = (batch.document.view(-1, BLOCK), batch.branch.view(-1, BLOCK), position)
+    (first, last), (low, high), (near, far) = (part.aminmax(dim=1) for part in blocks)
     later = torch.arange(len(first), device=first.device)
     seen = later[:, None] >= later
-    if "picture" in batch:  # whose tokens see each other, in both directions
-        few, many = batch["picture"].view(-1, BLOCK).aminmax(dim=1)
+    if batch.picture is not None:  # whose tokens see each other, in both directions
+        few, many = batch.picture.view(-1, BLOCK).aminmax(dim=1)
         seen |= (few[:, None] <= many) & (many[:, None] >= few) & (many > 0)
     seen &= (first[:, None] <= last) & (last[:, None] >= first)
     # two branches of one document do not see each other

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..batching.micro_batch import MicroBatch
 from . import attention, rotary, states
 from .adapted_head import score_tokens_through
 from .head import LinearHead, LogitTransform, TileFunction, score_tokens
@@ -210,7 +211,7 @@ def rounded_products(model: nn.Module) -> Iterator[None]:
 
 def score(
     model: nn.Module,
-    batch: dict[str, Any],
+    batch: MicroBatch,
     tile: TileFunction,
     weights: Tensor | None = None,
     router_logits: bool = False,
@@ -227,32 +228,23 @@ def score(
     return run(model, batch, scorer, **({"output_router_logits": True} if router_logits else {}))
 
 
-def run(model: nn.Module, batch: dict[str, Any], scorer: Scorer, **kwargs: Any) -> dict[str, Any]:
-    """One forward over the batch's tokens with the mask of its layout."""
-    positions = batch["position_ids"]
-    if "rope_positions" in batch:  # that of a text first, and one for each axis of pictures
-        positions = torch.cat([positions[None], batch["rope_positions"]])
+def run(model: nn.Module, batch: MicroBatch, scorer: Scorer, **kwargs: Any) -> dict[str, Any]:
+    """Run the model's forward over the batch's tokens, with the attention of its layout."""
+    positions = batch.position_ids
+    if batch.rope_positions is not None:  # that of a text first, and one for each axis of images
+        positions = torch.cat([positions[None], batch.rope_positions])
+    if batch.visual is not None:
+        kwargs |= {"visual": batch.visual, "blind": bool(batch.blind)}
     return model(
-        input_ids=batch["input_ids"],
+        input_ids=batch.input_ids,
         position_ids=positions,
         use_cache=False,
         scorer=scorer,
         **attention.arguments(causal_lm(model), batch),
-        **{name: batch[name] for name in ("visual", "blind") if name in batch},
         **kwargs,
     )
 
 
-def scored_states(hidden: Tensor, batch: dict[str, Any]) -> Tensor:
-    """The hidden states at the scored positions: [R, L, H] -> [N, H]."""
-    return hidden.flatten(0, 1).index_select(0, batch["scored"])
-
-
-def targets(batch: dict[str, Any]) -> Tensor:
-    """The tokens to predict at the scored positions, [N]."""
-    return batch["shift_labels"].flatten()[batch["scored"]]
-
-
-def per_branch(values: Tensor, batch: dict[str, Any]) -> Tensor:
-    """Sum the values [N] of the scored tokens over each branch: -> [B * K], the branches of an example in order."""
-    return values.new_zeros(len(batch["row"])).index_add(0, batch["owner"], values)
+def scored_states(hidden: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the hidden states at the scored positions: [R, L, H] -> [N, H]."""
+    return hidden.flatten(0, 1).index_select(0, batch.scored)

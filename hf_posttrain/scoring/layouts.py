@@ -18,18 +18,19 @@ Legend: B examples, K branches of each, R rows, L row length, N scored tokens.
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..batching.micro_batch import MicroBatch
 from ..errors import InputError
 from . import attention
 
 IGNORE = -100
+"""The label of a position that predicts nothing."""
 ATTENTION_LENGTH = 4096
 """The row length at which attention is taken to cost as much as the rest; by FLOPs that is at 6 x the hidden size."""
 ROW_COUNTS = 32  # about how many numbers of rows are tried
@@ -82,13 +83,6 @@ def reading_of(row: dict) -> Reading | None:
     return Reading(teacher or "", prompt or None) if teacher or prompt else None
 
 
-@dataclass(frozen=True)
-class Later:
-    """Items of a batch that are laid out later; what moves batches to a device does not look inside."""
-
-    items: list
-
-
 @dataclass
 class Collator:
     """Prepared rows -> a micro-batch. The trainer owns it, and may change its layout."""
@@ -96,30 +90,32 @@ class Collator:
     examples: Callable[[dict], list[Example]]  # the examples of a row: one, or those of a packed row
     layout: str  # shared, packed or padded
     row_multiple: int | None = None  # see `collate`
-    views: Callable[[Sequence[Example], dict[str, Any], Callable], dict[str, Any]] | None = None
-    """What else a batch holds for teachers: (examples, their batch, `collate` in this layout) -> more of the batch."""
-    pictures: Any = None  # `pictures.Pictures` of a model that sees
+    pictures: Any = None  # `pictures.Pictures` of a vision-language model
+    batch_class: ClassVar[type[MicroBatch]] = MicroBatch
 
-    def lay_out(self, examples: Sequence[Example]) -> dict[str, Any]:
-        """`collate`, in this layout."""
-        plain = partial(collate, layout=self.layout, row_multiple=self.row_multiple, pictures=self.pictures)
-        batch = plain(examples)
-        return batch | self.views(examples, batch, plain) if self.views else batch
+    def collate(self, examples: Sequence[Example], batch_class: type[MicroBatch]) -> MicroBatch:
+        """`collate` in this layout."""
+        return collate(
+            examples, self.layout, row_multiple=self.row_multiple, pictures=self.pictures, batch_class=batch_class
+        )
 
-    def __call__(self, rows: list[dict]) -> dict[str, Any]:
-        """What `collate` gives, with `row` [branches] the place of each branch's row in this list, and `index` [rows],
-        the number of each row in its data set (-1 where it has none). Scores that rows got beforehand come along."""
-        made = [_with_pictures(self.examples(row), row.get("images")) for row in rows]
-        batch = {"index": torch.tensor([row.get("index", -1) for row in rows])}
-        batch |= self.lay_out([example for examples in made for example in examples])
-        numbers = [n for n, examples in enumerate(made) for example in examples for _ in example.branches]
-        batch["row"] = torch.tensor(numbers)
+    def lay_out(self, examples: Sequence[Example]) -> MicroBatch:
+        """Lay out examples; a subclass adds fields."""
+        return self.collate(examples, self.batch_class)
+
+    def __call__(self, rows: list[dict]) -> MicroBatch:
+        """Lay out the examples of prepared rows, with the scores that the rows have from before training.
+
+        `row` is the place of each branch's row in this list.
+        """
+        examples_of_rows = [_with_pictures(self.examples(row), row.get("images")) for row in rows]
+        batch = self.lay_out([example for examples in examples_of_rows for example in examples])
+        numbers = [n for n, examples in enumerate(examples_of_rows) for one in examples for _ in one.branches]
+        batch = batch.replace(
+            index=torch.tensor([row.get("index", -1) for row in rows]), row=torch.tensor(numbers)
+        )
         if "ref_logps" in rows[0]:
-            batch["ref_logps"] = torch.tensor([row["ref_logps"] for row in rows])
-        if "teacher_ids" in rows[0]:  # [N, top tokens], in the order in which the batch has its branches
-            order = torch.unique_consecutive(batch["owner"]).tolist()
-            for name in ("teacher_ids", "teacher_logps"):
-                batch[name] = torch.cat([torch.tensor(rows[i][name]) for i in order])
+            batch = batch.replace(ref_logps=torch.tensor([row["ref_logps"] for row in rows]))
         return batch
 
 
@@ -146,20 +142,21 @@ class Document:
 
 
 def collate(
-    examples: Sequence[Example], layout: str, pad_id: int = 1, row_multiple: int | None = None, pictures: Any = None
-) -> dict[str, Any]:
-    """B examples -> the tensors of a micro-batch. The examples may differ in their number of branches.
+    examples: Sequence[Example],
+    layout: str,
+    pad_id: int = 1,
+    row_multiple: int | None = None,
+    pictures: Any = None,
+    batch_class: type[MicroBatch] = MicroBatch,
+) -> MicroBatch:
+    """Lay out B examples as a micro-batch. The examples may differ in their number of branches.
 
     pad_id: any token, but for Gemma 3n, which divides by the norm of embeddings: that of its own padding, 0, is 0.
     row_multiple: where the shared and packed layouts are to be one row, what its length is made a multiple of.
-    pictures: `pictures.Pictures`, for examples that have some: then also `visual`, what the model's forward takes of
-    them, and where its positions depend on them `rope_positions` [3, R, L].
-    Returns input_ids, position_ids, shift_labels, router_weights [R, L]; document, branch [R, L] where a mask is
-    needed (document is -1 on padding), and `attention.find_segments` of one row; attention_mask [R, L] in the padded
-    layout;
-    scored [N], indices into R * L of the positions with a target, in order, and owner [N], the number of their branch,
-    counted over all examples (example * K + branch where all have K); row [branches], the number of their example;
-    the examples' own columns, [B] each. Raises InputError where there is no token at all.
+    pictures: `pictures.Pictures`, for examples that have some.
+    batch_class: has a field for each of the examples' columns.
+    The number of a branch is counted over all examples (example * K + branch where all have K); `row` is the number of
+    its example. Raises InputError where there is no token at all.
     """
     # in the other layouts each branch is a document with its own copy of the prompt
     alone = [replace(example, branches=[branch]) for example in examples for branch in example.branches]
@@ -172,28 +169,32 @@ def collate(
         rows = [documents]
     else:
         rows = _cheapest_rows(documents)
-    batch: dict[str, Any] = _to_tensors(rows, pad_id, 1 if layout == "padded" else row_multiple or 1)
-    batch["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
+    tensors: dict[str, Any] = _to_tensors(rows, pad_id, 1 if layout == "padded" else row_multiple or 1)
+    tensors["row"] = torch.tensor([number for number, example in enumerate(examples) for _ in example.branches])
     for name in examples[0].columns:
-        batch[name] = torch.tensor([example.columns[name] for example in examples])
+        tensors[name] = torch.tensor([example.columns[name] for example in examples])
+    batch = batch_class(**tensors)
+    length = batch.input_ids.shape[1]
+
     # plain causal attention is enough where each row is a single document without branches
     plain = not any(len(row) > 1 or row[0].branch.any() for row in rows)
     if layout == "padded" or (plain and not row_multiple):
-        del batch["document"], batch["branch"]
+        batch = batch.replace(document=None, branch=None)
     elif layout == "packed" or row_multiple:
-        pieces = [document.branch for document in documents]
-        batch["segments"] = attention.find_segments(pieces, batch["input_ids"].shape[1])
+        segments = attention.find_segments([document.branch for document in documents], length)
+        batch = batch.replace(segments=segments)
     if layout == "padded":
         lengths = torch.tensor([len(row[0].ids) for row in rows])
-        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-        # no position beyond the row's own: some models choose their rotary frequencies by the largest
-        batch["position_ids"] = torch.minimum(batch["position_ids"], (lengths - 1).clamp(min=0)[:, None])
-    if pictures is not None and any(document.pictures for document in documents):
-        batch |= pictures.of_batch([one for row in rows for document in row for one in document.pictures], batch)
-    else:
-        batch.pop("rope_positions", None)
-        batch |= pictures.of_none() if pictures is not None else {}
-    return batch
+        batch = batch.replace(
+            attention_mask=(torch.arange(length) < lengths[:, None]).long(),
+            # no position beyond the row's own: some models choose their rotary frequencies by the largest
+            position_ids=torch.minimum(batch.position_ids, (lengths - 1).clamp(min=0)[:, None]),
+        )
+
+    if pictures is None:
+        return batch.replace(rope_positions=None)
+    shown = [picture for row in rows for document in row for picture in document.pictures]
+    return pictures.add_to(batch, shown)
 
 
 def _documents(examples: Sequence[Example], pictures: Any = None) -> list[Document]:

@@ -7,14 +7,17 @@ the place of tokens of their own, in the order of the row, which is the one orde
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..batching.micro_batch import MicroBatch
 from ..data.images import PictureReader
 from ..errors import InputError
+
+Batch = TypeVar("Batch", bound=MicroBatch)
 
 
 @dataclass
@@ -54,21 +57,19 @@ class Pictures:
         found, _ = self.rope.get_rope_index(tokens, mm_token_type_ids=kinds, image_grid_thw=grids)
         return found[:, 0].T.numpy()
 
-    def of_batch(self, pictures: Sequence[Any], batch: dict[str, Any]) -> dict[str, Any]:
-        """What a batch has more for its pictures, in the order of its rows."""
-        found: dict[str, Any] = {"visual": self.reader.tensors(pictures)}
+    def add_to(self, batch: Batch, pictures: Sequence[Any]) -> Batch:
+        """Return the batch with the inputs of the vision encoder. pictures: in the order of the batch's rows."""
+        if not pictures:
+            batch = batch.replace(rope_positions=None)
+            return batch.replace(visual=self.reader.blank, blind=True) if self.always else batch
+        numbers = None
         if self.whole:
-            places = torch.isin(batch["input_ids"], torch.tensor(self.reader.token_ids))
+            places = torch.isin(batch.input_ids, torch.tensor(self.reader.token_ids))
             begins = places & ~places.roll(1, -1)
             begins[:, 0] = places[:, 0]
-            found["picture"] = begins.cumsum(-1) * places  # its number in the row, 0 of text
-        if self.rope is None:
-            batch.pop("rope_positions", None)
-        return found
-
-    def of_none(self) -> dict[str, Any]:
-        """What a batch without pictures has more."""
-        return {"visual": self.reader.blank, "blind": True} if self.always else {}
+            numbers = begins.cumsum(-1) * places
+        positions = None if self.rope is None else batch.rope_positions
+        return batch.replace(visual=self.reader.tensors(pictures), picture=numbers, rope_positions=positions)
 
     def of_prompts(self, pictures: Sequence[Any], ids: Tensor, model: Any) -> dict[str, Tensor]:
         """What transformers' generate takes of the pictures of prompts [n, L], on their device."""

@@ -10,18 +10,16 @@ Legend: N scored tokens, n of one tile, V vocabulary, H hidden size.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..errors import InputError
-from ..losses.divergence import DIVERGENCES, by_rollout, discounted, forward_kl, jsd, log_softmax, reverse_kl
-from .forward import LMHead, run, scored_states
-from .head import LogProb, Tile, TileFunction, expectation, kernels, softmax, tiles
-from .stop_outcome import StopOutcome
+from ..losses.divergence import DIVERGENCES, forward_kl, jsd, log_softmax, reverse_kl
+from .head import LogProb, Tile, TileFunction, expectation, kernels, softmax
 
 IMPORTANCE = 2.0
 """Most that a token counts for being likelier now than when it was sampled."""
@@ -37,59 +35,12 @@ def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Te
 # ---- the whole vocabulary
 
 
-@dataclass(frozen=True)
-class TeacherStates:
-    """The teacher's side of a batch: its head and its hidden states [N, H], at the same positions as the student's."""
-
-    head: LMHead
-    hidden: Tensor
-    stop: StopOutcome | None = None  # the student's logits are then merged as well
-
-    @classmethod
-    def of(cls, model: nn.Module, batch: dict, copy_head: bool, stop: StopOutcome | None = None) -> "TeacherStates":
-        """A forward of the teacher. copy_head: its weights are whole inside the forward alone, so they are copied
-        there. Raises InputError where such a head is more than a linear layer."""
-        heads: list[LMHead] = []
-
-        def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
-            heads.append(_copied(head) if copy_head else head)
-            return {"hidden": scored_states(hidden, batch)}
-
-        hidden = run(model, batch, scorer)["hidden"]
-        weight = getattr(heads[0].module, "weight", None)
-        if weight is None or not weight.is_floating_point():  # a quantised head casts by itself
-            return cls(heads[0], hidden, stop)
-        return cls(heads[0], hidden.to(weight.dtype), stop)
+class TeacherLogits(Protocol):
+    """The logits of a teacher at the student's N scored tokens, computed tile by tile."""
 
     def logits(self, rows: slice) -> Tensor:
-        """[n, V of the teacher], which the caller may overwrite."""
-        with torch.no_grad():
-            logits = self.head.logits(self.hidden[rows])
-            logits = logits.clone() if isinstance(self.head.module, nn.Identity) else logits
-            if self.stop:
-                self.stop.merge(logits)
-            return logits
-
-    def tiles(self, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-        """Yield (rows, log-probabilities [n, V] of the teacher), tile by tile."""
-        size = getattr(self.head.module, "out_features", self.hidden.shape[-1])
-        for rows in tiles(self.hidden, size):
-            yield rows, log_softmax(at_temperature(self.logits(rows), temperature))
-
-
-def _copied(head: LMHead) -> LMHead:
-    """The same head with weights of its own. Raises InputError where it is more than a linear layer."""
-    if isinstance(head.module, nn.Identity):
-        return head
-    if (linear := head.plain) is None:
-        raise InputError(
-            "the teacher's head is no plain linear layer (an adapter on it, or quantised): merge it, or do not "
-            "shard or offload the teacher"
-        )
-    own = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], linear.bias is not None, device="meta")
-    for name in dict(own.named_parameters()):
-        setattr(own, name, nn.Parameter(getattr(linear, name).detach().clone(), requires_grad=False))
-    return LMHead(own, own.forward, head.transform)
+        """Return logits [n, V of the teacher] without gradient. The caller may overwrite them."""
+        ...
 
 
 def differentiated(function: Callable[[Tensor, slice], tuple[Tensor, dict[str, Tensor]]]) -> TileFunction:
@@ -107,7 +58,7 @@ def differentiated(function: Callable[[Tensor, slice], tuple[Tensor, dict[str, T
 
 def dense(
     function: Callable[[Tensor, Tensor], Tensor],
-    teacher: TeacherStates,
+    teacher: TeacherLogits,
     targets: Tensor,
     temperature: float,
     ce_coef: float,
@@ -147,7 +98,7 @@ class KL:
     """
 
     reverse: bool  # KL(q, p), else KL(p, q)
-    teacher: TeacherStates
+    teacher: TeacherLogits
     targets: Tensor
     temperature: float
     ce_coef: float
@@ -233,21 +184,20 @@ def beside_cross_entropy(tile: TileFunction, targets: Tensor, ce_coef: float) ->
 
 @dataclass(frozen=True)
 class SampledPolicyGradient:
-    """value = -sg(A) ln q of the sampled tokens, A = share x (ln p - ln q) + extra: with a share of 1 and nothing extra
-    its expected gradient is that of the reverse KL."""
+    """value = -sg(A) ln q of the sampled tokens, A = ln p - ln q + extra: with nothing extra its expected gradient is
+    that of the reverse KL."""
 
     targets: Tensor  # [N], the sampled tokens
     teacher: Tensor  # [N], the teacher's log-probabilities of them at the same temperature
     temperature: float
     vocabulary: int  # of the ids that both models have
-    share: float = 1.0
     extra: Tensor | None = None  # [N], a reward
     sampler: Tensor | None = None  # [N], of `importance`
 
     def __call__(self, logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
         """[n, V] -> Tile of [n]; stats `student`, `teacher`, `entropy`."""
         tile = LogProb(self.targets, self.temperature, True, self.vocabulary)(logits, rows, need_grad, buffer)
-        advantage = self.share * (self.teacher[rows] - tile.value)
+        advantage = self.teacher[rows] - tile.value
         advantage = advantage if self.extra is None else advantage + self.extra[rows]
         advantage = advantage * importance(tile.value, None if self.sampler is None else self.sampler[rows])
         stats = {"student": tile.value, "teacher": self.teacher[rows], "entropy": tile.stats["entropy"]}
@@ -261,9 +211,3 @@ def importance(student: Tensor, sampler: Tensor | None) -> Tensor | float:
     if sampler is None:
         return 1.0
     return (student - sampler).exp().clamp(max=IMPORTANCE).nan_to_num(nan=1.0)
-
-
-def credited(reward: Tensor, owner: Tensor, discount: float) -> Tensor:
-    """Rewards [N] of tokens with those that follow in their rollout, discounted: [N]. owner [N]: whose token it is."""
-    table, where = by_rollout(reward, owner)
-    return discounted(table, discount)[where]

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import datasets
 import torch
@@ -28,26 +28,29 @@ from ..data.prepare import SCORES, prepare
 from ..engines import engine, launch, sequence, sharded
 from ..errors import InputError, named
 from ..generation.by_transformers import warn_if_altered
-from ..generation.server import ServerError
+from ..generation.completions_client import ServerError
 from ..models import layers, load
-from ..models import prepare as policies
-from ..models.frozen import Frozen
+from ..models import policy as policies
+from ..models.frozen import FrozenModel
 from ..scoring import forward
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import choose_layout, trusted_layout
-from ..scoring.layouts import Collator, Example
 from ..scoring.pictures import Pictures
 from ..watch import progress, reporters
 from ..watch.guard import Guard
 from ..watch.progress import LogLastStep, Pace
 from ..watch.threads import crowded
 from ..watch.versions import newer_than_tested
-from . import checkpoint, evaluation, output_dir, rules, same_run, saving, step
+from . import checkpoint, output_dir, rules, same_run, saving, stateful, step
+from .checkpoint import ResumeMixin
 from .config import PostTrainConfig, check_arguments, check_optimizer
-from .loss_units import Losses, Meter
-from .method import Method
+from .evaluation import EvaluationMixin
+from .loss_units import Meter
 from .policy import make_policy
 from .preemption import Preemption
+from .saving import SavingMixin
+from .stateful import Stateful
+from .step import StepMixin
 
 logger = logging.getLogger(__name__)
 Rows: TypeAlias = datasets.Dataset | datasets.IterableDataset | Sequence[dict]
@@ -68,30 +71,17 @@ class _SecondByPosition(abc.ABCMeta):
         return super().__call__(*args, **kwargs)
 
 
-class PostTrainer(Trainer, metaclass=_SecondByPosition):
+class PostTrainer(StepMixin, EvaluationMixin, SavingMixin, ResumeMixin, metaclass=_SecondByPosition):
     """Base of the methods' trainers. Arguments are those of `transformers.Trainer`, plus `peft_config`.
 
     model: a causal LM, or the name or folder of one. processing_class: its tokenizer, loaded with a named model; its
     processor for rows with pictures.
     train_dataset, eval_dataset: rows in any format of `data`: raw, streaming or already tokenised.
     To change a loss, override `losses`, which training and evaluation both read (an own `compute_loss` only trains).
-    What stands in its metrics has no gradient.
+    What stands in its metrics has no gradient. `TrainerInterface` has the methods that a subclass defines, and the
+    mixins those that replace methods of `transformers.Trainer`.
     Raises InputError for a mistake in the arguments or the data.
     """
-
-    loss_is_scaled_for_ga = True  # HF reads it: it must not divide by the accumulation steps once more
-    config_class: ClassVar[type[PostTrainConfig]]
-    method: ClassVar[Method]  # the row of the table of methods: that of `config_class`
-    reads: ClassVar[Method]  # the same with the kind of rows that the data hold; in rounds, which make others, prompts
-    rows_ran_out = False  # in rounds: did one give no rows, so that training ended?
-    reference_moves = False  # is the reference another one in each round?
-    collator_class: ClassVar[type[Collator]] = Collator
-    args: Any
-    model: Any
-    model_wrapped: Any
-    data_collator: Any
-    has_trained = False  # did the last `train` take a step? A finished run that is resumed takes none
-    saved_step: int | None = None  # of the newest checkpoint in output_dir that this run goes on from or has saved
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -129,10 +119,8 @@ class PostTrainer(Trainer, metaclass=_SecondByPosition):
         self.new_adapter = getattr(peft_config, "init_lora_weights", None) in (True, "gaussian")
         self.meters, self.pace = {"train": Meter(), "eval": Meter()}, Pace()
         self.scored = [forward.causal_lm(model)]
-        self.second_models: Sequence[Frozen] = ()
-        self.kept_in_checkpoints: list[Any] = []
-        """What else a run goes on from: each with save(folder), begin_run(folder or None) and, before a save after an
-        error, give_up(steps done), on all ranks."""
+        self.second_models: Sequence[FrozenModel] = ()
+        self.stateful: dict[str, Stateful] = {}  # what checkpoints store besides, by name
         self.recipe: dict[str, Any] | None = None  # that the command was given, for W&B
         self.described: dict[str, Any] = {}  # `same_run.describe` of the last `train`, where checkpoints are written
         layout = choose_layout(self.scored, args.layout, args.max_length)
@@ -168,31 +156,6 @@ class PostTrainer(Trainer, metaclass=_SecondByPosition):
         self.add_callback(self.preemption)
         self.add_callback(self.guard)
         self.ready = self.scoring_checked = False
-
-    # ---- what a method defines
-
-    @staticmethod
-    def examples(row: dict) -> list[Example]:
-        """The examples of a prepared row: a prompt and its branches, with more columns where the losses need them."""
-        raise NotImplementedError
-
-    def losses(self, model: nn.Module, batch: dict[str, Any]) -> Losses:
-        """The losses of a micro-batch, in training and in evaluation."""
-        raise NotImplementedError
-
-    def prepare_window(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """What a method needs of all micro-batches of an optimizer step before the first of them; all ranks call it."""
-        return batches
-
-    def prepare_evaluation(self) -> None:
-        """What a method needs before it evaluates; all ranks call it."""
-
-    def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
-        """The last word on the means of a logging interval ("train") or an evaluation ("eval", `loss` among them)."""
-        return metrics
-
-    def learn_of_rows(self, rows: Any) -> None:
-        """What a method takes of prepared training rows before it trains on them, such as the number of each label."""
 
     # ---- data
 
@@ -279,7 +242,7 @@ class PostTrainer(Trainer, metaclass=_SecondByPosition):
 
     # ---- scoring
 
-    def set_second_models(self, seconds: Sequence[Frozen]) -> None:
+    def set_second_models(self, seconds: Sequence[FrozenModel]) -> None:
         """Other models score the same batches, or no longer do: their layout must suit them too."""
         self.second_models = seconds
         for second in seconds:
@@ -369,8 +332,7 @@ class PostTrainer(Trainer, metaclass=_SecondByPosition):
         self.described = same_run.describe(self) if self.args.should_save else {}
         resume_from_checkpoint = checkpoint.find_resumed(self, resume_from_checkpoint)
         self.saved_step = checkpoint.own_step(self, resume_from_checkpoint)
-        for kept in self.kept_in_checkpoints:
-            kept.begin_run(resume_from_checkpoint)
+        stateful.load(self.stateful, resume_from_checkpoint)
         saving.check_folder(self, self.args.output_dir, self.args.merge_lora)
         if self.args.save_strategy != "no" and self.args.should_save:
             output_dir.check_space(self.args.output_dir, output_dir.least_bytes(self.model))
@@ -437,27 +399,3 @@ class PostTrainer(Trainer, metaclass=_SecondByPosition):
                 meter.set_peak("peak_memory_gib", read[1])
             logs |= self.finish_metrics("train", meter.averages(self.accelerator))
         super().log(logs, start_time)
-
-    # ---- methods that are functions of other modules
-
-    _init_training_state = checkpoint.init_training_state
-    get_batch_samples = step.get_batch_samples
-    next_window = step.next_window
-    _prepare_inputs = step.prepare_inputs
-    weights = step.weights
-    score = step.score
-    generate = step.generate
-    compute_loss = step.compute_loss
-    training_step = step.training_step
-    prediction_step = evaluation.prediction_step
-    _maybe_log_save_evaluate = evaluation.log_save_evaluate
-    evaluation_loop = evaluation.evaluation_loop
-    evaluate_rows = evaluation.evaluate_rows
-    _get_dataloader = evaluation.get_dataloader
-    save_model = saving.save_model
-    create_model_card = saving.create_model_card
-    _save = saving.save_files
-    _save_checkpoint = saving.save_checkpoint
-    _load_from_checkpoint = saving.load_from_checkpoint
-    _load_optimizer_and_scheduler = saving.load_optimizer_and_scheduler
-    _load_best_model = saving.load_best_model

@@ -16,7 +16,6 @@ import torch
 import xxhash
 from accelerate.utils import gather_object
 from safetensors import SafetensorError, safe_open
-from transformers import Trainer
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import has_length, sort_checkpoints
 
@@ -25,6 +24,7 @@ from ..errors import InputError, named, nearest_path
 from ..watch import reporters
 from ..watch.symptoms import listed
 from . import same_run
+from .interface import TrainerInterface
 from .rules import WEIGHTS_ALONE
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ _PARTS = {  # what a checkpoint holds, under the names of each engine
     "random state": ("rng_state*.pth",),
 }
 _FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # torch's variable: torch.load unpickles no code, whoever calls it
-_OTHERS_READ = ("config.json", "adapter_config.json", "latest", "round.json")
-_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".parquet")
+_OTHERS_READ = ("config.json", "adapter_config.json", "latest")
+_TENSORS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
 
 
 # ---- written
@@ -124,7 +124,7 @@ def _state(checkpoint: Path) -> dict[str, Any]:
     return state.get("stateful_callbacks", {}).get(LAUNCH) or {}
 
 
-def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
+def find_resumed(trainer: Any, wanted: str | bool | None) -> str | None:
     """The folder that `train(resume_from_checkpoint=wanted)` means: a folder, "auto" or True; None is a fresh start.
 
     Raises InputError on all ranks where True finds none, where machines do not share one, and where this run could not
@@ -140,7 +140,7 @@ def find_resumed(trainer: Any, wanted: str | bool | None) -> str | bool | None:
             logger.info("no complete checkpoint in %s: a fresh start", folder)
         wanted = found
     if not isinstance(wanted, str):
-        return wanted
+        return None
     # each machine looks at its own disk, and all ranks hear what is wrong with any
     problems = gather_object([next(obstacles(trainer, Path(wanted)), None)])
     if problem := next(filter(None, problems), None):
@@ -288,31 +288,6 @@ def _find_best(state: Any, output_dir: str, resumed: Path) -> str | None:
     return None
 
 
-def init_training_state(self: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
-    """HF's: passes done, and micro-batches of the next to skip. A resumed run logs, evaluates and saves as often as it
-    is told now, its callbacks go on where they were, and its best checkpoint is found. HF takes all steps of a stream
-    for its first pass; but `epoch` counts those done, and each step since as 1 / max_steps.
-
-    Raises InputError where the checkpoint has taken more steps than this run shall take.
-    """
-    found, checkpoint = Trainer._init_training_state(self, *args, **kwargs), args[3]
-    if self.state.global_step > (planned := self.state.max_steps):
-        raise InputError(
-            f"the checkpoint {checkpoint} is of step {self.state.global_step}, and this run takes {planned}: raise "
-            "max_steps or num_train_epochs, or train into another output_dir"
-        )
-    if checkpoint is not None:
-        self.state.compute_steps(self.args, planned)  # how often it logs, evaluates and saves may change
-        _restore_callbacks(self)
-        self.state.best_model_checkpoint = _find_best(self.state, self.args.output_dir, Path(checkpoint))
-    if checkpoint is None or has_length(self.train_dataset):
-        return found
-    whole = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
-    if (steps := round((self.state.epoch or 0) * whole)) == self.state.global_step:
-        return found  # in the first pass
-    return steps // whole, 0 if self.args.ignore_data_skip else steps % whole * self.args.gradient_accumulation_steps
-
-
 def _restore_callbacks(trainer: Any) -> None:
     """Give the callbacks what they had counted when the checkpoint was written, such as the patience of early stopping.
     What they were given when they were made stays as it is now."""
@@ -371,3 +346,33 @@ def without_pickled_code(trainer: Any) -> Iterator[None]:
         ) from error
     finally:
         os.environ.pop(_FORCED) if before is None else os.environ.update({_FORCED: before})
+
+
+class ResumeMixin(TrainerInterface):
+    """The state from which `PostTrainer` starts or resumes."""
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        """Return the passes that are done, and the micro-batches of the next pass to skip.
+
+        A resumed run logs, evaluates and saves as often as its own options say, its callbacks continue, and its best
+        checkpoint is found. Trainer takes all steps of a stream as its first pass; but `epoch` counts the passes that
+        are done, and each step since then as 1 / max_steps. Raises InputError where the checkpoint is of a later step
+        than the last one of this run.
+        """
+        found, checkpoint = super()._init_training_state(*args, **kwargs), args[3]
+        if self.state.global_step > (planned := self.state.max_steps):
+            raise InputError(
+                f"the checkpoint {checkpoint} is of step {self.state.global_step}, and this run takes {planned}: raise "
+                "max_steps or num_train_epochs, or train into another output_dir"
+            )
+        if checkpoint is not None:
+            self.state.compute_steps(self.args, planned)  # how often it logs, evaluates and saves may change
+            _restore_callbacks(self)
+            self.state.best_model_checkpoint = _find_best(self.state, self.args.output_dir, Path(checkpoint))
+        if checkpoint is None or has_length(self.train_dataset):
+            return found
+        whole = json.loads(Path(checkpoint, "trainer_state.json").read_text(encoding="utf-8"))["max_steps"]
+        if (steps := round((self.state.epoch or 0) * whole)) == self.state.global_step:
+            return found  # in the first pass
+        skipped = 0 if self.args.ignore_data_skip else steps % whole
+        return steps // whole, skipped * self.args.gradient_accumulation_steps

@@ -1,7 +1,4 @@
-"""How PostTrainer evaluates: the training losses without gradient, added up exactly over the whole set.
-
-Each function is a method of PostTrainer that takes the place of the one of that name of HF's Trainer.
-"""
+"""How PostTrainer evaluates: the training losses without gradient, added up exactly over the whole set."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from transformers import Trainer
 
+from ..batching.micro_batch import MicroBatch
 from ..engines import engine
 from ..engines.row_weights import weigh_rows
 from ..errors import InputError
@@ -18,86 +15,93 @@ from ..generation.exact_match import exact_match
 from ..generation.rollout import forked
 from ..scoring import forward
 from ..scoring.layouts import IGNORE
+from .interface import TrainerInterface
 from .loss_units import Meter
 
 
-def prediction_step(
-    self: Any, model: nn.Module, inputs: dict, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-) -> tuple[Tensor | None, Any, Any]:
-    """The losses of a micro-batch, added up; its mean loss, and predictions for `compute_metrics`."""
-    given, inputs = inputs, self._prepare_inputs(weigh_rows(inputs, self.accelerator))
-    if "attention_mask" in given and "inputs" in self.args.include_for_metrics:
-        # HF gives this to `compute_metrics`, and wants a row for each example: of a pair the chosen answer, -100 behind
-        ids = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, IGNORE)
-        given["input_ids"] = ids.view(len(inputs["index"]), -1, ids.shape[-1])[:, 0]
-    with torch.no_grad(), self.compute_loss_context_manager():
-        losses = self.losses(model, inputs)
-        self.meters["eval"].add_losses(losses)
-        self.meters["eval"].add("loss", losses.values, losses.weights)
-        mean = losses.summed / losses.weights.sum().clamp(min=1)
-        if prediction_loss_only:
-            return mean, None, None
-        if losses.predictions is None:
-            # labels are where HF has them, one place behind the logits that predict them; rows lack their last token
-            logits, labels = full_logits(model, inputs), inputs["shift_labels"]
-            return mean, pad(logits, (0, 0, 0, 1)), pad(labels, (1, 0), value=IGNORE)
-        return mean, losses.predictions, losses.labels
-
-
-def get_dataloader(self: Any, dataset: Any, *args: Any, **options: Any) -> Any:
-    """HF's. For evaluation and `predict` it takes raw rows too, reads them in order, and lays out a row for each
-    example where somebody gets rows of logits: `compute_metrics`, or who calls `predict`."""
-    if options.get("is_training"):
-        return Trainer._get_dataloader(self, dataset, *args, **options)
-    collator, rows = self.data_collator, self.without_scores(self.prepare(dataset, self.tokenizer, self.args, "eval"))
-    predicting = "test" in (*args, options.get("description")) or "inputs" in self.args.include_for_metrics
-    if self.compute_metrics is not None or predicting:
-        self.data_collator = replace(collator, layout="padded")
-    options["dataloader_key"] = None  # not kept, since HF keeps loaders by a name that such rows lack
-    drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # an option for training
-    try:
-        return Trainer._get_dataloader(self, rows, *args, **options)
-    finally:
-        self.data_collator, self.args.dataloader_drop_last = collator, drop_last
-
-
-def log_save_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
-    """HF's. Raises InputError where evaluation has no `metric_for_best_model`, which the schedule may follow too."""
-    try:
-        Trainer._maybe_log_save_evaluate(self, *args, **kwargs)
-    except KeyError as error:
-        if "metric_for_best_model" not in str(error):
-            raise
-        raise InputError(error.args[0]) from error
-
-
-def evaluation_loop(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-    """HF's loop, with means over the whole set instead of means of batch means."""
-    if not self.ready and engine.changes_weights(self.accelerator):
-        raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
-    self.check_scoring(self.model_wrapped)
-    # what training draws for its dropout does not depend on how often it is evaluated
-    with self.pace.paused(), forked(self.args.device):
-        self.prepare_evaluation()
-        output, metrics = self.evaluate_rows(dataloader, *args, **kwargs)
-        if self.args.eval_exact_match:
-            metrics["exact_match"] = exact_match(self, dataloader.dataset)
-    prefix = kwargs.get("metric_key_prefix", "eval")
-    output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
-    return output
-
-
-def evaluate_rows(self: Any, dataloader: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
-    """HF's output, and the exact means of losses and metrics over the rows of a loader."""
-    self.meters["eval"] = Meter()
-    output = Trainer.evaluation_loop(self, dataloader, *args, **kwargs)
-    return output, self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))
-
-
-def full_logits(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+def full_logits(model: nn.Module, batch: MicroBatch) -> Tensor:
     """Return the logits of a batch, [R, L, V], for `compute_metrics`. Training does not make them."""
 
     def scorer(head: forward.LMHead, hidden: Tensor) -> dict[str, Tensor]:
         return {"logits": head.logits(hidden)}
 
     return forward.run(model, batch, scorer)["logits"]
+
+
+class EvaluationMixin(TrainerInterface):
+    """Methods of `PostTrainer` for evaluation."""
+
+    def prediction_step(  # type: ignore[override]
+        self, model: nn.Module, inputs: MicroBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Add the losses of a micro-batch to the meter. Return its mean loss, and predictions for `compute_metrics`."""
+        given = inputs
+        inputs = weigh_rows(inputs, self.accelerator).to(self.args.device)
+        if inputs.attention_mask is not None and "inputs" in self.args.include_for_metrics:
+            # Trainer gives these to `compute_metrics`, a row for each example: of a pair the chosen answer, then -100
+            ids = inputs.input_ids.masked_fill(inputs.attention_mask == 0, IGNORE)
+            given.input_ids = ids.view(len(inputs.index), -1, ids.shape[-1])[:, 0]
+        with torch.no_grad(), self.compute_loss_context_manager():
+            inputs = self.prepare_evaluation_batch(inputs)
+            losses = self.losses(model, inputs)
+            self.meters["eval"].add_losses(losses)
+            self.meters["eval"].add("loss", losses.values, losses.weights)
+            mean = losses.summed / losses.weights.sum().clamp(min=1)
+            if prediction_loss_only:
+                return mean, None, None
+            if losses.predictions is None:
+                # labels are where Trainer has them, one place after the logits that predict them; the last token of a
+                # row is missing
+                logits, labels = full_logits(model, inputs), inputs.shift_labels
+                return mean, pad(logits, (0, 0, 0, 1)), pad(labels, (1, 0), value=IGNORE)
+            return mean, losses.predictions, losses.labels
+
+    def _get_dataloader(self, dataset: Any, *args: Any, **options: Any) -> Any:
+        """Return the dataloader of Trainer.
+
+        For evaluation and `predict` the rows may be raw, and are read in order; each example is a row of the batch
+        where `compute_metrics` or the caller of `predict` gets rows of logits.
+        """
+        if options.get("is_training"):
+            return super()._get_dataloader(dataset, *args, **options)
+        collator = self.data_collator
+        rows = self.without_scores(self.prepare(dataset, self.tokenizer, self.args, "eval"))
+        predicting = "test" in (*args, options.get("description")) or "inputs" in self.args.include_for_metrics
+        if self.compute_metrics is not None or predicting:
+            self.data_collator = replace(collator, layout="padded")
+        options["dataloader_key"] = None  # not kept, since HF keeps loaders by a name that such rows lack
+        drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # an option for training
+        try:
+            return super()._get_dataloader(rows, *args, **options)
+        finally:
+            self.data_collator, self.args.dataloader_drop_last = collator, drop_last
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Log, save and evaluate as Trainer does. Raises InputError where evaluation lacks `metric_for_best_model`."""
+        try:
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+        except KeyError as error:
+            if "metric_for_best_model" not in str(error):
+                raise
+            raise InputError(error.args[0]) from error
+
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        """HF's loop, with means over the whole set instead of means of batch means."""
+        if not self.ready and engine.changes_weights(self.accelerator):
+            raise InputError("FSDP2 and DeepSpeed cannot evaluate before train(): set eval_on_start: true instead")
+        self.check_scoring(self.model_wrapped)
+        # what training draws for its dropout does not depend on how often it is evaluated
+        with self.pace.paused(), forked(self.args.device):
+            self.prepare_evaluation()
+            output, metrics = self.evaluate_rows(dataloader, *args, **kwargs)
+            if self.args.eval_exact_match:
+                metrics["exact_match"] = exact_match(self, dataloader.dataset)
+        prefix = kwargs.get("metric_key_prefix", "eval")
+        output.metrics.update({f"{prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def evaluate_rows(self, dataloader: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, float]]:
+        """HF's output, and the exact means of losses and metrics over the rows of a loader."""
+        self.meters["eval"] = Meter()
+        output = super().evaluation_loop(dataloader, *args, **kwargs)
+        return output, self.finish_metrics("eval", self.meters["eval"].averages(self.accelerator))

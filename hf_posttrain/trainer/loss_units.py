@@ -30,12 +30,6 @@ class Losses:
         return (self.values * self.weights).sum()
 
 
-def row_weights(batch: dict[str, Any]) -> Tensor:
-    """1 for each row that counts, 0 for rows that only fill up a last batch: [rows], on the batch's device."""
-    given, device = batch.get("row_weights"), batch["index"].device
-    return torch.ones(len(batch["index"]), device=device) if given is None else given.to(device)
-
-
 def sum_and_count(values: Tensor, weights: Tensor) -> Tensor:
     """[sum of values x weights, sum of weights] of one shape; weight 0 leaves a value out even where it is NaN."""
     return torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])

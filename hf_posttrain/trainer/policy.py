@@ -6,7 +6,7 @@ from torch import nn
 from transformers import set_seed
 
 from ..engines import launch, sequence
-from ..models.prepare import prepare_policy
+from ..models.policy import prepare_policy
 from ..scoring import forward
 from . import saving
 from .router import router_coef

@@ -16,48 +16,23 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import GenerationConfig, PreTrainedModel, Trainer
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..engines import engine, sharded
 from ..errors import InputError
-from ..generation.transfer import hub_weights
 from ..models.adapters import adapted_layers, adapter_shape
-from ..models.prepare import generation_config, own_rates
+from ..models.hub_weights import hub_weights
+from ..models.policy import generation_config, own_rates
 from ..models.reference import without_reference_adapter
 from ..scoring import forward
-from . import checkpoint, rules
+from . import checkpoint, rules, stateful
 from .checkpoint import loading
+from .interface import TrainerInterface
 from .output_dir import check_space, least_bytes, writing
 
 # in the README.md of a run where `report.card` wrote it
 CARD_MARKER = "<!-- written by hf_posttrain; remove this line to keep your own text from being replaced -->"
 _WHOLE = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-
-
-# ---- methods of PostTrainer, in the place of those of HF's Trainer
-
-
-def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """Every weight under every engine, read again and compared; merged where merge_lora says so. All ranks call it.
-
-    Raises RuntimeError where that is not the whole model, InputError where adapter and model would share a folder.
-    """
-    folder = output_dir or self.args.output_dir
-    # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
-    merged = self.args.merge_lora and not (_internal_call and output_dir)
-    check_folder(self, folder, merged)
-    with writing(folder), own_rates(self.model):
-        if self.args.should_save:  # a tokenizer without a chat template leaves that of an earlier run there
-            Path(folder, "chat_template.jinja").unlink(missing_ok=True)
-            shutil.rmtree(Path(folder, "additional_chat_templates"), ignore_errors=True)
-        if merged:
-            save_merged(self, folder)
-        else:
-            self._save(folder, _tied_once(self.model, whole_state(self, isinstance(self.model, peft.PeftModel))))
-            if self.args.should_save:
-                check_saved(self.model, folder)
-    if self.args.push_to_hub and not _internal_call:
-        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
 def _tied_once(model: Any, state: dict[str, Tensor] | None) -> dict[str, Tensor] | None:
@@ -67,50 +42,6 @@ def _tied_once(model: Any, state: dict[str, Tensor] | None) -> dict[str, Tensor]
     return state and {name: tensor for name, tensor in state.items() if names.get(name, name) == name}
 
 
-def save_files(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-    """HF's, and the generation config with the trained turn end, next to an adapter too."""
-    folder = Path(output_dir or self.args.output_dir)
-    exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
-    generation = generation_config(self.model, self.terminal_ids)  # before HF refuses to save it
-    with without_reference_adapter(self.model, state_dict) as state_dict:
-        Trainer._save(self, output_dir, state_dict)
-        if not self.args.should_save:
-            return
-        if isinstance(self.model, peft.PeftModel) and (trained := trained_base(self.model)):
-            # weights of the base that are trained too: PEFT loads them from the adapter's file, and saves none
-            state = state_dict or self.model.state_dict()
-            file = adapter_folder(self.model, folder) / "adapter_model.safetensors"
-            added = {name: state[name].detach().cpu().contiguous() for name in trained}
-            save_file(load_file(file) | added, file, metadata={"format": "pt"})
-    generation.save_pretrained(folder)
-    # config.json has the dtype of the model in memory; weights that were saved in float32 are to be loaded so
-    if exact and (file := folder / "config.json").exists():
-        config = json.loads(file.read_text(encoding="utf-8"))
-        if config.get("dtype") in ("bfloat16", "float16"):
-            file.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
-
-
-def save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
-    """HF's, into a folder that gets its name when it is complete; its time is not training time."""
-    run = self.args.output_dir
-    with self.pace.paused(), writing(run), checkpoint.complete_or_invisible(self) as folder:
-        # HF asks for the folder of checkpoints, and pushes while it saves: here that comes later
-        self._get_output_dir, self._push_from_checkpoint = (lambda trial: folder), (lambda folder: None)
-        try:
-            if self.args.should_save:
-                check_space(run, least_bytes(self.model))
-            Trainer._save_checkpoint(self, model, trial)
-            if _adapter_in_fsdp(self):
-                remove_engine_copies(self, Path(folder, f"checkpoint-{self.state.global_step}"))
-            for kept in self.kept_in_checkpoints:
-                kept.save(f"{folder}/checkpoint-{self.state.global_step}")
-        finally:
-            del self._get_output_dir, self._push_from_checkpoint
-    self.saved_step = self.state.global_step
-    if self.args.push_to_hub:
-        self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
-
-
 def keep_last_step(trainer: Any) -> str:
     """Save a checkpoint of the last whole step, in which the weights are still, and say so: after an error that all
     ranks have. Nothing where checkpoints are not wanted."""
@@ -118,8 +49,6 @@ def keep_last_step(trainer: Any) -> str:
     if trainer.args.save_strategy == "no" or not step:
         return ""
     if trainer.saved_step != step:
-        for kept in trainer.kept_in_checkpoints:
-            kept.give_up(step)
         trainer._save_checkpoint(trainer.model_wrapped, None)
     return f"; checkpoint-{step} is saved: the same command with train.resume_from_checkpoint=auto goes on"
 
@@ -153,35 +82,6 @@ def load_cut_adapter(policy: peft.PeftModel, checkpoint: str) -> None:
                 weight.copy_(value)
 
 
-def load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-    """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
-    if _loads_pretrained(self):
-        own = self.model if model is None else model
-        with loading(resume_from_checkpoint):
-            loaded = type(own).from_pretrained(resume_from_checkpoint, config=own.config, dtype="auto")
-            own.load_state_dict(loaded.state_dict())
-        return
-    with loading(resume_from_checkpoint):
-        if _adapter_in_fsdp(self) and not any(Path(resume_from_checkpoint).glob("pytorch_model_fsdp*")):
-            load_cut_adapter(forward.unwrapped(model or self.model_wrapped), resume_from_checkpoint)
-            return
-        Trainer._load_from_checkpoint(self, resume_from_checkpoint, model)
-
-
-def load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
-    """HF's; raises InputError for files of another optimizer or model."""
-    with loading(checkpoint):
-        Trainer._load_optimizer_and_scheduler(self, checkpoint)
-
-
-def load_best_model(self: Any) -> None:
-    """HF's leaves out fused experts too, and adapters with another name than default."""
-    if engine.changes_weights(self.accelerator) and not _adapter_in_fsdp(self):
-        Trainer._load_best_model(self)
-    else:
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
-
-
 def _loads_pretrained(trainer: Any) -> bool:
     """Is the policy a whole model in one piece, not an adapter and not in an engine's own files?"""
     return isinstance(trainer.model, PreTrainedModel) and not engine.changes_weights(trainer.accelerator)
@@ -191,19 +91,6 @@ def add_tags(model: Any, method: str) -> None:
     """Give a model the tags that `push_to_hub` and the model card write: the library and the method."""
     if hasattr(model, "add_model_tags"):
         model.add_model_tags(["hf_posttrain", method])
-
-
-def create_model_card(self: Any, *args: Any, **kwargs: Any) -> None:
-    """HF's draft, unless the folder has the report's card, which says more. dataset_name: TRL's name of `dataset`."""
-    if "dataset_name" in kwargs:
-        kwargs["dataset"] = kwargs.pop("dataset_name")
-    card = Path(self.args.output_dir, "README.md")
-    if not (card.exists() and CARD_MARKER in card.read_text(encoding="utf-8", errors="replace")):
-        if not args[2:]:  # the third positional argument is tags
-            own = getattr(self.scored[0], "model_tags", None) or []
-            given = kwargs.get("tags") or []
-            kwargs["tags"] = list(dict.fromkeys([*([given] if isinstance(given, str) else given), *own]))
-        Trainer.create_model_card(self, *args, **kwargs)
 
 
 # ---- what is saved
@@ -445,3 +332,119 @@ def in_hub_format(inner: Any, named: Mapping[str, Tensor]) -> dict[str, Weight]:
 def is_cut(weight: Tensor) -> bool:
     """Return whether an engine has left a part of a weight here, or nothing."""
     return hasattr(weight, "ds_id") or isinstance(weight, DTensor) or weight.is_meta
+
+
+class SavingMixin(TrainerInterface):
+    """Methods of `PostTrainer` that save and load."""
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every weight under every engine, read again and compared; merged where merge_lora says so. All ranks call it.
+
+        Raises RuntimeError where that is not the whole model, InputError where adapter and model would share a folder.
+        """
+        folder = output_dir or self.args.output_dir
+        # checkpoints, which are resumed, keep the adapter: HF names a folder for them, and none for push_to_hub
+        merged = self.args.merge_lora and not (_internal_call and output_dir)
+        check_folder(self, folder, merged)
+        with writing(folder), own_rates(self.model):
+            if self.args.should_save:  # a tokenizer without a chat template leaves that of an earlier run there
+                Path(folder, "chat_template.jinja").unlink(missing_ok=True)
+                shutil.rmtree(Path(folder, "additional_chat_templates"), ignore_errors=True)
+            if merged:
+                save_merged(self, folder)
+            else:
+                self._save(folder, _tied_once(self.model, whole_state(self, isinstance(self.model, peft.PeftModel))))
+                if self.args.should_save:
+                    check_saved(self.model, folder)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """HF's, and the generation config with the trained turn end, next to an adapter too."""
+        folder = Path(output_dir or self.args.output_dir)
+        exact = any(tensor.dtype == torch.float32 for tensor in (state_dict or {}).values())
+        generation = generation_config(self.model, self.terminal_ids)  # before HF refuses to save it
+        with without_reference_adapter(self.model, state_dict) as state_dict:
+            super()._save(output_dir, state_dict)
+            if not self.args.should_save:
+                return
+            if isinstance(self.model, peft.PeftModel) and (trained := trained_base(self.model)):
+                # weights of the base that are trained too: PEFT loads them from the adapter's file, and saves none
+                state = state_dict or self.model.state_dict()
+                file = adapter_folder(self.model, folder) / "adapter_model.safetensors"
+                added = {name: state[name].detach().cpu().contiguous() for name in trained}
+                save_file(load_file(file) | added, file, metadata={"format": "pt"})
+        generation.save_pretrained(folder)
+        # config.json has the dtype of the model in memory; weights that were saved in float32 are to be loaded so
+        if exact and (file := folder / "config.json").exists():
+            config = json.loads(file.read_text(encoding="utf-8"))
+            if config.get("dtype") in ("bfloat16", "float16"):
+                file.write_text(json.dumps(config | {"dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """HF's, into a folder that gets its name when it is complete; its time is not training time."""
+        run = self.args.output_dir
+        with self.pace.paused(), writing(run), checkpoint.complete_or_invisible(self) as folder:
+            self.saving_in = folder
+            try:
+                if self.args.should_save:
+                    check_space(run, least_bytes(self.model))
+                super()._save_checkpoint(model, trial)
+                if _adapter_in_fsdp(self):
+                    remove_engine_copies(self, Path(folder, f"checkpoint-{self.state.global_step}"))
+                stateful.save(self.stateful, f"{folder}/checkpoint-{self.state.global_step}", self.args.should_save)
+            finally:
+                self.saving_in = None
+        self.saved_step = self.state.global_step
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(f"{self.args.output_dir}/checkpoint-{self.state.global_step}")
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the folder of checkpoints: while one is saved, the one that has incomplete checkpoints."""
+        return self.saving_in or super()._get_output_dir(trial)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push a checkpoint to the Hub once it is complete. Trainer would push it while it is saved."""
+        if self.saving_in is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """HF copies tensors by name, and so leaves out those that are saved under other names (fused experts)."""
+        if _loads_pretrained(self):
+            own = self.model if model is None else model
+            with loading(resume_from_checkpoint):
+                loaded = type(own).from_pretrained(resume_from_checkpoint, config=own.config, dtype="auto")
+                own.load_state_dict(loaded.state_dict())
+            return
+        with loading(resume_from_checkpoint):
+            if _adapter_in_fsdp(self) and not any(Path(resume_from_checkpoint).glob("pytorch_model_fsdp*")):
+                load_cut_adapter(forward.unwrapped(model or self.model_wrapped), resume_from_checkpoint)
+                return
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load as Trainer does. Raises InputError for files of another optimizer or model."""
+        with loading(checkpoint):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_best_model(self) -> None:
+        """Load the best checkpoint. Trainer leaves out fused experts, and adapters with another name than default."""
+        if engine.changes_weights(self.accelerator) and not _adapter_in_fsdp(self):
+            super()._load_best_model()
+        else:
+            self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write the model card of Trainer, unless the folder has that of the report, which has more.
+
+        dataset_name: the name that TRL has for `dataset`.
+        """
+        if "dataset_name" in kwargs:
+            kwargs["dataset"] = kwargs.pop("dataset_name")
+        card = Path(self.args.output_dir, "README.md")
+        if not (card.exists() and CARD_MARKER in card.read_text(encoding="utf-8", errors="replace")):
+            if not args[2:]:  # the third positional argument is tags
+                own = getattr(self.scored[0], "model_tags", None) or []
+                given = kwargs.get("tags") or []
+                kwargs["tags"] = list(dict.fromkeys([*([given] if isinstance(given, str) else given), *own]))
+            super().create_model_card(*args, **kwargs)

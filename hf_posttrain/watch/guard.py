@@ -15,6 +15,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from ..batching.micro_batch import MicroBatch
 from ..scoring.head import check_promises
 from . import symptoms
 
@@ -32,7 +33,7 @@ class Noted(NamedTuple):
 
     step: int
     loss: Tensor
-    batch: dict[str, Tensor]
+    batch: dict[str, Tensor]  # the fields named in `OF_BATCH`
 
 
 class Guard(TrainerCallback):
@@ -61,7 +62,7 @@ class Guard(TrainerCallback):
         """Begin anew, or with the logs of the checkpoint that training resumes from."""
         self._begin(state.log_history)
 
-    def note(self, loss: Tensor, step: int, batch: dict[str, Any]) -> None:
+    def note(self, loss: Tensor, step: int, batch: MicroBatch) -> None:
         """Remember the loss (a scalar) of a micro-batch; every KEPT of them the device is waited for."""
         if self.broken is None:
             self.pending.append(Noted(step, loss.detach(), {name: batch[name] for name in OF_BATCH if name in batch}))

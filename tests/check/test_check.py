@@ -532,8 +532,8 @@ def test_kl_by_position_is_that_of_full_logits(tmp_path):
     rows = token_rows("opd", 4)
     trainer = trainer_for("opd", student, rows, tmp_path, second=teacher, max_completion_length=SPAN + 8, max_length=99)
     seen = []
-    rolled_out = trainer.roll_out
-    trainer.roll_out = lambda *args: seen.extend(rolled_out(*args)) or seen
+    window = trainer.rollouts.window
+    trainer.rollouts.window = lambda *args: seen.extend(window(*args)) or seen
     found = sampled(trainer, trainer.train_dataset)
     [batch] = seen
     by_position = {}

@@ -25,6 +25,7 @@ from tokenizers_for_tests import byte_tokenizer
 from training_for_tests import METHODS, names_where
 from vision_for_tests import config_of, pictures, processor_of
 
+from hf_posttrain.batching.micro_batch import MicroBatch
 from hf_posttrain.check import memory
 from hf_posttrain.check.placement import (
     QUANTISED,
@@ -161,10 +162,11 @@ def test_quantised_weights(tmp_path, monkeypatch):
     assert found.quantised
 
 
-BATCH = {
-    "input_ids": torch.zeros(2, 16, dtype=torch.long), "position_ids": torch.arange(16).expand(2, -1),
-    "scored": torch.arange(10),
-}  # fmt: skip
+BATCH = MicroBatch(
+    input_ids=torch.zeros(2, 16, dtype=torch.long),
+    position_ids=torch.arange(16).expand(2, -1),
+    scored=torch.arange(10),
+)
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -186,7 +188,8 @@ def test_what_is_kept_grows_with_tokens_and_is_less_with_lora(tmp_path):
     lora.count(BATCH, None)
     assert lora.training(1)[0] < 1.5 * full.training(1)[0]
     once = full.training(0)[0]
-    full.count(BATCH | {name: BATCH[name].repeat(2, 1) for name in ("input_ids", "position_ids")}, None)
+    twice = {name: BATCH[name].repeat(2, 1) for name in ("input_ids", "position_ids")}
+    full.count(BATCH.replace(**twice), None)
     assert full.training(0)[0] == pytest.approx(2 * once, rel=0.01)
 
 
@@ -197,7 +200,7 @@ def test_a_prompts_keys_are_kept_for_each_of_its_answers(tmp_path):
     keys, config = len(batch["segments"]["gathered"]), shapes.inner.config
     tokens = 39 + 3 * 4  # a branch begins with the prompt's last token, and its own last is not scored
     assert keys == 39 + 3 * (39 + 4)
-    shapes.count(batch | {"segments": None}, None)
+    shapes.count(batch.replace(segments=None), None)
     without, cache = shapes.kept, shapes.cache
     shapes.count(batch, None)
     one = 2 * 4 * config.num_key_value_heads * config.head_dim  # bytes of a key and of its value

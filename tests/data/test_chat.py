@@ -12,7 +12,7 @@ from hf_posttrain.data import chat
 from hf_posttrain.data.assistant_mask import assistant_mask
 from hf_posttrain.data.messages import clean_messages
 from hf_posttrain.errors import InputError
-from hf_posttrain.models import prepare as policy
+from hf_posttrain.models import policy as policy
 
 USER, REPLY = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
 MORE, LAST = {"role": "user", "content": "3+3?"}, {"role": "assistant", "content": "6"}

@@ -111,7 +111,7 @@ OF_OPD = {
     "weights": {"token_weights": "top_share", "horizon": {"from": 2, "to": 6, "steps": 4}, "end": 256},
     "residual": {"teacher_top_k": 5, "teacher_rest": "residual", "temperature": 0.8},
     "reward": {"loss_type": "policy_gradient", "num_generations": 2, "token_weights": "cumulative",
-               "reward": {"function": "exact_match", "when": "after"}},
+               "reward": {"function": "exact_match"}},
 }  # fmt: skip
 IN_CI_OF_OPD = {("weights", "fsdp2", True), ("reward", "ddp", True)}
 
@@ -306,7 +306,7 @@ def test_bf16_is_on_in_both_models_with_activation_checkpointing(engine, method)
 def checked(rank, engine, wrong):
     """What the check before the first batch leaves of a deep model in bf16: its layout, and whether its own logits."""
     if wrong:  # packed documents then see each other
-        attention.arguments = lambda model, batch: {"attention_mask": batch.get("attention_mask")}
+        attention.arguments = lambda model, batch: {"attention_mask": batch.attention_mask}
     model = tiny_model(num_hidden_layers=26, layer_types=["full_attention"] * 26)
     trainer = trainer_for(
         "sft", model, token_rows("sft", 8), tempfile.mkdtemp(), bf16=True, learning_rate=1e-3,

@@ -100,8 +100,8 @@ def average(rank, engine):
     )  # fmt: skip
     rollout.generate = fake_generate
     trainer.train()
-    [kept] = trainer.kept_in_checkpoints
-    return {name: average.clone() for name, (average, _) in kept.pairs().items()}
+    pairs = trainer.stateful["teacher_average"].pairs()
+    return {name: average.clone() for name, (average, _) in pairs.items()}
 
 
 def test_a_moving_average_is_the_same_on_all_ranks_and_refused_where_weights_are_cut():

@@ -13,7 +13,7 @@ from models_for_tests import CONFIGS, tiny_model
 
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import batch_size, choose_way, rollout
-from hf_posttrain.generation.rollout import Sampler
+from hf_posttrain.generation.rollout import TokenSampler
 from hf_posttrain.scoring import cpu, forward
 from hf_posttrain.scoring.attention import choose_attention
 from hf_posttrain.scoring.forward import cache_argument
@@ -94,7 +94,7 @@ def test_tokens_are_drawn_from_the_softmax_and_never_with_probability_0(draw, mo
     monkeypatch.setattr(rollout, "draw", draw)
     torch.manual_seed(0)
     logits = torch.tensor([2.0, -torch.inf, 0.5, 1.0, -1.0, -torch.inf, 7.0])
-    drawn = Sampler(0.7, 6)(logits.repeat(200_000, 1))
+    drawn = TokenSampler(0.7, 6)(logits.repeat(200_000, 1))
     expected = torch.softmax(logits[:6] / 0.7, dim=-1)
     found = torch.bincount(drawn, minlength=6) / len(drawn)
     assert (found - expected).abs().max() < 4 * 0.5 / len(drawn) ** 0.5
@@ -124,7 +124,7 @@ def test_logits_that_are_not_finite_are_an_error_and_no_token(broken, way, tempe
     model = tiny_model().eval()
     torch.nn.init.constant_(model.lm_head.weight, broken)
     with torch.no_grad(), pytest.raises(RuntimeError, match="NaN or infinite"):
-        rollout.answer(model, way, [[5, 6], [7]], 3, [0], 0, Sampler(temperature, 250))
+        rollout.answer(model, way, [[5, 6], [7]], 3, [0], 0, TokenSampler(temperature, 250))
 
 
 # ---- the proof that answers are the model's own
@@ -177,7 +177,7 @@ def test_a_model_whose_cache_is_wrong_is_refused(monkeypatch):
 @pytest.mark.parametrize("temperature", [None, 1.0])
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_broken_logits_are_told_greedy_and_sampled(temperature, broken, monkeypatch):
-    sampler = Sampler(temperature, 300)
+    sampler = TokenSampler(temperature, 300)
     logits = torch.randn(3, 300)
     logits[1, 7] = broken
     ids = sampler(logits)
@@ -214,7 +214,7 @@ def test_sampling_reads_nothing_at_each_token(monkeypatch):
     model = tiny_model()
     choose_attention(model, torch.device("cpu"))
     with torch.no_grad(), HostReads() as reads:
-        found = rollout.decode(model, PROMPTS, 24, [], Sampler(1.0, 300))
+        found = rollout.decode(model, PROMPTS, 24, [], TokenSampler(1.0, 300))
     assert [len(answer) for answer in found] == [24] * len(PROMPTS)
     assert sum(reads.found.values()) <= 24 // 8 + 2  # and what reading the prompts asks once
 

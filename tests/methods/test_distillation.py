@@ -17,8 +17,6 @@ import hf_posttrain
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.losses.divergence import DIVERGENCES
-from hf_posttrain.scoring import forward as scoring
-from hf_posttrain.scoring.teacher_tiles import credited
 
 OBJECTIVES = ["policy_gradient", *DIVERGENCES]
 
@@ -39,8 +37,9 @@ def test_where_student_and_teacher_end_otherwise_their_ends_are_one_outcome(loss
     config = {"second": teacher, "loss_type": loss_type}
     found = one_step("opd", student, rows, tmp_path, **config)
     trainer = trainer_for("opd", copy.deepcopy(student), rows, tmp_path, **config)
-    assert trainer.stop.ids.tolist() == ends
-    answers = trainer.backend.generate([row["prompt_ids"] for row in rows], (0,), trainer.args.max_completion_length)
+    assert trainer.eos.ids.tolist() == ends
+    sampled = trainer.sampler.sample([row["prompt_ids"] for row in rows], 1, trainer.args.max_completion_length, (0,))
+    answers = [completion.ids for [completion] in sampled]
     assert all(ids[-1] in ends for ids in answers)
     values = []
     for row, ids in zip(rows, answers, strict=True):
@@ -69,7 +68,7 @@ def test_a_student_that_was_saved_has_the_same_stop_outcome(tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert again.generation_config.eos_token_id == [258, 256]
     second = trainer_for("opd", again, rows, tmp_path / "second", second=teacher)
-    assert first.stop.ids.tolist() == second.stop.ids.tolist() == [258, 256]
+    assert first.eos.ids.tolist() == second.eos.ids.tolist() == [258, 256]
 
 
 def test_one_stop_outcome_in_kd_is_of_the_divergence_alone(tmp_path):
@@ -174,7 +173,7 @@ def test_rollouts_train_their_end_and_nothing_after_it(tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
     trainer = trainer_for("opd", tiny_model(), token_rows("opd", 3), tmp_path, second=tiny_model(seed=9))
     batch = next(iter(trainer.get_train_dataloader()))
-    [made] = trainer.roll_out([batch], 0)
+    [made] = trainer.rollouts.window([batch], 0)
     targets = made["shift_labels"].flatten()[made["scored"]]
     for branch in range(3):
         own = targets[made["owner"] == branch].tolist()
@@ -311,8 +310,8 @@ def test_padding_of_the_vocabulary_is_never_sampled_nor_scored(tmp_path):
         student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
     trainer = trainer_for("opd", student, token_rows("opd"), tmp_path, second=teacher, loss_type="policy_gradient")
     assert trainer.vocabulary == 300
-    answers = trainer.backend.generate([[1, 2, 3]] * 300, (0,), trainer.args.max_completion_length)
-    assert max(max(ids) for ids in answers) < 300
+    [answers] = trainer.sampler.sample([[1, 2, 3]], 300, trainer.args.max_completion_length, (0,))
+    assert max(max(answer.ids) for answer in answers) < 300
     free = rollout.generate(trainer.model, [[1, 2, 3]] * 300, 6, trainer.terminal_ids, 256, temperature=1.0)
     assert max(max(ids) for ids in free) >= 300
     trainer.train()
@@ -348,7 +347,7 @@ def test_a_missing_teacher_and_the_student_itself_are_refused(tmp_path):
     ("method", "config", "message"),
     [
         ("opd", {"lmbda": 0.5, "loss_type": "policy_gradient"}, "biased on data"),
-        ("opd", {"loss_type": "kl"}, "is not one of"), ("opd", {"discount": 0.5}, "belongs to loss_type policy_"),
+        ("opd", {"loss_type": "kl"}, "is not one of"), ("opd", {"discount": 0.5}, "OPDConfig has no discount"),
         ("opd", {"temperature": 0.0}, "must be positive"), ("kd", {"temperature": 1e-40}, "must be positive"),
         ("opd", {"lmbda": 1.5}, r"not in \[0, 1\]"), ("kd", {"adam_epsilon": 1e-50}, "must be at least 1e-38"),
         ("opd", {"beta": 0.5}, "interpolation"), ("kd", {"divergence": "kl"}, "is not one of"),
@@ -359,12 +358,6 @@ def test_a_missing_teacher_and_the_student_itself_are_refused(tmp_path):
 def test_contradictions_are_refused(method, config, message, tmp_path):
     with pytest.raises(InputError, match=message):
         trainer_for(method, tiny_model(), token_rows(method), tmp_path, second=tiny_model(seed=9), **config)
-
-
-def test_credit_stays_within_a_rollout():
-    """Two rollouts whose tokens are interleaved in the batch: 1, 2, 4 and 8, 16 with discount 1/2."""
-    reward, owner = torch.tensor([8.0, 1.0, 2.0, 16.0, 4.0]), torch.tensor([1, 0, 0, 1, 0])
-    assert credited(reward, owner, 0.5).tolist() == [8 + 8, 1 + 1 + 1, 2 + 2, 16, 4]
 
 
 def test_evaluation_is_on_policy_whatever_lmbda_says(tmp_path):
@@ -379,16 +372,20 @@ def test_the_tokens_that_both_models_score_are_those_of_the_rollouts(layout, tmp
     config = {"num_generations": 3, "gradient_accumulation_steps": 2, "layout": layout}
     trainer = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=tiny_model(seed=9), **config)
     drawn, scored = [], []
-    generate, losses = trainer.backend.generate, trainer.losses
+    sample, losses = trainer.sampler.sample, trainer.losses
 
     def watched(model, batch):
-        ids = scoring.targets(batch).tolist()
+        ids = batch.targets.tolist()
         owned = [[t for t, own in zip(ids, batch["owner"].tolist(), strict=True) if own == n] for n in range(12)]
         scored.extend(owned)
         return losses(model, batch)
 
-    trainer.backend.generate = lambda *args: (drawn.extend(generate(*args)), drawn)[1]
-    trainer.losses = watched
+    def sampled(*args):
+        groups = sample(*args)
+        drawn.extend(completion.ids for group in groups for completion in group)
+        return groups
+
+    trainer.sampler.sample, trainer.losses = sampled, watched
     trainer.train()
     assert sorted(scored) == sorted(drawn)
     assert len(drawn) == 24
@@ -401,8 +398,8 @@ def test_metrics_count_the_students_own_tokens_alone(tmp_path):
     seen, sampled = [], []
     for lmbda in (0.0, 0.5, 1.0):
         trainer = trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, lmbda=lmbda, **config)
-        roll_out = trainer.roll_out
-        trainer.roll_out = lambda *a, roll_out=roll_out: (sampled.append(roll_out(*a)), sampled[-1])[1]
+        window = trainer.rollouts.window
+        trainer.rollouts.window = lambda *a, window=window: (sampled.append(window(*a)), sampled[-1])[1]
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
         seen.append([{k: v for k, v in log.items() if k.startswith(own)} for log in logs])

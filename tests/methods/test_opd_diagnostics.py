@@ -3,17 +3,19 @@
 import logging
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from models_for_tests import tiny_model
-from training_for_tests import assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
+from training_for_tests import LORA, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 
 from hf_posttrain.generation.rollout import repeated_share
-from hf_posttrain.methods import opd_diagnostics
-from hf_posttrain.methods.opd_diagnostics import BUCKETS, compare, diagnose, is_due, metrics_of, overlap
+from hf_posttrain.methods import opd_metrics
+from hf_posttrain.methods.opd_diagnostics import BUCKETS, Diagnostics, advice, compare, is_due, metrics_of
 from hf_posttrain.scoring.forward import LMHead
-from hf_posttrain.scoring.head import LogitTransform
-from hf_posttrain.scoring.teacher_tiles import TeacherStates
+from hf_posttrain.scoring.head import LogitTransform, Tile
+from hf_posttrain.teachers.eos import MergedEOS
+from hf_posttrain.teachers.local import TeacherStates
 
 N, V, D, T = 6, 40, 5, 0.7
 ENDS, SPECIAL = torch.tensor([3, 7]), torch.tensor([3, 7, 11])
@@ -25,7 +27,8 @@ def test_each_number_is_that_of_its_definition():
     linear = torch.nn.Linear(D, V, bias=False, dtype=torch.float64)
     states, logits = torch.randn(N, D, dtype=torch.float64), torch.randn(N, V, dtype=torch.float64)
     teacher = TeacherStates(LMHead(linear, linear.forward, LogitTransform()), states)
-    found = compare(teacher, T, ENDS, SPECIAL)(logits, slice(0, N), False, torch.empty(0)).stats
+    scratch = [torch.empty_like(logits) for _ in range(3)]
+    found = compare(logits.clone(), teacher.logits(slice(0, N)), T, ENDS, SPECIAL, scratch)
     q, p = torch.softmax(logits / T, -1), torch.softmax(linear(states).detach() / T, -1)
     terms = q * (q / p).log()
     expected = {
@@ -68,15 +71,15 @@ def test_the_share_of_what_is_repeated(ids, share):
 
 
 @pytest.mark.parametrize(
-    ("agreed", "rollouts", "advice"),
+    ("agreed", "rollouts", "expected"),
     [(0.5, "live", "rollouts: frozen is worth a try"), (0.9, "frozen", "rollouts: live teaches more"),
      (0.9, "live", None), (0.5, "frozen", None), (0.5, "replay", None)],
 )  # fmt: skip
-def test_the_advice_on_rollouts(agreed, rollouts, advice):
-    said = overlap({"distill/top1_agreement": agreed, "distill/near_mass": 0.97}, rollouts)
+def test_the_advice_on_rollouts(agreed, rollouts, expected):
+    said = advice({"distill/top1_agreement": agreed, "distill/near_mass": 0.97}, rollouts)
     assert f"the same best token at {agreed:.0%} of" in said
     assert "hold 97% of" in said
-    assert (advice in said) if advice else ("rollouts:" not in said)
+    assert (expected in said) if expected else ("rollouts:" not in said)
 
 
 @pytest.mark.parametrize(("first", "steps"), [(False, [2, 5]), (True, [0, 2, 5])])
@@ -86,27 +89,97 @@ def test_steps_are_due_as_the_log_is(first, steps):
 
 
 def test_where_nothing_was_sampled_nothing_is_said():
-    assert overlap({}, "live") is None
+    assert advice({}, "live") is None
 
 
-def test_steps_that_are_logged_are_looked_at_and_train_as_they_would(tmp_path, monkeypatch, caplog):
+LOSSES = {
+    "reverse_kl": {},
+    "jsd": {"loss_type": "jsd"},
+    "top_k": {"teacher_top_k": 5},
+    "residual": {"teacher_top_k": 5, "teacher_rest": "residual"},
+    "policy_gradient": {"loss_type": "policy_gradient"},
+    "warm": {"temperature": 0.7},
+    "lora": {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **LORA)},
+}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_that_is_logged_trains_as_it_would(name, bf16, tmp_path, monkeypatch):
+    """The student runs once; the teacher does so where the loss reads its whole distribution."""
     fix_rollouts(monkeypatch)
-    rows, steps = token_rows("opd", 8), []
+    rows, steps, forwards = token_rows("opd", 8), [], []
     for diagnostics in (True, False):
-        given = STEPS | {"diagnostics": diagnostics, "second": tiny_model(seed=9)}
-        steps.append(one_step("opd", tiny_model(), rows, tmp_path, **given))
+        models, calls = (tiny_model(), tiny_model(seed=9)), ([], [])
+        for model, called in zip(models, calls, strict=True):
+            model.model.register_forward_pre_hook(lambda module, _, called=called: called.append(module.training))
+        given = STEPS | LOSSES[name] | {"diagnostics": diagnostics, "second": models[1], "bf16": bf16}
+        steps.append(one_step("opd", models[0], rows, tmp_path, **given))
+        forwards.append([*map(len, calls)])
     assert_same_step(*steps, relative=0)
-    looked, found = [], []
-    note = lambda t, b: (looked.append(t.state.global_step), found.append(diagnose(t, b)), found[-1])[-1]  # noqa: E731
-    monkeypatch.setattr(opd_diagnostics, "diagnose", note)
+    assert forwards[0][0] == forwards[1][0]
+    assert forwards[0][1] - forwards[1][1] == (name in ("top_k", "residual", "policy_gradient"))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float64), (torch.float64, torch.float32)], ids=str)
+def test_logits_of_two_dtypes_are_compared_in_the_finer_one(dtypes):
+    logits = [torch.randn(N, V, dtype=dtype) for dtype in dtypes]
+    found = observed(*logits)
+    q, p = (torch.softmax(each.double(), -1) for each in logits)
+    torch.testing.assert_close(found["diagnostics/kl"], (q * (q / p).log()).sum(-1))
+
+
+def test_equal_logits_agree_where_several_tokens_are_best():
+    logits = torch.randint(3, (200, V)).float()
+    assert observed(logits, logits.clone())["diagnostics/agreement"].min() == 1
+
+
+def observed(student, teacher):
+    """The stats that Diagnostics adds to a loss, in tiles of two tokens; it keeps no memory then."""
+    whole = SimpleNamespace(logits=lambda rows: teacher[rows].clone())
+    diagnostics = Diagnostics(whole, len(student), MergedEOS(torch.tensor([], dtype=torch.long)), 1.0, ENDS, SPECIAL)
+    tile = diagnostics.observe(lambda logits, rows, need_grad, buffer: Tile(logits[:, 0], None, {}))
+    tiles = [tile(student[rows].clone(), rows, False, torch.empty(0)) for rows in tiles_of(len(student))]
+    again = tile(student[:2].clone(), slice(0, 2), True, torch.empty(0))  # as a backward may call it
+    assert torch.equal(again.stats["diagnostics/kl"], tiles[0].stats["diagnostics/kl"])
+    assert diagnostics.scratch == []
+    return {name: torch.cat([each.stats[name] for each in tiles]) for name in tiles[0].stats}
+
+
+def tiles_of(count):
+    return [slice(start, min(start + 2, count)) for start in range(0, count, 2)]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_diagnostics_do_not_depend_on_the_loss(name, tmp_path, monkeypatch):
+    fix_rollouts(monkeypatch)
+    logs = []
+    for options in (LOSSES[name], {"temperature": LOSSES[name].get("temperature", 1.0)}):
+        options = STEPS | options | {"max_steps": 1}
+        trainer = trainer_for("opd", tiny_model(), token_rows("opd", 8), tmp_path, second=tiny_model(seed=9), **options)
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    measured = [key for key in logs[0] if key.startswith("position/")] + ["distill/near_mass", "distill/special_share"]
+    assert len(measured) > 8
+    for key in measured:
+        assert logs[0][key] == pytest.approx(logs[1][key], rel=1e-5, abs=1e-7), key
+    if name in ("reverse_kl", "jsd"):  # the part of a rollout up to its first eighth has fewer tokens than all
+        assert logs[1]["distill/top1_agreement"] == logs[0]["distill/top1_agreement"]
+
+
+def test_steps_that_are_logged_are_measured(tmp_path, monkeypatch, caplog):
+    fix_rollouts(monkeypatch)
+    measured = []
+    whole = opd_metrics.metrics_of
+    monkeypatch.setattr(opd_metrics, "metrics_of", lambda *given: measured.append(whole(*given)) or measured[-1])
     given = STEPS | {"max_steps": 7, "logging_steps": 3}
-    trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), **given)
+    trainer = trainer_for("opd", tiny_model(), token_rows("opd", 8), tmp_path, second=tiny_model(seed=9), **given)
     with caplog.at_level(logging.INFO):
         trainer.train()
-    assert looked == [0, 2, 5]  # a micro-batch each; the first for the advice alone
+    assert len(measured) == 2  # a micro-batch each, of steps 2 and 5
     assert caplog.text.count("have the same best token") == 1
-    for measured, log in zip(found[1:], trainer.state.log_history, strict=False):
-        assert log["distill/near_mass"] == pytest.approx(mean(measured["distill/near_mass"]))
+    for found, log in zip(measured, trainer.state.log_history, strict=False):
+        assert log["distill/near_mass"] == pytest.approx(mean(found["distill/near_mass"]))
     assert 0 < log["distill/near_mass"] < 1
     assert log["position/kl_1"] > 0
     assert log["distill/student_entropy"] > 0

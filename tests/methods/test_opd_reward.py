@@ -12,8 +12,8 @@ from training_for_tests import assert_same_step, fix_rollouts, one_step, token_r
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation.graders import exact_match
 from hf_posttrain.methods.opd import OPDConfig
-from hf_posttrain.methods.opd_reward import Reward, group_advantage
-from hf_posttrain.scoring.forward import targets
+from hf_posttrain.rollouts.completion import Completion, Rollout
+from hf_posttrain.rollouts.reward import Reward, group_advantage
 from hf_posttrain.scoring.head import LogProb
 
 CONFIG = {"loss_type": "policy_gradient", "num_generations": 3, "max_completion_length": 6, "learning_rate": 1e-3}
@@ -59,8 +59,8 @@ def by_hand(tmp_path, teacher_share, coef):
     """(loss, gradients) of the first step from the definition, with plain sums."""
     trainer = trainer_for("opd", tiny_model(), token_rows("opd", 4), tmp_path, second=tiny_model(seed=9), **CONFIG)
     data = next(iter(trainer.get_train_dataloader()))
-    [batch] = trainer.roll_out([data], 0)
-    tokens, tokenizer = targets(batch), trainer.tokenizer
+    [batch] = trainer.rollouts.window([data], 0)
+    tokens, tokenizer = batch.targets, trainer.tokenizer
     logps = trainer.score(trainer.model, batch, LogProb(tokens))["value"]
     teacher = trainer.teacher.score(batch, LogProb(tokens))["value"]
     rewards = [float(len(tokenizer.decode(tokens[batch["owner"] == n], skip_special_tokens=True))) for n in range(12)]
@@ -74,27 +74,13 @@ def by_hand(tmp_path, teacher_share, coef):
     return loss.item(), {name: weight.grad for name, weight in trainer.model.named_parameters()}
 
 
-@pytest.mark.parametrize("discount", [0.0, 1e-6])
-def test_the_reward_is_added_to_the_advantage(discount, tmp_path):
+def test_the_reward_is_added_to_the_advantage(tmp_path):
     found = one_step(
-        "opd", tiny_model(), token_rows("opd", 4), tmp_path, second=tiny_model(seed=9), reward=LENGTH,
-        discount=discount, **CONFIG,
-    )  # fmt: skip
+        "opd", tiny_model(), token_rows("opd", 4), tmp_path, second=tiny_model(seed=9), reward=LENGTH, **CONFIG
+    )
     expected = by_hand(tmp_path, 1.0, 0.5)
     assert_same_step((expected[0], found[1]), (expected[0], expected[1]), relative=1e-4)
     assert found[0] == pytest.approx(expected[0], rel=1e-4)
-
-
-def test_after_is_the_teacher_and_then_the_reward_alone(tmp_path):
-    reward = Reward(**LENGTH, when="after", start=0.25)
-    assert [reward.shares(progress) for progress in (0.0, 0.24, 0.25, 1.0)] == [(1.0, 0.0)] * 2 + [(0.0, 0.5)] * 2
-    assert Reward(**LENGTH).shares(0.9) == (1.0, 0.5)
-    first = one_step(
-        "opd", tiny_model(), token_rows("opd", 4), tmp_path, second=tiny_model(seed=9), max_steps=2,
-        reward=LENGTH | {"when": "after"}, **CONFIG,
-    )  # fmt: skip
-    expected = by_hand(tmp_path, 1.0, 0.0)
-    assert_same_step((0.0, first[1]), (0.0, expected[1]), relative=1e-4)
 
 
 def test_rewards_are_logged(tmp_path):
@@ -122,15 +108,16 @@ def test_a_groups_advantage_sums_to_nothing():
 def test_what_a_function_gives_is_checked(function):
     reward = Reward(f"test_opd_reward:{function}")
     with pytest.raises(InputError, match=function):
-        reward.grades(byte_tokenizer(), [{}], [([1], [[2], [3]])])
+        reward.grades(byte_tokenizer(), [{}], [Rollout([1], [Completion([2]), Completion([3])])])
 
 
 @pytest.mark.parametrize(
     ("reward", "config", "said"),
-    [({"coef": 1}, {}, "function is wanted"), ("exact_match", {}, "function is wanted"),
-     ({"function": "exact_match", "weight": 1}, {}, "function is wanted"),
-     ({"function": "exact_match", "when": "never"}, {}, "with"), ({"function": "exact_match", "coef": 0}, {}, "coef"),
-     ({"function": "exact_match", "start": 0.5}, {}, "start is of"),
+    [({"coef": 1}, {}, "requires `function`"), ("exact_match", {}, "requires `function`"),
+     ({"function": "exact_match", "weight": 1}, {}, "requires `function`"),
+     ({"function": "exact_match", "when": "after"}, {}, "were removed"),
+     ({"function": "exact_match", "coef": 0}, {}, "coef"),
+     ({"function": "exact_match", "start": 0.5}, {}, "were removed"),
      ({"function": "exact_match"}, {"loss_type": "reverse_kl"}, "policy_gradient"),
      ({"function": "exact_match"}, {"num_generations": 1}, "num_generations")],
 )  # fmt: skip

@@ -10,7 +10,6 @@ from training_for_tests import assert_same_step, fix_rollouts, one_step, token_r
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
 from hf_posttrain.methods.opd import OPDConfig
-from hf_posttrain.scoring.forward import targets
 from hf_posttrain.scoring.head import LogProb
 
 NEVER = [10_000]
@@ -25,12 +24,14 @@ def opd(tmp_path, rows=12, **config):
 
 
 def watch(trainer):
-    """What each window was trained on: lists of (prompt, rollouts)."""
-    seen, lay_out = [], trainer._lay_out
-    trainer._lay_out = lambda batches, examples, known: (
-        seen.append([(list(e.prompt), [list(b.ids) for b in e.branches]) for e in examples]),
-        lay_out(batches, examples, known),
-    )[1]  # fmt: skip
+    """What each micro-batch was trained on: lists of (prompt, rollouts)."""
+    seen, laid_out = [], trainer.rollouts._laid_out
+
+    def watched(examples, *args):
+        seen.append([(list(e.prompt), [list(b.ids) for b in e.branches]) for e in examples])
+        return laid_out(examples, *args)
+
+    trainer.rollouts._laid_out = watched
     return seen
 
 
@@ -119,11 +120,11 @@ def test_a_step_that_is_not_done_is_not_kept(tmp_path):
     """A lost server ends a run within a step: the checkpoint of the last whole one has no rollouts of the next."""
     trainer = opd(tmp_path, 24, max_steps=4, rollouts="replay")
     trainer.train()
-    kept = trainer.source.state()
-    trainer.source.answer([{"prompt_ids": [5, 6, 7]}], (0,), 4)
-    assert trainer.source.state() == kept
+    kept = trainer.source.state_dict()
+    trainer.source.rollouts([{"prompt_ids": [5, 6, 7]}], (0,), 4)
+    assert trainer.source.state_dict() == kept
     trainer.source.on_step_end(None, trainer.state, None)
-    assert trainer.source.state() != kept
+    assert trainer.source.state_dict() != kept
 
 
 # ---- frozen
@@ -244,10 +245,10 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
         "opd", tiny_model(), token_rows("opd", 4), tmp_path, second=tiny_model(seed=9), token_weights="sign", **config
     )
     trainer = opd(tmp_path, 4, **config)
-    [batch] = trainer.roll_out([next(iter(trainer.get_train_dataloader()))], 0)
-    scores = trainer.compare(trainer.model, batch, None)
+    [batch] = trainer.rollouts.window([next(iter(trainer.get_train_dataloader()))], 0)
+    scores, _ = trainer.distill(trainer.model, batch, None)
     gap = (scores["teacher"] - scores["student"]).detach()
-    logps = trainer.score(trainer.model, batch, LogProb(targets(batch)))["value"]
+    logps = trainer.score(trainer.model, batch, LogProb(batch.targets))["value"]
     (-gap.abs().mean() * gap.sign() * logps).mean().backward()
     gradients = {name: weight.grad for name, weight in trainer.model.named_parameters()}
     assert_same_step((found[0], gradients), found, relative=1e-4)
@@ -258,7 +259,6 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
     [({"token_weights": "top"}, "token_weights"), ({"token_weights": {"name": "top_share", "rho": 1}}, "rho"),
      ({"token_weights": {"name": "top_share", "share": 2}}, "share above 0 and up to 1"),
      ({"token_weights": "sign"}, "sign weighs"),
-     ({"token_weights": "sign", "loss_type": "policy_gradient", "discount": 0.5}, "to which discount adds"),
      ({"token_weights": "bounded", "loss_type": "policy_gradient", "num_generations": 2,
        "reward": {"function": "exact_match"}}, "to which reward adds"),
      ({"rollouts": "replay", "loss_type": "policy_gradient"}, "biased"), ({"fresh": 0.5}, "fresh is an option"),

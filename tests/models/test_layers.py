@@ -80,7 +80,7 @@ def model_of(lora, checkpointed):
 
 def passed(model, batch):
     model.zero_grad()
-    value = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    value = forward.score(model, batch, LogProb(batch.targets))["value"]
     value.sum().backward()
     return value.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
 
@@ -130,7 +130,7 @@ def test_kinds_of_layers_two_models_and_evaluation_are_all_compiled(raised, grap
                 for model in models:
                     passed(model.train(), batch)
                     with torch.no_grad():
-                        forward.score(model.eval(), batch, LogProb(forward.targets(batch)))
+                        forward.score(model.eval(), batch, LogProb(batch.targets))
 
 
 @SLOW

@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 
 import hf_posttrain
 from hf_posttrain.errors import InputError
-from hf_posttrain.models import adapters, prepare
+from hf_posttrain.models import adapters, policy
 from hf_posttrain.models import load as models
 from hf_posttrain.models.section import ModelSection
 from hf_posttrain.scoring import choose_layout
 from hf_posttrain.scoring import forward as scoring
 from hf_posttrain.scoring.layouts import Branch, Example, collate
-from hf_posttrain.scoring.teacher_tiles import TeacherStates
+from hf_posttrain.teachers.local import TeacherStates
 
 
 def tiny_config(vocab_size=300):
@@ -258,7 +258,7 @@ def test_reloaded_model_stops_at_the_trained_turn_end(tmp_path):
     tokenizer = base_tokenizer()  # eos is <|endoftext|> 256, turns end with <|im_end|> 258
     model = AutoModelForCausalLM.from_config(tiny_config())
     model.generation_config.eos_token_id = 2  # of another tokenizer
-    prepare.align_generation(model, tokenizer, [258, 256])
+    policy.align_generation(model, tokenizer, [258, 256])
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -285,7 +285,7 @@ def test_an_adapter_of_another_vocabulary_is_refused(folder, tmp_path):
 def test_adapter_model_and_unsaveable_generation_config(folder, adapter, tmp_path):
     model = models.load_model(ModelSection(folder, adapter=adapter))
     model.generation_config.temperature = 0.6  # without do_sample: HF refuses to save this
-    prepare.align_generation(model, byte_tokenizer(), [258])
+    policy.align_generation(model, byte_tokenizer(), [258])
     model.generation_config.save_pretrained(tmp_path)
     saved = GenerationConfig.from_pretrained(tmp_path)
     assert (saved.eos_token_id, saved.pad_token_id, saved.do_sample) == (258, 256, True)
@@ -475,12 +475,12 @@ def test_a_teacher_with_a_quantised_head_is_scored_through_it():
     scoring.enable_scoring(model)
     batch = collate([Example([5, 6, 7], [Branch([8, 9, 10])])], "shared")
     with torch.no_grad():
-        states = TeacherStates.of(model, batch, copy_head=False)
+        states = TeacherStates.from_model(model, batch, copy_head=False)
         expected = model(input_ids=torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:]
     assert states.hidden.dtype == torch.float32  # not that of the weight
     torch.testing.assert_close(states.logits(slice(None)), expected)
     with pytest.raises(InputError, match="no plain linear layer"):  # where it would have to be copied
-        TeacherStates.of(model, batch, copy_head=True)
+        TeacherStates.from_model(model, batch, copy_head=True)
 
 
 def test_an_8bit_teacher_cannot_be_offloaded(tmp_path):

@@ -60,7 +60,7 @@ FILES = {
     "tab.yaml": "method: sft\n\tmodel: tiny\n",
     "list.yaml": "- method: sft\n",
     "twice.yaml": recipe("sft", "  max_steps: 2\n"),
-    "far.yaml": recipe("opd", "  loss_type: reverse_kl\n  discount: 0.5\n"),
+    "far.yaml": recipe("opd", "  loss_type: reverse_kl\n  reward: {function: exact_match}\n"),
     "best.yaml": recipe("sft", "  load_best_model_at_end: true\n  eval_strategy: epoch\n").replace(
         "train:\n  output", "  eval: {path: rows.jsonl}\ntrain:\n  output"
     ),

@@ -195,7 +195,6 @@ def test_limits_are_of_fields_that_exist(method):
         ("opd", {"loss_type": "policy_gradient", "skew_alpha": 0.2}, ("skew_alpha", "loss_type")),
         ("opd", {"loss_type": "policy_gradient", "lmbda": 0.5}, ("lmbda", "loss_type")),
         ("opd", {"loss_type": "policy_gradient", "beta": 0.5}, ("beta", "loss_type")),
-        ("opd", {"discount": 0.5}, ("discount", "loss_type")),
         ("opd", {"vllm_mode": "server"}, ("vllm_mode", "rollout")),
         ("opd", {"rollout": "vllm", "vllm_server_base_url": "localhost"}, ("vllm_server_base_url", "vllm_mode")),
     ],

@@ -1,5 +1,6 @@
 """Rounds: rows of judged answers are trained as the method trains them, by any engine, resumed or not."""
 
+import io
 import json
 import linecache
 import os
@@ -32,12 +33,13 @@ from hf_posttrain.data.kinds import PREFERENCE, SUPERVISED, UNPAIRED
 from hf_posttrain.data.prepare import prompt_key
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
-from hf_posttrain.generation.server import ServerError
+from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.methods import METHODS as TABLE
 from hf_posttrain.methods import config_class, trainer_class
 from hf_posttrain.rounds import draw, in_rounds, record
 from hf_posttrain.rounds.pairing import Paired, pair_up
 from hf_posttrain.rounds.section import good_from, make_section
+from hf_posttrain.trainer import stateful
 
 KINDS = (SUPERVISED, PREFERENCE, UNPAIRED)
 METHODS = [name for name, row in TABLE.items() if row.rows in KINDS and row.second != "teacher"]
@@ -239,8 +241,8 @@ def test_what_was_sampled_of_a_round_is_found_again(tmp_path, monkeypatch):
     [pieces] = (tmp_path / "broken" / "_rounds").glob("pieces-*")
     assert [file.name for file in pieces.iterdir()] == ["0.json"]
     again = trainer("dpo", tmp_path / "broken")
-    answered, generate = [], again.backend.generate
-    again.backend.generate = lambda asked, *rest: answered.append(len(asked)) or generate(asked, *rest)
+    answered, sample = [], again.sampler.sample
+    again.sampler.sample = lambda asked, *rest: answered.append(len(asked)) or sample(asked, *rest)
     again.train()
     assert answered == [4, 3] + [4, 4, 3] * 2
     for name, weight in weights_of(whole).items():
@@ -321,8 +323,8 @@ def test_a_server_that_is_lost_in_a_round_costs_what_it_had_not_answered(tmp_pat
     with pytest.raises(ServerError, match="the judge is gone; checkpoint-3 is saved"):
         lost.train()
     again = trainer("dpo", tmp_path / "lost", save_strategy="steps", save_steps=100)
-    answered, generate = [], again.backend.generate
-    again.backend.generate = lambda asked, *rest: answered.append(len(asked)) or generate(asked, *rest)
+    answered, sample = [], again.sampler.sample
+    again.sampler.sample = lambda asked, *rest: answered.append(len(asked)) or sample(asked, *rest)
     again.train(resume_from_checkpoint="auto")
     assert answered == [4, 3, 4, 4, 3]
     for name, weight in weights_of(whole).items():
@@ -357,8 +359,8 @@ def test_a_run_that_is_stopped_in_a_round_ends_after_the_piece(call, best, saved
     assert {file.name for file in (tmp_path / "stopped").glob("checkpoint-*")} == saved
     assert ("saving step" in caplog.text) is bool(saved)
     assert "single sample" not in caplog.text
-    answered, generate = [], again.backend.generate
-    again.backend.generate = lambda asked, *rest: answered.append(len(asked)) or generate(asked, *rest)
+    answered, sample = [], again.sampler.sample
+    again.sampler.sample = lambda asked, *rest: answered.append(len(asked)) or sample(asked, *rest)
     again.train(resume_from_checkpoint="auto")
     assert [count for count in answered if count > 2] == left
     for name, weight in weights_of(whole).items():
@@ -523,7 +525,8 @@ def test_answers_to_pictures_train_with_them(method, tmp_path):
     assert all(len(row["images"]) == 1 for row in done.round.rows)
     if method == "dpo":
         assert history(done)[0]["rewards/margins"] == pytest.approx(0, abs=1e-6)
-    kept = datasets.Dataset(datasets.table.InMemoryTable(parquet.read_table(tmp_path / "checkpoint-1/round.parquet")))
+    table = parquet.read_table(io.BytesIO(stateful.read(tmp_path / "checkpoint-1")["round"]["rows"].numpy().tobytes()))
+    kept = datasets.Dataset(datasets.table.InMemoryTable(table))
     assert kept.features == done.round.rows.features
     assert kept.to_list() == done.round.rows.to_list()
 

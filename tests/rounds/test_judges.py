@@ -16,8 +16,8 @@ from tokenizers_for_tests import CHATML, bos_tokenizer, byte_tokenizer, merging_
 from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation import server as http
-from hf_posttrain.generation.server import ServerError
+from hf_posttrain.generation import completions_client as http
+from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.rounds.judges import make_judge
 from hf_posttrain.rounds.judges.models import RewardModel
 from hf_posttrain.rounds.judges.question import Question, question_of

@@ -71,7 +71,7 @@ def varlen(monkeypatch):
 def scored(model, batch):
     """Values of the tokens, branch by branch, and the gradient of all weights."""
     model.zero_grad()
-    values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets))["value"]
     values.sum().backward()
     order = batch["owner"].argsort(stable=True)
     return values.detach()[order], torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -366,8 +366,8 @@ def test_a_trainer_switches_cudnn_off_on_a_gpu(layout, keep_cudnn, monkeypatch, 
     given = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", given.append)
     choose, avoid = attention.choose_attention, attention.avoid_cudnn
-    monkeypatch.setattr("hf_posttrain.models.prepare.choose_attention", lambda model, _: choose(model, GPU))
-    monkeypatch.setattr("hf_posttrain.models.prepare.avoid_cudnn", lambda _: avoid(GPU))
+    monkeypatch.setattr("hf_posttrain.models.policy.choose_attention", lambda model, _: choose(model, GPU))
+    monkeypatch.setattr("hf_posttrain.models.policy.avoid_cudnn", lambda _: avoid(GPU))
     trainer_for("sft", tiny_model(), token_rows("sft"), tmp_path, layout=layout)
     assert given == [False]
 
@@ -451,7 +451,7 @@ def test_flex_attention_is_compiled_for_all_shapes_at_once(name, flex):
     for batch in varied(8):
         lengths.add(batch["input_ids"].shape[1])
         with torch.no_grad():
-            forward.score(model.eval(), batch, LogProb(forward.targets(batch)))
+            forward.score(model.eval(), batch, LogProb(batch.targets))
         scored(model.train(), batch)
     assert len(lengths) >= 3
     assert 1 <= flex["graphs"] <= 4

@@ -43,7 +43,7 @@ def test_an_unknown_softcap_is_found_in_low_precision(dtype, autocast, caplog):
 @pytest.mark.parametrize(("dtype", "autocast"), LOW.values(), ids=LOW)
 def test_a_leaking_layout_is_found_in_low_precision(dtype, autocast, monkeypatch):
     """Packed documents of a model that does not get their bounds."""
-    monkeypatch.setattr(attention, "arguments", lambda _, batch: {"attention_mask": batch.get("attention_mask")})
+    monkeypatch.setattr(attention, "arguments", lambda _, batch: {"attention_mask": batch.attention_mask})
     model = scoring(tiny("opt", scale=3.0), dtype)
     low = torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast)
     with low, pytest.raises(InputError, match="layout=padded"):

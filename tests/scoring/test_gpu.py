@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 from hf_posttrain.scoring import forward, head
 from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.head import LogProb
+from hf_posttrain.teachers import local
+from hf_posttrain.teachers.local import TeacherStates
 
 N, V, D = 23, 3001, 8
 
@@ -107,7 +109,7 @@ def test_rows_without_a_distribution_and_targets_that_are_forbidden_are_those_of
         buffer = torch.full((3, V), 7.0)
         yield LogProb(targets, 0.7, stats=True)(x.clone(), everything, True, buffer)
         for mine, theirs in ((x, good), (good, t), (x, t)):
-            teacher = distill.TeacherStates(identity, theirs)
+            teacher = TeacherStates(identity, theirs)
             for function in (distill.forward_kl, distill.reverse_kl):
                 tile = distill.dense(function, teacher, targets, 0.7, 0.3 if mine is good else 0.0)
                 yield tile(mine.clone(), everything, True, torch.full((3, V), 7.0))
@@ -200,7 +202,7 @@ def test_the_head_with_kernels_is_the_head_in_torch(interpreted, kind, transform
         targets.clamp_(max=289)
     else:
         theirs = forward.LMHead(nn.Identity(), lambda rows: rows.clone(), head.LogitTransform())
-        teacher = distill.TeacherStates(theirs, logits(N, 300, seed=3))
+        teacher = TeacherStates(theirs, logits(N, 300, seed=3))
         function = distill.divergence(kind, None, 0.1)
         tile = distill.dense(function, teacher, targets, 1.0, 0.3)
     weights = torch.ones(N) if promised else None
@@ -228,7 +230,7 @@ def test_a_divergence_without_a_kernel_makes_its_own_buffer(fused):
     """What a GPU keeps for gradients in bf16 is not enough for its sums."""
     hidden, weight, _, targets = states(torch.bfloat16)
     theirs = forward.LMHead(nn.Identity(), lambda rows: rows.clone(), head.LogitTransform())
-    teacher = distill.TeacherStates(theirs, logits(N, 300, seed=3))
+    teacher = TeacherStates(theirs, logits(N, 300, seed=3))
     tile = distill.dense(distill.divergence("jsd", None, 0.1), teacher, targets, 1.0, 0.0)
     values, _, [found] = passes(head.LinearHead(weight, None), hidden, tile, torch.ones(N), (hidden,))
     assert values.isfinite().all()
@@ -319,7 +321,7 @@ def test_the_head_of_a_large_vocabulary_is_few_launches_bound_by_its_products(ki
     if kind in ("kd", "jsd"):
         module = nn.Linear(2048, VOCABULARY, bias=False, device="meta", dtype=torch.bfloat16)
         theirs = forward.LMHead(module, module.forward, head.LogitTransform())
-        teacher = distill.TeacherStates(theirs, torch.empty(TOKENS, 2048, device="meta", dtype=torch.bfloat16))
+        teacher = TeacherStates(theirs, torch.empty(TOKENS, 2048, device="meta", dtype=torch.bfloat16))
         function = distill.divergence("forward_kl" if kind == "kd" else kind, None, 0.1)
         tile = distill.dense(function, teacher, targets, 1.0, 0.0)
     with Cost() as cost:
@@ -361,7 +363,7 @@ def test_logits_without_gradient_are_exact_on_a_gpu(copied, monkeypatch):
     allow_meta(monkeypatch)
     module = nn.Linear(8, 300, bias=False, device="meta", dtype=torch.bfloat16)
     own = forward.LMHead(module, module.forward, head.LogitTransform())
-    own = distill._copied(own) if copied else own
+    own = local._copied(own) if copied else own
     with Cost() as cost, torch.no_grad():
         assert own.logits(torch.empty(4, 8, device="meta", dtype=torch.bfloat16)).dtype == torch.float32
     assert cost.results == {(torch.bfloat16, torch.float32, 300)}

@@ -12,16 +12,16 @@ from hf_posttrain.scoring import teacher_tiles as distill
 from hf_posttrain.scoring.adapted_head import score_tokens_through
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform, LogProb
-from hf_posttrain.scoring.stop_outcome import StopOutcome
 from hf_posttrain.scoring.teacher_tiles import (
     SampledPolicyGradient,
-    TeacherStates,
     beside_cross_entropy,
     dense,
     differentiated,
     divergence,
 )
 from hf_posttrain.scoring.top_tokens import TopTokens, residual, top_k
+from hf_posttrain.teachers.eos import MergedEOS
+from hf_posttrain.teachers.local import TeacherStates
 
 N, V, D = 23, 37, 8
 TRANSFORMS = [H.LogitTransform(*how) for how in ((), (0.25,), (1.0, 5.0), (2.0, 3.0))]
@@ -130,7 +130,7 @@ def test_kl_in_closed_form_equals_autograd(small_tiles, name, temperature, ce_co
     draw = torch.Generator().manual_seed(1)
     theirs = torch.randn(N, size, generator=draw, dtype=torch.float64)
     theirs[3, 5] = theirs[7, 2] = -torch.inf if name == "forward_kl" else 0.0
-    teacher = distill.TeacherStates(LMHead(nn.Identity(), lambda logits: logits.clone(), H.LogitTransform()), theirs)
+    teacher = TeacherStates(LMHead(nn.Identity(), lambda logits: logits.clone(), H.LogitTransform()), theirs)
     tile = distill.dense(distill.divergence(name, 0.3, 0.1), teacher, targets, temperature, ce_coef)
     assert isinstance(tile, distill.KL)
 
@@ -150,7 +150,7 @@ def test_kl_of_close_models_is_not_lost_in_rounding(reverse):
     t = z + 0.01 * torch.randn(8, 5000, generator=draw)
     q, p = (torch.log_softmax(side.double(), -1) for side in (z, t))
     expected = (q.exp() * (q - p)).sum(-1) if reverse else (p.exp() * (p - q)).sum(-1)
-    teacher = distill.TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), t)
+    teacher = TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), t)
     name, targets = "reverse_kl" if reverse else "forward_kl", torch.zeros(8, dtype=torch.long)
     tile = distill.dense(DIVERGENCES[name], teacher, targets, 1.0, 0.0)
     kept = t.clone()
@@ -161,7 +161,7 @@ def test_kl_of_close_models_is_not_lost_in_rounding(reverse):
 
 def test_tiles_behind_an_adapted_head_are_float32_under_autocast():
     hidden, weight, _, targets = tensors(torch.float32, bias=False)
-    teacher = distill.TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), torch.randn(N, V))
+    teacher = TeacherStates(LMHead(nn.Identity(), lambda logits: logits, H.LogitTransform()), torch.randn(N, V))
     tile = distill.dense(DIVERGENCES["forward_kl"], teacher, targets, 1.0, 0.0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         through, stats = score_tokens_through(lambda part: H.LogitTransform()(part @ weight.T), hidden, tile, V)
@@ -297,8 +297,8 @@ def tile_functions(targets, teacher, vocabulary):
         residual(ids, top.float(), targets, 1.0, vocabulary, teacher=own.float()),
         lambda z: reverse_kl_of_top(logp(z), ids, top, picked(z), own, (ids == targets[:, None]).any(-1)),
     )
-    ends = StopOutcome(torch.tensor([7, 11, vocabulary - 1]))
-    found["log_prob with several ends"] = (ends(LogProb(ends.of(targets), stats=True)), picked)
+    ends = MergedEOS(torch.tensor([7, 11, vocabulary - 1]))
+    found["log_prob with several ends"] = (ends.wrap(LogProb(ends.merge_ids(targets), stats=True)), picked)
     found["cross-entropy of the whole head"] = (
         beside_cross_entropy(dense(reverse_kl, states, targets, 1.0, 0.0), targets, 0.3),
         lambda z: 0.7 * reverse_kl(logp(z), p) - 0.3 * picked(z),
@@ -347,8 +347,8 @@ def test_metrics_over_a_real_vocabulary_are_those_of_float64(vocabulary):
     teacher = student + 0.3 * realistic_logits(vocabulary, seed=1)
     q, p = (torch.log_softmax(side.double(), -1) for side in (student, teacher))
     special, ends = torch.tensor([7, 11]), student.argmax(-1)[:2]
-    states = TeacherStates(LMHead(nn.Identity(), lambda rows: rows.clone(), LogitTransform()), teacher)
-    found = opd_diagnostics.compare(states, 1.0, ends, special)(student.clone(), slice(0, 6), False, student).stats
+    scratch = [torch.empty_like(student) for _ in range(3)]
+    found = opd_diagnostics.compare(student.clone(), teacher, 1.0, ends, special, scratch)
     expected = {
         "kl": reverse_kl(q, p), "student_entropy": -(q.exp() * q).sum(-1), "teacher_entropy": -(p.exp() * p).sum(-1),
         "near": p.gather(-1, q.topk(opd_diagnostics.NEAR).indices).exp().sum(-1),

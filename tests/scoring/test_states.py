@@ -50,7 +50,7 @@ def gradient(model):
 def together(model, layout, rows=ROWS):
     """Values of the tokens, branch by branch, and the gradient of their sum."""
     batch = collate(rows, layout, row_multiple=row_multiple([model]))
-    values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets))["value"]
     values.sum().backward()
     return values.detach()[batch["owner"].argsort(stable=True)], gradient(model)
 
@@ -209,7 +209,7 @@ def test_one_long_document_among_short_ones_costs_no_padding():
         batch = collate([Example([5], [Branch([7] * n)]) for n in lengths], "packed", row_multiple=1)
         counted = Kept((*model.parameters(), *model.buffers()))
         with counted.counting():
-            forward.score(model, batch, LogProb(forward.targets(batch)))
+            forward.score(model, batch, LogProb(batch.targets))
         kept[len(lengths)] = counted.bytes
     assert kept[17] < 1.2 * (kept[1] + kept[16])
 

@@ -18,8 +18,8 @@ from training_for_tests import METHODS, fix_rollouts, second_model, token_rows, 
 from transformers import TrainerCallback
 
 import hf_posttrain
+from hf_posttrain.losses.divergence import by_rollout
 from hf_posttrain.scoring import head
-from hf_posttrain.scoring.teacher_tiles import credited
 
 PACKAGE = str(Path(hf_posttrain.__file__).parent)
 TORCH = str(Path(torch.__file__).parent)
@@ -64,7 +64,7 @@ def test_the_watch_sees_what_waits():
         torch.ones(1).item()
     assert not waits.found  # none of ours
     with Waits() as waits:
-        credited(torch.ones(4), torch.tensor([0, 0, 1, 1]), 0.5)
+        by_rollout(torch.ones(4), torch.tensor([0, 0, 1, 1]))
     assert waits.found
 
 
@@ -89,6 +89,6 @@ def test_a_step_waits_for_the_device_in_no_line_of_ours(method, config, tmp_path
         gradient_accumulation_steps=2, per_device_train_batch_size=2, logging_steps=3, **config,
     )  # fmt: skip
     if second is not None:
-        assert bool(getattr(trainer, "stop", False)) == (second.generation_config.eos_token_id == 256)
+        assert bool(getattr(trainer, "eos", False)) == (second.generation_config.eos_token_id == 256)
     trainer.train()
     assert not watched.waits.found

@@ -13,8 +13,8 @@ from training_for_tests import LORA, token_rows, trainer_for
 from urllib3 import Retry, Timeout
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation import server as http
-from hf_posttrain.generation.server import ServerError
+from hf_posttrain.generation import completions_client as http
+from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.models.section import TeacherSection
 
 OPTIONS = {
@@ -80,7 +80,7 @@ def test_a_server_that_starts_again_gets_the_weights_once_more(home, tmp_path, c
         whole = opd(server, tmp_path / "whole", save_strategy="no")
         whole.train()
         trainer, started = opd(server, tmp_path / "again", save_strategy="no"), []
-        sample = trainer.backend._sample
+        sample = trainer.sampler._sample
 
         def killed(*args):  # between the transfer and the rollouts
             if trainer.state.global_step == 3 and not started:
@@ -88,7 +88,7 @@ def test_a_server_that_starts_again_gets_the_weights_once_more(home, tmp_path, c
                 started.append(Running(home / "again", *STARTED, port=server.port, log=home / "again-2.log"))
             return sample(*args)
 
-        trainer.backend._sample = killed
+        trainer.sampler._sample = killed
         try:
             trainer.train()
         finally:

@@ -11,7 +11,7 @@ from served_for_tests import EXACT, saved, served_model, serving
 from training_for_tests import LORA, token_rows, trainer_for
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation import vllm
+from hf_posttrain.rollouts import vllm
 
 TRAINING = {
     "rollout": "vllm", "vllm_mode": "server", "max_steps": 4, "learning_rate": 3e-3, "num_generations": 2,
@@ -47,8 +47,8 @@ def test_whole_weights_arrive_at_every_transfer(tied, qwen, tmp_path, caplog):
     logs = [log for log in trainer.state.log_history if "sampling/kl" in log]
     assert len(logs) == 4
     assert max(log["sampling/logp_difference"] for log in logs) < 1e-4
-    assert list(trainer.backend.folder.iterdir()) == []
-    assert stat.S_IMODE(trainer.backend.folder.stat().st_mode) == 0o700
+    assert list(trainer.sampler.folder.iterdir()) == []
+    assert stat.S_IMODE(trainer.sampler.folder.stat().st_mode) == 0o700
 
 
 def test_whole_weights_of_a_llama_and_adapters_arrive(llama, tmp_path, caplog):
@@ -91,16 +91,21 @@ def test_rollouts_are_drawn_at_the_temperature_by_seed_and_without_padding(qwen,
     student = served_model(seed=3, tie_word_embeddings=False)
     trainer = opd(qwen, tmp_path, student, temperature=0.5, num_generations=64)
     trainer.vocabulary = 200  # as if the teacher had no more
-    trainer.backend.sampling = vllm.sampling(trainer)
-    trainer.backend.synchronise()
-    first = trainer.backend.generate([[5, 6, 7]] * 16, (1, 2), 1)
-    assert first == trainer.backend.generate([[5, 6, 7]] * 16, (1, 2), 1)
-    assert first != trainer.backend.generate([[5, 6, 7]] * 16, (1, 3), 1)
+    trainer.sampler.sampling = vllm.sampling(trainer)
+    trainer.sampler.synchronise()
+
+    def sample(longest, *seed):
+        groups = trainer.sampler.sample([[5, 6, 7]] * 16, 64, longest, seed)
+        return [completion.ids for completions in groups for completion in completions]
+
+    first = sample(1, 1, 2)
+    assert first == sample(1, 1, 2)
+    assert first != sample(1, 1, 3)
     assert max(map(max, first)) < 200
     with torch.no_grad():
         logits = trainer.model(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1, :200]
     expected = torch.softmax(logits / 0.5, -1)
     counts = torch.bincount(torch.tensor(first)[:, 0], minlength=200) / len(first)
     assert (counts - expected).abs().max() < 4 * (0.25 / len(first)) ** 0.5
-    ends = [ids for ids in trainer.backend.generate([[5, 6, 7]] * 16, (1, 2), 40) if 258 in ids]
+    ends = [ids for ids in sample(40, 1, 2) if 258 in ids]
     assert all(ids.index(258) == len(ids) - 1 for ids in ends)

@@ -233,9 +233,9 @@ ODD = {  # options of any method, with values at an edge, of other methods, mach
     "num_train_epochs": [0, 0.001, -1], "label_names": [["a"]], "beta": [0, 0.5, 1e308],
     "loss_type": [[], "sigmoid", "nothing", ["simpo", "sigmoid"]], "label_smoothing": [0.5], "simpo_gamma": [1.0],
     "loss_weights": [[0.0]], "undesirable_weight": [0, -1], "kd_coef": [2], "skew_alpha": [0.5, 1.0], "cpo_alpha": [-1],
-    "teacher_top_k": [1000, 0], "precompute_teacher_top_k": [5, 1000], "discount": [0.9], "fresh": [1.0, 0.0],
+    "teacher_top_k": [1000, 0], "precompute_teacher_top_k": [5, 1000], "fresh": [1.0, 0.0],
     "replay_windows": [1], "horizon": [5, 100], "temperature": [1e-30, 1e308], "max_completion_length": [0, 1, 1024],
-    "reward": [{"function": "exact_match"}, {"function": "exact_match", "when": "after"}, {"function": "nobody"}],
+    "reward": [{"function": "exact_match"}, {"function": "exact_match", "coef": 0.5}, {"function": "nobody"}],
     "packing": [True], "precompute_ref_log_probs": [True], "save_total_limit": [0, 1], "save_steps": [0.5, 0],
     "include_for_metrics": [["loss"]], "dataloader_drop_last": [True], "eval_accumulation_steps": [1],
 }  # fmt: skip

@@ -51,7 +51,7 @@ def scored_alone(model, rows):
 def scored(model, rows, layout):
     """The same as a run has them."""
     batch = collate(rows, layout, row_multiple=row_multiple([model]))
-    values = forward.score(model, batch, LogProb(forward.targets(batch)))["value"]
+    values = forward.score(model, batch, LogProb(batch.targets))["value"]
     return torch.cat([values[batch["owner"] == k] for k in range(len(batch["row"]))])
 
 
@@ -92,7 +92,7 @@ def gradients(model):
         trusted = trusted_layout([model], layout, False, max_length=1024)
         if trusted not in found:
             batch = collate(rows, trusted, row_multiple=row_multiple([model]))
-            grad = of(forward.score(model, batch, LogProb(forward.targets(batch)))["value"])
+            grad = of(forward.score(model, batch, LogProb(batch.targets))["value"])
             found[trusted] = float((grad - expected).norm() / expected.norm())
             yield f"gradient {trusted}", found[trusted]
 
@@ -179,7 +179,7 @@ def trained(model, tmp_path, lora):
 def without_dropout(name, tmp_path):
     """All rates of the config at 0.3, and what is left of them in training."""
     from hf_posttrain.methods import config_class
-    from hf_posttrain.models.prepare import prepare_policy
+    from hf_posttrain.models.policy import prepare_policy
 
     config = tiny(name).config.get_text_config()
     rates = {key: 0.3 for key, value in config.to_dict().items()

@@ -45,7 +45,7 @@ CHANGED = {  # option -> another value of it, where that cannot be told from the
     "loss_type": {"dpo": "ipo", "kto": "bco", "opd": "policy_gradient"}, "divergence": "reverse_kl",
     "loss_weights": [2.0], "desirable_weight": 1.5, "undesirable_weight": 1.5, "rollout": "vllm", "skew_alpha": 0.3,
     "precompute_ref_batch_size": 3, "precompute_teacher_top_k": 4, "num_generations": 2, "generation_batch_size": 1,
-    "lmbda": 0.5, "discount": 0.9, "max_completion_length": 5, "output_dir": None, "eval_accumulation_steps": 1,
+    "lmbda": 0.5, "max_completion_length": 5, "output_dir": None, "eval_accumulation_steps": 1,
     "learning_rate": 5e-4, "num_train_epochs": 7, "adam_beta1": 0.8, "adam_beta2": 0.9, "weight_decay": 0.1,
     "greater_is_better": False, "packing": True, "dataset_text_field": "other", "report_to": "tensorboard",
 }  # fmt: skip

@@ -43,6 +43,7 @@ from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
     HfArgumentParser,
+    Trainer,
     TrainerCallback,
     TrainingArguments,
 )  # fmt: skip
@@ -59,7 +60,6 @@ from hf_posttrain.recipe.sections import Source
 from hf_posttrain.report.run_folder import read
 from hf_posttrain.scoring import attention, choose_layout
 from hf_posttrain.scoring import forward as scoring
-from hf_posttrain.scoring.forward import targets
 from hf_posttrain.scoring.head import LogProb
 from hf_posttrain.scoring.layouts import Branch, Example, collate
 
@@ -119,7 +119,7 @@ def test_unknown_steps_after_the_head_fall_back_to_the_models_own_logits(method,
 
 
 def test_a_model_that_ignores_the_mask_falls_back_to_padded_and_says_so(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(attention, "arguments", lambda model, batch: {"attention_mask": batch.get("attention_mask")})
+    monkeypatch.setattr(attention, "arguments", lambda model, batch: {"attention_mask": batch.attention_mask})
     trainer = trainer_for("dpo", tiny_model(), token_rows("dpo"), tmp_path)
     with caplog.at_level(logging.WARNING):
         trainer.train()
@@ -159,7 +159,7 @@ def test_padding_of_a_long_row_stays_within_the_positions_of_its_documents():
     assert batch["input_ids"].shape[1] > 101 > batch["position_ids"].max()
     model = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=101, n_embd=16, n_layer=1, n_head=2))
     scoring.enable_scoring(model)
-    assert scoring.score(model, batch, LogProb(targets(batch)))["value"].isfinite().all()
+    assert scoring.score(model, batch, LogProb(batch.targets))["value"].isfinite().all()
 
 
 @pytest.mark.gpu
@@ -756,7 +756,7 @@ def test_a_step_in_bf16_on_cpu_is_that_of_float32_within_rounding(method, tmp_pa
 @pytest.mark.parametrize(
     ("method", "config", "adapted"),
     [(m, {}, False) for m in METHODS] + [pytest.param(m, {}, True, marks=pytest.mark.slow) for m in METHODS]
-    + [("opd", {"loss_type": "policy_gradient", "discount": 0.5}, adapted) for adapted in (False, True)],
+    + [("opd", {"loss_type": "policy_gradient"}, adapted) for adapted in (False, True)],
 )  # fmt: skip
 def test_bf16_autocast_trains_near_float32(method, config, adapted, tmp_path, monkeypatch):
     """On CPU autocast; the head's late gradient must use the forward's dtype."""
@@ -1350,3 +1350,30 @@ def test_the_models_that_trls_users_look_at(method, tmp_path):
     trainer.train_dataset = None
     with pytest.raises(InputError, match="`train_dataset` is required"):
         trainer.train()
+
+
+def test_a_mixin_between_our_trainers_and_that_of_transformers_is_reached(tmp_path):
+    """All that replaces a method of Trainer calls the next one."""
+    called = []
+
+    def watched(name):
+        def method(self, *args, **kwargs):
+            called.append(name)
+            return getattr(super(Between, self), name)(*args, **kwargs)
+
+        return method
+
+    names = ("training_step", "evaluation_loop", "_get_dataloader", "_maybe_log_save_evaluate", "_save_checkpoint",
+             "_save", "_load_optimizer_and_scheduler", "_init_training_state", "_get_output_dir", "log", "train",
+             "create_model_card")  # fmt: skip
+    Between = type("Between", (Trainer,), {name: watched(name) for name in names})
+    mine = type("Mine", (SFTTrainer, Between), {})
+    rows = token_rows("sft")
+    args = SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, max_steps=1, save_steps=1, eval_strategy="steps", report_to="none"
+    )
+    trainer = mine(tiny_model(), args, train_dataset=rows, eval_dataset=rows, processing_class=byte_tokenizer())
+    trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    trainer.create_model_card()
+    assert {*called} == {*names}

@@ -17,7 +17,7 @@ from ...errors import InputError
 from ...models import load
 from ...models.score_cache import weights_key
 from ...models.section import ModelSection, section_of
-from ...scoring.forward import causal_lm, enable_scoring, score, targets
+from ...scoring.forward import causal_lm, enable_scoring, score
 from ...scoring.head import LogProb
 from ...scoring.layouts import Branch, Example, collate
 from .question import Question
@@ -169,7 +169,7 @@ class TeacherJudge(ModelJudge):
     def score_batch(self, examples: list[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
         """The mean over an answer's tokens, its end among them."""
         given = [Example(prompt, [Branch(ids)]) for prompt, ids in examples]
-        batch = send_to_device(collate(given, "padded"), self.device)
+        batch = collate(given, "padded").to(self.device)
         size = causal_lm(self.model).config.get_text_config().vocab_size
-        values = score(self.model, batch, LogProb(targets(batch), vocabulary=size))["value"].float()
-        return [values[batch["owner"] == n].mean().item() for n in range(len(examples))]
+        values = score(self.model, batch, LogProb(batch.targets, vocabulary=size))["value"].float()
+        return [values[batch.owner == n].mean().item() for n in range(len(examples))]

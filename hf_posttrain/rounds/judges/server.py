@@ -17,7 +17,7 @@ import urllib3
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import InputError
-from ...generation.server import LATE, Server, ServerError, at_once
+from ...generation.completions_client import LATE, Server, ServerError, at_once
 from .question import Question
 
 logger = logging.getLogger(__name__)

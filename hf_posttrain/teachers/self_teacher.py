@@ -3,36 +3,34 @@
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import peft
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from ..engines import engine, sharded
 from ..errors import InputError
+from ..models import score_cache
+from ..models.frozen import round_products
+from ..models.reference import COPY, adapter_reference
+from ..models.section import TeacherSection
 from ..scoring import forward
-from . import score_cache
-from .frozen import round_products
-from .reference import COPY, adapter_reference
-from .section import TeacherSection
-from .teacher import Teacher
+from .local import LocalTeacher
 
 
-class Itself(Teacher):
-    """The policy as its own teacher, with its adapter off or as it was: no second model.
+class SelfTeacher(LocalTeacher):
+    """The policy as its own teacher, with its adapter disabled or as it was: no second model.
 
-    inside: from the policy to a context in which it is the teacher.
+    inside: returns a context in which the policy is the teacher.
     """
 
     offload = False
 
-    def __init__(self, trainer: Any, inside: Callable[[Any], Any], described: str):
+    def __init__(self, trainer: Any, inside: Callable[[Any], Any], description: str):
         self.trainer, self.inside, self.accelerator = trainer, inside, trainer.accelerator
-        self.described = described
+        self.description = description
         self.sharded, self.contexts = engine.shards(trainer.accelerator), ExitStack()
 
     @property
@@ -49,8 +47,8 @@ class Itself(Teacher):
         self.contexts.close()
 
     @property
-    def leaves(self) -> bool:
-        """An adapter on the head is on again behind the forward."""
+    def head_leaves(self) -> bool:
+        """Whether the head is another one after a forward: an adapter on it is active again."""
         head = forward.causal_lm(self.model).get_output_embeddings()
         return self.sharded or hasattr(head, "base_layer") or hasattr(head, "modules_to_save")
 
@@ -66,13 +64,14 @@ class Itself(Teacher):
 class MovingAverage(TrainerCallback):
     """Weights of a teacher that follow those of the policy: w <- decay w + (1 - decay) policy, after each step.
 
-    pairs: gives the tensors of both, the teacher's and the policy's, by name. They are saved with a checkpoint.
+    pairs: returns the tensors of both, the teacher's and the policy's, by name. A checkpoint stores the averages.
     """
 
-    FILE = "teacher_average.safetensors"
+    required = True
 
-    def __init__(self, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float, writes: bool):
-        self.pairs, self.decay, self.writes = pairs, decay, writes
+    def __init__(self, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float):
+        self.pairs = pairs
+        self.decay = decay
 
     @torch.no_grad()
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -81,51 +80,45 @@ class MovingAverage(TrainerCallback):
             average.lerp_(now.to(average), 1 - self.decay)
 
     @torch.no_grad()
-    def begin_run(self, folder: str | None) -> None:
-        """Begin as the policy, or as the checkpoint in `folder` has it. Raises InputError where it has none."""
-        if folder is None:
-            for average, now in self.pairs().values():
-                average.copy_(now)
-            return
-        file = Path(folder, self.FILE)
-        if not file.exists():
-            raise InputError(f"{folder} has no {self.FILE}: it was written by a run without teacher.self: ema")
-        saved = load_file(file)
+    def reset(self) -> None:
+        """Start as the policy."""
+        for average, now in self.pairs().values():
+            average.copy_(now)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average of each weight."""
+        return {name: average.detach() for name, (average, _) in self.pairs().items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the averages of a checkpoint."""
         for name, (average, _) in self.pairs().items():
-            average.copy_(saved[name])
-
-    def give_up(self, steps: int) -> None:
-        """Nothing of it is elsewhere."""
-
-    def save(self, folder: str) -> None:
-        """Into a checkpoint. All ranks call it."""
-        if not self.writes:
-            return
-        averages = {name: average.detach().cpu().contiguous() for name, (average, _) in self.pairs().items()}
-        save_file(averages, Path(folder, self.FILE))
+            average.copy_(state[name])
 
 
-def own_past(trainer: Any, section: TeacherSection) -> Teacher:
-    """The teacher that a section with `self` asks for. Raises InputError for what cannot be had."""
+def build_self_teacher(trainer: Any, section: TeacherSection) -> tuple[LocalTeacher, MovingAverage | None]:
+    """Return the teacher of a section with `self`, and the average of weights that training must update.
+
+    Raises InputError for a moving average of sharded weights.
+    """
     policy, accelerator, follows = trainer.model, trainer.accelerator, section.self == "ema"
     if follows and engine.changes_weights(accelerator):
         raise InputError("teacher.self: ema: its weights are kept whole: use one GPU or DDP, or self: start")
-    inside, described = None, f"self: {section.self}" + f" {section.ema:g}" * follows
+    inside, description = None, f"self: {section.self}" + f" {section.ema:g}" * follows
     if isinstance(policy, peft.PeftModel):  # a moving average needs a copy of the adapter
         inside = adapter_reference(policy, trainer.new_adapter and not follows)
     # before training its engine has yet to cut or cast the policy, which cannot score for itself then
     if engine.changes_weights(accelerator) and trainer.args.precompute_teacher_top_k is not None:
         inside = None
     if inside is not None:
-        if follows:
-            _follow(trainer, partial(_adapter_pairs, policy, inside), section.ema)
-        return Itself(trainer, inside, described)
+        pairs = partial(_adapter_pairs, policy, inside)
+        return SelfTeacher(trainer, inside, description), _average(trainer, pairs, section.ema) if follows else None
     whole = sharded.copied(policy, accelerator)
-    teacher = Teacher(whole if follows else round_products(whole, accelerator), accelerator, section.offload)
-    teacher.described = described
-    if follows:
-        _follow(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)
-    return teacher
+    teacher = LocalTeacher(whole if follows else round_products(whole, accelerator), accelerator, section.offload)
+    teacher.description = description
+    if not follows:
+        return teacher, None
+    return teacher, _average(trainer, lambda: _weight_pairs(teacher.model, policy), section.ema)
 
 
 def check_average(dtypes: Iterable[torch.dtype]) -> None:
@@ -135,11 +128,11 @@ def check_average(dtypes: Iterable[torch.dtype]) -> None:
         raise InputError(f"teacher.self: ema: {problem}")
 
 
-def _follow(trainer: Any, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float) -> None:
+def _average(
+    trainer: Any, pairs: Callable[[], Mapping[str, tuple[Tensor, Tensor]]], decay: float
+) -> MovingAverage:
     check_average(average.dtype for average, _ in pairs().values())
-    average = MovingAverage(pairs, decay, trainer.args.should_save)
-    trainer.add_callback(average)
-    trainer.kept_in_checkpoints.append(average)
+    return MovingAverage(pairs, decay)
 
 
 def _weight_pairs(teacher: nn.Module, policy: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:

@@ -19,14 +19,16 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from ..batching.micro_batch import MicroBatch
+from ..data.align import Aligner
 from ..data.lengths import full_lengths
 from ..errors import InputError
-from ..generation.server import PLAIN, Server, ServerError, at_once, together
-from ..scoring.forward import targets
-from ..scoring.stop_outcome import StopOutcome
-from . import load
-from .prepare import terminal_ids_of
-from .section import ModelSection, TeacherSection
+from ..generation.completions_client import PLAIN, Server, ServerError, at_once, together
+from ..models import load
+from ..models.policy import terminal_ids_of
+from ..models.section import ModelSection, TeacherSection
+from .inputs import TeacherBatch, teacher_batch
+from .signal import Request, Sampled, TeacherSignal, TopK
 
 logger = logging.getLogger(__name__)
 TRIED = "1 + 23 = 24, café\n"
@@ -39,7 +41,7 @@ class ServedTeacher:
 
     name = ""
     dense = False
-    aligner: Any = None
+    aligner: Aligner | None = None
 
     def __init__(self, trainer: Any, section: TeacherSection, key: str = "teacher"):
         self.trainer, self.section, self.key_of_url = trainer, section, f"{key}.url"
@@ -67,50 +69,45 @@ class ServedTeacher:
                 raise InputError(f"{self.key_of_url}: {problem}: start it with {longest + 1}, or lower max_length")
 
     @property
-    def described(self) -> str:
-        """What a checkpoint says of it."""
+    def description(self) -> str:
+        """What a checkpoint stores about it."""
         return f"served {self.root or self.model}"
 
-    def seen(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The texts of a batch that are this teacher's."""
-        return batch["views"][self.name]
+    def _read(self, batch: MicroBatch) -> tuple[TeacherBatch, list[Any]]:
+        """Return this teacher's part of a batch, and its texts: (prompt, answer, mask of scored tokens)."""
+        read = teacher_batch(batch, self.name)
+        assert isinstance(read, TeacherBatch)
+        return read, read.texts.items if read.texts else []
 
-    def states(self, batch: dict[str, Any], stop: StopOutcome) -> Any:
-        """A server has none."""
-        raise InputError("a served teacher gives its top tokens alone: set teacher_top_k")
+    def signal(self, batch: MicroBatch, request: Request) -> TeacherSignal:
+        """Score a batch, see `signal.Teacher`."""
+        return self.signals([batch], request)[0]
 
-    def top(
-        self, batch: dict[str, Any], k: int, tokens: Tensor, temperature: float, vocabulary: int, stop: StopOutcome
-    ) -> dict[str, Tensor]:
-        """As `Teacher.top`. All ranks call it."""
-        [found] = self.top_of_all([batch], k, [tokens], temperature, vocabulary, stop)
-        return found
+    def signals(self, batches: Sequence[MicroBatch], request: Request) -> list[TeacherSignal]:
+        """Score several batches with all HTTP requests open at once. All ranks call it."""
+        if request.kind == "dense":
+            raise InputError("a served teacher gives its top tokens alone: set teacher_top_k")
 
-    def top_of_all(
-        self, batches: Sequence[dict[str, Any]], k: int, tokens: Sequence[Tensor], temperature: float, vocabulary: int,
-        stop: StopOutcome,
-    ) -> list[dict[str, Tensor]]:  # fmt: skip
-        """`top` of several micro-batches, with all requests open at once. All ranks call it."""
-        def ask() -> list[dict[str, Tensor]]:
-            found = self._scores(batches, k, stop.ids.tolist() if stop else [])
-            return [self._columns(rows, batch, k, own, temperature, vocabulary, stop)
-                    for rows, batch, own in zip(found, batches, tokens, strict=True)]  # fmt: skip
+        def ask() -> list[TeacherSignal]:
+            ends = request.eos.ids.tolist() if request.eos else []
+            answers = self._scores(batches, request.top_k, ends)
+            return [self._signal(rows, batch, request) for rows, batch in zip(answers, batches, strict=True)]
 
         return together(ask)  # an answer that will not do ends all ranks, not the one whose rows it is of
 
     @staticmethod
-    def ask_nothing() -> None:
-        """`top` on a rank that has no token of this teacher, where others ask."""
+    def join_collective() -> None:
+        """Take part in `signal` on a rank that has no token of this teacher."""
         together(lambda: None)
 
-    def _columns(
-        self, rows: Sequence[dict[int, float]], batch: dict[str, Any], k: int, tokens: Tensor, temperature: float,
-        vocabulary: int, stop: StopOutcome,
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """What a server has said of a micro-batch, by token of its texts, as `top` has it."""
-        order, device = self.seen(batch)["order"].cpu(), batch["input_ids"].device
+    def _signal(self, rows: Sequence[dict[int, float]], batch: MicroBatch, request: Request) -> TeacherSignal:
+        """Convert the answer of a server for one batch. rows: log-probabilities by id, of each token of its texts."""
+        read, _ = self._read(batch)
+        k, vocabulary, eos = request.top_k, request.vocabulary, request.eos
+        order, device = read.order.cpu(), batch.input_ids.device
+        targets = eos.merge_ids(batch.targets[read.places])
         fewest = min(map(len, rows), default=vocabulary)
-        _check_temperature(temperature, fewest, vocabulary)
+        _check_temperature(request.temperature, fewest, vocabulary)
         width = max([k, *map(len, rows)])
         ids = torch.zeros(len(rows), width, dtype=torch.long)
         logps = torch.full((len(rows), width), -torch.inf)
@@ -121,29 +118,29 @@ class ServedTeacher:
         # ids that the student lacks are none; where all others are known, their probabilities add up without them
         logps = logps.masked_fill(ids >= vocabulary, -torch.inf)
         if rows and fewest >= vocabulary:
-            logps = torch.log_softmax(logps / temperature, -1)
-        if stop:  # all ends count as the first of them, with what is known of each
-            end = torch.isin(ids, stop.ids)
+            logps = torch.log_softmax(logps / request.temperature, -1)
+        if eos:  # all ends count as the first of them, with what is known of each
+            end = torch.isin(ids, eos.ids)
             mass = logps.masked_fill(~end, -torch.inf).logsumexp(-1, keepdim=True)
             first = end & (end.cumsum(-1) == 1)
             logps = torch.where(first, mass, logps.masked_fill(end, -torch.inf))
-            ids = ids.where(~first, stop.ids[0])
-        found = {"teacher_own": logps.masked_fill(ids != tokens[:, None], -torch.inf).amax(-1)}
-        if k:
-            best = logps.topk(min(k, width, vocabulary), dim=-1)
-            chosen = ids.gather(-1, best.indices)
-            if stop:  # two ends among the best are one: in the place of the other an end without probability in both
-                chosen = chosen.where(best.values > -torch.inf, stop.ids[1])
-            elif best.values.isinf().any():
-                lacks = f"ids from {vocabulary} on, which the student lacks, are among the teacher's best {k}"
-                raise InputError(f"{self.key_of_url}: {lacks}: lower teacher_top_k")
-            found |= {"teacher_logps": best.values, "teacher_ids": chosen}
-        return found
+            ids = ids.where(~first, eos.ids[0])
+        of_targets = logps.masked_fill(ids != targets[:, None], -torch.inf).amax(-1)
+        if request.kind == "sampled":
+            return Sampled(of_targets)
+        best = logps.topk(min(k, width, vocabulary), dim=-1)
+        chosen = ids.gather(-1, best.indices)
+        if eos:  # two ends among the best are one: in the place of the other an end without probability in both
+            chosen = chosen.where(best.values > -torch.inf, eos.ids[1])
+        elif best.values.isinf().any():
+            lacks = f"ids from {vocabulary} on, which the student lacks, are among the teacher's best {k}"
+            raise InputError(f"{self.key_of_url}: {lacks}: lower teacher_top_k")
+        return TopK(chosen, best.values, of_targets)
 
-    def own(self, batch: dict[str, Any], ends: Sequence[int]) -> Tensor:
+    def target_logps(self, batch: MicroBatch, ends: Sequence[int]) -> Tensor:
         """The log-probability of each of the teacher's own tokens of a batch, [M], where it has its own tokenizer; all
         of its `ends` are one."""
-        tokens = [ids for _, answer, _ in self.seen(batch)["texts"].items for ids in answer]
+        tokens = [ids for _, answer, _ in self._read(batch)[1] for ids in answer]
 
         def ask() -> list[Tensor]:
             [rows] = self._scores([batch], 0, ends)
@@ -151,12 +148,12 @@ class ServedTeacher:
                    for row, token in zip(rows, tokens, strict=True)]  # fmt: skip
             return [torch.tensor(each).logsumexp(0) for each in own]
 
-        return torch.stack(together(ask)).to(batch["input_ids"].device)
+        return torch.stack(together(ask)).to(batch.input_ids.device)
 
-    def _scores(self, batches: Sequence[dict[str, Any]], k: int, ends: Sequence[int]) -> list[list[dict[int, float]]]:
+    def _scores(self, batches: Sequence[MicroBatch], k: int, ends: Sequence[int]) -> list[list[dict[int, float]]]:
         """Of each scored token of each batch, one answer behind the other: ids -> log-probabilities, the k best and its
         own, and those of all `ends` where it is one."""
-        texts = [self.seen(batch)["texts"].items for batch in batches]
+        texts = [self._read(batch)[1] for batch in batches]
         flat = [text for of_batch in texts for text in of_batch]
         found = iter(at_once(lambda text: self._score(text[0], text[1], text[2], k, ends), flat))
         return [[row for _ in of_batch for row in next(found)] for of_batch in texts]
@@ -231,7 +228,7 @@ class ServedTeacher:
         """It is elsewhere."""
 
 
-def look_at(section: TeacherSection, key: str, config: Any) -> None:
+def check_server(section: TeacherSection, key: str, config: Any) -> None:
     """Raises InputError for a served teacher that is not there, or does not go with the Config, before anything else is
     loaded. key: the option that names it."""
     Server(str(section.url), key, _NEEDS).card()
@@ -252,17 +249,6 @@ def _check_temperature(temperature: float, known: int, vocabulary: int) -> None:
     """Raises ServerError where only the whole distribution would do, and `known` tokens of it are there."""
     if temperature != 1 and known < vocabulary:
         raise ServerError(f"temperature={temperature:g}: {_AT_ONE}")
-
-
-def ask_server(trainer: Any, batches: list[dict[str, Any]], k: int | None) -> list[dict[str, Any]]:
-    """The micro-batches of a window with what a served teacher says of them, all asked for at once; unchanged where the
-    teacher is not one server, or has said it before. All ranks call it."""
-    if not isinstance(trainer.teacher, ServedTeacher) or "teacher_ids" in batches[0] or trainer.across:
-        return batches
-    given = [trainer.stop.of(targets(batch)) for batch in batches]
-    asked = trainer.args.temperature, trainer.vocabulary, trainer.stop
-    found = trainer.teacher.top_of_all(batches, k or 0, given, *asked)
-    return [batch | more for batch, more in zip(batches, found, strict=True)]
 
 
 _AT_ONE = (

@@ -31,19 +31,22 @@ as well are not counted: both models decided against them.
 Legend: N tokens of the student, M of the teacher, n of a tile, V vocabulary, S ids that both have.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..batching.micro_batch import MicroBatch
 from ..data.align import LEFT_OUT, Aligner, shared_ids
 from ..losses.divergence import log_softmax
-from .forward import targets
-from .head import LogProb, Tile, TileFunction
-from .stop_outcome import StopOutcome
-from .teacher_tiles import TeacherStates, at_temperature, differentiated
+from ..scoring.head import LogProb, Tile, TileFunction
+from ..scoring.teacher_tiles import at_temperature, differentiated
+from .batch import TeacherBatch
+from .eos import MergedEOS
+from .inputs import teacher_batch
+from .signal import Chunked, Request
 
 SHARED = 0.9
 """What each model must expect of the common ids in all for a comparison in full, as a probability."""
@@ -55,33 +58,57 @@ LEAST = 1e-6
 """What of a chunk's probability is left to anything else at least, so that its logarithm is finite."""
 
 
-class Across:
-    """How a student is compared with such a teacher. temperature: of both models' tokens."""
+class CrossTokenizerTeacher:
+    """A teacher with another tokenizer, in memory or on a server."""
 
-    def __init__(self, aligner: Aligner, stop: StopOutcome, ends: list[int], device: torch.device):
-        mine, theirs = shared_ids(aligner.mine, aligner.theirs)
-        first = stop.ids[:1].tolist() or aligner.ends[:1]  # which rows end with
-        pairs = [pair for pair in zip(mine, theirs, strict=True) if pair[0] not in aligner.ends and pair[1] not in ends]
+    name = ""
+
+    def __init__(
+        self, teacher: Any, aligner: Aligner, eos: MergedEOS, ends: list[int], device: torch.device
+    ):
+        """teacher: a `LocalTeacher` or a `ServedTeacher`. eos: of the student. ends: of the teacher's answers."""
+        ids, their_ids = shared_ids(aligner.mine, aligner.theirs)
+        first = eos.ids[:1].tolist() or aligner.ends[:1]  # which rows end with
+        pairs = [(i, j) for i, j in zip(ids, their_ids, strict=True) if i not in aligner.ends and j not in ends]
         pairs += [(end, aligner.their_end) for end in first]
-        self.mine, self.theirs = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
-        self.stop, self.their_stop = stop, StopOutcome(torch.tensor(ends, device=device), stop.temperature)
+        self.teacher = teacher
+        self.aligner = aligner
+        self.ids, self.their_ids = (torch.tensor(side, device=device) for side in zip(*pairs, strict=True))
+        self.their_eos = MergedEOS(torch.tensor(ends, device=device), eos.temperature)
         self.lacking = torch.tensor(aligner.lacking, dtype=torch.long, device=device)
 
-    def read(self, teacher: Any, batch: dict[str, Any], whole: bool, temperature: float) -> "Read":
-        """What the teacher says, by one forward. whole: with its distributions, where it has them."""
-        if not teacher.dense:
-            return Read(teacher.own(batch, self.their_stop.ids.tolist()))
-        view = teacher.seen(batch)
-        tokens = self.their_stop.of(targets(view))
-        if not whole:
-            return Read(teacher.score(batch, self.their_stop(LogProb(tokens, temperature)))["value"].float())
-        states = teacher.states(batch, self.their_stop)
-        own, longer = [], []
-        for rows, logps in states.tiles(temperature):
-            own.append(logps.gather(-1, tokens[rows, None])[:, 0])
-            longer.append(self.longer(logps, view["longer"][rows]))
-        found = torch.cat(own).float()
-        return Read(found, states, reached(found, torch.cat(longer).float()))
+    @property
+    def dense(self) -> bool:
+        """Whether the teacher gives its whole distribution."""
+        return bool(self.teacher.dense)
+
+    @property
+    def description(self) -> str:
+        """What a checkpoint stores about it."""
+        return str(self.teacher.description)
+
+    def signal(self, batch: MicroBatch, request: Request) -> Chunked:
+        """Score a batch by one forward of the teacher, see `signal.Teacher`."""
+        read = teacher_batch(batch, self.teacher.name)
+        assert isinstance(read, TeacherBatch)
+        common = read, self.ids, self.their_ids
+        if not self.dense:
+            return Chunked(*common, self.teacher.target_logps(batch, self.their_eos.ids.tolist()))
+        tokens = self.their_eos.merge_ids(read.targets)
+        if request.kind == "sampled":
+            tile = self.their_eos.wrap(LogProb(tokens, request.temperature))
+            return Chunked(*common, self.teacher.score(read, tile)["value"].float())
+        states = self.teacher.states(read, self.their_eos)
+        targets, longer = [], []
+        for rows, logps in states.tiles(request.temperature):
+            targets.append(logps.gather(-1, tokens[rows, None])[:, 0])
+            longer.append(self.longer(logps, read.longer[rows]))
+        of_targets = torch.cat(targets).float()
+        shares = reached(of_targets, torch.cat(longer).float())
+        return Chunked(*common, of_targets, states, shares)
+
+    def signals(self, batches: Sequence[MicroBatch], request: Request) -> None:
+        """Return None: each batch is scored by itself."""
 
     def longer(self, logps: Tensor, ranges: Tensor) -> Tensor:
         """Return the logarithms [n, D] of the probability of the tokens in `ranges` [n, D, 2] of `Aligner.lacking`.
@@ -101,47 +128,57 @@ class Across:
         found = (before(last) - before(first)).clamp(min=0.0)
         return torch.where(first < last, found.clamp(min=SMALLEST), found).log().to(logps.dtype)
 
-    def tile(
-        self, function: Callable[[Tensor, Tensor], Tensor], read: "Read", match: Tensor, tokens: Tensor,
-        temperature: float, ce_coef: float = 0.0,
-    ) -> TileFunction:  # fmt: skip
-        """Tile function: of one token against one, by `match` [N], the divergence, mixed with the cross-entropy by
-        `ce_coef`; of others (of all, without whole distributions) ln q. stats: `student`, ln q of `tokens`,
-        `divergence`, and `alone`: which of both the value is."""
-        whole = read.whole
-        if whole is None or read.reached is None or not len(whole.hidden):  # none: nothing of the answers is a text
+    def key(self) -> Any:
+        """Return what distinguishes its scores from those of another teacher."""
+        return self.teacher.key()
 
-            def own_alone(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
-                found = LogProb(tokens, temperature)(logits, rows, need_grad, buffer)
-                return Tile(found.value, found.grad, {"student": found.value, "alone": torch.zeros_like(found.value)})
+    def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
+        """Return none: its ids are not the student's."""
+        return []
 
-            return self.stop(own_alone)
-        theirs = match.clamp(min=0)
-        states = TeacherStates(whole.head, whole.hidden[theirs], whole.stop)
-        expected = read.reached[theirs]
-
-        def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
-            whole_q = log_softmax(at_temperature(logits, temperature))
-            whole_p = log_softmax(at_temperature(states.logits(rows), temperature))
-            own, q, p = whole_q.gather(-1, tokens[rows, None])[:, 0], whole_q[:, self.mine], whole_p[:, self.theirs]
-            on_mine, on_theirs = (side.detach().exp().sum(-1) for side in (q, p))
-            q, p = log_softmax(q), log_softmax(p)
-            apart = function(q, p)
-            mixed = (1 - ce_coef) * apart - ce_coef * own if ce_coef else apart
-            alone = (match[rows] >= 0) & (torch.minimum(on_mine, on_theirs * expected[rows]) >= SHARED)
-            stats = {"student": own, "divergence": apart, "alone": alone.float()}
-            return torch.where(alone, mixed, own), stats
-
-        return self.stop(differentiated(value))
+    def release(self) -> None:
+        """Free the memory of the device until the next use."""
+        self.teacher.release()
 
 
-@dataclass(frozen=True)
-class Read:
-    """A teacher's scores of its own tokens."""
+def tile_of(
+    signal: Chunked,
+    function: Callable[[Tensor, Tensor], Tensor],
+    tokens: Tensor,
+    temperature: float,
+    ce_coef: float = 0.0,
+) -> TileFunction:
+    """Return the tile function of a student against such a teacher.
 
-    own: Tensor  # ln p of each [M]
-    whole: TeacherStates | None = None  # the distributions they are of, where the teacher gives them
-    reached: Tensor | None = None  # the probability of the place of each [M], see `reached`; given with `whole`
+    Where one token faces one token, the value is the divergence, mixed with the cross-entropy by `ce_coef`. Elsewhere,
+    and everywhere without whole distributions, it is ln q of `tokens` [N]. stats: `student`, ln q of `tokens`;
+    `divergence`; and `alone`, 1 where the value is the divergence.
+    """
+    if signal.states is None or signal.reached is None or not len(signal.targets):  # none of the answers is a text
+
+        def log_prob(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
+            tile = LogProb(tokens, temperature)(logits, rows, need_grad, buffer)
+            return Tile(tile.value, tile.grad, {"student": tile.value, "alone": torch.zeros_like(tile.value)})
+
+        return log_prob
+    match, ids, their_ids = signal.batch.match, signal.ids, signal.their_ids
+    theirs = match.clamp(min=0)
+    states = signal.states.select(theirs)
+    expected = signal.reached[theirs]
+
+    def value(logits: Tensor, rows: slice) -> tuple[Tensor, dict[str, Tensor]]:
+        whole_q = log_softmax(at_temperature(logits, temperature))
+        whole_p = log_softmax(at_temperature(states.logits(rows), temperature))
+        of_target, q, p = whole_q.gather(-1, tokens[rows, None])[:, 0], whole_q[:, ids], whole_p[:, their_ids]
+        on_ids, on_their_ids = (side.detach().exp().sum(-1) for side in (q, p))
+        q, p = log_softmax(q), log_softmax(p)
+        divergence = function(q, p)
+        mixed = (1 - ce_coef) * divergence - ce_coef * of_target if ce_coef else divergence
+        alone = (match[rows] >= 0) & (torch.minimum(on_ids, on_their_ids * expected[rows]) >= SHARED)
+        stats = {"student": of_target, "divergence": divergence, "alone": alone.float()}
+        return torch.where(alone, mixed, of_target), stats
+
+    return differentiated(value)
 
 
 def reached(own: Tensor, longer: Tensor) -> Tensor:
@@ -175,9 +212,10 @@ class Chunks:
     credit: Tensor  # A of the chunk and of those before and behind it, without gradient
 
     @classmethod
-    def of(cls, view: dict[str, Any], student: Tensor, teacher: Tensor) -> "Chunks":
-        """student [N] and teacher [M]: ln q and ln p of each token."""
-        mine, theirs, around = view["chunk"], view["their_chunk"], (view["before"], view["behind"])
+    def from_signal(cls, signal: Chunked, student: Tensor) -> "Chunks":
+        """student [N]: ln q of each token of the student."""
+        read, teacher = signal.batch, signal.targets
+        mine, theirs, around = read.chunk, read.their_chunk, (read.before, read.behind)
         none = len(student)  # chunks are fewer than the student's tokens: a place for what is in none
         where = mine.where(mine >= 0, none)
         zeros = student.new_zeros(none + 1)
@@ -203,13 +241,13 @@ class Chunks:
         return torch.where(self.known, function(q, p) / self.size, 0.0)
 
 
-def alignment(view: dict[str, Any], alone: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+def alignment_metrics(read: TeacherBatch, alone: Tensor, weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
     """Return metrics: the shares of the student's tokens that face one token of the teacher, that are compared with it
     in full (`alone` [N]), and that have no common text. weights [N]: which count."""
     return {
-        "align/one_to_one": ((view["match"] >= 0).float(), weights),
+        "align/one_to_one": ((read.match >= 0).float(), weights),
         "align/in_full": (alone, weights),
-        "align/unaligned": ((view["chunk"] < 0).float(), weights),
+        "align/unaligned": ((read.chunk < 0).float(), weights),
     }
 
 

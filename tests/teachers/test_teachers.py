@@ -24,9 +24,10 @@ from transformers import AutoModelForCausalLM
 from vllm_for_tests import Serving
 
 from hf_posttrain.errors import InputError
-from hf_posttrain.generation.server import ServerError
-from hf_posttrain.models.own_past import MovingAverage
+from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.teachers.self_teacher import MovingAverage
+from hf_posttrain.trainer import stateful
 
 V = 300
 
@@ -263,7 +264,7 @@ def test_a_moving_average_follows_and_is_resumed(lora, tmp_path):
               "teacher_prompt": "{{ prompt }}", "peft_config": peft_config}  # fmt: skip
     section, rows = TeacherSection(self="ema", ema=0.5), privileged("opd", 16)
     whole = trainer_for("opd", tiny_model(), rows, tmp_path / "whole", second=section, **config)
-    [average] = whole.kept_in_checkpoints
+    average = whole.stateful["teacher_average"]
     assert isinstance(average, MovingAverage)
     name, (mine, policy) = next((n, pair) for n, pair in average.pairs().items() if "lora_A" in n or not lora)
     expected, seen = mine.clone(), []
@@ -283,7 +284,7 @@ def test_a_moving_average_follows_and_is_resumed(lora, tmp_path):
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert logged(resumed)[-2:] == logged(whole)[-2:]
     saved = tmp_path / "whole" / "checkpoint-4"
-    assert (saved / MovingAverage.FILE).exists()
+    assert stateful.read(saved)["teacher_average"].keys() == average.pairs().keys()
     if not lora:  # what is saved is the policy
         own = AutoModelForCausalLM.from_pretrained(saved).state_dict()
         torch.testing.assert_close(own[name], policy.detach())

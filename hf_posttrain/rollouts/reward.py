@@ -1,9 +1,6 @@
 """A reward beside OPD's teacher: rollouts of one prompt are graded, and each token of a better one is credited.
 
     r - (mean r of the prompt's K rollouts), times coef, is added to A = ln p - ln q of each of its tokens
-
-when `with`: in all steps. `after`: the first share of the steps, `start`, has the teacher alone, and the rest the
-reward alone; one after the other is better than both at once (arXiv 2609.04108).
 """
 
 from collections.abc import Sequence
@@ -15,6 +12,7 @@ from torch import Tensor
 
 from ..errors import error_context
 from ..generation.graders import find_grader, grade
+from .completion import Rollout
 
 
 @dataclass
@@ -23,26 +21,18 @@ class Reward:
 
     function: str
     coef: float = 1.0
-    when: str = "with"
-    start: float = 0.5  # of when: after, the share of steps before it
 
     def __post_init__(self) -> None:
         with error_context("reward"):
             self.grader = find_grader(self.function)
 
-    def shares(self, progress: float) -> tuple[float, float]:
-        """What the teacher and the reward count at this share of all steps."""
-        if self.when == "with":
-            return 1.0, self.coef
-        return (1.0, 0.0) if progress < self.start else (0.0, self.coef)
-
-    def grades(self, tokenizer: Any, rows: Sequence[dict], answered: Sequence[tuple]) -> Tensor:
+    def grades(self, tokenizer: Any, rows: Sequence[dict], rollouts: Sequence[Rollout]) -> Tensor:
         """[prompts, K], of the rollouts of each row's prompt. Raises InputError where the function gives other than a
         finite number for each."""
         decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=True)  # noqa: E731
         texts = [
-            (decode(prompt), decode(ids), decode(row["completion_ids"]) if row.get("completion_ids") else None)
-            for row, (prompt, rollouts) in zip(rows, answered, strict=True) for ids in rollouts
+            (decode(one.prompt), decode(each.ids), decode(row["completion_ids"]) if row.get("completion_ids") else None)
+            for row, one in zip(rows, rollouts, strict=True) for each in one.completions
         ]  # fmt: skip
         prompts, completions, references = map(list, zip(*texts, strict=True)) if texts else ([], [], [])
         found = grade(self.grader, f"reward: {self.function}", prompts, completions, references)

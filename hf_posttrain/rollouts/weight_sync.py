@@ -1,34 +1,13 @@
 """A policy's weights as vLLM takes them: whole, and by the hub's names."""
 
-import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers.core_model_loading import revert_weight_conversion
+from torch import Tensor
 
 from ..engines import sharded
+from ..models.hub_weights import hub_weights, named_weights
 from ..scoring import forward as scoring
-
-
-def named_weights(model: nn.Module) -> Mapping[str, Tensor]:
-    """The causal LM's weights and saved buffers themselves, which DeepSpeed may have cut, {name: tensor}, a tied one
-    under each of its names and without those of an adapter."""
-    # not by state_dict(), which would cut FSDP2's weights again: parameters, and the buffers that are saved
-    inner = scoring.causal_lm(model)
-    tensors: dict[str, Tensor] = dict(inner.named_parameters(remove_duplicate=False))
-    for prefix, module in inner.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
-                tensors[f"{prefix}.{name}"] = buffer
-    plain = {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in tensors.items()}
-    return {name: tensor for name, tensor in plain.items() if ".lora_" not in name}
-
-
-def hub_weights(inner: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights by the names that `from_pretrained` reads."""
-    return dict(revert_weight_conversion(inner, weights))
 
 
 def whole_weights_on_first(trainer: Any, dtype: str | None, change: Any = None) -> dict[str, Tensor]:

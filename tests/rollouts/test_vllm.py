@@ -24,10 +24,12 @@ from vllm_for_tests import Serving, sampled
 from hf_posttrain import OPDConfig
 from hf_posttrain.errors import InputError
 from hf_posttrain.generation import rollout
-from hf_posttrain.generation import vllm as vllm_rollout
-from hf_posttrain.generation.server import ServerError
+from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.losses.divergence import DIVERGENCES
 from hf_posttrain.methods.rules import POLICY_GRADIENT
+from hf_posttrain.models.hub_weights import hub_weights, named_weights
+from hf_posttrain.rollouts import vllm as vllm_rollout
+from hf_posttrain.rollouts.vllm_in_process import VLLMInProcessSampler
 from hf_posttrain.trainer import saving
 
 TRAINING = {
@@ -50,7 +52,7 @@ def vllm(monkeypatch):
 
 
 @pytest.fixture
-def backend(request, vllm):
+def sampler(request, vllm):
     """What a config needs for vllm_mode colocate or server; the server has other weights, or the base for LoRA."""
     mode, lora = request.param
     if mode == "transformers":
@@ -70,9 +72,9 @@ IN_TURNS = [case if case in (("colocate", False), ("server", True)) else pytest.
             for case in BOTH]  # fmt: skip
 
 
-def opd(backend, folder, model=None, second=None, **config):
+def opd(sampler, folder, model=None, second=None, **config):
     """(trainer, its server or None)"""
-    given = TRAINING | backend | config
+    given = TRAINING | sampler | config
     server = given.pop("server", None)
     if model is None:
         model = untied() if "vllm_mode" in given and not given.get("peft_config") else tiny_model()
@@ -82,17 +84,22 @@ def opd(backend, folder, model=None, second=None, **config):
 
 def theirs(trainer, server):
     """The model that vLLM would sample with now."""
-    backend = trainer.backend
-    if backend.lora is None:
-        return server.model if server else backend.llm.policy
+    sampler = trainer.sampler
+    if sampler.lora is None:
+        return server.model if server else sampler.llm.policy
     if server:
         [adapter] = server.adapters.values()
         return adapter
-    return vllm_for_tests.with_adapter(backend.llm.policy, backend.adapter.lora_path)
+    return vllm_for_tests.with_adapter(sampler.llm.policy, sampler.adapter.lora_path)
 
 
 def weights(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def ids_of(groups):
+    """The ids of all completions, one prompt after the other."""
+    return [completion.ids for completions in groups for completion in completions]
 
 
 def assert_equal_weights(found, expected):
@@ -104,30 +111,33 @@ def assert_equal_weights(found, expected):
 # ---- training
 
 
-@pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
-def test_each_step_samples_with_the_policys_own_weights(backend, tmp_path):
+@pytest.mark.parametrize("sampler", IN_TURNS, ids=NAMES, indirect=True)
+def test_each_step_samples_with_the_policys_own_weights(sampler, tmp_path):
     """After every synchronisation the weights are equal on both sides, and rollouts are what the policy would say."""
-    trainer, server = opd(backend, tmp_path)
-    synchronise, generate, states = trainer.backend.synchronise, trainer.backend.generate, []
+    trainer, server = opd(sampler, tmp_path)
+    synchronise, sample, states = trainer.sampler.synchronise, trainer.sampler.sample, []
 
     def watched():
         synchronise()
         states.append(weights(trainer.model))
         assert_equal_weights(weights(theirs(trainer, server)), states[-1])
 
-    def compared(prompts, seed, longest):
-        found = generate(prompts, seed, longest)
+    def compared(prompts, n, max_new_tokens, seed):
+        found = sample(prompts, n, max_new_tokens, seed)
+        assert n == 2
         trainer.model.eval()
-        for number, prompt in enumerate(prompts):
-            seeded = {"seed": rollout.mix_seed(*seed, number) >> 2, "max_tokens": longest}
-            how = trainer.backend.sampling | seeded | {"logprobs": 0}
+        for number, (prompt, completions) in enumerate(zip(prompts, found, strict=True)):
+            seeded = {"n": n, "seed": rollout.mix_seed(*seed, number) >> 2, "max_tokens": max_new_tokens}
+            how = trainer.sampler.sampling | seeded | {"logprobs": 0}
             rollouts, logps = sampled(trainer.model, prompt, **how)
-            assert found[2 * number : 2 * number + 2] == rollouts
-            torch.testing.assert_close(trainer.backend.logps[2 * number : 2 * number + 2], logps)
+            assert ids_of([completions]) == rollouts
+            torch.testing.assert_close([completion.logps for completion in completions], logps)
+            ended = [ids[-1] in trainer.terminal_ids for ids in rollouts]
+            assert [completion.finished for completion in completions] == ended
         trainer.model.train()
         return found
 
-    trainer.backend.synchronise, trainer.backend.generate = watched, compared
+    trainer.sampler.synchronise, trainer.sampler.sample = watched, compared
     trainer.train()
     assert len(states) == 3
     for before, after in itertools.pairwise(states):
@@ -139,11 +149,11 @@ def losses_of(trainer):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("backend", [("transformers", False), *BOTH[::2]], ids=["own", *NAMES[::2]], indirect=True)
-def test_a_teacher_equal_to_the_student_teaches_nothing_at_any_temperature(backend, tmp_path):
+@pytest.mark.parametrize("sampler", [("transformers", False), *BOTH[::2]], ids=["own", *NAMES[::2]], indirect=True)
+def test_a_teacher_equal_to_the_student_teaches_nothing_at_any_temperature(sampler, tmp_path):
     """Sampled, scored and compared at 0.7, by every loss: the divergence is 0 for each rollout."""
     student = untied()
-    trainer, _ = opd(backend, tmp_path, copy.deepcopy(student), student, temperature=0.7)
+    trainer, _ = opd(sampler, tmp_path, copy.deepcopy(student), student, temperature=0.7)
     for loss_type in (POLICY_GRADIENT, *DIVERGENCES):
         trainer.args.loss_type = loss_type
         metrics = trainer.evaluate()
@@ -155,22 +165,22 @@ def test_a_teacher_equal_to_the_student_teaches_nothing_at_any_temperature(backe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", [BOTH[1], BOTH[3]], ids=[NAMES[1], NAMES[3]], indirect=True)
-def test_a_hundred_transfers_of_an_adapter_leave_the_base_bit_for_bit(backend, tmp_path, monkeypatch):
+@pytest.mark.parametrize("sampler", [BOTH[1], BOTH[3]], ids=[NAMES[1], NAMES[3]], indirect=True)
+def test_a_hundred_transfers_of_an_adapter_leave_the_base_bit_for_bit(sampler, tmp_path, monkeypatch):
     """Nothing is merged into the policy, which in bfloat16 could not be undone."""
-    trainer, _ = opd(backend, tmp_path, tiny_model().to(torch.bfloat16))
+    trainer, _ = opd(sampler, tmp_path, tiny_model().to(torch.bfloat16))
     before = weights(trainer.model)
     for _ in range(100):
-        trainer.backend.synchronise()
+        trainer.sampler.synchronise()
     assert_equal_weights(weights(trainer.model), before)
 
 
-@pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
-def test_a_resumed_run_repeats_its_rollouts(backend, tmp_path):
+@pytest.mark.parametrize("sampler", IN_TURNS, ids=NAMES, indirect=True)
+def test_a_resumed_run_repeats_its_rollouts(sampler, tmp_path):
     config = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    whole, _ = opd(backend, tmp_path / "whole", **config)
+    whole, _ = opd(sampler, tmp_path / "whole", **config)
     whole.train()
-    resumed, server = opd(backend, tmp_path / "resumed", **config)
+    resumed, server = opd(sampler, tmp_path / "resumed", **config)
     if server:
         server.adapters = {}
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
@@ -190,11 +200,11 @@ def test_both_modes_train_the_same(lora, tmp_path, vllm):
     assert losses_of(served) == losses_of(colocated)
 
 
-@pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
-def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(backend, tmp_path):
-    trainer, _ = opd(backend, tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2)
-    sent, synchronise = [], trainer.backend.synchronise
-    trainer.backend.synchronise = lambda: (sent.append(trainer.state.global_step), synchronise())
+@pytest.mark.parametrize("sampler", IN_TURNS, ids=NAMES, indirect=True)
+def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(sampler, tmp_path):
+    trainer, _ = opd(sampler, tmp_path, eval_strategy="steps", eval_steps=1, eval_on_start=True, max_steps=2)
+    sent, synchronise = [], trainer.sampler.synchronise
+    trainer.sampler.synchronise = lambda: (sent.append(trainer.state.global_step), synchronise())
     trainer.train()
     assert sent == [0, 1, 2]  # an evaluation and the window after it share them
     with torch.no_grad():
@@ -205,61 +215,61 @@ def test_weights_are_sent_once_a_step_and_whenever_they_may_have_changed(backend
     assert sent == [0, 1, 2, 2, 0, 1, 2]
 
 
-@pytest.mark.parametrize("backend", IN_TURNS, ids=NAMES, indirect=True)
-def test_what_was_written_is_removed(backend, tmp_path):
-    trainer, server = opd(backend, tmp_path)
+@pytest.mark.parametrize("sampler", IN_TURNS, ids=NAMES, indirect=True)
+def test_what_was_written_is_removed(sampler, tmp_path):
+    trainer, server = opd(sampler, tmp_path)
     trainer.train()
-    left = {path.name for path in trainer.backend.folder.iterdir()} - {"model"}
-    assert left == ({"4"} if trainer.backend.lora else set())  # vLLM may read the newest adapter again
-    if server and trainer.backend.lora:
-        assert list(server.adapters) == [f"{trainer.backend.folder.name}-4"]
+    left = {path.name for path in trainer.sampler.folder.iterdir()} - {"model"}
+    assert left == ({"4"} if trainer.sampler.lora else set())  # vLLM may read the newest adapter again
+    if server and trainer.sampler.lora:
+        assert list(server.adapters) == [f"{trainer.sampler.folder.name}-4"]
 
 
-@pytest.mark.parametrize("backend", [("colocate", False), ("server", False)], ids=["colocate", "server"], indirect=True)
-def test_padding_of_the_vocabulary_is_never_drawn(backend, tmp_path, monkeypatch):
+@pytest.mark.parametrize("sampler", [("colocate", False), ("server", False)], ids=["colocate", "server"], indirect=True)
+def test_padding_of_the_vocabulary_is_never_drawn(sampler, tmp_path, monkeypatch):
     """The student has 40 ids that stand for no token, or that the teacher lacks, and likes them."""
     student = untied()
     student.resize_token_embeddings(340, mean_resizing=False)
     with torch.no_grad():
         student.get_output_embeddings().weight[300:] = 3 * student.get_output_embeddings().weight[:40]
-    trainer, server = opd(backend, tmp_path, student, max_completion_length=3)
+    trainer, server = opd(sampler, tmp_path, student, max_completion_length=3)
     if server:
         server.model = copy.deepcopy(student)  # started with a model of its size
-    assert trainer.backend.sampling["logit_bias"] == {token: -100.0 for token in range(300, 340)}
-    trainer.backend.synchronise()
-    assert max(map(max, trainer.backend.generate([[1, 2, 3]] * 20, (0,), 4))) < 300
-    monkeypatch.setitem(trainer.backend.sampling, "logit_bias", None)
+    assert trainer.sampler.sampling["logit_bias"] == {token: -100.0 for token in range(300, 340)}
+    trainer.sampler.synchronise()
+    assert max(map(max, ids_of(trainer.sampler.sample([[1, 2, 3]] * 20, 2, 4, (0,))))) < 300
+    monkeypatch.setitem(trainer.sampler.sampling, "logit_bias", None)
     with pytest.raises(RuntimeError, match="vLLM drew an id of the vocabulary's padding"):
-        trainer.backend.generate([[1, 2, 3]] * 20, (0,), 4)
+        trainer.sampler.sample([[1, 2, 3]] * 20, 2, 4, (0,))
 
 
-@pytest.mark.parametrize("backend", [("colocate", False)], ids=["colocate"], indirect=True)
-def test_more_padding_than_vllm_can_be_kept_from_is_refused(backend, tmp_path):
+@pytest.mark.parametrize("sampler", [("colocate", False)], ids=["colocate"], indirect=True)
+def test_more_padding_than_vllm_can_be_kept_from_is_refused(sampler, tmp_path):
     student = tiny_model()
     student.resize_token_embeddings(1400, mean_resizing=False)
     with pytest.raises(InputError, match=r"1100 ids that stand for no token, .* vLLM can be kept from drawing 1024"):
-        opd(backend, tmp_path, student)
+        opd(sampler, tmp_path, student)
 
 
-@pytest.mark.parametrize("backend", BOTH[:2], ids=NAMES[:2], indirect=True)
-def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(backend, tmp_path):
-    trainer, _ = opd(backend, tmp_path, max_length=48, vllm_gpu_memory_utilization=0.2)
+@pytest.mark.parametrize("sampler", BOTH[:2], ids=NAMES[:2], indirect=True)
+def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(sampler, tmp_path):
+    trainer, _ = opd(sampler, tmp_path, max_length=48, vllm_gpu_memory_utilization=0.2)
     state = torch.get_rng_state()
-    trainer.backend.synchronise()
+    trainer.sampler.synchronise()
     assert torch.equal(torch.get_rng_state(), state)  # whatever vLLM seeds
-    lora = {"enable_lora": True, "max_lora_rank": 8} if trainer.backend.lora else {}
-    assert trainer.backend.llm.fields == lora | {
+    lora = {"enable_lora": True, "max_lora_rank": 8} if trainer.sampler.lora else {}
+    assert trainer.sampler.llm.fields == lora | {
         "load_format": "dummy", "generation_config": "vllm", "dtype": "float32", "max_model_len": 48,
         "gpu_memory_utilization": 0.2, "enable_prefix_caching": True, "distributed_executor_backend": "uni",
         "logprobs_mode": "processed_logprobs",
     }  # fmt: skip
-    trainer.backend.synchronise()
-    trainer.backend.generate([[1, 2], [3]], (0,), 4)
+    trainer.sampler.synchronise()
+    trainer.sampler.sample([[1, 2], [3]], 2, 4, (0,))
     # scrambled ones before all others, and a look at what arrived
     log = ["weights", "weights", *(["reset", ("generate", 4, 1)] if lora else [])]  # and a scrambled adapter
     log += ["reset", ("generate", 4, 2 if lora else None), *([] if lora else ["weights"]), "reset"]
-    assert trainer.backend.llm.log == [*log, ("generate", 2, 3 if lora else None)]
-    assert trainer.backend.generate([], (0,), 4) == []  # a rank whose prompts are all answered by the data
+    assert trainer.sampler.llm.log == [*log, ("generate", 2, 3 if lora else None)]
+    assert trainer.sampler.sample([], 2, 4, (0,)) == []  # a rank whose prompts are all answered by the data
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama", "qwen3_moe", "gemma3", "gpt2"])
@@ -273,7 +283,7 @@ def test_weights_in_memory_have_the_names_of_the_hubs_format(name, lora, tmp_pat
     if lora:
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     inner = model.get_base_model() if lora else model
-    found = vllm_rollout.hub_weights(inner, dict(vllm_rollout.named_weights(model)))
+    found = hub_weights(inner, dict(named_weights(model)))
     expected = load_file(tmp_path / "model.safetensors")
     if model.config.tie_word_embeddings:  # the head too, which vLLM keeps by itself where it is told so
         expected["lm_head.weight"] = found["lm_head.weight"]
@@ -295,28 +305,29 @@ def test_the_next_windows_rollouts_are_of_weights_one_step_old(tmp_path):
     """Each window's rollouts are those of the policy before the last step, and its log-probabilities there are kept."""
     with Serving(untied(seed=77)) as server:
         trainer = ahead(server, tmp_path, max_steps=4)
-        states, found, generate, send = [], [], trainer.backend.generate, trainer.backend._send
+        states, found, sample, send = [], [], trainer.sampler.sample, trainer.sampler._send
 
         def sent(*args):
             send(*args)
             states.append(copy.deepcopy(trainer.model).eval())
 
-        def generated(prompts, seed, longest):
-            rollouts = generate(prompts, seed, longest)
-            found.append((prompts, seed, longest, rollouts, trainer.backend.logps))
-            return rollouts
+        def watched(prompts, n, max_new_tokens, seed):
+            groups = sample(prompts, n, max_new_tokens, seed)
+            found.append((prompts, n, max_new_tokens, seed, groups))
+            return groups
 
-        trainer.backend._send, trainer.backend.generate = sent, generated
+        trainer.sampler._send, trainer.sampler.sample = sent, watched
         trainer.train()
     states = states[1:]  # the first were scrambled
     assert len(states) == len(found) == 4
-    for step, (prompts, seed, longest, rollouts, logps) in enumerate(found):
+    for step, (prompts, n, max_new_tokens, seed, groups) in enumerate(found):
+        assert n == 2
         policy = states[max(step - 1, 0)]
-        for number, prompt in enumerate(prompts):
-            seeded = {"seed": rollout.mix_seed(*seed, number) >> 2, "max_tokens": longest, "logprobs": 0}
-            expected, values = sampled(policy, prompt, **trainer.backend.sampling | seeded)
-            assert rollouts[2 * number : 2 * number + 2] == expected
-            torch.testing.assert_close(logps[2 * number : 2 * number + 2], values)
+        for number, (prompt, completions) in enumerate(zip(prompts, groups, strict=True)):
+            seeded = {"seed": rollout.mix_seed(*seed, number) >> 2, "max_tokens": max_new_tokens, "logprobs": 0}
+            expected, values = sampled(policy, prompt, n, **trainer.sampler.sampling | seeded)
+            assert ids_of([completions]) == expected
+            torch.testing.assert_close([completion.logps for completion in completions], values)
     staleness = [log["sampling/logp_difference"] for log in trainer.state.log_history if "sampling/kl" in log]
     assert staleness[0] < 1e-5 < min(staleness[1:])
 
@@ -359,14 +370,14 @@ def test_an_error_within_a_step_keeps_the_rollouts_of_that_step(tmp_path):
         whole.train()
     with Serving(untied(seed=77)) as server:
         broken = ahead(server, tmp_path / "broken", **config)
-        compare = broken.compare
+        distill = broken.distill
 
         def fail(*args):
             if broken.state.global_step == 3:
                 raise ServerError("the teacher is gone")
-            return compare(*args)
+            return distill(*args)
 
-        broken.compare = fail
+        broken.distill = fail
         with pytest.raises(ServerError, match=r"the teacher is gone; checkpoint-3 is saved"):
             broken.train()
     with Serving(untied(seed=77)) as server:
@@ -378,14 +389,14 @@ def test_an_error_within_a_step_keeps_the_rollouts_of_that_step(tmp_path):
 def test_rollouts_of_a_server_that_has_started_again_are_sampled_anew(tmp_path):
     with Serving(untied(seed=77)) as server:
         trainer = ahead(server, tmp_path, max_steps=3)
-        begin = trainer.backend.begin
+        prefetch = trainer.sampler.prefetch
 
         def restarted(*args):
-            begin(*args)
-            trainer.backend.ahead.wait()
+            prefetch(*args)
+            trainer.sampler.prefetched.wait()
             server.process, server.model = f"{server.process}+", untied(seed=5)
 
-        trainer.backend.begin = restarted
+        trainer.sampler.prefetch = restarted
         trainer.train()
     differences = [log["sampling/logp_difference"] for log in trainer.state.log_history if "sampling/kl" in log]
     assert max(differences) < 1e-5
@@ -439,7 +450,7 @@ def test_a_server_that_says_less_of_itself(part, tmp_path, monkeypatch):
 def test_what_waits_for_a_server_does_not_keep_a_process_alive():
     """An executor's threads would: a run that has failed would wait for its rollouts, and other ranks for it."""
     lines = [
-        "import time; from hf_posttrain.generation.server import at_once, in_background",
+        "import time; from hf_posttrain.generation.completions_client import at_once, in_background",
         "in_background(lambda: at_once(time.sleep, [600, 600]))",
         "time.sleep(0.5); raise SystemExit(7)",
     ]
@@ -447,7 +458,7 @@ def test_what_waits_for_a_server_does_not_keep_a_process_alive():
 
 
 def test_at_once_keeps_order_and_ends_after_an_error():
-    from hf_posttrain.generation.server import at_once
+    from hf_posttrain.generation.completions_client import at_once
 
     assert at_once(lambda n: n * n, range(1000)) == [n * n for n in range(1000)]
     assert at_once(len, []) == []
@@ -471,18 +482,22 @@ def trained(rank, engine, folder, lora, options):
     vllm_for_tests.install()
     peft_config = peft.LoraConfig(**LORA) if lora else None
     trainer, _ = opd({"peft_config": peft_config}, folder, max_steps=2, **options, **engine_arguments(engine))
-    synchronise, generate = trainer.backend.synchronise, trainer.backend.generate
+    synchronise, sample = trainer.sampler.synchronise, trainer.sampler.sample
     states, wholes, rollouts = [], [], []
 
     def watched():
         synchronise()
-        if hasattr(trainer.backend, "llm"):
+        if hasattr(trainer.sampler, "llm"):
             states.append(weights(theirs(trainer, None)))
         whole = saving.whole_state(trainer, adapter_only=False) or policy_of(trainer).state_dict()
         wholes.append({name: tensor.clone() for name, tensor in whole.items()})
 
-    trainer.backend.synchronise = watched
-    trainer.backend.generate = lambda *args: (rollouts.append(generate(*args)), rollouts[-1])[1]
+    def drawn(*args):
+        groups = sample(*args)
+        rollouts.append(ids_of(groups))
+        return groups
+
+    trainer.sampler.synchronise, trainer.sampler.sample = watched, drawn
     trainer.train()
     return states, wholes, rollouts
 
@@ -576,12 +591,12 @@ def test_the_rank_is_rounded_up_to_one_that_vllm_has():
     assert found == [1, 8, 8, 16, 320, 512]
 
 
-@pytest.mark.parametrize("backend", [("colocate", False)], ids=["colocate"], indirect=True)
-def test_a_quantised_student_is_refused(backend, tmp_path):
-    trainer, _ = opd(backend, tmp_path)
+@pytest.mark.parametrize("sampler", [("colocate", False)], ids=["colocate"], indirect=True)
+def test_a_quantised_student_is_refused(sampler, tmp_path):
+    trainer, _ = opd(sampler, tmp_path)
     trainer.model.is_quantized = True
     with pytest.raises(InputError, match="takes no quantised student"):
-        vllm_rollout.Colocated(trainer)
+        VLLMInProcessSampler(trainer)
 
 
 @pytest.mark.parametrize(
@@ -635,7 +650,7 @@ def test_other_trouble_with_a_server_is_told(tmp_path):
             trainer.train()
         server.busy, server.model = False, None
         with pytest.raises(InputError, match=r"completions answered 500 .*NoneType"):
-            trainer.backend.generate([[1]], (0,), 4)
+            trainer.sampler.sample([[1]], 2, 4, (0,))
     with pytest.raises(InputError, match=rf"no server answers at {server.url}/v1/models .*refused"):
         opd(config, tmp_path)
 
@@ -700,9 +715,9 @@ def test_vllm_itself_samples_with_the_policys_weights(tmp_path):
     model = AutoModelForCausalLM.from_config(tiny_model(head_dim=64).config)
     trainer, _ = opd({"use_cpu": False}, tmp_path, model, bf16=False, vllm_gpu_memory_utilization=0.1)
     for _ in range(2):
-        trainer.backend.synchronise()
+        trainer.sampler.synchronise()
         greedy = vllm.SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)
-        [found] = trainer.backend.llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy, use_tqdm=False)
+        [found] = trainer.sampler.llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy, use_tqdm=False)
         ids = torch.tensor([[1, 2, 3]], device=trainer.args.device)
         own = trainer.model.generate(ids, max_new_tokens=8, do_sample=False, eos_token_id=None)
         assert list(found.outputs[0].token_ids) == own[0, 3:].tolist()

@@ -1,10 +1,8 @@
-"""Rollouts by vLLM: an engine in each training process (`Colocated`), or `vllm serve` over HTTP (`Served`).
+"""Rollouts by vLLM: an engine in each training process (`vllm_in_process`), or a server (`vllm_server`).
 
-Both have the methods of `rollout.OwnModel`: synchronise() gives vLLM the policy's weights, and all ranks call it;
-generate(prompts, seed, longest) samples K rollouts of each prompt. What vLLM cannot do is refused, mostly before
-loading.
+What vLLM cannot do is rejected, mostly before loading.
 
-    weights         Colocated                                       Served
+    weights         in process                                      server
     all             in memory                                       a file in output_dir, which the server must see
     LoRA            base in memory once, then adapters by folder    adapters by folder, on the student's own base
 
@@ -15,10 +13,8 @@ the student's own then, after the first transfers, and every `vllm_check_steps` 
 Tested with vLLM 0.32 on CPU (tests/served), and against stand-ins that have its interface.
 """
 
-import copy
 import importlib.util
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -31,15 +27,15 @@ import torch
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors.torch import load_file, save_file
 
-from ..engines import engine, sharded
 from ..errors import InputError
+from ..generation import rollout
+from ..generation.completions_client import PLAIN, together
 from ..scoring import forward as scoring
 from ..scoring.choose_layout import some_ids
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
-from . import rollout
-from .server import PLAIN, together
-from .transfer import hub_weights, named_weights, scrambled, scrambled_adapter, whole_weights_on_first
+from .completion import Completion, finished
+from .weight_sync import scrambled_adapter, whole_weights_on_first
 
 logger = logging.getLogger(__name__)
 # vLLM's least logit_bias, and the number of ids that may have one (v1/worker/gpu/sample/logit_bias.py)
@@ -60,12 +56,13 @@ Sampled = tuple[list[int], list[float]]
 """A rollout's token ids, and the log-probability of each under the distribution that it was drawn from."""
 
 
-class Backend:
+class VLLMSampler:
     """What both have in common: how is sampled, where weights are written, and the proof that they have arrived.
 
     Raises InputError for a quantised student, an adapter that vLLM cannot serve, and too many padding ids.
     """
 
+    reports_logps = True
     dtype: str | None = None  # that vLLM computes in
 
     def __init__(self, trainer: Any):
@@ -78,8 +75,6 @@ class Backend:
         self.trainer, self.options, self.sampling = trainer, trainer.rollout_options, sampling(trainer)
         self.count, self.sent = 0, 0  # what was written, and how often vLLM got the policy
         self.adapter: Any = None
-        self.logps: list[list[float]] | None = None
-        """Of the rollouts of the last `generate`."""
         # a new folder in output_dir, the same on all ranks; what removes it when the run ends is kept by the first
         self.temporary = None
         if trainer.is_world_process_zero():
@@ -141,15 +136,15 @@ class Backend:
         size = min(trainer.vocabulary, inner.config.get_text_config().vocab_size)
         prompts = [[token % size for token in draw(PROBE_TOKENS)] for _ in range(PROBES)]
         with rollout.forked(trainer.accelerator.device):  # an engine in this process may draw
-            groups = self._agreed(lambda: self._sample(prompts, [*range(PROBES)], PROBE_TOKENS))
-        ids, logps = zip(*(group[0] for group in groups), strict=True)  # of K rollouts one is enough
+            groups = self._agreed(lambda: self._sample(prompts, 1, [*range(PROBES)], PROBE_TOKENS))
+        ids, logps = zip(*(group[0] for group in groups), strict=True)
         examples = [Example(prompt, [Branch(answer)]) for prompt, answer in zip(prompts, ids, strict=True)]
         batch = trainer._prepare_inputs(trainer.data_collator.lay_out(examples))
-        tile = LogProb(scoring.targets(batch), self.options.temperature, vocabulary=trainer.vocabulary)
+        tile = LogProb(batch.targets, self.options.temperature, vocabulary=trainer.vocabulary)
         model = trainer.model_wrapped
         with torch.no_grad(), scoring.eval_mode(model), trainer.accelerator.autocast():
             values = scoring.score(model, batch, tile)["value"].float()
-        ours = torch.cat([values[batch["owner"] == number] for number in range(PROBES)]).cpu()
+        ours = torch.cat([values[batch.owner == number] for number in range(PROBES)]).cpu()
         gap = (ours - torch.tensor([logp for answer in logps for logp in answer])).abs()
         found = gather_object([(gap.mean().item(), gap.max().item())])  # each rank may have its own engine
         # the coarser of both sides
@@ -162,27 +157,34 @@ class Backend:
 
     # ---- rollouts
 
-    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
-        """K rollouts of each prompt, one prompt after the other: tokens up to and with the first terminal id, or the
-        `longest`; `logps` are then what vLLM says of them. All ranks call it.
+    def prefetch(self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]) -> None:
+        """Begin to sample what a later `sample` with the same arguments returns; only a server can."""
+        raise NotImplementedError
 
-        Prompt n is sampled by (*seed, n). Raises ServerError, and RuntimeError for an id that no rollout may have.
+    def sample(
+        self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Return n completions of each prompt; prompt i is sampled by (*seed, i).
+
+        Raises ServerError, and RuntimeError for an id that no rollout may have.
         """
-        groups = self._agreed(partial(self._sample, prompts, seeds_of(prompts, seed), longest))
+        groups = self._agreed(partial(self._sample, prompts, n, seeds_of(prompts, seed), max_new_tokens))
         rollouts = [ids for group in groups for ids, _ in group]
-        self.logps = [logps for group in groups for _, logps in group]
         if not all(rollouts):
             raise RuntimeError("vLLM gave an empty rollout: see its log")
         if rollouts and max(map(max, rollouts)) >= self.trainer.vocabulary:
             raise RuntimeError("vLLM drew an id of the vocabulary's padding: set rollout: transformers")
-        return rollouts
+        ends = self.trainer.terminal_ids
+        return [[Completion(ids, logps, finished(ids, ends)) for ids, logps in group] for group in groups]
 
     def _agreed(self, sample: Any) -> list[list[Sampled]]:
         """What `sample` gives, on each rank."""
         return sample()
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
-        """Token ids with their log-probabilities, [prompts][K]."""
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], n: int, seeds: list[int], max_new_tokens: int
+    ) -> list[list[Sampled]]:
+        """Return token ids with their log-probabilities, [prompts][n]."""
         raise NotImplementedError
 
     # ---- files
@@ -217,90 +219,6 @@ class Backend:
             shutil.rmtree(self.folder / str(number), ignore_errors=True)
 
 
-class Colocated(Backend):
-    """An engine of vLLM in this process, on the GPU that it trains on; each rank samples with its own."""
-
-    llm: Any = None
-
-    def _open(self) -> None:
-        """Start vLLM's engine with the student's config and random weights; the base of a LoRA policy, which never
-        changes, is sent now."""
-        self.llm = self._start()
-        self._give_weights(scrambled)
-        if self.lora:
-            self._give_weights()
-
-    def _send(self, change: Any = None) -> None:
-        """Weights in memory, or a newly written adapter."""
-        from vllm.lora.request import LoRARequest
-
-        if self.lora:
-            written = self._write(change)
-            self.adapter = LoRARequest(lora_name=str(self.count), lora_int_id=self.count, lora_path=str(written))
-            self._remove(self.count - 1)  # the newest stays: vLLM may read it again
-        else:
-            self._give_weights(change)
-        # what is cached of prompts is of the old weights
-        self.llm.reset_prefix_cache()
-
-    def _start(self) -> Any:
-        """vLLM's engine with the student's config and random weights."""
-        from vllm import LLM
-
-        trainer, accelerator = self.trainer, self.trainer.accelerator
-        inner, place = scoring.causal_lm(trainer.model), self.folder / "model"
-        # a folder without weights, which come from memory: config and tokenizer are all that vLLM reads
-        if trainer.is_world_process_zero():
-            config = copy.deepcopy(inner.config)
-            config.architectures = [sharded.plain_class(inner).__name__]
-            if accelerator.device.type == "cpu":  # there vLLM keeps a tied head as it was first
-                config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
-            config.save_pretrained(place)
-            trainer.tokenizer.save_pretrained(place)
-        accelerator.wait_for_everyone()
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
-        lengths = trainer.args.max_length, getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-        self.dtype = computed_in(trainer)
-        lora = {"enable_lora": True, "max_lora_rank": max_rank(self.lora)} if self.lora else {}
-        with rollout.seeded(accelerator.device, trainer.args.seed):  # vLLM seeds the process
-            return LLM(
-                model=str(place), load_format="dummy", generation_config="vllm", dtype=self.dtype,
-                max_model_len=min(filter(None, lengths), default=None),
-                gpu_memory_utilization=self.options.vllm_gpu_memory_utilization or 0.3,
-                logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
-                enable_prefix_caching=True,  # K rollouts read their prompt once
-                distributed_executor_backend="uni" if accelerator.num_processes == 1 else "external_launcher", **lora,
-            )  # fmt: skip
-
-    def _give_weights(self, change: Any = None) -> None:
-        """All weights but the adapter's, in memory. All ranks call it. change: (name, weight) -> another."""
-        with torch.no_grad(), engine.whole_weights(self.trainer.model_wrapped, self.trainer.accelerator) as model:
-            weights = hub_weights(scoring.causal_lm(model), dict(named_weights(model)))
-            given = ((name, (change(name, weight) if change else weight).detach()) for name, weight in weights.items())
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": given})
-
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
-        from vllm import SamplingParams
-
-        if not prompts:
-            return []
-        given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        shared = self.sampling | {"max_tokens": longest, "detokenize": False, "logprobs": 0}
-        how = [SamplingParams(**shared, seed=seed) for seed in seeds]
-        with torch.autocast(self.trainer.args.device.type, enabled=False):  # evaluation is inside the policy's
-            outputs = self.llm.generate(given, how, use_tqdm=False, lora_request=self.adapter)
-        return [[_of_engine(one) for one in output.outputs] for output in outputs]
-
-    def _likely(self) -> str:
-        return "vLLM computes this architecture otherwise, or did not take all weights: set rollout: transformers"
-
-
-def _of_engine(output: Any) -> Sampled:
-    """A completion of vLLM's engine."""
-    ids = list(output.token_ids)
-    return ids, [given[token].logprob for token, given in zip(ids, output.logprobs, strict=True)]
-
-
 def computed_in(trainer: Any) -> str:
     """The dtype of the policy's products, by torch's name."""
     own = str(scoring.causal_lm(trainer.model).dtype).removeprefix("torch.")
@@ -323,7 +241,7 @@ def sampling(trainer: Any) -> dict[str, Any]:
         lacks = f"the vocabulary has {len(padding)} ids that stand for no token, or that the teacher lacks"
         raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set rollout: transformers")
     return {
-        "n": options.num_generations, "temperature": options.temperature, **PLAIN,
+        "temperature": options.temperature, **PLAIN,
         "stop_token_ids": trainer.terminal_ids, "ignore_eos": True,  # ours alone, and they stay in the rollout
         "logit_bias": {token: _NEVER for token in padding} or None,
     }  # fmt: skip

@@ -1,14 +1,11 @@
 """Rollouts by `vllm serve`: weights as files, rollouts over HTTP, the next window's while this one trains."""
 
-import json
 import logging
 import math
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,10 +13,12 @@ import psutil
 from accelerate.utils import gather_object
 
 from ..errors import InputError
+from ..generation.completions_client import Server, ServerError, as_server_error, at_once, together
 from ..scoring import forward as scoring
-from .server import Server, ServerError, as_server_error, at_once, in_background, together
-from .transfer import has_tied_head, scrambled
-from .vllm import Backend, Sampled, max_rank, seeds_of
+from .completion import Completion
+from .prefetching import PrefetchedRollouts
+from .vllm import Sampled, VLLMSampler, max_rank, seeds_of
+from .weight_sync import has_tied_head, scrambled
 
 logger = logging.getLogger(__name__)
 _NEEDS = {
@@ -30,73 +29,7 @@ _NEEDS = {
 """What a server that lacks a path was not started with."""
 
 
-class Ahead:
-    """Rollouts of the next window, which are sampled while this one trains. They are saved with a checkpoint.
-
-    Those of the step that is under way are kept as well: after an error the last whole step is saved, and what is next
-    after that are they.
-    """
-
-    FILE = "rollouts_ahead.json"
-
-    def __init__(self, accelerator: Any, writes: bool):
-        self.accelerator, self.writes = accelerator, writes
-        self.asked: Any = None
-        self.process: str | None = None
-        self.future: Future[Any] | None = None
-        self.taken: tuple[int, Any, Future[Any]] | None = None  # steps that were done then, asked, future
-
-    def begin(self, asked: Any, sample: Callable[[], Any], process: str | None) -> None:
-        """Sample in the background. asked: what identifies it; process: which start of the server samples."""
-        self.asked, self.process, self.future = _as_json(asked), process, in_background(sample)
-
-    def take(self, asked: Any, process: str | None, steps: int) -> Callable[[], Any] | None:
-        """What gives the rollouts that were begun for this, where any were: they are gone then. None too where the
-        server has started again meanwhile, so that it may have had other weights. steps: that are done."""
-        if self.future is None or self.asked != _as_json(asked):
-            return None
-        future, self.future = self.future, None
-        self.taken = steps, self.asked, future
-        return future.result if self.process in (None, process) else None
-
-    def wait(self) -> None:
-        """Until nothing is under way."""
-        if self.future is not None:
-            wait([self.future])
-
-    def save(self, folder: str) -> None:
-        """Into a checkpoint; all ranks call it."""
-        future = self.future
-        found = together(lambda: None if future is None else future.result())  # on the ranks with none too
-        everyone = gather_object([None if future is None else [self.asked, found]])
-        if self.writes:
-            Path(folder, self.FILE).write_text(json.dumps(everyone), encoding="utf-8")
-
-    def give_up(self, steps: int) -> None:
-        """Go back to what was under way after as many steps, which will be saved; what is lost with its server is
-        none."""
-        if self.taken is not None and self.taken[0] == steps:
-            _, self.asked, self.future = self.taken
-        self.wait()
-        if self.future is not None and self.future.exception() is not None:
-            self.future = None
-
-    def begin_run(self, folder: str | None) -> None:
-        """Nothing, or what a checkpoint has of this rank."""
-        self.wait()  # an earlier run's requests would have this one's weights
-        self.future, file = None, Path(folder or "", self.FILE)
-        if folder is None or not file.exists():
-            return
-        known = json.loads(file.read_text(encoding="utf-8"))
-        if len(known) == self.accelerator.num_processes and (mine := known[self.accelerator.process_index]):
-            self.begin(mine[0], lambda: [[tuple(one) for one in group] for group in mine[1]], None)
-
-
-def _as_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-class Served(Backend):
+class VLLMServerSampler(VLLMSampler):
     """A server that `vllm serve` started; the first rank sends weights, and each rank asks for its own rollouts."""
 
     begun: Any = None
@@ -113,10 +46,9 @@ class Served(Backend):
             logger.warning(said, card["root"], base or "a model in memory")
         if self.temporary and not runs_as_this_user(self.server.url):
             os.chmod(self.folder, 0o755)
-        self.ahead: Ahead | None = None
+        self.prefetched: PrefetchedRollouts | None = None
         if self.options.rollout_ahead:
-            self.ahead = Ahead(trainer.accelerator, trainer.args.should_save)
-            trainer.kept_in_checkpoints.append(self.ahead)
+            self.prefetched = trainer.stateful["prefetched_rollouts"] = PrefetchedRollouts(trainer)
 
     def _open(self) -> None:
         """Send scrambled weights; the base of a LoRA policy is the server's own."""
@@ -125,8 +57,8 @@ class Served(Backend):
 
     def _send(self, change: Any = None) -> None:
         """The server reads the weights, or the adapter under a new name, from a folder. Raises ServerError."""
-        if self.ahead:
-            self.ahead.wait()  # no request may be under way while weights change
+        if self.prefetched:
+            self.prefetched.wait()  # no request may be under way while weights change
         path, previous = str(self._write(change)), self.adapter
         if self.lora:  # vLLM would take a name that it knows from its cache
             self.adapter = f"{self.folder.name}-{self.count}"
@@ -176,11 +108,13 @@ class Served(Backend):
                 self._check()
         raise ServerError(f"the vLLM server {self.server.url} starts again and again: see its log")
 
-    def begin(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> None:
-        """Sample in the background, by the weights of now, what a later `generate` of the same will ask for."""
-        assert self.ahead is not None
-        sample = partial(self._sample, prompts, seeds_of(prompts, seed), longest)
-        self.ahead.begin((prompts, seed, longest), sample, self.process)
+    def prefetch(
+        self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]
+    ) -> None:
+        """Sample in the background, by the current weights, what a later `sample` of the same returns."""
+        assert self.prefetched is not None
+        sample = partial(self._sample, prompts, n, seeds_of(prompts, seed), max_new_tokens)
+        self.prefetched.begin((prompts, n, seed, max_new_tokens), sample, self.process)
 
     def _check(self) -> None:
         self.checking = True
@@ -189,16 +123,20 @@ class Served(Backend):
         finally:
             self.checking = False
 
-    def generate(self, prompts: Sequence[Sequence[int]], seed: Sequence[int], longest: int) -> list[list[int]]:
-        """As the other backends; what was begun is waited for."""
-        if self.ahead:
-            done = self.trainer.state.global_step
-            self.begun = self.ahead.take((prompts, seed, longest), self.process, done)
-        return super().generate(prompts, seed, longest)
+    def sample(
+        self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Return n completions of each prompt; wait for those that were prefetched."""
+        if self.prefetched:
+            self.begun = self.prefetched.take((prompts, n, seed, max_new_tokens), self.process)
+        return super().sample(prompts, n, max_new_tokens, seed)
 
-    def _sample(self, prompts: Sequence[Sequence[int]], seeds: list[int], longest: int) -> list[list[Sampled]]:
-        """A request for each prompt, since each has its own seed; vLLM batches what is open."""
-        shared = self.sampling | {"max_tokens": longest, "logprobs": 0, "model": self.adapter or self.model}
+    def _sample(
+        self, prompts: Sequence[Sequence[int]], n: int, seeds: list[int], max_new_tokens: int
+    ) -> list[list[Sampled]]:
+        """Send a request for each prompt, since each has its own seed; vLLM batches what is open."""
+        model = self.adapter or self.model
+        shared = self.sampling | {"n": n, "max_tokens": max_new_tokens, "logprobs": 0, "model": model}
 
         def ask(number: int) -> list[Sampled]:
             choices = self.server.complete(shared | {"seed": seeds[number]}, prompts[number])

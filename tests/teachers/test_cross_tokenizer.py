@@ -16,8 +16,8 @@ from hf_posttrain.data.align import Aligner, bytes_of, shared_ids
 from hf_posttrain.errors import InputError
 from hf_posttrain.losses.divergence import forward_kl, reverse_kl
 from hf_posttrain.models.section import TeacherSection
-from hf_posttrain.scoring.chunks import SHARED, Across, reached
-from hf_posttrain.scoring.stop_outcome import StopOutcome
+from hf_posttrain.teachers.cross_tokenizer import SHARED, CrossTokenizerTeacher, reached
+from hf_posttrain.teachers.eos import MergedEOS
 
 ROWS = [
     {"prompt": "Question: capital of France? ", "completion": "Answer: Paris"},
@@ -214,11 +214,11 @@ def test_the_probability_of_a_beginning_is_that_of_a_loop_in_float64():
 @pytest.mark.parametrize("size", [-5.0, -20.0, -40.0, -95.0])
 def test_a_token_that_longer_ones_compete_with_is_never_taken_for_certain(size):
     """However small both are: a longer token e^2 times as probable leaves 0.119."""
-    across = Across.__new__(Across)
-    across.lacking = torch.tensor([1, 2, 3])
+    teacher = CrossTokenizerTeacher.__new__(CrossTokenizerTeacher)
+    teacher.lacking = torch.tensor([1, 2, 3])
     logps = torch.full((2, 6), -100.0)
     logps[:, 4], logps[:, 1], logps[:, 0], logps[:, 2] = math.log(0.6), math.log(0.4), size, size + 2
-    longer = across.longer(logps, torch.tensor([[[1, 2]], [[0, 0]]]))
+    longer = teacher.longer(logps, torch.tensor([[[1, 2]], [[0, 0]]]))
     found = reached(torch.tensor([size, -0.1]), longer)[1].item()
     assert found == pytest.approx(0.1192, abs=1e-3) if size > -25 else found < 0.1192 + 1e-3
 
@@ -227,7 +227,8 @@ def test_longer_tokens_are_summed_as_in_a_loop_and_those_without_a_logit_have_no
     teacher = gpt2_tokenizer()
     teacher.add_tokens(["a longer one"])  # beyond the head
     aligner = Aligner(byte_tokenizer(), teacher, [258], teacher.eos_token_id)
-    across = Across(aligner, StopOutcome(torch.tensor([258])), [teacher.eos_token_id], torch.device("cpu"))
+    eos, ends = MergedEOS(torch.tensor([258])), [teacher.eos_token_id]
+    across = CrossTokenizerTeacher(None, aligner, eos, ends, torch.device("cpu"))
     size, count = max(aligner.lacking), len(aligner.lacking)
     logps = torch.log_softmax(4 * torch.randn(3, size, generator=torch.Generator().manual_seed(0)), -1)
     ranges = torch.tensor([[[0, count], [2, 3]], [[0, 0], [5, 9]], [[count - 1, count], [0, 0]]])
@@ -272,7 +273,8 @@ def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other
     ("method", "config", "message"),
     [
         ("opd", {"teacher_top_k": 5}, "teacher_top_k: a teacher with its own tokenizer is compared by chunks"),
-        ("opd", {"loss_type": "policy_gradient", "discount": 0.5}, "discount: a teacher with its own tokenizer"),
+        ("opd", {"loss_type": "policy_gradient", "reward": {"function": "exact_match"}, "num_generations": 2},
+         "reward: a teacher with its"),
         ("opd", {"rollouts": "replay"}, "tokenizer estimates from tokens that the policy of now sampled: set live"),
         ("opd", {"rollouts": "frozen"}, "tokenizer estimates from tokens that the policy of now sampled: set live"),
         ("opd", {"teacher_tokenizer": None, "teacher_names": "maths"}, "teacher_names='maths': a list of names"),

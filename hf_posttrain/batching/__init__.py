@@ -1,0 +1,1 @@
+"""Prepared rows -> micro-batches of tensors."""

@@ -1,0 +1,74 @@
+"""What OPD logs about its rollouts."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..rollouts.batch import RolloutBatch
+from ..teachers.cross_tokenizer import alignment_metrics
+from ..teachers.ensemble import Ensemble
+from ..teachers.signal import Chunked, TeacherSignal
+from .objective import Scores
+from .opd_diagnostics import NAMES, metrics_of
+
+
+def rollout_metrics(
+    trainer: Any, scores: Scores, signal: TeacherSignal, batch: RolloutBatch
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the metrics of a batch: means over the tokens that the student sampled, and over rollouts.
+
+    Completions of the data do not count.
+    """
+    student, teacher = scores["student"], scores["teacher"]
+    gap = teacher - student
+    of_rollouts = (batch.sampled * batch.weights_of_rows)[batch.row]  # [rollouts]
+    of_tokens = of_rollouts[batch.owner]  # [N]
+    lengths = batch.per_branch(torch.ones_like(student))
+    stopped = batch.per_branch(torch.isin(batch.targets, trainer.ends).float())  # one such token at most, the last
+    # a rollout that the horizon has cut, and not its own length, neither stopped nor failed to
+    cut = (stopped == 0) & (lengths < trainer.args.max_completion_length)
+    # the mean of -gap over sampled tokens is an estimate of the reverse KL, where that is not the loss itself
+    reverse_kl = scores["divergence"] if trainer.args.loss_type == "reverse_kl" else -gap
+    metrics = {
+        "logprob/student": (student, of_tokens),
+        "logprob/teacher": (teacher, of_tokens),
+        "logprob/gap": (gap, of_tokens),
+        "distill/advantage": (gap, of_tokens),
+        "distill/reverse_kl": (reverse_kl, of_tokens),
+        "generation/length": (lengths, of_rollouts),
+        "generation/stopped": (stopped, of_rollouts * ~cut),
+        "generation/repeated": (batch.repeated, of_rollouts),
+    }
+    if batch.sampler_logps is not None:
+        difference = batch.sampler_logps - student
+        comparable = of_tokens * ~trainer.eos.contains(batch.targets)
+        metrics |= {
+            "sampling/kl": (difference, comparable),
+            "sampling/logp_difference": (difference.abs(), comparable),
+        }
+    if isinstance(trainer.teacher, Ensemble):
+        metrics |= trainer.teacher.metrics(batch, "distill/reverse_kl", reverse_kl, of_tokens)
+    if isinstance(signal, Chunked):
+        metrics |= alignment_metrics(signal.batch, scores["alone"], of_tokens)
+    if batch.grades is not None:
+        counts = batch.weights_of_rows
+        metrics |= {
+            "reward/mean": (batch.grades.mean(1), counts),
+            "reward/spread": (batch.grades.std(1, correction=0), counts),
+        }
+    if "entropy" in scores:
+        metrics["entropy"] = scores["entropy"], of_tokens
+    if f"diagnostics/{NAMES[0]}" in scores:
+        stats = {name: scores[f"diagnostics/{name}"] for name in NAMES}
+        metrics |= metrics_of(stats, batch.owner, of_tokens, trainer.args.max_completion_length)
+    return metrics
+
+
+def with_perplexities(metrics: dict[str, float]) -> dict[str, float]:
+    """Add perplexities of the rollouts, from the mean log-probabilities."""
+    for name in ("student", "teacher"):
+        if f"logprob/{name}" in metrics:
+            metrics[f"perplexity/{name}"] = math.exp(min(-metrics[f"logprob/{name}"], 700))
+    return metrics

@@ -1,0 +1,49 @@
+"""Rollouts by the model that trains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .completion import Completion, finished
+
+
+class PolicySampler:
+    """Samples with the policy itself, by its own decoding or by transformers' `generate`."""
+
+    reports_logps = False  # they are the policy's own
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def synchronise(self) -> None:
+        """Do nothing: the policy has its own weights."""
+
+    def prefetch(self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]) -> None:
+        """Raise: the model trains meanwhile."""
+        raise NotImplementedError
+
+    def sample(
+        self, prompts: Sequence[Sequence[int]], n: int, max_new_tokens: int, seed: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Return n completions of each prompt, from the global generator: see `generation.rollout.seeded`."""
+        trainer, options = self.trainer, self.trainer.rollout_options
+        repeated = [prompt for prompt in prompts for _ in range(n)]
+        sampled = trainer.generate(
+            repeated,
+            max_new_tokens,
+            vocabulary=trainer.vocabulary,
+            temperature=options.temperature or None,
+            batch_size=options.generation_batch_size,
+        )
+        completions = [Completion(ids, finished=finished(ids, trainer.terminal_ids)) for ids in sampled]
+        return [completions[start : start + n] for start in range(0, len(completions), n)]
+
+
+def synchronise(trainer: Any) -> None:
+    """Give a trainer's sampler the policy's weights: once per optimizer step, and each time outside training.
+
+    All ranks call it.
+    """
+    step = trainer.state.global_step if trainer.is_in_train else None
+    if step is None or step != trainer.synchronised:
+        trainer.sampler.synchronise()
+    trainer.synchronised = step

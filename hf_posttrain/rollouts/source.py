@@ -1,0 +1,44 @@
+"""Where the rollouts of OPD come from: the interface, and rollouts of the current policy.
+
+    on policy    sampled from the current policy, in each optimizer step
+    replay       a share `fresh` of each window on policy; for the other prompts, rollouts of the last steps (LSPD)
+    frozen       sampled once, from the policy as it was at the start, and kept on disk (arXiv 2610.11291)
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ..scoring.layouts import Prompt
+from .completion import Rollout
+
+
+class RolloutSource(Protocol):
+    """Gives the rollouts of prompts."""
+
+    @property
+    def reports_logps(self) -> bool:
+        """Whether its completions have log-probabilities."""
+        ...
+
+    def rollouts(self, rows: Sequence[dict], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
+        """Return as many rollouts as there are prepared rows. Call it inside `generation.rollout.seeded(*seed)`."""
+        ...
+
+
+class OnPolicy:
+    """Samples from the current policy."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    @property
+    def reports_logps(self) -> bool:
+        """Whether its completions have log-probabilities."""
+        return bool(self.trainer.sampler.reports_logps)
+
+    def rollouts(self, rows: Sequence[dict], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
+        """Sample `num_generations` completions of each row's prompt."""
+        prompts = [Prompt.of(row) for row in rows]
+        n = self.trainer.args.num_generations
+        sampled = self.trainer.sampler.sample(prompts, n, max_new_tokens, seed)
+        return [Rollout(prompt, completions) for prompt, completions in zip(prompts, sampled, strict=True)]

@@ -1,0 +1,142 @@
+"""A second model in memory as a teacher."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import TrainerCallback
+
+from ..batching.micro_batch import MicroBatch
+from ..data.align import Aligner
+from ..errors import InputError
+from ..losses.divergence import log_softmax
+from ..models import score_cache
+from ..models.frozen import FrozenModel
+from ..models.policy import find_terminal_ids
+from ..scoring import forward
+from ..scoring.forward import LMHead
+from ..scoring.head import LogProb, TileFunction, tiles
+from ..scoring.teacher_tiles import at_temperature
+from ..scoring.top_tokens import TopTokens
+from .eos import MergedEOS
+from .inputs import teacher_batch
+from .signal import Dense, Request, Sampled, TeacherSignal, TopK
+
+
+@dataclass(frozen=True)
+class TeacherStates:
+    """The teacher's head and its hidden states [N, H] at the scored positions: `teacher_tiles.TeacherLogits`."""
+
+    head: LMHead
+    hidden: Tensor
+    eos: MergedEOS | None = None
+
+    @classmethod
+    def from_model(
+        cls, model: nn.Module, batch: MicroBatch, copy_head: bool, eos: MergedEOS | None = None
+    ) -> "TeacherStates":
+        """Run the teacher's forward.
+
+        copy_head: its weights are whole inside the forward only, so copy them there. Raises InputError where such a
+        head is more than a linear layer.
+        """
+        heads: list[LMHead] = []
+
+        def scorer(head: LMHead, hidden: Tensor) -> dict[str, Tensor]:
+            heads.append(_copied(head) if copy_head else head)
+            return {"hidden": forward.scored_states(hidden, batch)}
+
+        hidden = forward.run(model, batch, scorer)["hidden"]
+        weight = getattr(heads[0].module, "weight", None)
+        if weight is None or not weight.is_floating_point():  # a quantised head casts by itself
+            return cls(heads[0], hidden, eos)
+        return cls(heads[0], hidden.to(weight.dtype), eos)
+
+    def logits(self, rows: slice) -> Tensor:
+        """Return logits [n, V of the teacher] with merged EOS ids. The caller may overwrite them."""
+        with torch.no_grad():
+            logits = self.head.logits(self.hidden[rows])
+            logits = logits.clone() if isinstance(self.head.module, nn.Identity) else logits
+            if self.eos:
+                self.eos.merge_logits(logits)
+            return logits
+
+    def select(self, positions: Tensor) -> "TeacherStates":
+        """Return the states at some of the N positions."""
+        return TeacherStates(self.head, self.hidden[positions], self.eos)
+
+    def tiles(self, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+        """Yield (rows, log-probabilities [n, V] of the teacher), tile by tile."""
+        size = getattr(self.head.module, "out_features", self.hidden.shape[-1])
+        for rows in tiles(self.hidden, size):
+            yield rows, log_softmax(at_temperature(self.logits(rows), temperature))
+
+
+def _copied(head: LMHead) -> LMHead:
+    """Return the head with its own copy of the weights. Raises InputError where it is more than a linear layer."""
+    if isinstance(head.module, nn.Identity):
+        return head
+    if (linear := head.plain) is None:
+        raise InputError(
+            "the teacher's head is no plain linear layer (an adapter on it, or quantised): merge it, or do not "
+            "shard or offload the teacher"
+        )
+    copied = nn.Linear(linear.weight.shape[1], linear.weight.shape[0], linear.bias is not None, device="meta")
+    for name in dict(copied.named_parameters()):
+        setattr(copied, name, nn.Parameter(getattr(linear, name).detach().clone(), requires_grad=False))
+    return LMHead(copied, copied.forward, head.transform)
+
+
+class LocalTeacher(FrozenModel, TrainerCallback):
+    """A second model that scores for a loss; as a callback it leaves the device when training ends."""
+
+    name = ""
+    description = ""
+    dense = True
+    aligner: Aligner | None = None
+
+    def signal(self, batch: MicroBatch, request: Request) -> TeacherSignal:
+        """Score a batch, see `signal.Teacher`."""
+        read = teacher_batch(batch, self.name)
+        if request.kind == "dense":
+            return Dense(self.states(read, request.eos))
+        targets = request.eos.merge_ids(read.targets)
+        if request.kind == "sampled":
+            tile: TileFunction = LogProb(targets, request.temperature, vocabulary=request.vocabulary)
+            return Sampled(self.score(read, request.eos.wrap(tile))["value"])
+        tile = TopTokens(request.top_k, request.temperature, request.vocabulary, targets)
+        scores = self.score(read, request.eos.wrap(tile))
+        return TopK(scores["ids"], scores["logps"], scores["value"])
+
+    def signals(self, batches: Sequence[MicroBatch], request: Request) -> None:
+        """Return None: one batch after the other is as fast."""
+
+    def score(self, batch: MicroBatch, tile: TileFunction) -> dict[str, Tensor]:
+        """Run `forward.score` on a batch of the teacher, without gradient."""
+        with torch.no_grad(), self.accelerator.autocast(), self as model:
+            return forward.score(model, batch, tile)
+
+    def states(self, batch: MicroBatch, eos: MergedEOS) -> TeacherStates:
+        """Return the head and the hidden states of a batch of the teacher, for a tile function that `eos` wraps."""
+        # the head is used after the forward: where its weights have left by then, they are copied
+        with torch.no_grad(), self.accelerator.autocast(), self as model:
+            return TeacherStates.from_model(model, batch, copy_head=self.head_leaves, eos=eos)
+
+    @property
+    def head_leaves(self) -> bool:
+        """Whether the weights of the head are elsewhere after a forward."""
+        return self.sharded or self.offload
+
+    def key(self) -> Any:
+        """Return a hash of the model."""
+        return score_cache.model_key(self.model)
+
+    def ends(self, tokenizer: Any, template_kwargs: dict | None) -> list[int]:
+        """Return the ids that end an answer."""
+        return find_terminal_ids(self.model, tokenizer, template_kwargs)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Free the memory of the device; a later evaluation brings the teacher back."""
+        self.release()
