@@ -132,12 +132,13 @@ QUICK = {
 
 
 def machine() -> str:
-    """Return what the rounding of float32 depends on: processor, its instructions, threads, and versions."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = {line.partition(":")[2].strip() for line in lines if line.startswith("model name")}
-    processor = " ".join(sorted(names)) or platform.processor()
+    """Return what the rounding of float32 depends on: processor, its instructions and caches, threads, and versions."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    told = sorted({line for line in lines if line.startswith(("model", "stepping", "cache size", "flags"))})
+    processor = hashlib.sha256("\n".join([platform.processor(), *told]).encode()).hexdigest()[:12]
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-    return f"{processor}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads, {versions}"
+    return f"processor {processor}, {torch.get_num_threads()} threads, {versions}"
 
 
 def rows_of(case: Case, count: int, seed: int) -> datasets.Dataset:
