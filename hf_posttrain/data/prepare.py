@@ -355,6 +355,8 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
     max_length, as_chat, is_ids = option("max_length"), bool(option("apply_chat_template")), "_ids" in form
     completion_only, turns = option("completion_only_loss"), option("train_on")
     assistant_only = bool(option("assistant_only_loss")) or turns in ("assistant", "last")
+    if method.rows.sampled:  # of a recipe whose answers are sampled, by rounds or by `sample`: rows are prompts
+        completion_only, turns, assistant_only = None, None, False
     if method.rows.masked and form in ("messages", "text") and completion_only:
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
     if as_chat and (form == "text" or is_ids):

@@ -54,6 +54,20 @@ def sampled(*arguments, out="out.jsonl"):
     return [json.loads(line) for line in open(out, encoding="utf-8")]
 
 
+@pytest.mark.parametrize("option", ["assistant_only_loss: true", "train_on: last", "train_on: assistant"])
+def test_what_a_recipe_trains_of_a_conversation_is_no_matter_to_its_prompts(folder, option, capsys):
+    """Of rows that `sample` and rounds read as prompts the last answer is left out, whatever would be trained."""
+    turns = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "4"}]
+    write_rows(folder / "rows.jsonl", [{"messages": turns}])
+    train = f"{{output_dir: out, max_length: 60, use_cpu: true, {option}}}"
+    text = RECIPE.replace("method: opd", "method: sft").replace("teacher: {name_or_path: tiny}\n", "")
+    (folder / "recipe.yaml").write_text(text[: text.index("train: {output")] + f"train: {train}\n")
+    rows = sampled("--n", "1", "--max_completion_length", "4")
+    assert [row["prompt"] for row in rows] == ["<|im_start|>user\n2 + 2<|im_end|>\n<|im_start|>assistant\n"]
+    rounds = "rounds={count: 1, num_generations: 2, max_completion_length: 4, judge: exact_match}"
+    assert run.main(["recipe.yaml", "--check", rounds]) == 0, capsys.readouterr()
+
+
 def test_answers_to_pictures_see_them(folder):
     """Two rows of the same tokens with other pictures are two prompts, and their rows name the pictures."""
     model, tokenizer = seeing("qwen3_vl", scale=3.0)
