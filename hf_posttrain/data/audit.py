@@ -5,6 +5,7 @@ Duplicates and overlap compare prompts and answers as they were before they were
 """
 
 import itertools
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,6 +86,7 @@ class DataAudit:
     conflicts: Found | None = None  # kept examples whose prompt and answer have the other label elsewhere
     identical: Found | None = None  # kept pairs whose answers are the same, after both were cut
     notes: list[str] = field(default_factory=list)  # what is given and not used
+    mistakes: list[str] = field(default_factory=list)  # of these, what is most likely a mistake: a misspelt column
     reserved: int = 0  # tokens of max_length that are left for answers that are sampled
     overlap: Found | None = None  # of evaluation rows: kept examples with the prompt and an answer of a training one
 
@@ -128,7 +130,7 @@ class DataAudit:
         if not self.kept:
             return [f"{self.name}: all {self.examples} examples are dropped, with no trained token: raise max_length"]
         # what max_length takes away
-        found = []
+        found = [*self.mistakes]
         dropped, truncated = self.examples - self.kept, sum(cut.count for cut in self.truncated)
         endless = sum(cut.count for cut in self.truncated if "completion" in cut.reason)
         longest = (self.lengths["uncut"] or {}).get("max")
@@ -173,7 +175,9 @@ def audits(
     examples = {key: _examples(rows, method, tokenizer, config, names[key]) for key, rows in raw.items()}
     made = {key: _count(rows, *examples[key], method.rows, config, names[key]) for key, rows in raw.items()}
     for key, audit in made.items():
-        audit.notes = [*notes(raw[key], method, config, tokenizer, examples[key][0])]
+        levels = notes(raw[key], method, config, tokenizer, examples[key][0])
+        audit.notes = [note for note, level in levels.items() if level < logging.WARNING]
+        audit.mistakes = [note for note, level in levels.items() if level >= logging.WARNING]
     if all(isinstance(raw.get(key), datasets.Dataset) for key in ("train", "eval")):
         (seen, keys), (rows, _) = examples["train"], examples["eval"]
         known = rows[keys].isin(seen[keys].to_numpy().ravel()).any(axis=1)

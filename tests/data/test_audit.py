@@ -118,6 +118,16 @@ def test_rows_are_named(audited):
     assert found.duplicates == Found(6, [2, 3, 4, 5, 6])  # more than five are counted
 
 
+def test_a_misspelt_column_is_a_warning_and_another_one_is_named(audited):
+    """A run warns of the first as well."""
+    rows = [{"promt": "2+2=", "chosen": "it is 4", "rejected": "it is 5", "source": "me"}] * 2
+    found = audited("dpo", rows)
+    [warning] = [line for line in found.warnings() if "promt" in line]
+    assert warning == "train: column 'promt' is not read: did you mean 'prompt'? (columns: {prompt: promt})"
+    assert any("columns not read: " in note and "source" in note for note in found.notes)
+    assert not any("did you mean" in note for note in found.notes)
+
+
 def test_dropped_rows_have_their_reason(audited):
     ids = {"prompt_ids": [1, 2], "completion_ids": [3, 4, 5]}
     masks = [[1, 0, 0], [0, 0, 1], [0, 0, 0], [0, 1, 1], [0, 0, 0]]
