@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import TrainerState, TrainingArguments
 
 from ..losses.divergence import places
-from ..scoring.head import Tile, TileFunction, expectation, softmax
+from ..scoring.head import Tile, TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.eos import MergedEOS
 
@@ -41,29 +41,58 @@ def compare(
     """
     z = student if temperature == 1 else student.div_(temperature)
     t = teacher if temperature == 1 else torch.div(teacher, temperature, out=scratch[2])
-    near = z.topk(min(NEAR, z.shape[-1])).indices
-    agreement = z.argmax(-1) == t.argmax(-1)  # of equal logits `topk` may choose another first one
-    q, q_peak, q_top = softmax(z, scratch[0])
-    p, p_peak, p_top = softmax(t, scratch[1])
+    agreement = _argmax(z) == _argmax(t)
+    near = _largest(z, NEAR)
 
-    # Differences to the peaks come first: sums of logits would leave rounding alone. 0 x -inf would be NaN.
-    z = z.sub_(q_peak).clamp_(min=-1e30)
-    t = torch.sub(t, p_peak, out=scratch[2]).clamp_(min=-1e30)
-    student_entropy = -q_top - expectation(q, z)
-    teacher_entropy = -p_top - expectation(p, t)
-    difference = z.sub_(t).add_(q_top - p_top)  # ln q - ln p
+    # Differences to the largest logit come first: sums of logits would leave rounding alone. 0 x -inf would be NaN.
+    z = z.sub_(_blocks(z).amax((1, 2))[:, None]).clamp_(min=-1e30)
+    t = torch.sub(t, _blocks(t).amax((1, 2))[:, None], out=scratch[2]).clamp_(min=-1e30)
+    q, p = torch.exp(z, out=scratch[0]), torch.exp(t, out=scratch[1])
+    q_sum, p_sum = q.sum(-1), p.sum(-1)
+    offset = p_sum.log() - q_sum.log()  # ln q - ln p = z - t + offset
     results = {
-        "kl": expectation(q, difference)[:, 0],
-        "special": (q[:, special] * difference[:, special]).sum(-1),
-        "student_entropy": student_entropy[:, 0],
-        "teacher_entropy": teacher_entropy[:, 0],
+        "special": (q[:, special] * (z[:, special] - t[:, special] + offset[:, None])).sum(-1) / q_sum,
         "agreement": agreement.float(),
-        "near": p.gather(-1, near).sum(-1),
-        "student_stop": q[:, ends].sum(-1),
-        "teacher_stop": p[:, ends].sum(-1),
+        "near": p.gather(-1, near).sum(-1) / p_sum,
+        "student_stop": q[:, ends].sum(-1) / q_sum,
+        "teacher_stop": p[:, ends].sum(-1) / p_sum,
     }
+
+    # In place: a fresh [n, V] costs more on CPU than what fills it.
+    results["teacher_entropy"] = p_sum.log() - p.mul_(t).sum(-1) / p_sum
+    difference = t.neg_().add_(z).add_(offset[:, None])
+    results["student_entropy"] = q_sum.log() - z.mul_(q).sum(-1) / q_sum
+    results["kl"] = difference.mul_(q).sum(-1) / q_sum
     assert results.keys() == {*NAMES}
     return results
+
+
+BLOCK = 64
+"""Logits whose largest one is found first: torch's argmax and topk take ten times as long on CPU."""
+
+
+def _blocks(logits: Tensor) -> Tensor:
+    """View logits [n, V] as blocks, [n, V / BLOCK, BLOCK]; one block if V is no multiple of BLOCK."""
+    size = BLOCK if logits.shape[-1] % BLOCK == 0 else logits.shape[-1]
+    return logits.unflatten(-1, (-1, size))
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Return the token with the largest logit, [n]; of equal ones the same for equal logits."""
+    blocks = _blocks(logits)
+    block = blocks.amax(-1).argmax(-1)
+    within = blocks[torch.arange(len(logits), device=logits.device), block].argmax(-1)
+    return block * blocks.shape[-1] + within
+
+
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """Return the tokens with the `count` largest logits, [n, count]: they are in the blocks with the largest maxima."""
+    blocks = _blocks(logits)
+    size, number = blocks.shape[-1], min(count, blocks.shape[1])
+    chosen = blocks.amax(-1).topk(number).indices  # [n, number]
+    inside = blocks.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1)
+    place = inside.topk(min(count, inside.shape[-1])).indices
+    return chosen.gather(-1, place // size) * size + place % size
 
 
 @dataclass
