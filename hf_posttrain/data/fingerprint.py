@@ -19,13 +19,14 @@ def fingerprint(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, plan: Plan
     `Dataset.map` would pickle each tokenizer in Python, which takes 9 seconds for the 262,144 tokens of Gemma 3. None
     leaves that to it: for tokenizers without a backend, or with a part that has no JSON.
     """
-    tokenizers = {} if plan.teacher is None else plan.teacher.tokenizers
+    tokenizers = plan.teacher.tokenizers if plan.teacher else {}
     try:
-        states = [state_of_tokenizer(each) for each in (tokenizer, *tokenizers.values())]
+        state = state_of_tokenizer(tokenizer)
+        of_teachers = {name: state_of_tokenizer(each) for name, each in tokenizers.items()}
     except Exception:  # `tokenizers` raises no other class
         return None
-    teacher = None if plan.teacher is None else (plan.teacher.names, plan.teacher.prompts, [*tokenizers])
-    return Hasher.hash([dataset._fingerprint, plan._replace(teacher=None), teacher, states, filled])
+    plan = plan._replace(teacher=plan.teacher and plan.teacher._replace(tokenizers={}))
+    return Hasher.hash([dataset._fingerprint, plan, state, of_teachers, filled])
 
 
 def state_of_tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:

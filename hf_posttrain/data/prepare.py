@@ -353,11 +353,12 @@ def plan_for(form: str, method: Reader, tokenizer: PreTrainedTokenizerBase, conf
         return getattr(config, key, None)
 
     max_length, as_chat, is_ids = option("max_length"), bool(option("apply_chat_template")), "_ids" in form
-    completion_only, turns = option("completion_only_loss"), option("train_on")
-    assistant_only = bool(option("assistant_only_loss")) or turns in ("assistant", "last")
-    if method.rows.sampled:  # of a recipe whose answers are sampled, by rounds or by `sample`: rows are prompts
-        completion_only, turns, assistant_only = None, None, False
-    if method.rows.masked and form in ("messages", "text") and completion_only:
+    # what the mask of an answer is; rows without one may be the prompts of a recipe that trains with one (rounds)
+    masked = method.rows.masked
+    completion_only = option("completion_only_loss") if masked else None
+    turns = option("train_on") if masked else None
+    assistant_only = masked and (bool(option("assistant_only_loss")) or turns in ("assistant", "last"))
+    if form in ("messages", "text") and completion_only:
         raise InputError(f"completion_only_loss needs prompt and completion, the data has {form}")
     if as_chat and (form == "text" or is_ids):
         raise InputError(f"apply_chat_template needs a column 'prompt' or 'instruction', the data has {form}")

@@ -68,14 +68,14 @@ class Divergence:
         ce_coef = 0.0 if request.eos else self.ce_coef
         if isinstance(signal, Dense):
             tile = teacher_tiles.dense(self.function, signal.logits, tokens, request.temperature, ce_coef)
-        elif not isinstance(signal, TopK):
-            raise InputError("the teacher gave no distribution")
-        elif self.unbiased_remainder and signal.targets is not None:
+        elif isinstance(signal, TopK):
             common = signal.ids, signal.logps, tokens, request.temperature, request.vocabulary
-            tile = residual(*common, teacher=signal.targets)
+            if self.unbiased_remainder and signal.targets is not None:
+                tile = residual(*common, teacher=signal.targets)
+            else:
+                tile = top_k(self.function, *common, ce_coef=ce_coef, teacher=signal.targets)
         else:
-            common = signal.ids, signal.logps, tokens, request.temperature, request.vocabulary
-            tile = top_k(self.function, *common, ce_coef=ce_coef, teacher=signal.targets)
+            raise InputError("the teacher gave no distribution")
         tile = request.eos.wrap(tile)
         return teacher_tiles.beside_cross_entropy(tile, targets, self.ce_coef) if request.eos else tile
 
@@ -83,9 +83,9 @@ class Divergence:
         """Return the scores with the loss of each token as `value`."""
         if not isinstance(signal, Chunked):
             return scores
-        alone = scores["alone"] > 0
         if self.on_policy:
-            return _on_rollouts(scores, signal)
+            return _on_rollouts(scores, Chunks.from_signal(signal, scores["student"]))
+        alone = scores["alone"] > 0
         # of a token that is not alone its ln q is known, which makes both parts of the loss
         chunks = Chunks.from_signal(signal, torch.where(alone, scores["student"], scores["value"]))
         apart = chunks.on_data(self.function)
@@ -127,12 +127,10 @@ class PolicyGradient:
         if not isinstance(signal, Chunked):
             return scores
         chunks = Chunks.from_signal(signal, scores["student"])
-        completed = _on_rollouts(scores, signal)
-        return completed | {"value": -chunks.credit * scores["value"]}
+        return _on_rollouts(scores, chunks) | {"value": -chunks.credit * scores["value"]}
 
 
-def _on_rollouts(scores: Scores, signal: Chunked) -> Scores:
+def _on_rollouts(scores: Scores, chunks: Chunks) -> Scores:
     """Return the scores of sampled tokens compared by chunks."""
-    chunks = Chunks.from_signal(signal, scores["student"])
     value, divergence = chunks.on_rollouts(scores["value"], scores["alone"] > 0)
     return scores | {"value": value, "divergence": divergence, "teacher": scores["student"] + chunks.gap}

@@ -146,7 +146,6 @@ class OPDTrainer(DistillationTrainer):
         super().__init__(*args, **kwargs)
         self.terminal_ids = self.teacher_ends
         self.ends = torch.tensor(self.terminal_ids, device=self.args.device)  # once: a copy from the host waits
-        self.advised = False
         self.compared_ids = [
             torch.tensor(sorted(i for i in ids if i < self.vocabulary), dtype=torch.long, device=self.args.device)
             for ids in (self.terminal_ids, special_ids(self.tokenizer))
@@ -243,9 +242,8 @@ class OPDTrainer(DistillationTrainer):
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """Add perplexities; the first log says what its diagnostics suggest."""
-        first = stage == "train" and self.state.global_step <= max(self.state.logging_steps, 1)
-        if first and not self.advised and (text := advice(metrics, self.args.rollouts)):
-            self.advised = True
+        first_log = 1 if self.args.logging_first_step else max(int(self.state.logging_steps), 1)
+        if stage == "train" and self.state.global_step == first_log and (text := advice(metrics, self.args.rollouts)):
             logger.info("%s", text)
         return with_perplexities(metrics)
 

@@ -24,29 +24,32 @@ NEAR = 16
 NEAR_ENOUGH = 0.8
 """The share of common best tokens from which rollouts should be live. Where two models agreed much at the start, live
 rollouts were better than frozen ones, and elsewhere worse (arXiv 2610.11291)."""
-NAMES = ("kl", "special", "student_entropy", "teacher_entropy", "agreement", "near", "student_stop", "teacher_stop")
-"""The results of `compare`."""
+PREFIX = "diagnostics/"
+"""Of the results of `compare` among the scores of a loss."""
+BLOCK = 64
+"""Logits whose largest one is found first: torch's argmax and topk take ten times as long on CPU."""
 
 
 def compare(
     student: Tensor, teacher: Tensor, temperature: float, ends: Tensor, special: Tensor, scratch: list[Tensor]
 ) -> dict[str, Tensor]:
-    """Compare two distributions over the same V tokens. Return NAMES, [n] each.
+    """Compare two distributions over the same V tokens. Return eight results, [n] each.
 
-    `kl` is the reverse KL and `special` its part on the ids `special`; `agreement` is 1 where both have the same best
-    token, `near` the teacher's probability of the student's NEAR best tokens, and the last two are the probabilities of
-    `ends`.
+    `kl` is the reverse KL and `special` its part on the ids `special`; `student_entropy` and `teacher_entropy`;
+    `agreement` is 1 where both have the same best token, `near` the teacher's probability of the student's NEAR best
+    tokens, and `student_stop` and `teacher_stop` are the probabilities of `ends`.
 
     student, teacher: logits [n, V] of one dtype; those of the student are overwritten. scratch: three tensors [n, V].
     """
     z = student if temperature == 1 else student.div_(temperature)
     t = teacher if temperature == 1 else torch.div(teacher, temperature, out=scratch[2])
-    agreement = _argmax(z) == _argmax(t)
-    near = _largest(z, NEAR)
+    z_best, near = _largest(z, NEAR)
+    t_best, tokens = _largest(t, NEAR)
+    agreement = near[:, 0] == tokens[:, 0]
 
     # Differences to the largest logit come first: sums of logits would leave rounding alone. 0 x -inf would be NaN.
-    z = z.sub_(_blocks(z).amax((1, 2))[:, None]).clamp_(min=-1e30)
-    t = torch.sub(t, _blocks(t).amax((1, 2))[:, None], out=scratch[2]).clamp_(min=-1e30)
+    z = z.sub_(z_best[:, :1]).clamp_(min=-1e30)
+    t = torch.sub(t, t_best[:, :1], out=scratch[2]).clamp_(min=-1e30)
     q, p = torch.exp(z, out=scratch[0]), torch.exp(t, out=scratch[1])
     q_sum, p_sum = q.sum(-1), p.sum(-1)
     offset = p_sum.log() - q_sum.log()  # ln q - ln p = z - t + offset
@@ -63,36 +66,20 @@ def compare(
     difference = t.neg_().add_(z).add_(offset[:, None])
     results["student_entropy"] = q_sum.log() - z.mul_(q).sum(-1) / q_sum
     results["kl"] = difference.mul_(q).sum(-1) / q_sum
-    assert results.keys() == {*NAMES}
     return results
 
 
-BLOCK = 64
-"""Logits whose largest one is found first: torch's argmax and topk take ten times as long on CPU."""
+def _largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the `count` largest logits in order, and their tokens, [n, count] each.
 
-
-def _blocks(logits: Tensor) -> Tensor:
-    """View logits [n, V] as blocks, [n, V / BLOCK, BLOCK]; one block if V is no multiple of BLOCK."""
+    They are in the blocks with the largest maxima. A vocabulary that is no multiple of BLOCK is one block.
+    """
     size = BLOCK if logits.shape[-1] % BLOCK == 0 else logits.shape[-1]
-    return logits.unflatten(-1, (-1, size))
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    """Return the token with the largest logit, [n]; of equal ones the same for equal logits."""
-    blocks = _blocks(logits)
-    block = blocks.amax(-1).argmax(-1)
-    within = blocks[torch.arange(len(logits), device=logits.device), block].argmax(-1)
-    return block * blocks.shape[-1] + within
-
-
-def _largest(logits: Tensor, count: int) -> Tensor:
-    """Return the tokens with the `count` largest logits, [n, count]: they are in the blocks with the largest maxima."""
-    blocks = _blocks(logits)
-    size, number = blocks.shape[-1], min(count, blocks.shape[1])
-    chosen = blocks.amax(-1).topk(number).indices  # [n, number]
-    inside = blocks.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1)
-    place = inside.topk(min(count, inside.shape[-1])).indices
-    return chosen.gather(-1, place // size) * size + place % size
+    blocks = logits.unflatten(-1, (-1, size))
+    chosen = blocks.amax(-1).topk(min(count, blocks.shape[1])).indices
+    candidates = blocks.gather(1, chosen[..., None].expand(-1, -1, size)).flatten(1)
+    largest, place = candidates.topk(min(count, candidates.shape[-1]))
+    return largest, chosen.gather(-1, place // size) * size + place % size
 
 
 @dataclass
@@ -105,19 +92,18 @@ class Diagnostics:
     temperature: float
     ends: Tensor  # ids that end an answer
     special: Tensor  # ids of special tokens
-    rows: slice | None = None  # whose logits `theirs` has
-    theirs: Tensor | None = None
+    theirs: Tensor | None = None  # the teacher's logits of the current tile
     scratch: list[Tensor] = field(default_factory=list)
     found: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # results by the first token of a tile
 
     def logits(self, rows: slice) -> Tensor:
         """Return the teacher's logits [n, V] as `TeacherLogits`, those that were just compared."""
-        if self.theirs is None or self.rows != rows:
-            self.rows, self.theirs = rows, self.teacher.logits(rows)
+        if self.theirs is None:
+            self.theirs = self.teacher.logits(rows)
         return self.theirs
 
     def observe(self, tile: TileFunction) -> TileFunction:
-        """Return the tile function of a loss with the results of `compare` among its stats, as `diagnostics/NAME`."""
+        """Return the tile function of a loss with the results of `compare` among its stats, under PREFIX."""
 
         def observed(logits: Tensor, rows: slice, need_grad: bool, buffer: Tensor) -> Tile:
             if rows.start not in self.found:  # a backward may run the tiles once more
@@ -142,7 +128,7 @@ class Diagnostics:
         results = compare(student, teacher, self.temperature, self.ends, self.special, scratch)
         if rows.stop >= self.tokens:  # the backward has need of the memory
             self.scratch = []
-        return {f"diagnostics/{name}": values for name, values in results.items()}
+        return {PREFIX + name: values for name, values in results.items()}
 
 
 def metrics_of(

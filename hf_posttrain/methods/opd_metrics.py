@@ -11,7 +11,7 @@ from ..teachers.cross_tokenizer import alignment_metrics
 from ..teachers.ensemble import Ensemble
 from ..teachers.signal import Chunked, TeacherSignal
 from .objective import Scores
-from .opd_diagnostics import NAMES, metrics_of
+from .opd_diagnostics import PREFIX, metrics_of
 
 
 def rollout_metrics(
@@ -60,8 +60,7 @@ def rollout_metrics(
         }
     if "entropy" in scores:
         metrics["entropy"] = scores["entropy"], of_tokens
-    if f"diagnostics/{NAMES[0]}" in scores:
-        stats = {name: scores[f"diagnostics/{name}"] for name in NAMES}
+    if stats := {name.removeprefix(PREFIX): scores[name] for name in scores if name.startswith(PREFIX)}:
         metrics |= metrics_of(stats, batch.owner, of_tokens, trainer.args.max_completion_length)
     return metrics
 

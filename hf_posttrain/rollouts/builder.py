@@ -117,10 +117,10 @@ class RolloutBuilder:
         batch = self.trainer.data_collator.lay_out(examples)
         branches = [branch.ids for example in examples for branch in example.branches]
         batch = batch.replace(repeated=torch.tensor([rollout.repeated_share(ids) for ids in branches]))
+
         def of_tokens(values: list[list]) -> torch.Tensor:
-            """A list of values for each completion -> values of the batch's tokens, [N, ...]."""
-            order = torch.unique_consecutive(batch.owner).tolist()  # of the branches in the batch
-            return torch.cat([torch.tensor(values[number][: len(branches[number])]) for number in order])
+            """Return the values of each completion, which the horizon may have cut, as values of tokens, [N, ...]."""
+            return batch.per_token([each[: len(ids)] for each, ids in zip(values, branches, strict=True)])
 
         completions = [completion for one in rollouts for completion in one.completions]
         if source.reports_logps and source is not self.on_policy:

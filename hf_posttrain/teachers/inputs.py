@@ -34,6 +34,11 @@ class DistillationBatch(MicroBatch):
     teacher_inputs: dict[str, TeacherBatch] | None = None  # by the name of the teacher; None: it reads this batch
     teacher_signal: TeacherSignal | None = None  # from a cache or a server, before the step
 
+    def per_token(self, values: Sequence[Any]) -> Tensor:
+        """Join lists of values, one for the scored tokens of each branch, to values of all scored tokens, [N, ...]."""
+        order = torch.unique_consecutive(self.owner).tolist()  # in which the batch has its branches
+        return torch.cat([torch.tensor(values[number]) for number in order])
+
 
 def teacher_batch(batch: MicroBatch, name: str) -> MicroBatch:
     """Return what a teacher reads of a student's batch."""
@@ -108,9 +113,8 @@ class DistillationCollator(Collator):
         batch = super().__call__(rows)
         if "teacher_ids" not in rows[0]:
             return batch
-        order = torch.unique_consecutive(batch.owner).tolist()  # in which the batch has its branches
-        ids = torch.cat([torch.tensor(rows[number]["teacher_ids"]) for number in order])
-        logps = torch.cat([torch.tensor(rows[number]["teacher_logps"]) for number in order])
+        assert isinstance(batch, DistillationBatch)
+        ids, logps = (batch.per_token([row[name] for row in rows]) for name in ("teacher_ids", "teacher_logps"))
         return batch.replace(teacher_signal=TopK(ids, logps))
 
 

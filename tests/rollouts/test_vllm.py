@@ -301,6 +301,15 @@ def ahead(server, folder, **config):
                        eval_rows=token_rows("opd", 3), **options)  # fmt: skip
 
 
+def losses_ahead(folder, resume=None, process=None, **config):
+    """The losses of a run of `ahead` with its own server. process: the start that the server reports."""
+    with Serving(untied(seed=77)) as server:
+        server.process = process or server.process
+        trainer = ahead(server, folder, **config)
+        trainer.train(resume_from_checkpoint=resume)
+    return losses_of(trainer)
+
+
 def test_the_next_windows_rollouts_are_of_weights_one_step_old(tmp_path):
     """Each window's rollouts are those of the policy before the last step, and its log-probabilities there are kept."""
     with Serving(untied(seed=77)) as server:
@@ -335,13 +344,8 @@ def test_the_next_windows_rollouts_are_of_weights_one_step_old(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("loss_type", ["reverse_kl", POLICY_GRADIENT])
 def test_one_window_ahead_changes_nothing_where_weights_do_not_move(loss_type, tmp_path):
-    losses = []
-    for number in (0, 1):
-        with Serving(untied(seed=77)) as server:
-            trainer = ahead(server, tmp_path, max_steps=5, learning_rate=0.0, rollout_ahead=number, loss_type=loss_type,
-                            eval_strategy="steps", eval_steps=2)  # fmt: skip
-            trainer.train()
-            losses.append(losses_of(trainer))
+    config = {"max_steps": 5, "learning_rate": 0.0, "loss_type": loss_type, "eval_strategy": "steps", "eval_steps": 2}
+    losses = [losses_ahead(tmp_path, rollout_ahead=number, **config) for number in (0, 1)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(losses[0]) == 5
 
@@ -350,24 +354,17 @@ def test_one_window_ahead_changes_nothing_where_weights_do_not_move(loss_type, t
 def test_a_run_ahead_is_resumed_with_the_rollouts_that_were_under_way(tmp_path):
     """Over an end of the rows as well, where the first window is sampled as it comes."""
     config = {"max_steps": 9, "save_strategy": "steps", "save_steps": 2}
-    with Serving(untied(seed=77)) as server:
-        whole = ahead(server, tmp_path / "whole", **config)
-        whole.train()
+    whole = losses_ahead(tmp_path / "whole", **config)
     for step in (2, 6):
-        with Serving(untied(seed=77)) as server:
-            server.process = "another"
-            resumed = ahead(server, tmp_path / f"resumed-{step}", **config)
-            resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
-        assert losses_of(resumed) == losses_of(whole)
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        assert losses_ahead(tmp_path / f"resumed-{step}", checkpoint, process="another", **config) == whole
 
 
 @pytest.mark.slow
 def test_an_error_within_a_step_keeps_the_rollouts_of_that_step(tmp_path):
     """As where the teacher's server is lost: the checkpoint is of the step before, which goes on with them."""
     config = {"max_steps": 6, "save_strategy": "steps", "save_steps": 100}
-    with Serving(untied(seed=77)) as server:
-        whole = ahead(server, tmp_path / "whole", **config)
-        whole.train()
+    whole = losses_ahead(tmp_path / "whole", **config)
     with Serving(untied(seed=77)) as server:
         broken = ahead(server, tmp_path / "broken", **config)
         distill = broken.distill
@@ -380,10 +377,7 @@ def test_an_error_within_a_step_keeps_the_rollouts_of_that_step(tmp_path):
         broken.distill = fail
         with pytest.raises(ServerError, match=r"the teacher is gone; checkpoint-3 is saved"):
             broken.train()
-    with Serving(untied(seed=77)) as server:
-        resumed = ahead(server, tmp_path / "resumed", **config)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "broken" / "checkpoint-3"))
-    assert losses_of(resumed) == losses_of(whole)
+    assert losses_ahead(tmp_path / "resumed", str(tmp_path / "broken" / "checkpoint-3"), **config) == whole
 
 
 def test_rollouts_of_a_server_that_has_started_again_are_sampled_anew(tmp_path):
