@@ -267,7 +267,8 @@ class Run:
         mask = rows * length**2 if batch.document is not None and not self.multiple else 0
         states = 8 * scored * shapes.head.shape[1] + mask
         each = BYTES_PER_LOGIT if self.engine.gpu else 4 * (5 if any(self.recipe.taught_by()) else 3)
-        each += 16 if getattr(self.config, "diagnostics", False) else 0  # `Diagnostics.scratch`
+        if self.engine.gpu and getattr(self.config, "diagnostics", False):
+            each += 16  # `Diagnostics.scratch`
         return states, each * min(scored, tile_rows(vocabulary, self.gpu_memory)) * vocabulary
 
     def generation(self, held: int) -> int:

@@ -26,6 +26,8 @@ NEAR_ENOUGH = 0.8
 rollouts were better than frozen ones, and elsewhere worse (arXiv 2610.11291)."""
 PREFIX = "diagnostics/"
 """Of the results of `compare` among the scores of a loss."""
+SCRATCH = 2**20
+"""On CPU: logits that are compared at once, in memory that is still in the cache."""
 BLOCK = 64
 """Logits whose largest one is found first: torch's argmax and topk take ten times as long on CPU."""
 
@@ -118,17 +120,21 @@ class Diagnostics:
         theirs = self.logits(rows)
         size = min(logits.shape[-1], theirs.shape[-1])
         dtype = torch.promote_types(logits.dtype, theirs.dtype)
-        if not self.scratch or len(self.scratch[0]) < len(logits):
-            self.scratch = [logits.new_empty(len(logits), size, dtype=dtype) for _ in range(4)]
-        student, *scratch = (each[: len(logits)] for each in self.scratch)
-        student.copy_(logits[:, :size])
-        if self.eos:
-            self.eos.merge_logits(student)
-        teacher = theirs[:, :size].to(dtype)
-        results = compare(student, teacher, self.temperature, self.ends, self.special, scratch)
+        step = max(1, len(logits) if logits.is_cuda else SCRATCH // size)
+        if not self.scratch:
+            self.scratch = [logits.new_empty(step, size, dtype=dtype) for _ in range(4)]
+        parts = []
+        for start in range(0, max(len(logits), 1), step):  # a batch without tokens has one empty tile
+            part = logits[start : start + step, :size]
+            student, *scratch = (each[: len(part)] for each in self.scratch)
+            student.copy_(part)
+            if self.eos:
+                self.eos.merge_logits(student)
+            teacher = theirs[start : start + step, :size].to(dtype)
+            parts.append(compare(student, teacher, self.temperature, self.ends, self.special, scratch))
         if rows.stop >= self.tokens:  # the backward has need of the memory
             self.scratch = []
-        return {PREFIX + name: values for name, values in results.items()}
+        return {PREFIX + name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def metrics_of(

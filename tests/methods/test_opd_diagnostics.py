@@ -10,7 +10,7 @@ from models_for_tests import tiny_model
 from training_for_tests import LORA, assert_same_step, fix_rollouts, one_step, token_rows, trainer_for
 
 from hf_posttrain.generation.rollout import repeated_share
-from hf_posttrain.methods import opd_metrics
+from hf_posttrain.methods import opd_diagnostics, opd_metrics
 from hf_posttrain.methods.opd_diagnostics import BUCKETS, Diagnostics, advice, compare, is_due, metrics_of
 from hf_posttrain.scoring.forward import LMHead
 from hf_posttrain.scoring.head import LogitTransform, Tile
@@ -129,6 +129,16 @@ def test_logits_of_two_dtypes_are_compared_in_the_finer_one(dtypes):
     torch.testing.assert_close(found["diagnostics/kl"], (q * (q / p).log()).sum(-1))
 
 
+def test_a_tile_is_compared_in_parts_and_may_be_empty(monkeypatch):
+    logits = [torch.randn(7, V) for _ in range(2)]
+    whole = observed(*logits)
+    monkeypatch.setattr(opd_diagnostics, "SCRATCH", V)  # a token at once
+    parts = observed(*logits)
+    for name, values in whole.items():
+        torch.testing.assert_close(parts[name], values)
+    assert all(len(values) == 0 for values in observed(*(each[:0] for each in logits)).values())
+
+
 def test_equal_logits_agree_where_several_tokens_are_best():
     logits = torch.randint(3, (200, V)).float()
     assert observed(logits, logits.clone())["diagnostics/agreement"].min() == 1
@@ -147,7 +157,7 @@ def observed(student, teacher):
 
 
 def tiles_of(count):
-    return [slice(start, min(start + 2, count)) for start in range(0, count, 2)]
+    return [slice(start, min(start + 2, count)) for start in range(0, max(count, 1), 2)]
 
 
 @pytest.mark.parametrize("name", LOSSES)
