@@ -400,7 +400,7 @@ def test_what_the_template_does_not_write_is_named_with_its_count(caplog):
         prepare(rows, "sft")
         assert caplog.messages == [f"train: {told}"]
     audit = audits({"train": datasets.Dataset.from_list(rows)}, METHODS["sft"], byte_tokenizer(), config())["train"]
-    assert told in audit.notes
+    assert f"train: {told}" in audit.warnings()
     caplog.clear()
     off = {"thinking": False}
     prepare([{"messages": [USER, thought]}], "sft", byte_tokenizer(DEEPSEEK), chat_template_kwargs=off)
@@ -472,7 +472,7 @@ def test_turns_of_users_inside_answers_are_counted(caplog):
         caplog.clear()
         prepare(rows, method)
         assert f"train: {count} {said}; give each row a prompt of all turns but the last" in caplog.messages
-    assert any(note.startswith(f"1 {said}") for note in audit.notes)
+    assert any(line.startswith(f"train: 1 {said}") for line in audit.warnings())
     caplog.clear()
     row = {"prompt": long[:1], "completion": long[1:]}
     prepare([row], "sft")
