@@ -82,19 +82,21 @@ EXPERIMENTS: dict[str, tuple[str, dict[str, Setting]]] = {
     "a": ("student and teacher end with other tokens", {
         f"{name}, {ends}": Setting(f"{LONG} loss_type={loss}{option}", steps=200, models="ends")
         for name, loss in (("reverse KL", "reverse_kl"), ("policy gradient", "policy_gradient"))
-        for ends, option in (("one outcome", ""), ("two", " one_stop_outcome=false"))
+        for ends, option in (("one outcome", ""), ("two", " teacher={merge_eos:false}"))
     }),
     "b": ("which rollouts", {
-        "live": Setting(),
-        "live, a quarter of the steps": Setting(steps=STEPS // 4),
-        **{f"replay, a quarter live, of {windows} windows": Setting(f"rollouts=replay replay_windows={windows}")
-           for windows in (4, 16, 64)},
+        "on policy": Setting(),
+        "on policy, a quarter of the steps": Setting(steps=STEPS // 4),
+        **{
+            f"replay, a quarter new, of {steps} steps": Setting(f"rollouts={{source:replay,replay_steps:{steps}}}")
+            for steps in (4, 16, 64)
+        },
         "frozen, one a prompt": Setting("rollouts=frozen"),
     }),
     "c": ("horizon, at equal tokens", {
         "full": Setting(),
-        "half": Setting("horizon=6 per_device_train_batch_size=128"),
-        "growing": Setting("horizon={from:4,to:16,steps:200}"),
+        "half": Setting("rollouts={train_max_tokens:6} per_device_train_batch_size=128"),
+        "growing": Setting("rollouts={train_max_tokens:{from:4,to:16,steps:200}}"),
     }),
     "d": ("token weights", {
         "none": Setting(),
@@ -105,12 +107,12 @@ EXPERIMENTS: dict[str, tuple[str, dict[str, Setting]]] = {
     }),
     "e": ("the teacher's top k of 16", {
         "16: all": Setting(),
-        "4, tail": Setting("teacher_top_k=4 teacher_rest=tail"),
-        "4, residual": Setting("teacher_top_k=4 teacher_rest=residual"),
-        "4, neither": Setting("teacher_top_k=4 teacher_rest=residual", recipe="without_tail"),
-        "1, tail": Setting("teacher_top_k=1 teacher_rest=tail"),
-        "1, residual": Setting("teacher_top_k=1 teacher_rest=residual"),
-        "1, neither": Setting("teacher_top_k=1 teacher_rest=residual", recipe="without_tail"),
+        "4, tail": Setting("teacher={top_k:4,top_k_remainder:tail}"),
+        "4, residual": Setting("teacher={top_k:4,top_k_remainder:residual}"),
+        "4, neither": Setting("teacher={top_k:4,top_k_remainder:residual}", recipe="without_tail"),
+        "1, tail": Setting("teacher={top_k:1,top_k_remainder:tail}"),
+        "1, residual": Setting("teacher={top_k:1,top_k_remainder:residual}"),
+        "1, neither": Setting("teacher={top_k:1,top_k_remainder:residual}", recipe="without_tail"),
     }),
     "f": ("losses and methods, at equal tokens and at equal seconds", {
         "OPD, reverse KL": Setting(),

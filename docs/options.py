@@ -2,6 +2,8 @@
 
     <!-- options DPOConfig -->   a row for each field that the class declares: name, default and docstring as in the
     <!-- end -->                 source; the last column is the page's own, and is kept by the name of the option
+    <!-- group opd rollouts -->  a row for each option of a group of options of a method, with the kinds that have it
+    <!-- end -->
     <!-- shared DPOConfig -->    what the class has beyond those from PostTrainConfig, as one paragraph
     <!-- end -->
 
@@ -36,7 +38,8 @@ CLASSES = {
                 RoundsSection, PairSection, JudgeSection)
 }
 _HEAD = "| option | default | meaning | change it when |\n|---|---|---|---|\n"
-_PART = re.compile(r"(<!-- (options|shared) (\w+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+_GROUP_HEAD = "| option | default | meaning |\n|---|---|---|\n"
+_PART = re.compile(r"(<!-- (options|shared|group) ([\w ]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 
 
 def declared(cls: type) -> Iterator[tuple[str, str]]:
@@ -82,11 +85,27 @@ def paragraph(cls: type) -> str:
     return f"{', '.join(shared)}.\n"
 
 
+def group_table(method: str, key: str) -> str:
+    """The options of all kinds of a group; an option of some kinds names them."""
+    group = METHODS[method].groups[key]
+    lines = {}
+    for kind in group.kinds.values():
+        for field in dataclasses.fields(kind):
+            owners = [other.kind for other in group.kinds.values() if field.name in other.__dataclass_fields__]
+            of_kinds = f" ({', '.join(f'`{owner}`' for owner in owners)})" if len(owners) < len(group.kinds) else ""
+            meaning = field.metadata["help"].replace("|", "\\|")
+            cells = f"`{key}.{field.name}`{of_kinds}", default(kind, field.name), meaning
+            lines[f"{field.name} {cells[1]}"] = f"| {' | '.join(cells)} |\n"
+    return _GROUP_HEAD + "".join(lines.values())
+
+
 def written(page: str) -> str:
     """A page with its tables and paragraphs as they should be."""
 
     def part(found: re.Match[str]) -> str:
         begin, kind, name, inner, end = found.groups()
+        if kind == "group":
+            return begin + group_table(*name.split()) + end
         cls = CLASSES[name]
         return begin + (table(cls, inner) if kind == "options" else paragraph(cls)) + end
 

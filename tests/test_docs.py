@@ -51,7 +51,7 @@ from hf_posttrain.watch import symptoms as watch
 PAGES = [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 METHODS = tuple(TABLE)
 CONFIGS = {name: config_class(method) for name, method in TABLE.items()}
-NEEDS_A_SERVER = "train.rollout=vllm"
+NEEDS_A_SERVER = "train.sampler={kind: vllm_server"
 """Commands with it are checked up to the call of vLLM's server: tests/rollouts/test_vllm.py has stand-ins for that."""
 
 
@@ -129,7 +129,8 @@ def _of_hf_posttrain(words: list[str], runs: bool) -> None:
     if not runs and not Path(asked.recipe).exists():
         return
     recipe = load_recipe(asked.recipe, asked.overrides)
-    if not runs or NEEDS_A_SERVER in words or any(section.url for _, section in recipe.taught_by()):
+    asks_a_server = any(word.startswith(NEEDS_A_SERVER) for word in words)
+    if not runs or asks_a_server or any(section.url for _, section in recipe.taught_by()):
         parts.configure(load_recipe(asked.recipe, [*asked.overrides, "train.use_cpu=true"]))
         return
     assert run.main([*words, *small(recipe)]) in ((0, 1) if asked.check else (0,))  # 1: so few rows are a warning
@@ -324,12 +325,20 @@ def test_an_unknown_command_or_option_fails():
         command("make coffee", runs=False)
 
 
+def options_of(group):
+    """The names of all options of a group."""
+    return {field.name for kind in group.kinds.values() for field in dataclasses.fields(kind)}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_keys_in_running_text_exist(page):
     fields = {name for config in CONFIGS.values() for name in config.__dataclass_fields__}
     sections = {"model": ModelSection, "teacher": TeacherSection, "data.train": Source, "data.eval": Source}
-    for section, key in re.findall(r"\b(train|model|teacher|data\.train|data\.eval)\.(\w+)", " ".join(spans(page))):
-        known = fields if section == "train" else set(sections[section].__dataclass_fields__)
+    names = r"(?<!train\.)\b(train|model|teacher|sampler|rollouts|reward|data\.train|data\.eval)\.(\w+)"
+    for section, key in re.findall(names, " ".join(spans(page))):
+        known = fields if section == "train" else set(getattr(sections.get(section), "__dataclass_fields__", ()))
+        for row in TABLE.values():
+            known |= options_of(row.groups[section]) if section in row.groups else set()
         assert key in known or key in ("jsonl", "py"), f"{section}.{key}"
 
 

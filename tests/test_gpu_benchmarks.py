@@ -62,6 +62,7 @@ def test_a_measurement_that_raises_hangs_or_is_killed_leaves_the_others_alone(re
     assert subprocess.run(["pgrep", "-f", "^sleep 612$"], capture_output=True, check=False).stdout == b""
 
 
+@pytest.mark.slow
 def test_a_part_ends_at_its_limit_and_the_next_one_begins(records):
     cases = [Case("hangs", hangs), Case("never", two_results)]
     run_parts([Part("a", "slow", 5, cases), Part("b", "good", 30, [Case("good", two_results)])], records, 60, "cpu")
@@ -153,6 +154,7 @@ def test_an_interrupted_run_leaves_no_process_and_readable_records(number, code,
 # ---- each measurement checks its own result
 
 
+@pytest.mark.slow
 def test_wrong_masks_and_wrong_gradients_of_the_head_are_seen(settings, monkeypatch):
     forms = "mask", "varlen"
     assert all(found["right"] for found in correctness.compare_attention(settings, forms))

@@ -138,6 +138,7 @@ def test_preferences_pair_a_right_answer_with_each_different_wrong_one():
     ]
 
 
+@pytest.mark.slow
 def test_quickstart_runs_and_leaves_table_and_plot(clone, tmp_path):
     command = [sys.executable, "-m", "recipes.tiny.quickstart", "--fast", "--seed", "1", "--output", str(tmp_path)]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}

@@ -207,6 +207,7 @@ def test_a_folder_of_checkpoints_is_no_checkpoint(folder, no_weights, capsys):
     assert "old holds checkpoints: name one, or auto" in line
 
 
+@pytest.mark.slow
 def test_true_resumes_as_in_transformers_where_there_is_a_checkpoint(folder, capsys):
     line = error_line(capsys, "sft.yaml", "train.resume_from_checkpoint=true")
     assert "resume_from_checkpoint: true, and no checkpoint is in out: auto begins anew" in line
@@ -217,6 +218,7 @@ def test_true_resumes_as_in_transformers_where_there_is_a_checkpoint(folder, cap
     assert json.loads(Path("out/trainer_state.json").read_text())["global_step"] == 3
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_resumed_keeps_its_metrics(folder, capsys):
     run.main(["sft.yaml"])
     metrics = (folder / "out/all_results.json").read_text()
@@ -414,6 +416,7 @@ def stub_method(monkeypatch, name):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "evaluations"),
     [(["train.eval_steps=1"], 2), (["train.eval_strategy=no"], 1),
@@ -596,6 +599,7 @@ def test_a_folder_in_the_place_of_a_file_is_told(folder, capsys):
     assert "there is no file zero: it is a folder" in error_line(capsys, "sft.yaml", "--check", "--config_file", "zero")
 
 
+@pytest.mark.slow
 def test_a_stream_is_resumed_with_its_limits_and_weights(folder, capsys):
     usual = ["sft.yaml", "data.train.streaming=true", "data.train.limit=8"]
     assert run.main(usual) == 0
@@ -721,6 +725,7 @@ def test_rows_without_prompt_or_answer_are_refused_for_exact_match(folder, no_we
     assert line == "error: command line: eval_exact_match needs eval rows with a prompt and an answer"
 
 
+@pytest.mark.slow
 def test_streamed_strings_as_chat_end_to_end(folder):
     assert run.main(["sft.yaml", "data.train.streaming=true", "train.apply_chat_template=true"]) == 0
     assert json.loads(Path("out/all_results.json").read_text())["train_loss"] > 0

@@ -15,6 +15,7 @@ from ..errors import error_context
 from ..methods import METHODS
 from ..recipe import build
 from ..recipe.sections import Recipe
+from ..rollouts.options import SAMPLERS
 
 _USUAL = (  # options of all methods whose defaults are shown
     "learning_rate", "lr_scheduler_type", "warmup_steps", "optim", "weight_decay", "max_grad_norm", "num_train_epochs",
@@ -107,9 +108,9 @@ def check(
     launched = "LOCAL_RANK" in os.environ or any(name.startswith("ACCELERATE_") for name in os.environ)
     at_home = launched or torch.cuda.is_available()
     trainer_class, config = build.configure(recipe if at_home else build.of_any_machine(recipe))
-    # what samples rollouts is planned, wherever the check runs
-    for name in (name for name in recipe.train if name == "rollout" or name.startswith("vllm_")):
-        setattr(config, name, recipe.train[name])
+    # the sampler is planned wherever the check runs
+    if "sampler" in recipe.train:
+        config.sampler = SAMPLERS.build("sampler", recipe.train["sampler"])
     from ..data.lengths import warn_if_too_long
     from ..data.prepare import noted
     from ..recipe.datasets import audit_data, prepare_data

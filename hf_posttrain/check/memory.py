@@ -22,12 +22,14 @@ from ..generation.rollout import GrowingLayer
 from ..methods.rules import REFERENCE_FREE
 from ..models.section import section_of
 from ..recipe.sections import Recipe
+from ..rollouts.options import PolicySamplerOptions, VLLMColocateOptions
 from ..rounds.draw import piece_size
 from ..rounds.judges.section import MODELS
 from ..scoring.attention import row_multiple
 from ..scoring.choose_layout import able
 from ..scoring.head import BYTES_PER_LOGIT, META_MEMORY, kept_logits, tile_rows
 from ..scoring.layouts import collate
+from ..teachers.options import precomputes
 from ..watch.symptoms import listed
 from .placement import Engine, Shapes, engine_asked, policy_on
 from .plan import planned_examples
@@ -129,7 +131,7 @@ class Run:
         if taught:
             stays = [section for section in taught if not section.url and not (section.self and by_adapter)]
             stays = [section for section in stays if not (leaves and section.offload)]
-            return bool(stays) and getattr(config, "precompute_teacher_top_k", None) is None
+            return bool(stays) and not precomputes(config)
         reference_free = {*listed(getattr(config, "loss_type", "none"))} <= REFERENCE_FREE
         if not self.trainer_class.method.second or reference_free or by_adapter:
             return False
@@ -189,12 +191,12 @@ class Run:
             phases["judging"] = drawing | {"activations": self.judging(judge)}
         if self.teachers and not self.second_stays():  # it comes to the device for its own pass
             own = {"second_model": second, "activations": self.inference(self.scorer, self.train)}
-            in_a_step = getattr(config, "precompute_teacher_top_k", None) is None
+            in_a_step = not precomputes(config)
             phases["teacher's pass"] = (training if in_a_step else resting | {"optimizer": 0}) | own
         if self.rows.get("eval") is not None:
             batch = self.batch("eval", config.per_device_eval_batch_size)
             phases["evaluation"] = resting | {"activations": self.inference(self.policy, batch)}
-        if getattr(rounds or config, "rollout", None) == "transformers":
+        if isinstance(getattr(rounds or config, "sampler", None), PolicySamplerOptions):
             whole = held["parameters"] + self.policy.weights.numbers * (2 if self.mixed else 4) * engine.shards
             phases["generation"] = drawing | {"parameters": whole}
             phases["generation"]["activations"] = self.generation(sum(phases["generation"].values()))
@@ -277,8 +279,8 @@ class Run:
         copies, count = options.num_generations, self.answers_at_once()
         length = self.longest_prompt()
         row = policy.cache * (length + config.max_completion_length + GrowingLayer.SPARE) // policy.tokens
-        if options.generation_batch_size:
-            count = min(count, options.generation_batch_size)
+        if options.sampler.batch_size:
+            count = min(count, options.sampler.batch_size)
         elif self.engine.gpu and self.available:  # as `rollout.rows_that_fit` does
             logits = LOGIT_BYTES * len(policy.head)
             count = even_parts(count, int(CACHE_SHARE * max(self.available - held, 0)) // (row + logits))
@@ -307,8 +309,8 @@ def estimate(
             free, total = torch.cuda.mem_get_info()
             other, available = total - free - torch.cuda.memory_reserved(), available or total
         options: Any = recipe.rounds or config
-        if getattr(options, "rollout", None) == "vllm" and options.vllm_mode != "server":
-            other += int((options.vllm_gpu_memory_utilization or 0.3) * (available or 0))
+        if isinstance(sampler := getattr(options, "sampler", None), VLLMColocateOptions):
+            other += int(sampler.gpu_memory_utilization * (available or 0))
     run = Run(recipe, config, engine, trainer_class, rows, other, available)
     if engine.gpu and not {"bf16", "fp16", "use_cpu"} & recipe.train.keys():
         run = run.changed("train", {"bf16": True})
@@ -336,7 +338,7 @@ def advice(found: Any, run: Run, again: Any) -> list[str]:
         (engine.gpu and teacher is not None and not (teacher.offload or teacher.url), "teacher", {"offload": True}),
         (fewer > 1, "train", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": steps * size}),
         (True, "train", {"per_device_eval_batch_size": 1}),
-        (getattr(config, "rollout", None), "train", {"generation_batch_size": 1}),
+        (hasattr(config, "sampler"), "train", {"sampler": {"kind": "policy", "batch_size": 1}}),
         # engines from the fastest to the one that needs least
         *((several and (name, host) != (engine.name, False), "engine",
            {"name": name, "offload_params": host, "offload_optimizer": host})

@@ -130,7 +130,7 @@ class TokenAudit:
                 yield f"{who} stops at " + ", ".join(f"{token} ({i})" for i, token in stops.items())
         if self.one_outcome is not None:
             one = ", ".join(f"{token} ({i})" for i, token in self.one_outcome.items())
-            apart = "none: each is compared by itself (train.one_stop_outcome)"
+            apart = "none: each is compared by itself (train.teacher.merge_eos)"
             yield f"one outcome in the loss: {one or apart}"
         if self.alignment is not None:
             shares = self.alignment
@@ -214,7 +214,7 @@ def audit_tokens(
                   for section in taught if section.url]  # fmt: skip
         theirs = {end: tokenizer.convert_ids_to_tokens(end) for ids in (*ends[1:], *served) for end in ids}
         found.teacher_stops, found.differing_prompts = theirs, 0
-        found.one_outcome = stops[0] | theirs if config.one_stop_outcome else {}
+        found.one_outcome = stops[0] | theirs if config.teacher.merge_eos else {}
         key, raw = next(iter(raws.items()))
         tokenizers = tokenizer, load_tokenizer(taught[0])
         with suppress(InputError):  # the teacher has no chat template: nothing to compare with

@@ -62,12 +62,12 @@ def check_length_known(rows: Any, args: Any, training: bool) -> None:
     """
     if not isinstance(rows, datasets.IterableDataset):
         return
-    rollouts = getattr(args, "rollouts", None)  # set by OPD, whose teacher scores rollouts, not the rows
+    rollouts = getattr(getattr(args, "rollouts", None), "kind", None)  # of OPD, whose teacher scores rollouts
     asked_by = {
         "train_sampling_strategy: group_by_length": training and args.train_sampling_strategy == "group_by_length",
         "rollouts: frozen": training and rollouts == "frozen",
         "precompute_ref_log_probs": getattr(args, "precompute_ref_log_probs", None),
-        "precompute_teacher_top_k": rollouts is None and getattr(args, "precompute_teacher_top_k", None),
+        "teacher.precompute": rollouts is None and getattr(getattr(args, "teacher", None), "precompute", None),
     }
     for option, asked in asked_by.items():
         if asked:

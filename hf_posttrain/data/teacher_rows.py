@@ -30,9 +30,12 @@ class TeacherPlan(NamedTuple):
 
 def teacher_plan(config: Any) -> TeacherPlan | None:
     """What a Config asks of rows, if anything."""
-    names = tuple(getattr(config, "teacher_names", None) or ())
-    options = "teacher_prompt", "teacher_tokenizer"
-    prompts, tokenizers = (by_name(getattr(config, option, None)) for option in options)
+    options = getattr(config, "teacher", None)
+    if options is None:
+        return None
+    names = tuple(options.names or ())
+    prompts = by_name(options.prompt)
+    tokenizers = by_name(options.tokenizer)
     if not (names or prompts or tokenizers):
         return None
     return TeacherPlan(names, prompts, {name: _tokenizer(path) for name, path in tokenizers.items()})
@@ -54,7 +57,7 @@ def _tokenizer(path: str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise InputError(f"teacher_tokenizer: {path} has no tokenizer that can be read: {first}") from error
+        raise InputError(f"teacher.tokenizer: {path} has no tokenizer that can be read: {first}") from error
 
 
 def columns_for_teacher(config: Any, columns: Sequence[str]) -> set[str]:

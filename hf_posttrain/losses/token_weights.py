@@ -4,13 +4,13 @@ Each function takes the tokens of a window, on all ranks, and its options, and r
 rank; `weigh` makes their mean 1 over the window, so that a learning rate means the same. A is the advantage
 ln p - ln q of a sampled token, of a teacher p and a student q.
 
-A new one is a function and a row in TOKEN_WEIGHTS, a row with its options in methods/rules.py (which is read before
-torch), a name in the docstring of OPDConfig.token_weights, and its definition in tests/losses/test_token_weights.py.
+To add one, write a function and a row in TOKEN_WEIGHTS here, its options as a class in rollouts/options.py, and its
+definition in tests/losses/test_token_weights.py.
 
 Legend: N tokens of this rank's rollouts in the window, M those of all ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -49,19 +49,19 @@ class Tokens:
         return self.teacher - self.student
 
 
-def cumulative(tokens: Tokens, gain: float = 0.5) -> Tensor:
+def cumulative(tokens: Tokens, gain: float) -> Tensor:
     """1 + g (1 - C_{t-1} / C_T), C_t the sum of |A| up to t: early tokens count more (IW-OPD, arXiv 2606.22600)."""
     table, where = by_rollout(tokens.advantage.abs(), tokens.rollout)
     before = (table.cumsum(1) - table) / table.sum(1, keepdim=True).clamp(min=1e-30)
     return (1 + gain * (1 - before))[where]
 
 
-def top_share(tokens: Tokens, share: float = 0.5) -> Tensor:
+def top_share(tokens: Tokens, share: float) -> Tensor:
     """1 for the share of tokens with the largest divergence, else 0 (TIP, arXiv 2604.14084)."""
     return (tokens.divergence >= _nth_largest(tokens.divergence, tokens, share)).to(tokens.divergence)
 
 
-def extremes(tokens: Tokens, share: float = 0.25) -> Tensor:
+def extremes(tokens: Tokens, share: float) -> Tensor:
     """1 for the shares of tokens with the largest and with the smallest A, else 0 (arXiv 2609.04565)."""
     high, low = (_nth_largest(sign * tokens.advantage, tokens, share) for sign in (1, -1))
     return ((tokens.advantage >= high) | (-tokens.advantage >= low)).to(tokens.advantage)
@@ -83,14 +83,14 @@ TOKEN_WEIGHTS: dict[str, Callable[..., Tensor]] = {
 }  # fmt: skip
 
 
-def weigh(tokens: Tokens, name: str, options: dict[str, float]) -> Tensor:
-    """The weights of TOKEN_WEIGHTS[name], [N], with mean 1 over the tokens of the window that count: for `sign`, whose
-    weights have no bound, the mean of w |A| is that of |A|."""
-    found = TOKEN_WEIGHTS[name](tokens, **options)
-    of_each = tokens.advantage.abs() if name == "sign" else torch.ones_like(found)
-    sums = torch.stack([(of_each * tokens.counts).sum(), (found * of_each * tokens.counts).sum()])[None]
+def weigh(tokens: Tokens, name: str, options: Mapping[str, float]) -> Tensor:
+    """Return the weights, [N], with mean 1 over the tokens of the window that count. Weights of `sign` have no bound:
+    there the mean of w |A| is that of |A|."""
+    weights = TOKEN_WEIGHTS[name](tokens, **options)
+    scale = tokens.advantage.abs() if name == "sign" else torch.ones_like(weights)
+    sums = torch.stack([(scale * tokens.counts).sum(), (weights * scale * tokens.counts).sum()])[None]
     plain, weighted = tokens.everyone(sums).sum(0).unbind()
-    return found * (plain / weighted.clamp(min=1e-30))
+    return weights * (plain / weighted.clamp(min=1e-30))
 
 
 def _gathered(accelerator: Any, values: Tensor) -> Tensor:

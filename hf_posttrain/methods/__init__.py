@@ -11,7 +11,10 @@ from typing import Any
 import yaml
 
 from ..data.kinds import PREFERENCE, PROMPTS, SUPERVISED, UNPAIRED
-from ..trainer.method import BELOW_ONE, COEFFICIENT, COUNT, POSITIVE, SHARE, SOME, Method, Paper
+from ..rollouts.options import REWARD, ROLLOUTS, SAMPLERS, TOKEN_WEIGHTS
+from ..teachers.options import TEACHER
+from ..trainer.limits import BELOW_ONE, COEFFICIENT, COUNT, POSITIVE, SHARE
+from ..trainer.method import Method, Paper
 from . import rules
 
 _PREFERENCE_SYMPTOMS = {
@@ -90,9 +93,8 @@ _ROWS = (
             "Distilling the Knowledge in a Neural Network",
             "Geoffrey Hinton and Oriol Vinyals and Jeff Dean",
         ),
-        limits={
-            "kd_coef": SHARE, "temperature": POSITIVE, "precompute_teacher_top_k": COUNT, "teacher_top_k": COUNT,
-        },
+        limits={"kd_coef": SHARE, "temperature": POSITIVE},
+        groups={"teacher": TEACHER},
         rules=(rules.kd, rules.taught),
     ),
     Method(
@@ -107,8 +109,11 @@ _ROWS = (
         loss_papers={"policy_gradient": "gu2023minillm"},
         limits={
             "lmbda": SHARE, "temperature": POSITIVE, "max_completion_length": COUNT,
-            "num_generations": COUNT, "generation_batch_size": COUNT, "fresh": SOME, "replay_windows": COUNT,
-            "vllm_check_steps": COUNT, "teacher_top_k": COUNT, "precompute_teacher_top_k": COUNT,
+            "num_generations": COUNT,
+        },
+        groups={
+            "teacher": TEACHER, "rollouts": ROLLOUTS, "sampler": SAMPLERS, "reward": REWARD,
+            "token_weights": TOKEN_WEIGHTS,
         },
         rules=(rules.opd, rules.opd_tokens, rules.opd_reward, rules.opd_rollouts, rules.taught),
         symptoms={

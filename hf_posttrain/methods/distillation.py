@@ -13,6 +13,7 @@ from ..scoring.head import TileFunction
 from ..scoring.teacher_tiles import TeacherLogits
 from ..teachers.factory import build_teacher
 from ..teachers.inputs import DistillationBatch, DistillationCollator
+from ..teachers.options import TeacherOptions
 from ..teachers.signal import Chunked, Dense, Request, Teacher, TeacherSignal
 from ..trainer.base import PostTrainer
 from ..trainer.config import PostTrainConfig
@@ -28,16 +29,11 @@ class DistillationConfig(PostTrainConfig):
         *PostTrainConfig.of_python, "teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs",
     )  # fmt: skip
     """Fields that are no keys of a recipe."""
-    teacher_top_k: int | None = None
-    """Compare with the teacher's top K tokens alone; None: with its whole vocabulary."""
-    teacher_prompt: dict | str | None = None
-    """What the teacher reads in place of the prompt: a Jinja template over the row's columns, and `prompt`; of several
-    teachers by name. A recipe's teacher.prompt."""
-    teacher_tokenizer: dict | str | None = None
-    """Name or folder of the teacher's tokenizer where that is another one: texts are aligned; of several teachers by
-    name. A recipe's teacher.own_tokenizer."""
-    teacher_names: list[str] | None = None
-    """Names of several teachers, of which each row has one in its column `teacher`. A recipe's teachers."""
+    merges_eos: ClassVar[bool] = False
+    """Default of the option `merge_eos` of `teacher`."""
+    teacher: TeacherOptions | str | dict[str, Any] | None = None
+    """How student and teacher are compared, and what the teacher reads: {top_k, top_k_remainder, precompute, merge_eos,
+    prompt, tokenizer, names}."""
     teacher_model_name_or_path: str | None = None
     """Name or folder of the teacher for a trainer without `teacher_model`. A recipe has it in its teacher section."""
     teacher_model_revision: str | None = None
@@ -47,6 +43,10 @@ class DistillationConfig(PostTrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        options: Any = self.teacher
+        if options.merge_eos is None:
+            self.teacher = options.changed(merge_eos=self.merges_eos)
+            self.keep_changes()
         if self.teacher_model_revision not in (None, "main"):
             problem = f"teacher_model_revision={self.teacher_model_revision!r} cannot be loaded by name"
             raise InputError(f"{problem}: download that revision, and give its folder as teacher")
@@ -62,7 +62,7 @@ class Observer(TeacherLogits, Protocol):
 
 class DistillationTrainer(PostTrainer):
     """A trainer with a teacher; further arguments: `teacher_model` (a model, its name, a TeacherSection, or a dict of
-    them by `teacher_names`), and `teacher_offload`, which keeps it on CPU between uses.
+    them by the names of `args.teacher.names`), and `teacher_offload`, which keeps it on CPU between uses.
 
     A method defines `build_objective`; `distill` scores a batch with it.
     """
@@ -79,7 +79,7 @@ class DistillationTrainer(PostTrainer):
     ):
         super().__init__(*args, **kwargs)
         teacher_model = check_teacher(self.args, teacher_model)
-        setup = build_teacher(self, teacher_model, teacher_offload, self.args.one_stop_outcome)
+        setup = build_teacher(self, teacher_model, teacher_offload, self.args.teacher.merge_eos)
         self.teacher, self.vocabulary, self.eos = setup.teacher, setup.vocabulary, setup.eos
         self.teacher_ends = setup.terminal_ids
         self.data_collator.teacher_inputs = setup.inputs
@@ -123,7 +123,7 @@ class DistillationTrainer(PostTrainer):
             return batch.teacher_signal
         if self.teacher is None:
             raise InputError(
-                "this data set was not scored by the teacher: with precompute_teacher_top_k, pass every data set when "
+                "this data set was not scored by the teacher: with teacher.precompute, pass every dataset when "
                 "the trainer is built"
             )
         return self.teacher.signal(batch, request)
@@ -179,8 +179,8 @@ def check_teacher(args: Any, given: Any) -> Any:
         key = f"teacher_model[{name!r}]" if name else "teacher_model"
         for _, problem in (*section_problems(key, one), *teacher_problems(args, one)):
             raise InputError(problem)
-        for option, value in (("teacher_prompt", one.prompt), ("teacher_tokenizer", one.own_tokenizer or None)):
-            if value is not None and by_name(getattr(args, option)).get(name) is None:
+        for option, value in (("prompt", one.prompt), ("tokenizer", one.own_tokenizer or None)):
+            if value is not None and by_name(getattr(args.teacher, option)).get(name) is None:
                 why = "rows are prepared before the teacher is known"
-                raise InputError(f"{key}: {why}: set {option} of the Config too")
+                raise InputError(f"{key}: {why}: set {option} in the option teacher of the Config too")
     return given

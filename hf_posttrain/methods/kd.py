@@ -3,7 +3,7 @@
     loss = mean over trained tokens of  (1 - kd_coef) * -log q(token)  +  kd_coef * D(q, p)
 
 q is the student's distribution, p the teacher's; D runs at `temperature`, without a T^2 factor. The teacher is scored
-with the student, or once before training into a cache of its top tokens (precompute_teacher_top_k).
+with the student, or once before training into a cache of its top tokens (`teacher: {top_k, precompute}`).
 """
 
 from dataclasses import dataclass, replace
@@ -36,18 +36,12 @@ class KDConfig(SupervisedOptions, DistillationConfig):
     kd_coef: float = 0.4
     """Share of the divergence in the loss; the rest is the cross-entropy of the data."""
     divergence: str = "forward_kl"
-    """forward_kl, reverse_kl, jsd (with beta), skew_forward_kl, skew_reverse_kl (with skew_alpha) or tvd."""
+    """forward_kl, reverse_kl, jsd, skew_forward_kl, skew_reverse_kl or tvd."""
     beta: float | None = None
-    """JSD's interpolation: 0 is forward KL, 1 reverse KL; None: 0.5."""
-    skew_alpha: float = 0.1
-    """Share of the other distribution that skew KL mixes in."""
+    """Interpolation of jsd, where 0 is forward KL and 1 reverse KL (by default 0.5), or the share of the other
+    distribution that skew_forward_kl and skew_reverse_kl mix in (by default 0.1)."""
     temperature: float = 1.0
     """Divides both logits in the divergence."""
-    one_stop_outcome: bool = False
-    """Count all terminal ids of student and teacher as one outcome in the divergence, where there are several. The
-    cross-entropy teaches those of the data all the same."""
-    precompute_teacher_top_k: int | None = None
-    """Score the data with the teacher once, keep its top K tokens on disk, train without it; None: online."""
 
 
 class KDTrainer(DistillationTrainer):
@@ -61,15 +55,15 @@ class KDTrainer(DistillationTrainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.cached_at = self.args.temperature
-        if self.args.precompute_teacher_top_k is not None and self.teacher is not None:
+        if self.args.teacher.precompute and self.teacher is not None:
             precompute_top_k(self, self.teacher, self.build_objective().request)
             self.drop_teacher()
 
     def build_objective(self) -> Divergence:
         """Return the divergence, mixed with the cross-entropy of the data."""
         args = self.args
-        request = self.request("dense", args.precompute_teacher_top_k or args.teacher_top_k)
-        function = divergence(args.divergence, args.beta, args.skew_alpha)
+        request = self.request("dense", args.teacher.top_k)
+        function = divergence(args.divergence, args.beta)
         return Divergence(function, request, ce_coef=1 - args.kd_coef)
 
     @staticmethod

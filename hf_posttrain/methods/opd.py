@@ -9,6 +9,7 @@ exactly q. Rollouts depend on (seed, step, rank) alone, so a resumed run repeats
 Sources: GKD (arXiv 2306.13649), MiniLLM (arXiv 2306.08543), and on-policy distillation as in ArcticTraining.
 """
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from ..rollouts import vllm
 from ..rollouts.batch import RolloutBatch
 from ..rollouts.builder import RolloutBuilder
 from ..rollouts.factory import SOURCES, build_sampler
+from ..rollouts.options import RewardOptions, RolloutOptions, SamplerOptions, TokenWeightOptions, VLLMOptions
 from ..rollouts.policy_sampler import synchronise
 from ..rollouts.reward import Reward
 from ..scoring.forward import eval_mode
@@ -42,7 +44,7 @@ from .distillation import DistillationConfig, DistillationTrainer
 from .objective import Divergence, Objective, PolicyGradient
 from .opd_diagnostics import Diagnostics, advice, is_due
 from .opd_metrics import rollout_metrics, with_perplexities
-from .rules import POLICY_GRADIENT, named_options
+from .rules import POLICY_GRADIENT
 
 logger = logging.getLogger(__name__)
 
@@ -52,14 +54,14 @@ class OPDConfig(DistillationConfig):
     """Options of OPD; every other field of TrainingArguments and PostTrainConfig works as well."""
 
     method: ClassVar = METHODS["opd"]
+    merges_eos: ClassVar = True
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     loss_type: str = "reverse_kl"
     """policy_gradient (sampled tokens), or over the whole vocabulary reverse_kl, jsd, forward_kl, skew_*_kl, tvd."""
     beta: float | None = None
-    """JSD's interpolation: 0 is forward KL, 1 reverse KL; None: 0.5."""
-    skew_alpha: float = 0.1
-    """Share of the other distribution that skew KL mixes in."""
+    """Interpolation of jsd, where 0 is forward KL and 1 reverse KL (by default 0.5), or the share of the other
+    distribution that skew_forward_kl and skew_reverse_kl mix in (by default 0.1)."""
     temperature: float = 1.0
     """Of sampling and of both scores."""
     max_completion_length: int = 512
@@ -70,54 +72,25 @@ class OPDConfig(DistillationConfig):
     """Set every dropout of the policy to 0: rollouts are sampled without, so they are scored without."""
     lmbda: float = 1.0
     """Share of prompts answered by the student; the others are trained on their completion in the data."""
-    rollouts: str = "live"
-    """Which rollouts: live, of the policy of now; frozen, sampled once as it begins; replay, some live and some of the
-    last steps."""
-    fresh: float = 0.25
-    """Of rollouts: replay, the share of each step's prompts that is sampled anew."""
-    replay_windows: int = 16
-    """Of rollouts: replay, from how many steps before the others are drawn."""
-    horizon: dict | int | str | None = None  # str is for HfArgumentParser, and refused
-    """Sample and train only the first tokens of a rollout: a number, or {from, to, steps}, which grows evenly over the
-    first steps; None: all."""
-    teacher_rest: str = "tail"
-    """Of teacher_top_k, what stands for the other tokens: tail (one bucket, a lower bound) or residual (the sampled
-    token, unbiased)."""
-    precompute_teacher_top_k: int | None = None
-    """Of rollouts: frozen: score them once with the teacher; its top K tokens are kept on disk, the rest as one."""
-    reward: dict | None = None
+    rollouts: RolloutOptions | str | dict[str, Any] | None = "on_policy"
+    """Source of the rollouts: on_policy, frozen (sampled once, before training) or replay (some from earlier steps), or
+    {source: replay, fresh_fraction, replay_steps, train_max_tokens}."""
+    sampler: SamplerOptions | str | dict[str, Any] | None = "policy"
+    """Program that samples the rollouts: policy (the model that trains), vllm_colocate or vllm_server, or {kind,
+    options}. vLLM gets the weights once per optimizer step."""
+    reward: RewardOptions | str | dict[str, Any] | None = None
     """A reward in addition to the teacher: {function: exact_match or package.module:name, coef}."""
-    token_weights: dict | str | None = None
+    token_weights: TokenWeightOptions | str | dict[str, Any] | None = None
     """Which tokens count more: cumulative, top_share, extremes, bounded or sign, or {name, option: number}."""
     diagnostics: bool = True
     """Log where along a rollout student and teacher differ, in each step that is logged, with the noise of training
-    (dropout, NEFTune) if there is any. Not with precompute_teacher_top_k."""
-    generation_batch_size: int | None = None
-    """Most rollouts in one generation call; None: the whole window at once, on a GPU as many as its free memory takes.
-    What is drawn depends on it: with a number a GPU that has other work draws the same."""
-    one_stop_outcome: bool = True
-    """Count all terminal ids of student and teacher as one outcome in the loss, where there are several."""
-    rollout: str = "transformers"
-    """What samples: transformers, with the model that trains, or vllm, which gets the weights once a step."""
-    vllm_mode: str | None = None
-    """Where vLLM runs: colocate (None), in each training process on its GPU, or server, one that vllm serve started."""
-    vllm_server_base_url: str | None = None
-    """Of vllm_mode server, such as http://localhost:8000; it must see output_dir, and serve this run alone."""
-    vllm_check_steps: int | None = None
-    """Compare log-probabilities of vLLM and student after the first and every so many transfers of weights; None: 20.
-    """
-    rollout_ahead: int = 0
-    """Of vllm_mode server: 1 samples the next step's rollouts while this one trains, by weights one step old."""
-    vllm_gpu_memory_utilization: float | None = None
-    """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
+    (dropout, NEFTune) if there is any. Not with teacher.precompute."""
 
     def __post_init__(self):
         super().__post_init__()
-        vllm.check_installed(self)
-        if self.reward:
-            Reward(**self.reward)
-        if self.rollout == "vllm":
-            self.vllm_mode, self.vllm_check_steps = self.vllm_mode or "colocate", self.vllm_check_steps or 20
+        vllm.check_installed(self.sampler)
+        if isinstance(self.reward, RewardOptions):
+            Reward(self.reward)
 
 
 class PromptCollator(DistillationCollator):
@@ -151,14 +124,15 @@ class OPDTrainer(DistillationTrainer):
             for ids in (self.terminal_ids, special_ids(self.tokenizer))
         ]  # in what diagnostics compare
         align_generation(self.model, self.tokenizer, self.terminal_ids)  # the student learns to write these too
-        if self.data_collator.pictures and (self.args.rollout == "vllm" or self.args.rollouts == "replay"):
-            option = "rollout: vllm" if self.args.rollout == "vllm" else "rollouts: replay"
-            raise InputError(f"{option} shows prompts' pictures to nobody yet: drop it, or model.images")
+        uses_vllm = isinstance(self.args.sampler, VLLMOptions)
+        if self.data_collator.pictures and (uses_vllm or self.args.rollouts.kind == "replay"):
+            option = f"sampler: {self.args.sampler.kind}" if uses_vllm else "rollouts: replay"
+            raise InputError(f"{option} does not support images yet. Remove it, or model.images")
         self.sampler = build_sampler(self, self.args)
-        self.reward = Reward(**self.args.reward) if self.args.reward else None
-        self.source = SOURCES[self.args.rollouts](self)
+        self.reward = Reward(self.args.reward) if self.args.reward else None
+        self.source = SOURCES[self.args.rollouts.kind](self)
         self.rollouts = RolloutBuilder(self, self.source, self.reward)
-        self.upcoming: list[RolloutBatch] = []  # the next step's micro-batches, with `rollout_ahead`
+        self.upcoming: list[RolloutBatch] = []  # the next step's micro-batches, with a sampler that prefetches
         self.upcoming_of: Any = None
         self.synchronised: int | None = None  # the step whose weights are where rollouts are sampled
         if self.args.lmbda < 1:
@@ -169,7 +143,7 @@ class OPDTrainer(DistillationTrainer):
         """As PostTrainer has it. Raises InputError where a reward, or a share of prompts that are not sampled, wants an
         answer of the data that is missing."""
         super().check_rows(rows, tokenizer, args, name)
-        if args.reward and args.reward.get("function") == "exact_match":
+        if args.reward and args.reward.function == "exact_match":
             check_answered(rows, tokenizer, f"{name}: reward exact_match compares with completions of the data")
         elif name.startswith("train") and args.lmbda < 1:
             check_answered(rows, tokenizer, "lmbda below 1 trains on completions of the data")
@@ -187,8 +161,8 @@ class OPDTrainer(DistillationTrainer):
         return super().train(*args, **kwargs)
 
     def next_window(self, epoch_iterator: Any, count: int) -> list[RolloutBatch]:  # type: ignore[override]
-        """Return the next prompts; with `rollout_ahead` read those of the step after it as well, within an epoch."""
-        if not self.args.rollout_ahead:
+        """Return the next prompts. A sampler that prefetches reads those of the step after it as well, in one epoch."""
+        if not getattr(self.args.sampler, "prefetch", False):
             return super().next_window(epoch_iterator, count)
         batches = self.upcoming if self.upcoming_of is epoch_iterator else []
         batches = batches or super().next_window(epoch_iterator, count)
@@ -199,7 +173,7 @@ class OPDTrainer(DistillationTrainer):
 
     def prepare_window(self, batches: list[RolloutBatch]) -> list[RolloutBatch]:  # type: ignore[override]
         """Answer the prompts of all micro-batches in one generation call, and ask a teacher on a server about them."""
-        if self.args.rollouts != "frozen":
+        if self.args.rollouts.kind != "frozen":
             synchronise(self)
         batches = self.rollouts.window(batches, self.state.global_step)
         if self.upcoming:
@@ -233,18 +207,21 @@ class OPDTrainer(DistillationTrainer):
     def build_objective(self) -> Objective:
         """Return the divergence, or the policy gradient on the sampled tokens."""
         args = self.args
-        top_k = args.teacher_top_k or args.precompute_teacher_top_k
+        top_k = args.teacher.top_k
         if args.loss_type == POLICY_GRADIENT:
             return PolicyGradient(self.request("sampled", top_k))
-        function = divergence(args.loss_type, args.beta, args.skew_alpha)
+        function = divergence(args.loss_type, args.beta)
         request = self.request("dense", top_k)
-        return Divergence(function, request, on_policy=True, unbiased_remainder=args.teacher_rest == "residual")
+        unbiased = args.teacher.top_k_remainder == "residual"
+        return Divergence(function, request, on_policy=True, unbiased_remainder=unbiased)
 
     def finish_metrics(self, stage: str, metrics: dict[str, float]) -> dict[str, float]:
         """Add perplexities; the first log says what its diagnostics suggest."""
         first_log = 1 if self.args.logging_first_step else max(int(self.state.logging_steps), 1)
-        if stage == "train" and self.state.global_step == first_log and (text := advice(metrics, self.args.rollouts)):
-            logger.info("%s", text)
+        if stage == "train" and self.state.global_step == first_log:
+            text = advice(metrics, self.args.rollouts.kind)
+            if text:
+                logger.info("%s", text)
         return with_perplexities(metrics)
 
     # ---- diagnostics and token weights
@@ -281,6 +258,7 @@ class OPDTrainer(DistillationTrainer):
             gap = scores["teacher"] - scores["student"]
             divergence = scores.get("divergence", -gap)
             scored.append(Tokens(scores["student"], scores["teacher"], divergence, batch.owner, self.weights(batch)))
-        name, options = named_options(self.args.token_weights)
-        found = weigh(Tokens.of(scored, self.accelerator), name, options).split([len(each.student) for each in scored])
-        return [batch.replace(token_weights=w) for batch, w in zip(batches, found, strict=True)]
+        options = self.args.token_weights
+        weights = weigh(Tokens.of(scored, self.accelerator), options.kind, dataclasses.asdict(options))
+        of_each = weights.split([len(tokens.student) for tokens in scored])
+        return [batch.replace(token_weights=w) for batch, w in zip(batches, of_each, strict=True)]

@@ -171,10 +171,10 @@ def advice(averages: dict[str, float], rollouts: str) -> str | None:
     agreement = averages["distill/top1_agreement"]
     text = f"student and teacher have the same best token at {agreement:.0%} of the first rollouts' tokens, and the "
     text += f"student's {NEAR} best hold {averages['distill/near_mass']:.0%} of the teacher's mass"
-    if agreement < NEAR_ENOUGH and rollouts == "live":
+    if agreement < NEAR_ENOUGH and rollouts == "on_policy":
         return f"{text}: so far apart, rollouts: frozen is worth a try, which samples once"
     if agreement >= NEAR_ENOUGH and rollouts == "frozen":
-        return f"{text}: so near, rollouts: live teaches more, as the student moves on from where it began"
+        return f"{text}: so near, rollouts: on_policy teaches more, as the student moves on from where it began"
     return text
 
 

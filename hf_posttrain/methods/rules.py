@@ -10,8 +10,9 @@ from typing import Any
 
 from ..data.template import parsed
 from ..models.section import TeacherSection
-from ..trainer.method import LARGEST, Problem
-from ..trainer.rules import one_of, vllm_problems
+from ..rollouts.options import FrozenRollouts, OnPolicyRollouts, sampler_problems
+from ..trainer.limits import LARGEST, Problem
+from ..trainer.rules import one_of
 from ..watch.symptoms import listed
 
 PAIRED = (
@@ -23,13 +24,6 @@ LABEL_SMOOTHED = ("exo_pair", "robust", "sigmoid")
 UNPAIRED = ("kto", "apo_zero_unpaired", "bco")
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skew_forward_kl", "skew_reverse_kl", "tvd")
 POLICY_GRADIENT = "policy_gradient"
-TOKEN_WEIGHTS: dict[str, dict[str, tuple[float, float]]] = {
-    "cumulative": {"gain": (0.0, 100.0)}, "top_share": {"share": (0.0, 1.0)}, "extremes": {"share": (0.0, 0.5)},
-    "bounded": {}, "sign": {},
-}  # fmt: skip
-"""Name -> its options, each with the range that it must be in, its lower end excluded."""
-OF_ADVANTAGE = ("bounded", "sign")
-"""Those that weigh the advantage of the policy gradient, and so no other loss."""
 
 
 def sft(values: Any) -> Iterator[Problem]:
@@ -85,55 +79,70 @@ def kto(values: Any) -> Iterator[Problem]:
 
 
 def kd(values: Any) -> Iterator[Problem]:
-    """What KDConfig refuses."""
+    """Yield what KDConfig rejects."""
     yield from one_of("divergence", values.divergence, DIVERGENCES)
     yield from _of_divergence("divergence", values)
-    if values.teacher_top_k is not None and values.precompute_teacher_top_k is not None:
-        yield ("teacher_top_k", "precompute_teacher_top_k"), "teacher_top_k is online: drop it, or the other"
+    if values.teacher.top_k_remainder != "tail":
+        problem = f"teacher.top_k_remainder={values.teacher.top_k_remainder!r} is only valid with method opd. Set tail"
+        yield ("teacher.top_k_remainder", "teacher"), problem
 
 
 def taught(values: Any) -> Iterator[Problem]:
-    """What options for teachers exclude."""
-    own, prompt, names = values.teacher_tokenizer, values.teacher_prompt, values.teacher_names or []
-    if not isinstance(names, list) or not all(isinstance(name, str) and name.strip() for name in names):
-        yield ("teacher_names",), f"teacher_names={names!r}: a list of names is wanted, each a text"
+    """Yield what the options of teachers exclude."""
+    options = values.teacher
+    tokenizer, prompt, names = options.tokenizer, options.prompt, options.names or []
+    if options.precompute and options.top_k is None:
+        problem = "teacher.precompute requires teacher.top_k, the number of tokens that are kept for each position"
+        yield ("teacher.precompute", "teacher"), problem
+    if not all(name.strip() for name in names):
+        yield ("teacher.names", "teacher"), f"teacher.names={names!r}: each name must be a text that is not empty"
         return
-    for option, value in (("teacher_tokenizer", own), ("teacher_prompt", prompt)):
+    for option, value in (("tokenizer", tokenizer), ("prompt", prompt)):
+        keys = f"teacher.{option}", "teacher"
         if isinstance(value, dict) != bool(names) and value is not None:
-            yield (option, "teacher_names"), f"{option} has a value for each of teacher_names, and one without them"
+            yield keys, f"teacher.{option} is a mapping by name exactly if teacher.names is given"
         elif isinstance(value, dict) and (unknown := sorted({*value} - {*names})):
-            yield (option,), f"{option}: {unknown[0]!r} is none of teacher_names: {', '.join(names)}"
-    if own is not None and names:
-        yield ("teacher_tokenizer", "teacher_names"), "of several teachers none may have a tokenizer of its own yet"
-    if not (own or prompt or names):
+            yield keys, f"teacher.{option}: {unknown[0]!r} is not one of teacher.names: {', '.join(names)}"
+    if tokenizer is not None and names:
+        problem = "teacher.tokenizer cannot be combined with teacher.names. Use one teacher, or the same tokenizer"
+        yield ("teacher.tokenizer", "teacher"), problem
+    if not (tokenizer or prompt or names):
         return
-    what = "a teacher with a prompt of its own" if prompt else "one of several teachers"
-    what = "a teacher with its own tokenizer" if own else what
-    if own and getattr(values, "rollouts", "live") != "live":
-        yield ("rollouts",), f"rollouts: {what} estimates from tokens that the policy of now sampled: set live"
-    elif getattr(values, "rollouts", "live") == "replay":
-        yield ("rollouts",), f"rollouts: replay keeps no rows, which {what} needs: set live or frozen"
-    if prompt or own:
-        for option, refused in (("assistant_only_loss", True), ("completion_only_loss", False)):
-            if getattr(values, option, None) is refused:
-                yield (option,), f"{option}={refused}: {what} reads another text before the answer: drop it"
-    if own:
+    described = "a teacher with a prompt of its own" if prompt else "one of several teachers"
+    described = "a teacher with its own tokenizer" if tokenizer else described
+    source = values.rollouts.kind if hasattr(values, "rollouts") else ""
+    if tokenizer and source not in ("", "on_policy"):
+        problem = f"{described} estimates from tokens that the current policy sampled. Set on_policy"
+        yield ("rollouts",), f"rollouts: {problem}"
+    elif source == "replay":
+        yield ("rollouts",), f"rollouts: replay keeps no rows, which {described} requires. Set on_policy or frozen"
+    if prompt or tokenizer:
+        for option, rejected in (("assistant_only_loss", True), ("completion_only_loss", False)):
+            if getattr(values, option, None) is rejected:
+                problem = f"{option}={rejected} cannot be combined with {described}, which reads another prompt"
+                yield (option,), f"{problem}. Remove it"
+    if tokenizer:
         yield from _of_own_tokenizer(values)
 
 
 def _of_own_tokenizer(values: Any) -> Iterator[Problem]:
-    """What a teacher with a tokenizer of its own excludes."""
-    only = "a teacher with its own tokenizer is compared by chunks of text"
-    for option, usual in (("teacher_top_k", None), ("precompute_teacher_top_k", None),
-                          ("reward", None), ("lmbda", 1.0), ("rollout_ahead", 0)):  # fmt: skip
+    """Yield what a teacher with a tokenizer of its own excludes."""
+    reason = "cannot be combined with a teacher that has its own tokenizer, which is compared by chunks of text"
+    on_policy = hasattr(values, "rollouts")
+    if values.teacher.top_k is not None:
+        yield ("teacher.top_k", "teacher"), f"teacher.top_k {reason}. Remove it"
+    for option, usual in (("reward", None), ("lmbda", 1.0)):
         if getattr(values, option, usual) != usual:
-            yield (option,), f"{option}: {only}: drop it"
-    if not hasattr(values, "loss_type") and values.one_stop_outcome:
-        yield ("one_stop_outcome",), f"one_stop_outcome: {only}, and the end is one in any case: drop it"
-    if not hasattr(values, "loss_type") and values.temperature != 1:
-        yield ("temperature",), f"temperature={values.temperature:g}: {only}, of which none is known but at 1: drop it"
-    if getattr(values, "token_weights", None) and named_options(values.token_weights)[0] in OF_ADVANTAGE:
-        yield ("token_weights",), f"token_weights: {only}: choose another"
+            yield (option,), f"{option} {reason}. Remove it"
+    if getattr(getattr(values, "sampler", None), "prefetch", False):
+        yield ("sampler.prefetch", "sampler"), f"sampler.prefetch {reason}. Remove it"
+    if not on_policy and values.teacher.merge_eos:
+        yield ("teacher.merge_eos", "teacher"), f"teacher.merge_eos {reason}. Remove it"
+    if not on_policy and values.temperature != 1:
+        yield ("temperature",), f"temperature={values.temperature:g} {reason}. Remove it"
+    weights = getattr(values, "token_weights", None)
+    if weights is not None and weights.requires_advantage:
+        yield ("token_weights",), f"token_weights: {weights.kind} {reason}. Choose another one"
 
 
 def section_problems(key: str, section: TeacherSection) -> Iterator[Problem]:
@@ -184,42 +193,46 @@ def prompt_problem(template: str) -> str | None:
 
 
 def teacher_problems(values: Any, section: TeacherSection) -> Iterator[Problem]:
-    """What a teacher's section wants of a Config, or excludes in it."""
+    """Yield what the section of a teacher requires of a Config, or excludes in it."""
     if section.url and (found := served_problem(values)):
         yield found
-    if section.self == "ema" and values.precompute_teacher_top_k is not None:
-        yield ("precompute_teacher_top_k",), "self: ema moves on, and its scores would be those of the start: drop it"
-    if section.self and not values.teacher_prompt and hasattr(values, "loss_type") and not values.reward:
-        problem = "self: behind its own prompt the student has nothing to learn from itself: set prompt"
-        yield ("teacher_prompt",), problem
+    if section.self == "ema" and values.teacher.precompute:
+        problem = "teacher.precompute would keep the scores of the start, and self: ema changes. Remove one of the two"
+        yield ("teacher.precompute", "teacher"), problem
+    if section.self and not values.teacher.prompt and hasattr(values, "loss_type") and not values.reward:
+        problem = "self: with its own prompt the student has nothing to learn from itself. Set prompt"
+        yield ("teacher.prompt", "teacher"), problem
 
 
 def served_problem(values: Any) -> Problem | None:
-    """What a served teacher wants of a Config: it gives its top tokens, and those of the text, alone."""
+    """Return what a served teacher requires of a Config: it gives its top tokens, and those of the text, alone."""
     by_token = getattr(values, "loss_type", None) == POLICY_GRADIENT
-    if values.temperature != 1 and (by_token or values.teacher_tokenizer):
+    if values.temperature != 1 and (by_token or values.teacher.tokenizer):
         return ("temperature",), "a server gives log-probabilities at temperature 1: set temperature: 1"
-    if values.teacher_tokenizer:
+    if values.teacher.tokenizer:
         if hasattr(values, "loss_type") and not by_token:
             problem = "with its own tokenizer it scores the text alone: set loss_type: policy_gradient"
             return ("loss_type",), problem
         return None
-    if by_token or values.teacher_top_k or values.precompute_teacher_top_k:
+    if by_token or values.teacher.top_k:
         return None
     other = ", or loss_type: policy_gradient" if hasattr(values, "loss_type") else ""
-    return ("teacher_top_k",), f"a server gives a teacher's top tokens alone: set teacher_top_k (20){other}"
+    problem = f"a server gives a teacher's top tokens alone: set teacher: {{top_k: 20}}{other}"
+    return ("teacher.top_k", "teacher"), problem
 
 
 def _of_divergence(key: str, values: Any) -> Iterator[Problem]:
-    name, beta, alpha = getattr(values, key), values.beta, values.skew_alpha
-    if beta is not None and name != "jsd":
-        yield ("beta", key), f"beta is the interpolation of divergence jsd, not of {name}: set {key}: jsd or drop beta"
-    if beta is not None and not 0 <= beta <= 1:
+    name, beta = getattr(values, key), values.beta
+    if beta is None:
+        return
+    skewed = str(name).startswith("skew")
+    if name != "jsd" and not skewed:
+        problem = f"beta is only valid with {key} jsd, skew_forward_kl or skew_reverse_kl, not {name}"
+        yield ("beta", key), f"{problem}: set {key}: jsd or drop beta"
+    elif skewed and not 0 < beta < 1:
+        yield ("beta",), f"beta={beta:g} is not in (0, 1)"
+    elif not 0 <= beta <= 1:
         yield ("beta",), f"beta={beta:g} is not in [0, 1]"
-    if alpha != 0.1 and not str(name).startswith("skew"):
-        yield ("skew_alpha", key), f"skew_alpha is of skew_forward_kl and skew_reverse_kl, not of {name}: drop it"
-    if not 0 < alpha < 1:
-        yield ("skew_alpha",), f"skew_alpha={alpha:g} is not in (0, 1)"
 
 
 def opd(values: Any) -> Iterator[Problem]:
@@ -239,84 +252,64 @@ def opd(values: Any) -> Iterator[Problem]:
         yield ("max_length", "max_completion_length"), problem
 
 
-def named_options(asked: str | dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What `token_weights` asks for: a name, and options."""
-    if isinstance(asked, str):
-        return asked, {}
-    return asked.get("name", ""), {key: value for key, value in asked.items() if key != "name"}
-
-
 def opd_tokens(values: Any) -> Iterator[Problem]:
-    """Which tokens OPD trains, with how much of the teacher, and how much each counts."""
-    yield from _of_horizon(values)
-    yield from _of_teacher_top_k(values)
+    """Yield what excludes which tokens OPD trains, how much of the teacher, and the weights of tokens."""
+    yield from _of_train_max_tokens(values)
+    yield from _of_top_k(values)
     yield from _of_token_weights(values) if values.token_weights is not None else ()
 
 
-def _of_horizon(values: Any) -> Iterator[Problem]:
-    asked, most = values.horizon, values.max_completion_length
-    if isinstance(asked, dict):
-        keys = ("from", "to", "steps")
-        if {*asked} != {*keys} or not all(type(asked[key]) is int and asked[key] > 0 for key in keys):
-            yield ("horizon",), f"horizon={asked!r}: from, to and steps are wanted, numbers of tokens and of steps"
-        elif max(asked["from"], asked["to"]) > most:
-            yield ("horizon", "max_completion_length"), f"horizon goes beyond max_completion_length={most}: raise that"
-    elif asked is not None and not (type(asked) is int and 1 <= asked <= most):
-        problem = f"horizon={asked!r} is not between 1 and max_completion_length={most}"
-        yield ("horizon", "max_completion_length"), problem
+def _of_train_max_tokens(values: Any) -> Iterator[Problem]:
+    tokens, longest = values.rollouts.train_max_tokens, values.max_completion_length
+    keys = "rollouts.train_max_tokens", "rollouts", "max_completion_length"
+    if isinstance(tokens, dict):
+        if {*tokens} != {"from", "to", "steps"} or min(tokens.values()) < 1:
+            problem = f"rollouts.train_max_tokens={tokens!r} must have from and to, numbers of tokens, and steps"
+            yield keys[:2], problem
+        elif max(tokens["from"], tokens["to"]) > longest:
+            yield keys, f"rollouts.train_max_tokens is above max_completion_length={longest}: raise that"
+    elif tokens is not None and not 1 <= tokens <= longest:
+        yield keys, f"rollouts.train_max_tokens={tokens} is not between 1 and max_completion_length={longest}"
 
 
-def _of_teacher_top_k(values: Any) -> Iterator[Problem]:
-    yield from one_of("teacher_rest", values.teacher_rest, ("residual", "tail"))
-    if values.teacher_top_k is None and values.teacher_rest != "tail":
-        problem = "teacher_rest is of teacher_top_k: set that, or drop teacher_rest"
-        yield ("teacher_rest", "teacher_top_k"), problem
-    elif values.teacher_top_k is not None and values.loss_type == POLICY_GRADIENT:
-        yield ("teacher_top_k", "loss_type"), "teacher_top_k: policy_gradient needs the sampled token alone: drop it"
-    elif values.teacher_top_k is not None and values.teacher_rest == "residual":
+def _of_top_k(values: Any) -> Iterator[Problem]:
+    options = values.teacher
+    keys = "teacher.top_k_remainder", "teacher"
+    yield from one_of("teacher.top_k_remainder", options.top_k_remainder, ("residual", "tail"))
+    if options.top_k is None and options.top_k_remainder != "tail":
+        yield keys, "teacher.top_k_remainder requires teacher.top_k: set that, or remove top_k_remainder"
+    elif options.top_k is not None and values.loss_type == POLICY_GRADIENT:
+        problem = "teacher.top_k cannot be combined with loss_type policy_gradient, which compares the sampled token"
+        yield ("teacher.top_k", "teacher", "loss_type"), f"{problem}. Remove one of the two"
+    elif options.top_k_remainder == "residual":
         if values.loss_type != "reverse_kl":
-            problem = f"teacher_rest: residual is of loss_type reverse_kl, not {values.loss_type}: set tail"
-            yield ("teacher_rest", "loss_type"), problem
-        for option, usual in (("rollouts", "live"), ("lmbda", 1), ("rollout_ahead", 0)):
-            if getattr(values, option) != usual:
-                problem = "teacher_rest: residual is of tokens that the policy of now sampled: set tail"
-                yield ("teacher_rest", option), f"{problem}, or {option}: {usual}"
+            problem = f"top_k_remainder: residual is only valid with loss_type reverse_kl, not {values.loss_type}"
+            yield (*keys, "loss_type"), f"teacher.{problem}. Set tail"
+        problem = "teacher.top_k_remainder: residual requires tokens that the current policy sampled. Set tail"
+        if values.rollouts.kind != "on_policy":
+            yield (*keys, "rollouts"), f"{problem}, or rollouts: on_policy"
+        if values.lmbda != 1:
+            yield (*keys, "lmbda"), f"{problem}, or lmbda: 1"
+        if getattr(values.sampler, "prefetch", False):
+            yield (*keys, "sampler.prefetch", "sampler"), f"{problem}, or remove sampler.prefetch"
 
 
 def _of_token_weights(values: Any) -> Iterator[Problem]:
-    if not isinstance(values.token_weights, str | dict):
-        yield ("token_weights",), f"token_weights={values.token_weights!r}: name it, or give {{name, option: number}}"
+    weights = values.token_weights
+    if not weights.requires_advantage:
         return
-    name, options = named_options(values.token_weights)
-    yield from one_of("token_weights", name, tuple(TOKEN_WEIGHTS))
-    for key, value in options.items() if name in TOKEN_WEIGHTS else ():
-        low, high = TOKEN_WEIGHTS[name].get(key, (0.0, 0.0))
-        if not isinstance(value, int | float) or not low < value <= high:
-            ranges = [f"{each} above {least:g} and up to {top:g}" for each, (least, top) in TOKEN_WEIGHTS[name].items()]
-            known = ", ".join(ranges) or "no options"
-            yield ("token_weights",), f"token_weights: {key}={value!r}: {name} has {known}"
-    if name in OF_ADVANTAGE and values.loss_type != POLICY_GRADIENT:
-        problem = f"token_weights: {name} weighs the advantage of loss_type policy_gradient: set that, or another"
+    if values.loss_type != POLICY_GRADIENT:
+        problem = f"token_weights: {weights.kind} requires loss_type policy_gradient. Set that, or choose another"
         yield ("token_weights", "loss_type"), problem
-    elif name in OF_ADVANTAGE and values.reward:
-        problem = f"token_weights: {name} is of the advantage of a token alone, to which reward adds: drop one of both"
-        yield ("token_weights", "reward"), problem
+    elif values.reward:
+        problem = f"token_weights: {weights.kind} is of the advantage of a token alone, to which reward adds"
+        yield ("token_weights", "reward"), f"{problem}. Remove one of the two"
 
 
 def opd_reward(values: Any) -> Iterator[Problem]:
-    """OPD's reward beside the teacher."""
-    reward = values.reward
-    if reward is None:
+    """Yield what a reward in addition to the teacher requires."""
+    if values.reward is None:
         return
-    if isinstance(reward, dict) and {"when", "start"} & {*reward}:
-        yield ("reward",), "reward: `when` and `start` were removed: the reward is added in every step. Remove them."
-        return
-    if not isinstance(reward, dict) or not isinstance(reward.get("function"), str) or {*reward} - {"function", "coef"}:
-        yield ("reward",), f"reward={reward!r} requires `function`, and may have `coef`"
-        return
-    coef = reward.get("coef", 1.0)
-    if not isinstance(coef, int | float) or not 0 < coef <= LARGEST:
-        yield ("reward",), f"reward: coef={coef!r} is not a number above 0, and at most 1e6"
     if values.loss_type != POLICY_GRADIENT:
         yield ("reward", "loss_type"), "reward is added to the advantage of loss_type policy_gradient: set that"
     if values.num_generations < 2:
@@ -325,37 +318,27 @@ def opd_reward(values: Any) -> Iterator[Problem]:
 
 
 def opd_rollouts(values: Any) -> Iterator[Problem]:
-    """What samples OPD's rollouts, and whose options are given."""
-    yield from one_of("rollout", values.rollout, ("transformers", "vllm"))
-    yield from one_of("rollouts", values.rollouts, ("live", "frozen", "replay"))
-    if values.rollouts != "live" and values.lmbda == 0:
-        yield ("rollouts", "lmbda"), f"lmbda: 0 samples no rollouts: drop rollouts: {values.rollouts}, or raise lmbda"
-    if values.rollouts != "live" and values.loss_type == POLICY_GRADIENT:
-        problem = f"policy_gradient is biased on rollouts: {values.rollouts}: set live, or a loss over the vocabulary"
+    """Yield what OPD's rollouts and their sampler exclude."""
+    yield from sampler_problems(values)
+    kind = values.rollouts.kind
+    on_policy = isinstance(values.rollouts, OnPolicyRollouts)
+    if not on_policy and values.lmbda == 0:
+        yield ("rollouts", "lmbda"), f"lmbda: 0 samples no rollouts. Remove rollouts: {kind}, or raise lmbda"
+    if not on_policy and values.loss_type == POLICY_GRADIENT:
+        problem = f"policy_gradient is biased on rollouts: {kind}. Set on_policy, or a loss over the vocabulary"
         yield ("rollouts", "loss_type"), problem
-    if values.precompute_teacher_top_k is not None:
-        problem = _of_precomputed(values)
-        yield from [(("precompute_teacher_top_k",), f"precompute_teacher_top_k {problem}")] if problem else []
-    if values.rollouts != "replay" and (values.fresh != 0.25 or values.replay_windows != 16):
-        name = "fresh" if values.fresh != 0.25 else "replay_windows"
-        yield (name, "rollouts"), f"{name} is an option of rollouts: replay: set that, or drop {name}"
-    yield from vllm_problems(values)
-    if values.rollout_ahead not in (0, 1):
-        yield ("rollout_ahead",), f"rollout_ahead={values.rollout_ahead}: 0, or 1 for the next step's rollouts"
-    if values.rollout_ahead and values.rollout != "vllm":
-        problem = "rollout_ahead is an option of rollout: vllm: set that, or drop rollout_ahead"
-        yield ("rollout_ahead", "rollout"), problem
-    elif values.rollout_ahead and (values.vllm_mode != "server" or values.rollouts != "live"):
-        problem = "rollout_ahead: a server samples live rollouts while this step trains: set vllm_mode: server"
-        yield ("rollout_ahead", "vllm_mode"), problem
+    if values.teacher.precompute:
+        yield from _of_precompute(values)
+    if getattr(values.sampler, "prefetch", False) and not on_policy:
+        problem = f"sampler.prefetch samples on-policy rollouts, and rollouts is {kind}. Remove one of the two"
+        yield ("sampler.prefetch", "sampler", "rollouts"), problem
 
 
-def _of_precomputed(values: Any) -> str:
-    """What is wrong with `precompute_teacher_top_k` of OPD, or nothing."""
-    if values.rollouts != "frozen":
-        return "scores rollouts once, and those of rollouts: frozen alone stay: set that, or teacher_top_k"
-    if values.loss_type == POLICY_GRADIENT:
-        return "is of a loss over the vocabulary: choose one, or drop it"
+def _of_precompute(values: Any) -> Iterator[Problem]:
+    keys = "teacher.precompute", "teacher"
+    if not isinstance(values.rollouts, FrozenRollouts):
+        problem = "teacher.precompute scores rollouts once, and only those of rollouts: frozen stay the same"
+        yield (*keys, "rollouts"), f"{problem}. Set that, or remove precompute"
     if values.lmbda < 1:
-        return "scores rollouts, and lmbda below 1 trains on completions of the data too: set lmbda: 1"
-    return "takes the place of teacher_top_k: drop that" if values.teacher_top_k is not None else ""
+        problem = "teacher.precompute scores rollouts, and lmbda below 1 trains on completions of the data too"
+        yield (*keys, "lmbda"), f"{problem}. Set lmbda: 1"

@@ -198,7 +198,7 @@ def check_same_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedT
         example = f"id {i} is {ours.get(i)!r} for the student, {theirs.get(i)!r} for the teacher"
         raise InputError(
             f"student and teacher have different vocabularies ({counts}; {example}): take one of the same, or"
-            " set own_tokenizer: true of the teacher (teacher_tokenizer in Python), so that texts are compared"
+            " set own_tokenizer: true of the teacher (teacher={'tokenizer': ...} in Python), so that texts are compared"
         )
 
 

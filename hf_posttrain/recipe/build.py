@@ -62,8 +62,8 @@ def _with_rounds(recipe: Recipe, config: Any) -> tuple[Any, Any]:
     from ..rounds.in_rounds import in_rounds, with_section
 
     rounds: Any = recipe.rounds
-    with error_context(recipe.where("rounds.rollout")):
-        check_installed(rounds)
+    with error_context(recipe.where("rounds.sampler")):
+        check_installed(rounds.sampler)
     if rounds.judge.by == "function":
         with error_context(recipe.where("rounds.judge.name")):
             find_grader(rounds.judge.name)
@@ -74,19 +74,19 @@ def of_any_machine(recipe: Recipe) -> Recipe:
     """The recipe without those keys of its train section that want a launcher or a GPU and do not change the data; what
     is as large as fp16 and runs on CPU is bf16."""
     wanting = (
-        "deepspeed", "fsdp", "parallelism_config", "tf32", "vllm_", "rollout_ahead", "use_liger_kernel",
+        "deepspeed", "fsdp", "parallelism_config", "tf32", "sampler", "use_liger_kernel",
         "liger_kernel_config",
     )  # fmt: skip
     train = {"bf16" if value is True and name == "fp16" else name: value
              for name, value in recipe.train.items()
-             if not name.startswith(wanting) and name != "rollout"}  # fmt: skip
+             if not name.startswith(wanting)}  # fmt: skip
     # Of the options of checkpointing only this one wants a GPU.
     if isinstance(checkpointed := train.get("activation_checkpointing_kwargs"), dict):
         left = {name: value for name, value in checkpointed.items() if name != "offload"}
         train["activation_checkpointing_kwargs"] = left
     rounds: Any = recipe.rounds
-    if rounds and rounds.rollout == "vllm":
-        rounds = replace(rounds, rollout="transformers", **{name: None for name in vars(rounds) if "vllm_" in name})
+    if rounds:
+        rounds = replace(rounds, sampler="policy")
     return replace(recipe, rounds=rounds, train=train | {"use_cpu": True})
 
 
@@ -150,6 +150,7 @@ def check_models(recipe: Recipe, config: Any = None) -> tuple[Any, Any]:
 def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[InputError]:
     """What is wrong with the servers that a run would ask: one that is not there, or cannot do what is needed."""
     from ..rollouts import vllm_server
+    from ..rollouts.options import VLLMOptions
     from ..rounds.judges.server import ServerJudge
     from ..teachers import served
 
@@ -157,12 +158,10 @@ def server_problems(recipe: Recipe, config: Any, peft_config: Any) -> Iterator[I
         (f"{name}.url", partial(served.check_server, taught, f"{name}.url", config))
         for name, taught in recipe.taught_by() if taught.url
     ]  # fmt: skip
-    if getattr(config, "rollout", None) == "vllm":
-        key = "train.vllm_server_base_url" if config.vllm_mode == "server" else "train.rollout"
-        asked.append((key, partial(vllm_server.check, config, peft_config, config.max_length)))
-    if recipe.rounds and recipe.rounds.rollout == "vllm":
-        key = "rounds.vllm_server_base_url" if recipe.rounds.vllm_mode == "server" else "rounds.rollout"
-        asked.append((key, partial(vllm_server.check, recipe.rounds, peft_config, config.max_length)))
+    for section, options in (("train", config), ("rounds", recipe.rounds)):
+        if isinstance(getattr(options, "sampler", None), VLLMOptions):
+            check = partial(vllm_server.check, options, peft_config, config.max_length)
+            asked.append((f"{section}.sampler", check))
     if recipe.rounds and recipe.rounds.judge.by == "url":
         asked.append(("rounds.judge.name", ServerJudge(recipe.rounds.judge).check))
     for key, ask in asked:

@@ -20,6 +20,7 @@ from pydantic.errors import PydanticUserError
 
 from ..errors import InputError, nearest, shown
 from ..methods import METHODS, config_class
+from ..trainer.option_group import OptionKind
 
 Where = Callable[[str], str]
 Advice = Callable[[str], str | None]
@@ -138,6 +139,8 @@ def _typed(value: Any, annotation: Any, key: str, where: Where, advice: Advice) 
     # sections, and lists of them, have keys of their own
     for kind in kinds:
         if dataclasses.is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
+            if issubclass(kind, OptionKind):
+                return value  # checked by its group
             return kind(**build(fields_of(kind), value, key, where, advice))
         if typing.get_origin(kind) is list and isinstance(value, list):
             (item,) = typing.get_args(kind)

@@ -14,9 +14,12 @@ from typing import Any
 from ..errors import InputError, LaunchError
 from ..methods import METHODS
 from ..models.section import ModelSection
+from ..rollouts.options import SAMPLERS
 from ..rounds.judges.section import MODELS
 from ..rounds.section import RoundsSection, expand
-from ..trainer.method import Problem
+from ..teachers.options import COMPARED, TEACHER
+from ..trainer.limits import Problem
+from ..trainer.renamed_options import RENAMED, warn_of_old_names, with_new_names
 from ..trainer.rules import instead_of, without_defaults
 from . import rules
 from .fields import Fields, build, fields_of, lora_fields, outdated, owners, train_fields
@@ -47,7 +50,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     recipe.train = {name: value for name, value in recipe.train.items()
                     if value is not None or name in fields() or not owners(name)}  # fmt: skip
     recipe.train = without_defaults(recipe.train, fields(), METHODS[recipe.method].config_name)
-    given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method)) | teacher_options(recipe)
+    given = _checked(recipe, fields, recipe.train, "train", partial(_advise, recipe.method))
+    given = with_teacher_options(recipe, given)
     values = SimpleNamespace(**{name: field.default for name, field in fields().items()} | given)
     refuse(recipe, rules.with_train(recipe, values))
     return recipe
@@ -58,6 +62,7 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     path = Path(path)
     tree, places = read_tree(path, overrides)
     if isinstance(tree, dict):
+        tree = _with_new_names(_with_compared(tree, places), places)
         known = fields_of(Recipe)  # of which an empty section is no section
         tree = {name: value for name, value in tree.items() if value is not None or name not in known}
         if "rounds" in tree:
@@ -99,6 +104,48 @@ def read_recipe(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return recipe
 
 
+def _with_compared(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, Any]:
+    """Return the tree of a recipe whose section `teacher` has only keys of the teacher itself: options of how student
+    and teacher are compared go to `train.teacher`. Raises InputError for one that is given in both."""
+    section, train = tree.get("teacher"), tree.get("train") or {}
+    if not isinstance(section, dict) or not isinstance(train, dict):
+        return tree
+    moved = {option: section[option] for option in COMPARED if option in section}
+    given = TEACHER.as_mapping(train.get("teacher"))
+    if not moved or given is None:
+        return tree
+    for option in moved:
+        key = f"train.teacher.{option}"
+        if option in given:
+            raise InputError(f"{place_of(places, key)}: {key} is given as teacher.{option} too: remove one of the two")
+        places[key] = places.get(f"teacher.{option}", places.get("teacher", "recipe"))
+    left = {option: value for option, value in section.items() if option not in moved}
+    return tree | {"teacher": left, "train": train | {"teacher": given | moved}}
+
+
+def _with_new_names(tree: dict[Any, Any], places: dict[str, Any]) -> dict[Any, Any]:
+    """Return the tree of a recipe with the new names of options, which get the places of the old ones."""
+    method = METHODS.get(tree["method"]) if isinstance(tree.get("method"), str) else None
+    sections = {
+        "train": (method.groups if method else {}, train_fields(method.name) if method else ()),
+        "rounds": ({"sampler": SAMPLERS}, fields_of(RoundsSection)),
+    }
+    warned: dict[str, str] = {}
+    for section, (groups, known) in sections.items():
+        if not isinstance(tree.get(section), dict):
+            continue
+        values, renamed = with_new_names(tree[section], groups, known)
+        tree = tree | {section: values}
+        for old, new in renamed.items():
+            place = places.get(f"{section}.{old}")
+            for key in (f"{section}.{new}", f"{section}.{new.partition('.')[0]}"):
+                if place is not None:
+                    places.setdefault(key, place)
+        warned |= {f"{section}.{old}": f"{section}.{new}" for old, new in renamed.items()}
+    warn_of_old_names(warned)
+    return tree
+
+
 def _normalised(path: Path) -> str:
     """Return an existing path without `folder/..`, unless a symbolic link on the way changes what that means."""
     plain = os.path.normpath(path)
@@ -109,7 +156,7 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
     """The method's Config from `recipe.train`, its values converted to the fields' types (`"5e-7"` is a float). Raises
     InputError for an unknown name, a wrong type, a contradiction that the class finds, or a package that is missing."""
     values = build(fields_of(config_class), recipe.train, "train", recipe.where, partial(_advise, recipe.method))
-    values |= teacher_options(recipe)
+    values = with_teacher_options(recipe, values)
     try:
         return config_class(**values)
     except LaunchError:
@@ -123,14 +170,19 @@ def train_config(recipe: Recipe, config_class: Any) -> Any:
         raise InputError(f"{recipe.where(key)}: {key + ': ' if quoted and not named else ''}{problem}") from error
 
 
-def teacher_options(recipe: Recipe) -> dict[str, Any]:
-    """Options of the Config that the teachers' sections give."""
+def with_teacher_options(recipe: Recipe, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the train section with those options of `teacher` that the teachers' sections give."""
     sections = {key.partition(".")[2]: section for key, section in recipe.taught_by()}
     prompts = {name: section.prompt for name, section in sections.items() if section.prompt is not None}
     own = {name: section.name_or_path for name, section in sections.items() if section.own_tokenizer}
-    found = {"teacher_prompt": prompts, "teacher_tokenizer": own, "teacher_names": [*(recipe.teachers or ())]}
-    return {option: value[""] if isinstance(value, dict) and "" in value else value
-            for option, value in found.items() if value}  # fmt: skip
+    found = {"prompt": prompts, "tokenizer": own, "names": [*(recipe.teachers or ())]}
+    options = {
+        option: value[""] if isinstance(value, dict) and "" in value else value
+        for option, value in found.items()
+        if value
+    }
+    given = TEACHER.as_mapping(values.get("teacher"))
+    return values if given is None or not options else values | {"teacher": given | options}
 
 
 def refuse(recipe: Recipe, problems: Iterable[Problem]) -> None:
@@ -160,6 +212,8 @@ def _advise(method: Any, key: str) -> str | None:
     method = next((name for name in METHODS if name == method), None)  # anything may have been given
     section, _, name = re.sub(r"\.\d+\.", ".", key).rpartition(".")
     owner = METHODS[method].config_name if method else ""
+    if section == "train" and (group := RENAMED.get(name, "").partition(".")[0]) and (methods := owners(group)):
+        return f"its name is now {RENAMED[name]}, of method {' or '.join(methods)}, not of {method}"
     if section == "train" and (instead := instead_of(name, "recipe", owner)):
         return instead
     if meant := _ELSEWHERE.get(f"{section}.{name}") or _ELSEWHERE.get(name):

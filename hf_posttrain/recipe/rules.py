@@ -20,10 +20,13 @@ from ..errors import nearest_path
 from ..methods import METHODS
 from ..methods.rules import REFERENCE_FREE, section_problems, teacher_problems
 from ..models.section import has_tokenizer, is_local
+from ..rollouts.options import uses_vllm
 from ..rounds.judges.section import MODELS
 from ..rounds.section import RoundsSection, rounds_problems
-from ..trainer.method import BELOW_ONE, COUNT, Limit, Problem
-from ..trainer.rules import REPORTERS, beyond, merge_problem, one_of, problems
+from ..teachers.options import TEACHER
+from ..trainer.limits import BELOW_ONE, COUNT, Limit, Problem
+from ..trainer.option_group import with_groups
+from ..trainer.rules import REPORTERS, beyond, group_problems, merge_problem, one_of, problems
 from ..watch.symptoms import listed
 from .sections import Recipe
 
@@ -106,7 +109,13 @@ def between_sections(recipe: Recipe) -> Iterator[Problem]:
 
 
 def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
-    """What makes no sense in the train section, read into `values`; HF's Trainer would find some of it much later."""
+    """Yield what makes no sense in the train section, read into `values`. HF's Trainer would find some of it later."""
+    method = METHODS[recipe.method]
+    wrong = [*_below("train", group_problems(values, method))]
+    yield from wrong
+    if wrong:
+        return
+    values = with_groups(values, method.groups)
     for name, wanting in _WANTS_EVAL.items():
         if (value := getattr(values, name)) in wanting and recipe.data.eval is None:
             shown = "true" if value is True else getattr(value, "value", value)
@@ -120,9 +129,9 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
         keys = ("train.merge_lora", "model.quantization") if has_adapter else ("train.merge_lora",)
         yield keys, f"train.{problem}"
     sampled_by = {"train": values, "rounds": recipe.rounds}
-    for key in (key for key, one in sampled_by.items() if getattr(one, "rollout", None) == "vllm" and quantised):
-        problem = f"{key}.rollout: vllm takes no quantised student: drop it, or model.quantization"
-        yield (f"{key}.rollout", "model.quantization"), problem
+    for key in (key for key, options in sampled_by.items() if quantised and uses_vllm(options)):
+        problem = f"{key}.sampler: vLLM takes no quantised student. Remove it, or model.quantization"
+        yield (f"{key}.sampler", "model.quantization"), problem
     if recipe.model.images:
         yield from _of_pictures(recipe, values)
     if recipe.rounds:
@@ -138,14 +147,15 @@ def with_train(recipe: Recipe, values: Any) -> Iterator[Problem]:
         if recipe.train.get(name, done) is not done:
             problem = "a run trains, and evaluates as eval_strategy says, whatever this says"
             yield (f"train.{name}",), f"train.{name}: {problem}: leave it out"
-    for name in ("teacher_prompt", "teacher_tokenizer", "teacher_names"):
-        if name in recipe.train:
-            problem = "in a recipe the sections teacher and teachers say it: prompt, own_tokenizer, and names"
-            yield (f"train.{name}",), f"train.{name}: {problem}"
+    given = TEACHER.as_mapping(recipe.train.get("teacher")) or {}
+    for name in ("prompt", "tokenizer", "names"):
+        if name in given:
+            problem = "a recipe has prompt and own_tokenizer in the section teacher, and names in teachers"
+            yield (f"train.teacher.{name}", "train.teacher"), f"train.teacher.{name}: {problem}"
     for key, section in recipe.taught_by():
         for names, problem in teacher_problems(values, section):
             yield (key, *(f"train.{name}" for name in names)), f"{key}: {problem}"
-    yield from _below("train", problems(values, METHODS[recipe.method]))
+    yield from _below("train", problems(values, method))
 
 
 def of_inputs(recipe: Recipe) -> Iterator[Problem]:
@@ -220,11 +230,11 @@ def _of_training_in_rounds(rounds: RoundsSection, values: Any) -> Iterator[Probl
 
 def _of_pictures(recipe: Recipe, values: Any) -> Iterator[Problem]:
     """What shows pictures to nobody yet, or to a model without a tower."""
-    for option, what in (("rollout", "vllm"), ("rollouts", "replay")):
-        if getattr(values, option, None) == what:
-            yield (f"train.{option}", "model.images"), f"train.{option}: {what} shows no pictures yet: drop it"
-    if recipe.rounds and recipe.rounds.rollout == "vllm":
-        yield ("rounds.rollout", "model.images"), "rounds.rollout: vllm shows no pictures yet: drop it"
+    for name, options in (("train", values), ("rounds", recipe.rounds)):
+        if uses_vllm(options):
+            yield (f"{name}.sampler", "model.images"), f"{name}.sampler: vLLM does not support images yet"
+    if getattr(getattr(values, "rollouts", None), "kind", "") == "replay":
+        yield ("train.rollouts", "model.images"), "train.rollouts: replay does not support images yet"
     if recipe.rounds and recipe.rounds.judge.by not in ("exact_match", "function"):
         problem = f"{recipe.rounds.judge.by} is shown no pictures yet: judge by a function"
         yield ("rounds.judge", "model.images"), f"rounds.judge: {problem}"

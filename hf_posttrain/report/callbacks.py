@@ -32,6 +32,7 @@ from ..errors import InputError
 from ..generation import rollout
 from ..generation.exact_match import answers_key, first_turn
 from ..models.reference import COPY
+from ..rollouts.options import PolicySamplerOptions
 from ..scoring import forward as scoring
 from ..scoring.layouts import Prompt
 from ..trainer.output_dir import write_json
@@ -284,7 +285,7 @@ def find_obstacle(trainer: Any) -> str | None:
     if args.parallelism_config is not None and args.parallelism_config.sp_size > 1:
         return "with sequence parallelism the model cannot generate"
     # To generate, FSDP and ZeRO gather the whole model on each device; it fits for sure only where the run does that.
-    generates = args.eval_exact_match or getattr(args, "rollout", None) == "transformers"
+    generates = args.eval_exact_match or isinstance(getattr(args, "sampler", None), PolicySamplerOptions)
     if engine.shards(trainer.accelerator) and not generates:
         return "they would gather all weights on each device, for which eval_exact_match: true would ask as well"
     return None

@@ -14,7 +14,7 @@ NAME = "report.html"
 MACHINERY = (
     "output_dir", "use_cpu", "report_to", "run_name", "project", "trackio_", "logging_", "log_", "save_", "eval_",
     "per_device_eval", "dataset_num_proc", "hub_", "push_to_hub", "resume_from_checkpoint", "stop_on", "merge_lora",
-    "layout", "precompute_ref_", "vllm_", "rollout=", "generation_batch_size", "diagnostics", "disable_tqdm",
+    "layout", "precompute_ref_", "sampler", "diagnostics", "disable_tqdm",
     "dataloader_", "ddp_", "load_best_model_at_end", "metric_for_best_model", "greater_is_better",
     "skip_memory_metrics", "do_", "include_", "debug", "torch_empty_cache_steps", "ignore_data_skip",
     "remove_unused_columns", "enable_jit_", "restore_callback_", "batch_eval_metrics", "prediction_loss_only",

@@ -51,7 +51,7 @@ class RolloutBuilder:
 
     def max_new_tokens(self, step: int) -> int:
         """Return the length of the longest rollout of an optimizer step, in tokens."""
-        horizon = self.trainer.args.horizon
+        horizon = self.trainer.args.rollouts.train_max_tokens
         if isinstance(horizon, dict):
             share = min(step / horizon["steps"], 1.0)
             horizon = round(horizon["from"] + share * (horizon["to"] - horizon["from"]))
@@ -105,7 +105,7 @@ class RolloutBuilder:
         for group in map(sorted, groups):
             batch = self._laid_out([examples[row] for row in group], [rollouts[row] for row in group], source)
             batch = self.trainer._prepare_inputs(batch.replace(index=index[group], row_weights=row_weights[group]))
-            if self.trainer.args.rollout_ahead and batch.sampler_logps is not None:
+            if getattr(self.trainer.args.sampler, "prefetch", False) and batch.sampler_logps is not None:
                 # the probability of merged EOS ids is not that of the one that was sampled
                 merged = self.trainer.eos.contains(batch.targets)
                 batch = batch.replace(importance_logps=batch.sampler_logps.masked_fill(merged, math.nan))
@@ -131,6 +131,6 @@ class RolloutBuilder:
             names = ("teacher_ids", "teacher_logps", "teacher_own")
             batch = batch.replace(teacher_signal=TopK(*(of_tokens([each[name] for each in scored]) for name in names)))
         if self.reward:
-            advantage = self.reward.coef * group_advantage(batch.grades)
+            advantage = self.reward.options.coef * group_advantage(batch.grades)
             batch = batch.replace(reward_advantage=advantage.flatten()[batch.owner])
         return batch

@@ -11,20 +11,20 @@ from .vllm_in_process import VLLMInProcessSampler
 from .vllm_server import VLLMServerSampler
 
 SAMPLERS: dict[str, Any] = {
-    "transformers": PolicySampler,
-    "colocate": VLLMInProcessSampler,
-    "server": VLLMServerSampler,
+    "policy": PolicySampler,
+    "vllm_colocate": VLLMInProcessSampler,
+    "vllm_server": VLLMServerSampler,
 }
-"""By `vllm_mode`, or else by `rollout`."""
-SOURCES: dict[str, type[OnPolicy]] = {"live": OnPolicy, "replay": Replay, "frozen": Frozen}
+"""By the kind of the option `sampler`."""
+SOURCES: dict[str, type[OnPolicy]] = {"on_policy": OnPolicy, "replay": Replay, "frozen": Frozen}
 """By the option `rollouts`."""
 
 
 def build_sampler(trainer: Any, options: Any) -> Sampler:
-    """Return the sampler that `options` name: rollout, vllm_*, temperature, ... of a Config or of the section rounds.
+    """Return the sampler that `options` name: sampler, temperature, ... of a Config or of the section rounds.
 
     trainer: has `vocabulary`, the ids below which may be sampled; gets `rollout_options`.
     """
     trainer.rollout_options = options
-    sampler: Sampler = SAMPLERS[options.vllm_mode or options.rollout](trainer)
+    sampler: Sampler = SAMPLERS[options.sampler.kind](trainer)
     return sampler

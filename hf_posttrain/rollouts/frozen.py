@@ -47,7 +47,7 @@ class Frozen(OnPolicy):
             self.of = self.trainer.train_dataset
             sampled = self._sampled(moved)
             self.known, self.scored = sampled["rollout_ids"], None
-            if self.trainer.args.precompute_teacher_top_k is not None:
+            if self.trainer.args.teacher.precompute:
                 self.scored = self._scored(sampled)["teacher"]
                 self.trainer.teacher.release()  # an evaluation brings it back
             self.place = {number: place for place, number in enumerate(self.of["index"])}
@@ -64,7 +64,7 @@ class Frozen(OnPolicy):
         prompts = self.of.select_columns([name for name in PROMPT_COLUMNS if name in self.of.column_names])
         key = [
             self.start, score_cache.rows_key(prompts, trainer), args.num_generations, args.temperature, self.longest(),
-            args.seed, trainer.terminal_ids, trainer.vocabulary, args.rollout, args.bf16, args.fp16,
+            args.seed, trainer.terminal_ids, trainer.vocabulary, args.sampler.kind, args.bf16, args.fp16,
         ]  # fmt: skip
 
         def sample() -> datasets.Dataset:
@@ -102,7 +102,7 @@ class Frozen(OnPolicy):
         read = [name for name in (*PROMPT_COLUMNS, *FOR_TEACHER) if name in self.of.column_names]
         rows = datasets.concatenate_datasets([self.of.select_columns(read), sampled], axis=1)
         merged = trainer.eos.ids.tolist()
-        request: Request = trainer.request("dense", args.precompute_teacher_top_k)
+        request: Request = trainer.request("dense", args.teacher.top_k)
         key = [
             trainer.teacher.key(), score_cache.rows_key(rows, trainer), request.top_k, args.temperature,
             trainer.vocabulary, args.bf16, args.fp16, merged, score_cache.layout_key(trainer),

@@ -32,7 +32,7 @@ class PolicySampler:
             max_new_tokens,
             vocabulary=trainer.vocabulary,
             temperature=options.temperature or None,
-            batch_size=options.generation_batch_size,
+            batch_size=options.sampler.batch_size,
         )
         completions = [Completion(ids, finished=finished(ids, trainer.terminal_ids)) for ids in sampled]
         return [completions[start : start + n] for start in range(0, len(completions), n)]

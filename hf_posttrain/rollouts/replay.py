@@ -28,7 +28,8 @@ class Replay(OnPolicy, TrainerCallback):
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.windows: deque[list[Any]] = deque(maxlen=trainer.args.replay_windows)  # (prompt, completions), as ids
+        steps = trainer.args.rollouts.replay_steps
+        self.windows: deque[list[Any]] = deque(maxlen=steps)  # (prompt, completions), as ids
         self.newest: list[Any] | None = None  # of a step that is not done yet
         trainer.add_callback(self)
         trainer.stateful["replay"] = self
@@ -36,7 +37,9 @@ class Replay(OnPolicy, TrainerCallback):
     def rollouts(self, rows: Sequence[dict], seed: Sequence[int], max_new_tokens: int) -> list[Rollout]:
         """Return as many rollouts as there are rows; sample all of them while there are no earlier ones."""
         earlier = [kept for window in self.windows for kept in window]
-        count = min(math.ceil(self.trainer.args.fresh * len(rows)), len(rows)) if earlier else len(rows)
+        count = len(rows)
+        if earlier:
+            count = min(math.ceil(self.trainer.args.rollouts.fresh_fraction * len(rows)), len(rows))
         sampled = super().rollouts(rows[:count], seed, max_new_tokens)
         wanted = len(rows) - count  # none a second time before all were chosen
         orders = [torch.randperm(len(earlier)) for _ in range(-(-wanted // len(earlier)) if earlier else 0)]

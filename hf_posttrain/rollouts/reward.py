@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,18 +12,16 @@ from torch import Tensor
 from ..errors import error_context
 from ..generation.graders import find_grader, grade
 from .completion import Rollout
+from .options import RewardOptions
 
 
-@dataclass
 class Reward:
-    """The option `reward`, with its defaults."""
+    """Grades rollouts by the option `reward`. Raises InputError if its function cannot be imported."""
 
-    function: str
-    coef: float = 1.0
-
-    def __post_init__(self) -> None:
+    def __init__(self, options: RewardOptions):
+        self.options = options
         with error_context("reward"):
-            self.grader = find_grader(self.function)
+            self.grader = find_grader(options.function)
 
     def grades(self, tokenizer: Any, rows: Sequence[dict], rollouts: Sequence[Rollout]) -> Tensor:
         """[prompts, K], of the rollouts of each row's prompt. Raises InputError where the function gives other than a
@@ -35,7 +32,7 @@ class Reward:
             for row, one in zip(rows, rollouts, strict=True) for each in one.completions
         ]  # fmt: skip
         prompts, completions, references = map(list, zip(*texts, strict=True)) if texts else ([], [], [])
-        found = grade(self.grader, f"reward: {self.function}", prompts, completions, references)
+        found = grade(self.grader, f"reward: {self.options.function}", prompts, completions, references)
         return torch.tensor(found, dtype=torch.float).view(len(rows), -1)
 
 

@@ -8,7 +8,7 @@ What vLLM cannot do is rejected, mostly before loading.
 
 That they arrive is not taken on trust. Before the first transfer scrambled weights are sent, or a scrambled adapter:
 what vLLM keeps of those, and whether it reads adapters at all, shows in its log-probabilities. They are compared with
-the student's own then, after the first transfers, and every `vllm_check_steps` steps.
+the student's own then, after the first transfers, and every `check_steps` steps.
 
 Tested with vLLM 0.32 on CPU (tests/served), and against stand-ins that have its interface.
 """
@@ -35,6 +35,7 @@ from ..scoring.choose_layout import some_ids
 from ..scoring.head import LogProb
 from ..scoring.layouts import Branch, Example
 from .completion import Completion, finished
+from .options import VLLMColocateOptions
 from .weight_sync import scrambled_adapter, whole_weights_on_first
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class VLLMSampler:
     def __init__(self, trainer: Any):
         model = scoring.unwrapped(trainer.model)
         if getattr(scoring.causal_lm(model), "is_quantized", False):
-            raise InputError("rollout: vllm takes no quantised student: set quantization: none, or drop rollout: vllm")
+            raise InputError("vLLM takes no quantised student. Set quantization: none, or sampler: policy")
         self.lora = model.peft_config[model.active_adapter] if isinstance(model, peft.PeftModel) else None
         if self.lora:
             max_rank(self.lora)
@@ -96,7 +97,7 @@ class VLLMSampler:
                 self._check_otherwise()
         self._send()
         self.sent += 1
-        if self.sent == 1 or self.sent % self.options.vllm_check_steps == 0:
+        if self.sent == 1 or self.sent % self.options.sampler.check_steps == 0:
             self._check()
 
     def _open(self) -> None:
@@ -173,7 +174,7 @@ class VLLMSampler:
         if not all(rollouts):
             raise RuntimeError("vLLM gave an empty rollout: see its log")
         if rollouts and max(map(max, rollouts)) >= self.trainer.vocabulary:
-            raise RuntimeError("vLLM drew an id of the vocabulary's padding: set rollout: transformers")
+            raise RuntimeError("vLLM drew an id of the vocabulary's padding: set sampler: policy")
         ends = self.trainer.terminal_ids
         return [[Completion(ids, logps, finished(ids, ends)) for ids, logps in group] for group in groups]
 
@@ -239,7 +240,7 @@ def sampling(trainer: Any) -> dict[str, Any]:
     padding = range(trainer.vocabulary, size)
     if len(padding) > _MOST_BIASED:
         lacks = f"the vocabulary has {len(padding)} ids that stand for no token, or that the teacher lacks"
-        raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set rollout: transformers")
+        raise InputError(f"{lacks}, and vLLM can be kept from drawing {_MOST_BIASED}: set sampler: policy")
     return {
         "temperature": options.temperature, **PLAIN,
         "stop_token_ids": trainer.terminal_ids, "ignore_eos": True,  # ours alone, and they stay in the rollout
@@ -250,24 +251,24 @@ def sampling(trainer: Any) -> dict[str, Any]:
 # ---- what is refused
 
 
-def check_installed(config: Any) -> None:
-    """Raises InputError where options of rollouts want vLLM in this environment and it is not there."""
-    if config.rollout == "vllm" and config.vllm_mode != "server" and importlib.util.find_spec("vllm") is None:
-        raise InputError("rollout: vllm needs the package vllm: pip install vllm, or set vllm_mode: server")
+def check_installed(sampler: Any) -> None:
+    """Raise InputError if a sampler requires vLLM in this environment and it is not installed."""
+    if isinstance(sampler, VLLMColocateOptions) and importlib.util.find_spec("vllm") is None:
+        raise InputError("sampler: vllm_colocate requires the package vllm: pip install vllm, or use vllm_server")
 
 
 def max_rank(config: Any) -> int:
     """The max_lora_rank that an adapter needs. Raises InputError for what vLLM cannot serve: it takes plain LoRA."""
     if config.peft_type != peft.PeftType.LORA:
-        raise InputError(f"rollout: vllm serves LoRA, not {config.peft_type.value}: use LoRA, or rollout: transformers")
+        raise InputError(f"vLLM serves LoRA, not {config.peft_type.value}. Use LoRA, or sampler: policy")
     odd = [name for name in _BEYOND_LORA if getattr(config, name, None)]
     odd += ["bias"] if config.bias != "none" else []
     odd += ["init_lora_weights"] if config.init_lora_weights not in _INITIALISATIONS else []
     if odd:
         given = getattr(config, odd[0])
         how = "name target_modules without experts" if odd[0] == "target_parameters" else "drop it"
-        raise InputError(f"rollout: vllm cannot serve LoRA with {odd[0]}={given!r}: {how}, or rollout: transformers")
+        raise InputError(f"vLLM cannot serve LoRA with {odd[0]}={given!r}: {how}, or use sampler: policy")
     rank = max([config.r, *(config.rank_pattern or {}).values()])
     if rank > _RANKS[-1]:
-        raise InputError(f"rollout: vllm serves LoRA up to rank {_RANKS[-1]}, not {rank}: lower it")
+        raise InputError(f"vLLM serves LoRA up to rank {_RANKS[-1]}, not {rank}: lower it")
     return next(allowed for allowed in _RANKS if allowed >= rank)

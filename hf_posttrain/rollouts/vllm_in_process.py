@@ -64,7 +64,7 @@ class VLLMInProcessSampler(VLLMSampler):
             return LLM(
                 model=str(place), load_format="dummy", generation_config="vllm", dtype=self.dtype,
                 max_model_len=min(filter(None, lengths), default=None),
-                gpu_memory_utilization=self.options.vllm_gpu_memory_utilization or 0.3,
+                gpu_memory_utilization=self.options.sampler.gpu_memory_utilization,
                 logprobs_mode="processed_logprobs",  # of the distribution that is drawn from
                 enable_prefix_caching=True,  # K rollouts read their prompt once
                 distributed_executor_backend="uni" if accelerator.num_processes == 1 else "external_launcher", **lora,

@@ -16,6 +16,7 @@ from ..errors import InputError
 from ..generation.completions_client import Server, ServerError, as_server_error, at_once, together
 from ..scoring import forward as scoring
 from .completion import Completion
+from .options import VLLMServerOptions
 from .prefetching import PrefetchedRollouts
 from .vllm import Sampled, VLLMSampler, max_rank, seeds_of
 from .weight_sync import has_tied_head, scrambled
@@ -47,7 +48,7 @@ class VLLMServerSampler(VLLMSampler):
         if self.temporary and not runs_as_this_user(self.server.url):
             os.chmod(self.folder, 0o755)
         self.prefetched: PrefetchedRollouts | None = None
-        if self.options.rollout_ahead:
+        if getattr(self.options.sampler, "prefetch", False):
             self.prefetched = trainer.stateful["prefetched_rollouts"] = PrefetchedRollouts(trainer)
 
     def _open(self) -> None:
@@ -183,7 +184,7 @@ def check(options: Any, peft_config: Any = None, max_length: int | None = None) 
     needed, and for an adapter that vLLM cannot serve.
     """
     rank = None if peft_config is None else max_rank(peft_config)
-    if options.vllm_mode != "server":
+    if not isinstance(options.sampler, VLLMServerOptions):
         return {}
     with as_server_error():
         return _checked(_server(options), options, rank, max_length)
@@ -199,7 +200,7 @@ def _checked(server: Server, options: Any, rank: int | None, max_length: int | N
     if told is None:
         if rank is None:
             how = "start it with VLLM_SERVER_DEV_MODE=1 in its environment, so that it takes weights"
-            raise InputError(f"vllm_server_base_url: {server.url} is not in development mode: {how}")
+            raise InputError(f"sampler.base_url: {server.url} is not in development mode: {how}")
         return card
     mode, lora = told["model_config"]["logprobs_mode"], told["lora_config"]
     if mode != "processed_logprobs" and (options.temperature != 1 or mode != "raw_logprobs"):
@@ -215,4 +216,4 @@ def _checked(server: Server, options: Any, rank: int | None, max_length: int | N
 
 
 def _server(options: Any) -> Server:
-    return Server(options.vllm_server_base_url, "vllm_server_base_url", _NEEDS)
+    return Server(options.sampler.base_url, "sampler.base_url", _NEEDS)

@@ -40,6 +40,7 @@ from ..models.load import drawable_ids
 from ..models.score_cache import score_rows
 from ..rollouts import vllm
 from ..rollouts.factory import build_sampler
+from ..rollouts.options import VLLMOptions
 from ..rollouts.policy_sampler import synchronise
 from ..scoring.forward import causal_lm
 from ..scoring.layouts import share_out
@@ -137,8 +138,8 @@ class InRounds(PostTrainer):
             raise InputError("rounds.reference: round is of losses with a reference, and this has none: drop it")
         if not isinstance(self.train_dataset, datasets.Dataset | None):
             raise InputError("rounds need prompts of known length, not a stream: set streaming: false")
-        if self.data_collator.pictures and section.rollout == "vllm":
-            raise InputError("rounds.rollout: vllm shows prompts' pictures to nobody yet: drop it, or model.images")
+        if self.data_collator.pictures and isinstance(section.sampler, VLLMOptions):
+            raise InputError("rounds.sampler: vLLM does not support images yet. Remove it, or model.images")
         if self.data_collator.pictures and section.judge.by not in ("exact_match", "function"):
             raise InputError(f"rounds.judge: {section.judge.by} is shown no pictures yet: judge by a function")
         self.vocabulary = drawable_ids(self.tokenizer, causal_lm(self.model).config)

@@ -7,13 +7,15 @@ from typing import Any, Literal
 
 from ..data.kinds import RowKind
 from ..errors import InputError, nearest, shown
-from ..trainer.method import COUNT, NOT_NEGATIVE, Problem
-from ..trainer.rules import beyond, vllm_problems
+from ..rollouts.options import SAMPLERS, sampler_problems
+from ..trainer.limits import COUNT, NOT_NEGATIVE, Problem
+from ..trainer.renamed_options import warn_of_old_names, with_new_names
+from ..trainer.rules import beyond
 from .judges.section import JudgeSection, expand_judge, judge_problems
 
 LIMITS = {
     "count": COUNT, "steps": COUNT, "num_generations": COUNT, "temperature": NOT_NEGATIVE,
-    "max_completion_length": COUNT, "generation_batch_size": COUNT, "vllm_check_steps": COUNT,
+    "max_completion_length": COUNT,
 }  # fmt: skip
 
 
@@ -54,31 +56,20 @@ class RoundsSection:
     """Which answers are trained on."""
     reference: Literal["first", "round"] = "first"
     """The reference of methods with one: the model as the run began, or as each round begins."""
-    generation_batch_size: int | None = None
-    """Most answers in one generation call; None: those to 64 prompts, on a GPU as many as its free memory takes."""
-    rollout: Literal["transformers", "vllm"] = "transformers"
-    """What samples: transformers, with the model that trains, or vllm, which gets the weights once a round."""
-    vllm_mode: Literal["colocate", "server"] | None = None
-    """Where vLLM runs: colocate (None), in each training process, or server, one that vllm serve started."""
-    vllm_server_base_url: str | None = None
-    """Of vllm_mode server, such as http://localhost:8000; it must see output_dir, and serve this run alone."""
-    vllm_check_steps: int | None = None
-    """Compare log-probabilities of vLLM and policy after the first and every so many transfers of weights; None: 20."""
-    vllm_gpu_memory_utilization: float | None = None
-    """Of vllm_mode colocate: the share of the GPU's memory that vLLM keeps for itself; None: 0.3."""
-
-    rollout_ahead = 0  # as the engines of rollouts have it: nothing is sampled while the policy trains
+    sampler: Any = "policy"
+    """Program that samples the answers: policy, vllm_colocate or vllm_server, or {kind, options}. vLLM gets the weights
+    once in each round."""
 
     def __post_init__(self) -> None:
+        if not any(SAMPLERS.problems("sampler", self.sampler)):
+            self.sampler = SAMPLERS.build("sampler", self.sampler)
         if self.count is None and self.steps is None:
             self.count = 3
-        if self.rollout == "vllm":
-            self.vllm_mode, self.vllm_check_steps = self.vllm_mode or "colocate", self.vllm_check_steps or 20
 
     def described(self) -> dict[str, Any]:
         """What the trained weights depend on."""
-        unread = ("vllm_", "generation_batch_size")
-        found = {name: value for name, value in dataclasses.asdict(self).items() if not name.startswith(unread)}
+        found = {name: value for name, value in dataclasses.asdict(self).items() if name != "sampler"}
+        found["sampler"] = self.sampler.described()["kind"]
         found["judge"] = self.judge.described()
         return found
 
@@ -96,11 +87,21 @@ def make_section(given: Any) -> RoundsSection:
     """A section from what Python gives: a number of rounds, a mapping, or a section."""
     if isinstance(given, RoundsSection):
         return given
-    options = _checked(expand(given), RoundsSection, "rounds")
+    options = _checked(_renamed(expand(given)), RoundsSection, "rounds")
     for name, kind in (("judge", JudgeSection), ("pair", PairSection)):
         if not isinstance(options.get(name), kind):
             options[name] = kind(**_checked(options.get(name, {}), kind, f"rounds.{name}"))
     return RoundsSection(**options)
+
+
+def _renamed(given: Any) -> Any:
+    """Return the options with their new names, and warn of old ones."""
+    if not isinstance(given, Mapping):
+        return given
+    names = [field.name for field in dataclasses.fields(RoundsSection)]
+    options, renamed = with_new_names(given, {"sampler": SAMPLERS}, names)
+    warn_of_old_names(renamed)
+    return options
 
 
 def _checked(given: Any, section: Any, where: str) -> dict[str, Any]:
@@ -115,6 +116,8 @@ def _checked(given: Any, section: Any, where: str) -> dict[str, Any]:
 
 def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     """What is wrong with a section of a method that trains on rows of `kind`: names of its keys, and a sentence."""
+    wrong = [*SAMPLERS.problems("sampler", rounds.sampler)]
+    yield from wrong or sampler_problems(rounds)
     yield from beyond(LIMITS, rounds)
     if rounds.count is not None and rounds.steps is not None:
         yield ("steps", "count"), "steps excludes count: a round is over all prompts, or of so many steps: drop either"
@@ -127,7 +130,6 @@ def rounds_problems(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:
     yield from _out_of_range(rounds, kind)
     for names, said in judge_problems(rounds.judge):
         yield tuple(f"judge.{name}" for name in names), f"judge.{said}"
-    yield from vllm_problems(rounds)
 
 
 def _out_of_range(rounds: RoundsSection, kind: RowKind) -> Iterator[Problem]:

@@ -25,11 +25,13 @@ IMPORTANCE = 2.0
 """Most that a token counts for being likelier now than when it was sampled."""
 
 
-def divergence(name: str, beta: float | None, skew_alpha: float) -> Callable[[Tensor, Tensor], Tensor]:
+def divergence(name: str, beta: float | None) -> Callable[[Tensor, Tensor], Tensor]:
     """The function of (student, teacher) log-probabilities [n, V] -> [n]."""
     if name == "jsd":
         return partial(DIVERGENCES[name], beta=0.5 if beta is None else beta)
-    return partial(DIVERGENCES[name], alpha=skew_alpha) if name.startswith("skew") else DIVERGENCES[name]
+    if name.startswith("skew"):
+        return partial(DIVERGENCES[name], alpha=0.1 if beta is None else beta)
+    return DIVERGENCES[name]
 
 
 # ---- the whole vocabulary

@@ -34,4 +34,4 @@ def precompute_top_k(trainer: Any, teacher: Teacher, request: Request) -> None:
         masks = [(batch.owner == number).cpu().numpy() for number in range(len(batch.index))]
         return [{"teacher_ids": ids[mask], "teacher_logps": logps[mask]} for mask in masks]
 
-    score_cache.add_scores(trainer, "precompute_teacher_top_k", "teacher", key, args.per_device_eval_batch_size, score)
+    score_cache.add_scores(trainer, "teacher.precompute", "teacher", key, args.per_device_eval_batch_size, score)

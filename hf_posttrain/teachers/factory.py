@@ -51,15 +51,15 @@ def build_teacher(
     """Build the teacher of a trainer, or several by name. A model given by name is loaded.
 
     Raises InputError for a missing teacher, the student itself, names that the Config does not know, a server that
-    cannot be reached, and different token ids (padding aside) where `teacher_tokenizer` does not name the teacher's.
+    cannot be reached, and different token ids (padding aside) where `tokenizer` does not name the teacher's.
     """
     if given is None:
         raise InputError("teacher_model is missing: pass a model, its name or folder, or a TeacherSection")
-    names = trainer.args.teacher_names or []
+    names = trainer.args.teacher.names or []
     if isinstance(given, Mapping) and {*names} != {*given}:
-        raise InputError(f"teacher_model names {', '.join(given)}, and teacher_names is {names}: they must be the same")
+        raise InputError(f"teacher_model names {', '.join(given)}, and teacher.names is {names}: they must be the same")
     if names and not isinstance(given, Mapping):
-        raise InputError(f"teacher_names is {names}: pass teacher_model as a dict of them")
+        raise InputError(f"teacher.names is {names}: pass teacher_model as a dict of them")
     several = by_name(given)
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(several, offload)
 
@@ -81,7 +81,7 @@ def build_teacher(
     aligners = {name: teacher.aligner for name, teacher in teachers.items() if teacher.aligner is not None}
     served_names = {name for name, teacher in teachers.items() if not teacher.dense}
     inputs = None
-    if names or served_names or aligners or trainer.args.teacher_prompt:
+    if names or served_names or aligners or trainer.args.teacher.prompt:
         if trainer.data_collator.pictures:
             what = "several teachers, servers, and teachers with a prompt or a tokenizer of their own"
             raise InputError(f"{what} are shown no pictures yet: drop them, or train on text (model.images: false)")
@@ -117,8 +117,8 @@ def _served(trainer: Any, section: TeacherSection, name: str) -> ServedTeacher:
     """Connect to a server and test it."""
     args = trainer.args
     teacher = ServedTeacher(trainer, section, f"teachers.{name}" if name else "teacher")
-    teacher.check(args.teacher_top_k or args.precompute_teacher_top_k or 0)
-    tokenizer = by_name(args.teacher_tokenizer).get(name)
+    teacher.check(args.teacher.top_k or 0)
+    tokenizer = by_name(args.teacher.tokenizer).get(name)
     ends = lambda theirs: teacher.ends(theirs, args.chat_template_kwargs)  # noqa: E731
     teacher.aligner = _aligner(trainer, teacher.tokenizer, tokenizer, ends)
     return teacher
@@ -138,7 +138,7 @@ def _local(trainer: Any, given: Given, name: str, offload: bool) -> LocalTeacher
     if shares_trained_weights(model, trainer.model):
         problem = "teacher_model is the student itself, or shares weights with it"
         raise InputError(f"{problem}: pass TeacherSection(self='start') to distil from its start")
-    tokenizer = by_name(args.teacher_tokenizer).get(name)
+    tokenizer = by_name(args.teacher.tokenizer).get(name)
     path = getattr(model.config, "_name_or_path", "")
     theirs = None
     with suppress(InputError):  # of a model in memory the tokenizer may not be found

@@ -108,7 +108,7 @@ def build_self_teacher(trainer: Any, section: TeacherSection) -> tuple[LocalTeac
     if isinstance(policy, peft.PeftModel):  # a moving average needs a copy of the adapter
         inside = adapter_reference(policy, trainer.new_adapter and not follows)
     # before training its engine has yet to cut or cast the policy, which cannot score for itself then
-    if engine.changes_weights(accelerator) and trainer.args.precompute_teacher_top_k is not None:
+    if engine.changes_weights(accelerator) and trainer.args.teacher.precompute:
         inside = None
     if inside is not None:
         pairs = partial(_adapter_pairs, policy, inside)

@@ -48,7 +48,7 @@ class ServedTeacher:
         self.server = Server(str(section.url), self.key_of_url, _NEEDS)
         first = together(self.server.card)
         self.model, self.root, self.longest = first["id"], first.get("root"), first.get("max_model_len")
-        if not (trainer.args.teacher_prompt or trainer.args.teacher_tokenizer):
+        if not (trainer.args.teacher.prompt or trainer.args.teacher.tokenizer):
             self._check_lengths(trainer.train_dataset, trainer.args)
         if self.root not in (None, section.name_or_path):
             logger.info("%s serves %s; its tokenizer is read from %s", section.url, self.root, section.name_or_path)
@@ -86,7 +86,7 @@ class ServedTeacher:
     def signals(self, batches: Sequence[MicroBatch], request: Request) -> list[TeacherSignal]:
         """Score several batches with all HTTP requests open at once. All ranks call it."""
         if request.kind == "dense":
-            raise InputError("a served teacher gives its top tokens alone: set teacher_top_k")
+            raise InputError("a served teacher gives its top tokens alone: set teacher.top_k")
 
         def ask() -> list[TeacherSignal]:
             ends = request.eos.ids.tolist() if request.eos else []
@@ -134,7 +134,7 @@ class ServedTeacher:
             chosen = chosen.where(best.values > -torch.inf, eos.ids[1])
         elif best.values.isinf().any():
             lacks = f"ids from {vocabulary} on, which the student lacks, are among the teacher's best {k}"
-            raise InputError(f"{self.key_of_url}: {lacks}: lower teacher_top_k")
+            raise InputError(f"{self.key_of_url}: {lacks}: lower teacher.top_k")
         return TopK(chosen, best.values, of_targets)
 
     def target_logps(self, batch: MicroBatch, ends: Sequence[int]) -> Tensor:
@@ -191,7 +191,7 @@ class ServedTeacher:
         found = {token: told[name] for token in wanted if (name := f"token_id:{token}") in told}
         if len(found) < len({*wanted}):
             problem = f"gives no log-probabilities of {list(wanted)} (logprob_token_ids)"
-            mend = "set one_stop_outcome: false, or take vLLM"
+            mend = "set teacher.merge_eos: false, or take vLLM"
             raise ServerError(f"{self.key_of_url}: {self.server.url} {problem}: {mend}")
         return found
 
@@ -204,7 +204,7 @@ class ServedTeacher:
         try:
             together(lambda: self._score(ids[:1] * 2, ids[:1], None, k, []))
         except ServerError as error:
-            hint = f": start it with --max-logprobs {k}, or lower teacher_top_k" if error.status == 400 and k else ""
+            hint = f": start it with --max-logprobs {k}, or lower teacher.top_k" if error.status == 400 and k else ""
             raise ServerError(f"{error}{hint}", error.status) from error
         told = together(lambda: self.server.post("/v1/completions", {
             "model": self.model, "prompt": TRIED, "max_tokens": 1, "return_token_ids": True,
@@ -232,7 +232,7 @@ def check_server(section: TeacherSection, key: str, config: Any) -> None:
     """Raises InputError for a served teacher that is not there, or does not go with the Config, before anything else is
     loaded. key: the option that names it."""
     Server(str(section.url), key, _NEEDS).card()
-    top_k = config.teacher_top_k or config.precompute_teacher_top_k
+    top_k = config.teacher.top_k
     if top_k and config.temperature != 1 and not section.own_tokenizer:
         size = _vocabulary_of(ModelSection(section.name_or_path))
         _check_temperature(config.temperature, top_k, top_k if size is None else size)  # the trainer knows
@@ -253,5 +253,5 @@ def _check_temperature(temperature: float, known: int, vocabulary: int) -> None:
 
 _AT_ONE = (
     "a server gives log-probabilities at temperature 1, from whose top tokens others do not follow: set temperature: 1,"
-    " or teacher_top_k to the whole vocabulary (and --max-logprobs -1 at the server)"
+    " or teacher.top_k to the whole vocabulary (and --max-logprobs -1 at the server)"
 )

@@ -263,7 +263,7 @@ def obstacles(trainer: Any, checkpoint: Path) -> Iterator[str]:
     now_run = dict(trainer.described)
     if Path(trainer.scored[0].config.name_or_path) == checkpoint:
         now_run.pop("start_weights", None)  # the model was loaded from the checkpoint, which has them anyway
-    if found := same_run.differences(then.get("run", {}), now_run, trainer.args.resume_despite):
+    if found := same_run.differences(then.get("run", {}), now_run, trainer.args.resume_despite, trainer.method.groups):
         lines, sections = list(found.values()), dict.fromkeys(key.partition(".")[0] for key in found)
         way = f"{restart}, or insist: resume_despite: [{named(sections)}]"
         if fixed := [key for key in found if key in same_run.IN_STATE]:

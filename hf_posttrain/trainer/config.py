@@ -17,6 +17,8 @@ from ..engines.launch import check_engine
 from ..errors import InputError, nearest, shown
 from . import rules
 from .method import Method
+from .option_group import OptionKind
+from .renamed_options import warn_of_old_names, with_new_names
 
 logger = logging.getLogger(__name__)
 _FALLING = re.compile(r"loss$|divergence|perplexity|\b(\w+_)?(kl|ce|nll)\b")  # metrics of which less is better
@@ -34,6 +36,8 @@ class _Named(type):
     def __call__(cls, *args: Any, **given: Any) -> Any:
         known = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
         if not any(each.kind is each.VAR_KEYWORD for each in known.values()):
+            given, renamed = with_new_names(given, cls.method.groups, known)  # type: ignore[attr-defined]
+            warn_of_old_names(renamed)
             given = rules.keywords(cls.__name__, given, known)
         return super().__call__(*args, **given)
 
@@ -119,8 +123,7 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
         spelt: Any = {"true": True, "false": None}  # as a command line has them
         self.resume_from_checkpoint = spelt.get(str(self.resume_from_checkpoint).lower(), self.resume_from_checkpoint)
         self.report_to = "none" if self.report_to is None else self.report_to
-        for _, problem in rules.problems(self, self.method):
-            raise InputError(problem)
+        self._validate()
         # one value under both names: transformers reads `activation_...` from 5.23, `gradient_...` before
         for suffix, default in (("", True), ("_kwargs", None)):
             names = f"activation_checkpointing{suffix}", f"gradient_checkpointing{suffix}"
@@ -204,9 +207,20 @@ class PostTrainConfig(TrainingArguments, metaclass=_Named):
             if getattr(self, name) != made[name]:
                 problem = f"args.{name} was changed to {getattr(self, name)!r} after {type(self).__name__} was built"
                 raise InputError(f"{problem}, which had read it: pass it when that is built")
+        self._validate()
+        self.keep_changes()
+
+    def _validate(self) -> None:
+        """Raise InputError for the first problem of the options, and build their groups."""
         for _, problem in rules.problems(self, self.method):
             raise InputError(problem)
-        self.keep_changes()
+        for key, group in self.method.groups.items():
+            setattr(self, key, group.build(key, getattr(self, key)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as plain values, as TrainingArguments does."""
+        groups = {key: value.to_dict() for key, value in vars(self).items() if isinstance(value, OptionKind)}
+        return super().to_dict() | groups
 
 
 def _try_optimizer(config: PostTrainConfig) -> None:

@@ -15,7 +15,10 @@ import yaml
 from ..data.template import switch_problem
 from ..errors import InputError, nearest
 from ..watch import symptoms
-from .method import ABOVE_ZERO, BELOW_ONE, COEFFICIENT, COUNT, NOT_NEGATIVE, Limit, Method, Problem
+from .limits import ABOVE_ZERO, BELOW_ONE, COEFFICIENT, COUNT, NOT_NEGATIVE, Limit, Problem
+from .method import Method
+from .option_group import with_groups
+from .renamed_options import RENAMED
 
 SEED = Limit(lambda n: 0 <= n < 2**32, "is no seed: they are 0 to 4294967295")
 LIMITS = {
@@ -189,11 +192,24 @@ def together(values: Any) -> Iterator[Problem]:
         yield ("eval_max_completion_length", "eval_exact_match"), "eval_max_completion_length must be at least 1"
 
 
+def group_problems(values: Any, method: Method) -> Iterator[Problem]:
+    """Yield what is wrong with the groups of options."""
+    for key, group in method.groups.items():
+        yield from group.problems(key, getattr(values, key))
+
+
 def problems(values: Any, method: Method) -> Iterator[Problem]:
-    """What is wrong with `values`, an object with the fields of the method's Config, as they were given."""
-    # the rules of every method first, then the method's own; numbers before what they exclude
-    ours = (allowed_values, checkpointing, liger, steps, best_model, together)
-    for limits, rules in ((LIMITS, ours), (method.limits, method.rules)):
+    """Yield what is wrong with `values`, an object with the fields of the method's Config as they were given."""
+    # groups first: other rules read their options
+    wrong = [*group_problems(values, method)]
+    yield from wrong
+    if wrong:
+        return
+    values = with_groups(values, method.groups)
+
+    # the rules of every method, then the method's own; numbers before what they exclude
+    common = (allowed_values, checkpointing, liger, steps, best_model, together)
+    for limits, rules in ((LIMITS, common), (method.limits, method.rules)):
         yield from beyond(limits, values)
         for rule in rules:
             yield from rule(values)
@@ -227,6 +243,8 @@ _OF_TRL = {  # a method of ours -> those of TRL's trainers in whose place it is
 def instead_of(name: str, reader: str, owner: str = "") -> str | None:
     """What to use instead of a name that TRL or older transformers have and we lack. reader: "recipe" or "python";
     owner: the Config that it was given to, which may have a meaning of its own."""
+    if name in RENAMED:
+        return f"its name is now {RENAMED[name]}"
     known = _renamed().get(name)
     if not isinstance(known, dict):
         return known
@@ -291,35 +309,3 @@ def one_of(name: str, value: Any, allowed: Collection[str]) -> Iterator[Problem]
     if value not in allowed:
         hint = nearest(str(value), allowed, listed=False)
         yield (name,), f"{name}={value!r} is not one of {', '.join(allowed)}{hint}"
-
-
-def vllm_problems(values: Any) -> Iterator[Problem]:
-    """Options of rollout: vllm that exclude or need each other, of a Config or a section of rounds."""
-    if values.rollout != "vllm":
-        given = [name for name, value in vars(values).items() if name.startswith("vllm_") and value is not None]
-        if given:
-            yield (given[0], "rollout"), f"{given[0]} is an option of rollout: vllm: set that, or drop {given[0]}"
-        return
-    mode, url, share = values.vllm_mode, values.vllm_server_base_url, values.vllm_gpu_memory_utilization
-    if mode is not None:
-        yield from one_of("vllm_mode", mode, ("colocate", "server"))
-    if mode == "server" and url is None:
-        yield ("vllm_mode",), "vllm_mode: server needs vllm_server_base_url, such as http://localhost:8000"
-    if url is not None and mode != "server":
-        problem = "vllm_server_base_url belongs to vllm_mode: server: set that, or drop the URL"
-        yield ("vllm_server_base_url", "vllm_mode"), problem
-    if url is not None and not url.startswith(("http://", "https://")):
-        problem = f"vllm_server_base_url={url!r} is not a URL such as http://localhost:8000"
-        yield ("vllm_server_base_url",), problem
-    if share is not None and mode == "server":
-        problem = "vllm_gpu_memory_utilization is of vllm_mode: colocate: give --gpu-memory-utilization to vllm serve"
-        yield ("vllm_gpu_memory_utilization", "vllm_mode"), problem
-    if share is not None and not 0 < share <= 1:
-        problem = f"vllm_gpu_memory_utilization={share:g} is not a share of the GPU's memory, above 0 and up to 1"
-        yield ("vllm_gpu_memory_utilization",), problem
-    if values.generation_batch_size is not None:
-        problem = "generation_batch_size is of rollout: transformers: vLLM makes its own batches, drop it"
-        yield ("generation_batch_size", "rollout"), problem
-    if not 0.01 <= values.temperature <= 2:
-        problem = f"temperature={values.temperature:g}: vLLM samples at 0.01 to 2: choose one, or rollout: transformers"
-        yield ("temperature", "rollout"), problem

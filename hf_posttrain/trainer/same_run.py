@@ -17,6 +17,8 @@ from ..errors import shown
 from ..models import adapters, score_cache
 from ..scoring import forward
 from ..watch.symptoms import listed
+from .option_group import OptionGroup, OptionKind
+from .renamed_options import RENAMED, with_new_names
 
 _names = lambda text: frozenset(text.split())  # noqa: E731
 SAMPLE = 64  # values of each weight that tell one model from another
@@ -31,9 +33,8 @@ HARMLESS = _names("""
     activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs dataset_num_proc
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context precompute_ref_log_probs precompute_ref_batch_size
-    vllm_mode vllm_server_base_url vllm_check_steps vllm_gpu_memory_utilization fsdp fsdp_config deepspeed
-    parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend
-    ddp_timeout no_remove_unused_columns teacher_model_name_or_path teacher_model_revision
+    fsdp fsdp_config deepspeed parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers
+    ddp_static_graph ddp_backend ddp_timeout no_remove_unused_columns teacher_model_name_or_path teacher_model_revision
 """)
 """Options that may change: what is logged, saved and shown, where and how the same numbers are computed. The engine and
 the rows of a step are compared by `checkpoint.obstacles`."""
@@ -59,6 +60,7 @@ def describe(trainer: Any) -> dict[str, Any]:
     follows = options["metric_for_best_model"] or options["lr_scheduler_type"] in ("reduce_lr_on_plateau", "greedy")
     left_out = HARMLESS if follows else HARMLESS | EVALUATION
     found = {"method": trainer.method.name} | {name: options[name] for name in options if name not in left_out}
+    found |= {name: value.described() for name, value in vars(args).items() if isinstance(value, OptionKind)}
     # the length of a run shapes its learning rate, if that is not constant
     kind, warmup = options["lr_scheduler_type"], args.warmup_steps or 0
     if kind == "constant" or (kind == "constant_with_warmup" and (warmup >= 1 or not warmup)):
@@ -117,18 +119,31 @@ def _weights_key(weights: Iterable[tuple[str, Any]]) -> str:
     return score_cache.weights_key({name: getattr(w, "ds_tensor", w) for name, w in weights}, sample=SAMPLE)
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any], despite: Any) -> dict[str, str]:
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], despite: Any, groups: Mapping[str, OptionGroup]
+) -> dict[str, str]:
     """{name: "NAME: then X, now Y"} of what both runs describe otherwise and `despite` does not name.
 
-    despite: a name or a list of them; `model` stands for all that begins so. Options of the optimizer stay.
+    despite: a name or a list of them; `model` stands for all that begins so. Options of the optimizer stay. groups: of
+    the method.
     """
     allowed = set(listed(despite)) - IN_STATE
+    then = _with_groups(then, groups)
     return {
         key: f"{key}: then {shown(before)}, now {shown(after)}" for key, before, after in _differing(then, now)
         if not {key, key.partition(".")[0]} & allowed
         and key not in HARMLESS_PARTS
         and not (key == "second_model" and None in (before, after))  # its scores came from the cache
     }  # fmt: skip
+
+
+def _with_groups(then: Mapping[str, Any], groups: Mapping[str, OptionGroup]) -> Mapping[str, Any]:
+    """Return a description of a run whose options are in groups, which the last release described one by one."""
+    if not RENAMED.keys() & then.keys():
+        return then
+    values, _ = with_new_names(then, groups, groups)
+    old = {key: group.restore(values.get(key)) for key, group in groups.items()}
+    return values | {key: options.described() for key, options in old.items() if options is not None}
 
 
 def describe_rows(trainer: Any, rows: Any) -> Any:

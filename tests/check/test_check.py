@@ -150,9 +150,10 @@ def test_fewer_rows_than_a_step_takes_are_the_step(folder):
 def test_rollouts_by_vllm_are_planned_where_vllm_is_not(folder):
     rollouts = ["method=opd", "teacher={name_or_path: tiny, from_scratch: true}", "train.max_completion_length=8"]
     assert "generation" in checked(*rollouts).memory.phases
-    assert "generation" not in checked(*rollouts, "train.rollout=vllm").memory.phases
+    assert "generation" not in checked(*rollouts, "train.sampler=vllm_colocate").memory.phases
 
 
+@pytest.mark.slow
 def test_json_has_the_same_and_nothing_else_is_on_stdout(folder):
     command = [sys.executable, "-m", "hf_posttrain.run", "recipe.yaml", "--check", "--probe", "--json"]
     done = subprocess.run([*command, "train.hub_token=secret"], capture_output=True, text=True)
@@ -355,7 +356,7 @@ def test_what_ends_an_answer_of_both_models_is_listed(folder):
     opd = ("method=opd", "data.eval=null", "train.max_length=100", "train.max_completion_length=8")
     found = checked(*opd, "teacher.name_or_path=ended").tokens
     assert "one outcome in the loss: <|im_end|> (258), <|endoftext|> (256)" in found.lines()
-    lines = checked(*opd, "teacher.name_or_path=ended", "train.one_stop_outcome=false").tokens.lines()
+    lines = checked(*opd, "teacher.name_or_path=ended", "train.teacher.merge_eos=false").tokens.lines()
     assert any(line.startswith("one outcome in the loss: none") for line in lines)
     write_rows(folder / "rows.jsonl", [{"prompt": "Hi", "completion": "you"}] * 2)
     assert not any("one outcome" in line for line in checked("data.eval=null").tokens.lines())
@@ -443,7 +444,7 @@ OPD = ("method=opd", "teacher={name_or_path: tiny, from_scratch: true}", "data.e
        "train.max_completion_length=40", "train.num_generations=8", "train.temperature=1.3")  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [(), ("train.loss_type=policy_gradient",), ("train.teacher_top_k=3",)])
+@pytest.mark.parametrize("options", [(), ("train.loss_type=policy_gradient",), ("train.teacher.top_k=3",)])
 def test_a_probe_scores_the_student_as_its_own_teacher(folder, options):
     found = checked(*OPD, *options, with_probe=True).probe
     assert found.rollouts.to_itself < 1e-5

@@ -154,7 +154,7 @@ REFUSED = {
     "short_stream": (streamed(plain("sft", gradient_accumulation_steps=3)), "4 rows, and a step takes 6"),
     "grouped_stream": (streamed(plain("sft", train_sampling_strategy="group_by_length")), "not a stream"),
     "referenced_stream": (streamed(plain("dpo", precompute_ref_log_probs=True)), "not a stream"),
-    "taught_stream": (streamed(plain("kd", precompute_teacher_top_k=5)), "not a stream"),
+    "taught_stream": (streamed(plain("kd", teacher={"top_k": 5, "precompute": True})), "not a stream"),
     "frozen_stream": (streamed(plain("opd", rollouts="frozen")), "rollouts: frozen needs a data set of known length"),
 }  # fmt: skip
 

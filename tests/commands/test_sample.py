@@ -237,6 +237,7 @@ def error_of(rank, folder):
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.engines
 def test_several_processes_do_not_write_one_file(folder):
     assert on_two(error_of, "ddp", str(folder)) == [

@@ -14,12 +14,15 @@ from hf_posttrain.data.fingerprint import state_of_tokenizer
 from hf_posttrain.data.images import read_by, with_pictures
 from hf_posttrain.data.prepare import tokenised
 from hf_posttrain.methods import METHODS
+from hf_posttrain.teachers.options import TEACHER
 
 ROWS = datasets.Dataset.from_list([{"prompt": "2 + 2 =", "completion": " 4"}])
 
 
 def prepared(tokenizer=None, rows=ROWS, **options):
     """The fingerprint of prepared rows."""
+    if "teacher" in options:
+        options["teacher"] = TEACHER.build("teacher", options["teacher"])
     config = SimpleNamespace(**options)
     return tokenised(rows, METHODS["kd"], tokenizer or byte_tokenizer(), config)._fingerprint
 
@@ -41,8 +44,10 @@ CHANGES = {
     "tokenizer": lambda folder: prepared(gpt2_tokenizer()),
     "option": lambda folder: prepared(max_length=7),
     "row": lambda folder: prepared(rows=datasets.Dataset.from_list([{"prompt": "2 + 2 =", "completion": " 5"}])),
-    "teacher's tokenizer": lambda folder: prepared(teacher_tokenizer=saved(gpt2_tokenizer(), folder / "one")),
-    "teacher's token": lambda folder: prepared(teacher_tokenizer=saved(with_token(gpt2_tokenizer()), folder / "two")),
+    "teacher's tokenizer": lambda folder: prepared(teacher={"tokenizer": saved(gpt2_tokenizer(), folder / "one")}),
+    "teacher's token": lambda folder: prepared(
+        teacher={"tokenizer": saved(with_token(gpt2_tokenizer()), folder / "two")}
+    ),
 }
 
 
@@ -86,7 +91,7 @@ def test_no_vocabulary_is_pickled(monkeypatch):
     with pytest.raises(AssertionError, match="is pickled"):
         Hasher.hash(tokenizer)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: with_vocabulary(gpt2_tokenizer()))
-    assert prepared(tokenizer) != prepared(tokenizer, teacher_tokenizer="another")
+    assert prepared(tokenizer) != prepared(tokenizer, teacher={"tokenizer": "another"})
 
 
 def test_what_a_processor_makes_of_an_image_is_part_of_it():

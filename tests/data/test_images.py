@@ -313,6 +313,7 @@ def test_a_tokenizer_alone_refuses_pictures():
 # ---- cut to size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("idefics3", marks=pytest.mark.slow)])
 def test_no_picture_is_ever_cut(kind, caplog):
     """At every length rows have all of their pictures, or are left out; and it is said."""
@@ -337,6 +338,7 @@ def test_no_picture_is_ever_cut(kind, caplog):
     assert seen == {"none", "some"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen3_vl", pytest.param("idefics3", marks=pytest.mark.slow)])
 def test_a_conversation_keeps_the_pictures_before_its_last_trained_token(kind):
     """And no other: where its second answer is cut off whole, the second picture is not shown, with all its tokens."""

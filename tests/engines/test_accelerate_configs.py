@@ -469,6 +469,7 @@ def trained_in_4bit(rank, arguments, folder):
     return getattr(weight, "_local_tensor", weight).nbytes, log["loss"], log["grad_norm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_4bit_trains_as_one_process_and_is_cut(kind, tmp_path):
     pytest.importorskip("bitsandbytes")

@@ -107,9 +107,11 @@ def test_two_processes_give_the_numbers_of_one(engine, method, lora):
 
 
 OF_OPD = {
-    "frozen": {"rollouts": "frozen", "precompute_teacher_top_k": 5},
-    "weights": {"token_weights": "top_share", "horizon": {"from": 2, "to": 6, "steps": 4}, "end": 256},
-    "residual": {"teacher_top_k": 5, "teacher_rest": "residual", "temperature": 0.8},
+    "frozen": {"rollouts": "frozen", "teacher": {"top_k": 5, "precompute": True}},
+    "weights": {
+        "token_weights": "top_share", "rollouts": {"train_max_tokens": {"from": 2, "to": 6, "steps": 4}}, "end": 256,
+    },
+    "residual": {"teacher": {"top_k": 5, "top_k_remainder": "residual"}, "temperature": 0.8},
     "reward": {"loss_type": "policy_gradient", "num_generations": 2, "token_weights": "cumulative",
                "reward": {"function": "exact_match"}},
 }  # fmt: skip
@@ -166,7 +168,7 @@ def sampled(rank, engine, lora):
         "opd", tiny_model(), rows, tempfile.mkdtemp(), second_for("opd"), eval_rows=token_rows("opd", 5, seed=3),
         eval_strategy="steps", eval_steps=2, eval_exact_match=True, eval_max_completion_length=4 + rank, max_steps=4,
         learning_rate=1e-3, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_completion_length=20,
-        generation_batch_size=1 + 3 * rank, lmbda=0.6, **engine_arguments(engine), **peft_config,
+        sampler={"batch_size": 1 + 3 * rank}, lmbda=0.6, **engine_arguments(engine), **peft_config,
     )  # fmt: skip
     trainer.terminal_ids = list(range(0, 300, 10 + 20 * rank))  # one rank stops much earlier
     before = collectives()

@@ -35,18 +35,18 @@ def rows_of(kind, method, count, seed=0):
 def options_of(kind, method, folder, url):
     """(teacher, options)"""
     if kind == "several":
-        return {"a": tiny_model(seed=5), "b": tiny_model(seed=9)}, {"teacher_names": ["a", "b"]}
+        return {"a": tiny_model(seed=5), "b": tiny_model(seed=9)}, {"teacher": {"names": ["a", "b"]}}
     if kind == "self":
-        return TeacherSection(self="start"), {"teacher_prompt": "{{ prompt }}"}
+        return TeacherSection(self="start"), {"teacher": {"prompt": "{{ prompt }}"}}
     if kind in ("served", "mixed"):
         byte_tokenizer().save_pretrained(folder)
         tiny_model(seed=5).config.save_pretrained(folder)
         section = TeacherSection(url=url, name_or_path=folder)
         if kind == "served":
-            return section, {"teacher_top_k": 8, "teacher_prompt": "{{ prompt }}"}
-        return {"a": tiny_model(seed=9), "b": section}, {"teacher_names": ["a", "b"], "teacher_top_k": 8}
+            return section, {"teacher": {"top_k": 8, "prompt": "{{ prompt }}"}}
+        return {"a": tiny_model(seed=9), "b": section}, {"teacher": {"names": ["a", "b"], "top_k": 8}}
     gpt2_tokenizer().save_pretrained(folder)
-    return tiny_model(seed=5, vocab_size=420), {"teacher_tokenizer": folder}
+    return tiny_model(seed=5, vocab_size=420), {"teacher": {"tokenizer": folder}}
 
 
 def trained(rank, kind, method, engine, lora, size, url):
@@ -96,7 +96,7 @@ def test_two_processes_give_the_numbers_of_one(kind, method, engine, lora, url):
 def average(rank, engine):
     trainer = trainer_for(
         "opd", tiny_model(), rows_of("self", "opd", 8), tempfile.mkdtemp(), TeacherSection(self="ema", ema=0.5),
-        teacher_prompt="{{ prompt }}", max_steps=2, learning_rate=1e-3, **engine_arguments(engine),
+        teacher={"prompt": "{{ prompt }}"}, max_steps=2, learning_rate=1e-3, **engine_arguments(engine),
     )  # fmt: skip
     rollout.generate = fake_generate
     trainer.train()
@@ -115,7 +115,8 @@ def fails(rank, url):
     """The teacher's server is lost on one rank: both have its error."""
     trainer = trainer_for(
         "opd", tiny_model(), rows_of("served", "opd", 12), tempfile.mkdtemp(),
-        options_of("served", "opd", tempfile.mkdtemp(), url)[0], teacher_top_k=8, max_steps=3, save_strategy="steps",
+        options_of("served", "opd", tempfile.mkdtemp(), url)[0], teacher={"top_k": 8}, max_steps=3,
+        save_strategy="steps",
         save_steps=50,
     )  # fmt: skip
     rollout.generate = fake_generate

@@ -1,5 +1,6 @@
 """Token weights against loops over plain lists, with mean 1, the same however a window is cut."""
 
+import dataclasses
 import math
 import random
 
@@ -8,7 +9,7 @@ import torch
 
 from hf_posttrain.losses.divergence import by_rollout, places
 from hf_posttrain.losses.token_weights import TOKEN_WEIGHTS, Tokens, weigh
-from hf_posttrain.methods import rules
+from hf_posttrain.rollouts.options import TOKEN_WEIGHTS as OPTIONS
 
 LENGTHS = [4, 1, 6, 3]
 
@@ -56,6 +57,12 @@ DEFINED = [
 ]  # fmt: skip
 
 
+def options_of(name, option=None, value=None):
+    """Name and options of a token weight."""
+    built = OPTIONS.build("token_weights", {"name": name} | ({option: value} if option else {}))
+    return name, dataclasses.asdict(built)
+
+
 def test_every_function_has_a_definition_here():
     assert {name for name, *_ in DEFINED} == {*TOKEN_WEIGHTS}
 
@@ -63,7 +70,7 @@ def test_every_function_has_a_definition_here():
 @pytest.mark.parametrize(("name", "option", "value"), DEFINED)
 def test_weights_are_those_of_their_definition(name, option, value):
     tokens = made()
-    found, expected = weigh(tokens, name, {option: value} if option else {}), plain(name, tokens, value)
+    found, expected = weigh(tokens, *options_of(name, option, value)), plain(name, tokens, value)
     advantage = tokens.advantage.abs()
     scale = advantage.sum() / (expected * advantage).sum() if name == "sign" else len(expected) / expected.sum()
     torch.testing.assert_close(found, expected * scale)
@@ -75,12 +82,13 @@ def test_weights_are_those_of_their_definition(name, option, value):
 
 @pytest.mark.parametrize(("name", "option", "value"), [*DEFINED, ("top_share", "share", 0.7)])
 def test_rows_that_fill_up_a_batch_do_not_count(name, option, value):
-    tokens, options = made(), {option: value} if option else {}
-    expected = weigh(tokens, name, options)
+    tokens = made()
+    chosen = options_of(name, option, value)
+    expected = weigh(tokens, *chosen)
     more = {key: torch.cat([getattr(tokens, key), 9 * torch.ones(2).double()]) for key in ("student", "divergence")}
     more["teacher"] = torch.cat([tokens.teacher, torch.tensor([0.0, 30.0]).double()])
     rollout, counts = torch.cat([tokens.rollout, torch.tensor([9, 9])]), torch.cat([tokens.counts, torch.zeros(2)])
-    found = weigh(Tokens(rollout=rollout, counts=counts, **more), name, options)
+    found = weigh(Tokens(rollout=rollout, counts=counts, **more), *chosen)
     torch.testing.assert_close(found[:-2], expected)
 
 
@@ -97,7 +105,8 @@ def test_a_window_in_two_micro_batches_has_the_weights_of_the_whole(name):
     class Alone:
         num_processes = 1
 
-    torch.testing.assert_close(weigh(Tokens.of(parts, Alone), name, {}), weigh(whole, name, {})[order])
+    expected = weigh(whole, *options_of(name))[order]
+    torch.testing.assert_close(weigh(Tokens.of(parts, Alone), *options_of(name)), expected)
 
 
 def test_the_table_of_a_window():
@@ -114,10 +123,11 @@ def test_equal_models_have_finite_weights():
     tokens = made()
     tokens.teacher = tokens.student
     for name in TOKEN_WEIGHTS:
-        assert all(map(math.isfinite, weigh(tokens, name, {}).tolist())), name
+        assert all(map(math.isfinite, weigh(tokens, *options_of(name)).tolist())), name
 
 
-def test_the_rules_know_every_function_and_its_options():
-    assert {*rules.TOKEN_WEIGHTS} == {*TOKEN_WEIGHTS} >= {*rules.OF_ADVANTAGE}
+def test_every_function_has_options():
+    assert {*OPTIONS.kinds} == {*TOKEN_WEIGHTS}
     for name, function in TOKEN_WEIGHTS.items():
-        assert {*rules.TOKEN_WEIGHTS[name]} == {*function.__annotations__} - {"tokens", "return"}
+        fields = dataclasses.fields(OPTIONS.kinds[name])
+        assert {field.name for field in fields} == {*function.__annotations__} - {"tokens", "return"}

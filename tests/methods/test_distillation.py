@@ -71,14 +71,14 @@ def test_a_student_that_was_saved_has_the_same_stop_outcome(tmp_path):
     assert first.eos.ids.tolist() == second.eos.ids.tolist() == [258, 256]
 
 
-def test_one_stop_outcome_in_kd_is_of_the_divergence_alone(tmp_path):
+def test_merged_eos_in_kd_is_of_the_divergence_alone(tmp_path):
     """A step of the trainer against the definition, row by row; the rows end as the student and as the teacher does."""
     student, teacher, ends = tiny_model(), tiny_model(seed=9), [258, 256]
     teacher.generation_config.eos_token_id = 256
     rows = [row | {"completion_ids": [*row["completion_ids"], ends[n % 2]], "completion_mask": None}
             for n, row in enumerate(token_rows("kd", 4))]  # fmt: skip
     rows = datasets.Dataset.from_list([{k: v for k, v in row.items() if v is not None} for row in rows])
-    found = one_step("kd", student, rows, tmp_path, second=teacher, one_stop_outcome=True, kd_coef=0.3)
+    found = one_step("kd", student, rows, tmp_path, second=teacher, teacher={"merge_eos": True}, kd_coef=0.3)
     values = []
     for row in rows:
         at, whole = slice(len(row["prompt_ids"]) - 1, -1), [*row["prompt_ids"], *row["completion_ids"]]
@@ -238,7 +238,7 @@ def test_a_cached_teacher_is_gone_while_training(tmp_path):
     rows = token_rows("kd")
     second = tiny_model(seed=9)
     alive = weakref.ref(second)
-    trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=second, precompute_teacher_top_k=4)
+    trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=second, teacher={"top_k": 4, "precompute": True})
     del second
     gc.collect()
     assert alive() is None
@@ -253,7 +253,8 @@ def test_a_cached_top_k_teacher(k, tmp_path):
     config = {"divergence": "forward_kl", "temperature": 2.0}
     online = one_step("kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9), **config)
     cached = one_step(
-        "kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9), precompute_teacher_top_k=k, **config
+        "kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=9),
+        teacher={"top_k": k, "precompute": True}, **config,
     )
     if k == 300:
         assert_same_step(cached, online)
@@ -265,7 +266,8 @@ def test_the_cache_is_bound_to_token_ids_and_tokenizer(tmp_path, monkeypatch):
     from hf_posttrain.models import score_cache
 
     def cached(rows, seed=9):
-        return trainer_for("kd", tiny_model(), rows, tmp_path, second=tiny_model(seed=seed), precompute_teacher_top_k=4)
+        cached = {"teacher": {"top_k": 4, "precompute": True}}
+        return trainer_for("kd", tiny_model(), rows, tmp_path, second=tiny_model(seed=seed), **cached)
 
     rows = token_rows("kd", seed=21)
     cached(rows)
@@ -296,7 +298,7 @@ def test_padded_vocabularies_are_sliced(method, sizes, tmp_path, monkeypatch):
 
     student, teacher = tiny_model(), tiny_model(seed=9)
     expected = one_step(method, student, token_rows(method), tmp_path, second=copy.deepcopy(teacher), **extra)
-    for cached in [{}] + ([{"precompute_teacher_top_k": 300}] if method == "kd" else []):
+    for cached in [{}] + ([{"teacher": {"top_k": 300, "precompute": True}}] if method == "kd" else []):
         models = padded(student, sizes[0]), padded(teacher, sizes[1])
         loss, _ = one_step(method, models[0], token_rows(method), tmp_path, second=models[1], **extra, **cached)
         assert loss == pytest.approx(expected[0], rel=1e-5)
@@ -350,9 +352,10 @@ def test_a_missing_teacher_and_the_student_itself_are_refused(tmp_path):
         ("opd", {"loss_type": "kl"}, "is not one of"), ("opd", {"discount": 0.5}, "OPDConfig has no discount"),
         ("opd", {"temperature": 0.0}, "must be positive"), ("kd", {"temperature": 1e-40}, "must be positive"),
         ("opd", {"lmbda": 1.5}, r"not in \[0, 1\]"), ("kd", {"adam_epsilon": 1e-50}, "must be at least 1e-38"),
-        ("opd", {"beta": 0.5}, "interpolation"), ("kd", {"divergence": "kl"}, "is not one of"),
-        ("kd", {"beta": 0.5}, "interpolation"), ("kd", {"kd_coef": 2.0}, r"not in \[0, 1\]"),
-        ("kd", {"precompute_teacher_top_k": 0}, "at least 1"), ("opd", {"max_length": 6}, "leaves no prompt"),
+        ("opd", {"beta": 0.5}, "beta is only valid with"), ("kd", {"divergence": "kl"}, "is not one of"),
+        ("kd", {"beta": 0.5}, "beta is only valid with"), ("kd", {"kd_coef": 2.0}, r"not in \[0, 1\]"),
+        ("kd", {"teacher": {"top_k": 0, "precompute": True}}, "at least 1"),
+        ("opd", {"max_length": 6}, "leaves no prompt"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused(method, config, message, tmp_path):

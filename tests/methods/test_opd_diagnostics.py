@@ -72,8 +72,8 @@ def test_the_share_of_what_is_repeated(ids, share):
 
 @pytest.mark.parametrize(
     ("agreed", "rollouts", "expected"),
-    [(0.5, "live", "rollouts: frozen is worth a try"), (0.9, "frozen", "rollouts: live teaches more"),
-     (0.9, "live", None), (0.5, "frozen", None), (0.5, "replay", None)],
+    [(0.5, "on_policy", "rollouts: frozen is worth a try"), (0.9, "frozen", "rollouts: on_policy teaches more"),
+     (0.9, "on_policy", None), (0.5, "frozen", None), (0.5, "replay", None)],
 )  # fmt: skip
 def test_the_advice_on_rollouts(agreed, rollouts, expected):
     said = advice({"distill/top1_agreement": agreed, "distill/near_mass": 0.97}, rollouts)
@@ -89,14 +89,14 @@ def test_steps_are_due_as_the_log_is(first, steps):
 
 
 def test_where_nothing_was_sampled_nothing_is_said():
-    assert advice({}, "live") is None
+    assert advice({}, "on_policy") is None
 
 
 LOSSES = {
     "reverse_kl": {},
     "jsd": {"loss_type": "jsd"},
-    "top_k": {"teacher_top_k": 5},
-    "residual": {"teacher_top_k": 5, "teacher_rest": "residual"},
+    "top_k": {"teacher": {"top_k": 5}},
+    "residual": {"teacher": {"top_k": 5, "top_k_remainder": "residual"}},
     "policy_gradient": {"loss_type": "policy_gradient"},
     "warm": {"temperature": 0.7},
     "lora": {"peft_config": peft.LoraConfig(task_type="CAUSAL_LM", **LORA)},

@@ -13,6 +13,7 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.generation.graders import exact_match
 from hf_posttrain.methods.opd import OPDConfig
 from hf_posttrain.rollouts.completion import Completion, Rollout
+from hf_posttrain.rollouts.options import RewardOptions
 from hf_posttrain.rollouts.reward import Reward, group_advantage
 from hf_posttrain.scoring.head import LogProb
 
@@ -106,18 +107,18 @@ def test_a_groups_advantage_sums_to_nothing():
 
 @pytest.mark.parametrize("function", ["too_few", "broken", "nothing"])
 def test_what_a_function_gives_is_checked(function):
-    reward = Reward(f"test_opd_reward:{function}")
+    reward = Reward(RewardOptions(function=f"test_opd_reward:{function}"))
     with pytest.raises(InputError, match=function):
         reward.grades(byte_tokenizer(), [{}], [Rollout([1], [Completion([2]), Completion([3])])])
 
 
 @pytest.mark.parametrize(
     ("reward", "config", "said"),
-    [({"coef": 1}, {}, "requires `function`"), ("exact_match", {}, "requires `function`"),
-     ({"function": "exact_match", "weight": 1}, {}, "requires `function`"),
-     ({"function": "exact_match", "when": "after"}, {}, "were removed"),
+    [({"coef": 1}, {}, "reward requires reward.function"),
+     ("exact_match", {}, "reward must be a mapping with the options function, coef, not 'exact_match'"),
+     ({"function": "exact_match", "weight": 1}, {}, "reward.weight is not an option"),
+     ({"function": "exact_match", "when": "after"}, {}, "reward.when is not an option"),
      ({"function": "exact_match", "coef": 0}, {}, "coef"),
-     ({"function": "exact_match", "start": 0.5}, {}, "were removed"),
      ({"function": "exact_match"}, {"loss_type": "reverse_kl"}, "policy_gradient"),
      ({"function": "exact_match"}, {"num_generations": 1}, "num_generations")],
 )  # fmt: skip
@@ -137,7 +138,8 @@ def test_a_function_of_the_current_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.path", [folder for folder in sys.path if folder])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_grader.py").write_text("def grade(prompts, **rest):\n    return [0.5] * len(prompts)\n")
-    assert Reward("my_grader:grade").grader(prompts=["q"], completions=["a"], references=[None]) == [0.5]
+    reward = Reward(RewardOptions(function="my_grader:grade"))
+    assert reward.grader(prompts=["q"], completions=["a"], references=[None]) == [0.5]
 
 
 def test_a_stream_without_answers_is_refused_before_training(tmp_path):

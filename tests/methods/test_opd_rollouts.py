@@ -1,4 +1,4 @@
-"""Which rollouts OPD trains on: horizon, replay, frozen, and that a resumed run has the same."""
+"""Which rollouts OPD trains on: train_max_tokens, replay, frozen, and that a resumed run has the same."""
 
 import math
 
@@ -51,7 +51,7 @@ def count_calls(monkeypatch):
 
 
 def test_the_horizon_ends_generation_and_grows(tmp_path):
-    trainer = opd(tmp_path, max_steps=4, horizon={"from": 2, "to": 6, "steps": 2})
+    trainer = opd(tmp_path, max_steps=4, rollouts={"train_max_tokens": {"from": 2, "to": 6, "steps": 2}})
     trainer.terminal_ids = NEVER
     seen = watch(trainer)
     trainer.train()
@@ -62,14 +62,14 @@ def test_the_horizon_ends_generation_and_grows(tmp_path):
 def test_what_the_horizon_cut_is_not_clipped(tmp_path):
     """generation/stopped is of rollouts that could end: none here, until their own length is the limit."""
     for horizon, found in ((3, None), (None, 0.0)):
-        trainer = opd(tmp_path, max_steps=1, horizon=horizon)
+        trainer = opd(tmp_path, max_steps=1, rollouts={"train_max_tokens": horizon})
         trainer.terminal_ids = NEVER
         trainer.train()
         assert trainer.state.log_history[0].get("generation/stopped") == found
 
 
 def test_evaluation_knows_no_horizon(tmp_path):
-    trainer = opd(tmp_path, horizon=2)
+    trainer = opd(tmp_path, rollouts={"train_max_tokens": 2})
     trainer.terminal_ids = NEVER
     trainer.eval_dataset = trainer.train_dataset
     assert trainer.evaluate()["eval_generation/length"] == 8
@@ -77,13 +77,14 @@ def test_evaluation_knows_no_horizon(tmp_path):
 
 @pytest.mark.parametrize(
     ("horizon", "said"),
-    [(0, "between 1 and"), ("6", "horizon='6' is not"), (True, "horizon=True is not"),
-     (9, "between 1 and max_completion_length=8"), ({"from": 1}, "from, to and steps"),
-     ({"from": 1, "to": 9, "steps": 5}, "beyond max_completion_length"), ({"from": 1, "to": 4, "steps": 0}, "numbers")],
+    [(0, "train_max_tokens=0 must be at least 1"), ("six", "must be a whole number or a mapping or null, not 'six'"),
+     (True, "must be a whole number or a mapping or null, not True"), (9, "between 1 and max_completion_length=8"),
+     ({"from": 1}, "must have from and to"), ({"from": 1, "to": 9, "steps": 5}, "is above max_completion_length=8"),
+     ({"from": 1, "to": 4, "steps": 0}, "numbers")],
 )  # fmt: skip
 def test_bad_horizons_are_refused(horizon, said, tmp_path):
     with pytest.raises(InputError, match=said):
-        OPDConfig(output_dir=str(tmp_path), max_completion_length=8, horizon=horizon)
+        OPDConfig(output_dir=str(tmp_path), max_completion_length=8, rollouts={"train_max_tokens": horizon})
 
 
 # ---- replay
@@ -91,7 +92,7 @@ def test_bad_horizons_are_refused(horizon, said, tmp_path):
 
 def test_replay_samples_a_share_and_draws_the_rest_from_the_last_windows(tmp_path, monkeypatch):
     calls = count_calls(monkeypatch)
-    trainer = opd(tmp_path, 24, max_steps=6, rollouts="replay", fresh=0.25, replay_windows=2)
+    trainer = opd(tmp_path, 24, max_steps=6, rollouts={"source": "replay", "fresh_fraction": 0.25, "replay_steps": 2})
     seen = watch(trainer)
     trainer.train()
     assert calls == [8, 2, 2, 2, 2, 2]  # K = 2 rollouts of 4 prompts, and then of one
@@ -183,7 +184,7 @@ def test_a_policy_that_was_trained_samples_no_frozen_rollouts_of_other_rows(tmp_
 # ---- weights of tokens
 
 
-SCORED = {"rollouts": "frozen", "precompute_teacher_top_k": 5}
+SCORED = {"rollouts": "frozen", "teacher": {"top_k": 5, "precompute": True}}
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (1, 4)])
@@ -191,8 +192,9 @@ SCORED = {"rollouts": "frozen", "precompute_teacher_top_k": 5}
 def test_frozen_rollouts_are_scored_once_with_the_numbers_of_scoring_them_each_time(horizon, sizes, tmp_path):
     rows, runs = token_rows("opd", 4), []
     sizes = dict(zip(("per_device_train_batch_size", "gradient_accumulation_steps"), sizes, strict=True))
-    for config in (SCORED, {"rollouts": "frozen", "teacher_top_k": 5, "teacher_rest": "tail"}):
-        given, second = STEPS | sizes | config | {"horizon": horizon}, tiny_model(seed=9)
+    for config in (SCORED, {"rollouts": "frozen", "teacher": {"top_k": 5, "top_k_remainder": "tail"}}):
+        given, second = STEPS | sizes | config, tiny_model(seed=9)
+        given["rollouts"] = {"source": "frozen", "train_max_tokens": horizon}
         second.generation_config.eos_token_id = 256  # not the student's: both are one outcome
         runs.append(one_step("opd", tiny_model(), rows, tmp_path, second=second, **given))
     assert_same_step(*runs)
@@ -257,15 +259,19 @@ def test_the_sign_has_the_gradient_of_its_definition(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("config", "said"),
     [({"token_weights": "top"}, "token_weights"), ({"token_weights": {"name": "top_share", "rho": 1}}, "rho"),
-     ({"token_weights": {"name": "top_share", "share": 2}}, "share above 0 and up to 1"),
-     ({"token_weights": "sign"}, "sign weighs"),
+     ({"token_weights": {"name": "top_share", "share": 2}}, r"token_weights.share=2 is not in \(0, 1\]"),
+     ({"token_weights": "sign"}, "sign requires loss_type policy_gradient"),
      ({"token_weights": "bounded", "loss_type": "policy_gradient", "num_generations": 2,
        "reward": {"function": "exact_match"}}, "to which reward adds"),
-     ({"rollouts": "replay", "loss_type": "policy_gradient"}, "biased"), ({"fresh": 0.5}, "fresh is an option"),
+     ({"rollouts": "replay", "loss_type": "policy_gradient"}, "biased"),
+     ({"rollouts": {"fresh_fraction": 0.5}}, "not an option of source on_policy. It is an option of replay"),
      ({"rollouts": "stale"}, "rollouts"), ({"rollouts": "frozen", "lmbda": 0.0}, "samples no rollouts"),
-     ({"token_weights": 3}, "name it"), ({"precompute_teacher_top_k": 4}, "those of rollouts: frozen alone stay"),
-     (SCORED | {"lmbda": 0.5}, "lmbda"), (SCORED | {"teacher_top_k": 4, "teacher_rest": "tail"}, "takes the place"),
-     (SCORED | {"precompute_teacher_top_k": 0}, "at least 1"), ({"rollouts": "replay", "fresh": 0.0}, "fresh=0 is")],
+     ({"token_weights": 3}, "must be one of cumulative, top_share, .* not 3"),
+     ({"token_weights": {"share": 0.5}}, "token_weights requires token_weights.name"),
+     ({"teacher": {"top_k": 4, "precompute": True}}, "only those of rollouts: frozen stay the same"),
+     ({"teacher": {"precompute": True}, "rollouts": "frozen"}, "teacher.precompute requires teacher.top_k"),
+     (SCORED | {"lmbda": 0.5}, "lmbda"), (SCORED | {"teacher": {"top_k": 0, "precompute": True}}, "at least 1"),
+     ({"rollouts": {"source": "replay", "fresh_fraction": 0.0}}, "rollouts.fresh_fraction=0 is")],
 )  # fmt: skip
 def test_contradictions_are_refused(config, said, tmp_path):
     with pytest.raises(InputError, match=said):

@@ -410,6 +410,7 @@ def test_a_recipe_trains_saves_and_answers(kind, method, tmp_path, capsys):
     assert answer.shape[1] > ids.shape[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_code_on_the_card_answers_a_picture(lora, tmp_path, monkeypatch, capsys):
     model, given = options("gemma3", "sft")
@@ -487,6 +488,7 @@ def test_text_alone_trains_a_model_that_sees(tmp_path):
     assert_same_step(*steps)
 
 
+@pytest.mark.slow
 def test_check_says_what_pictures_cost(tmp_path, monkeypatch, capsys):
     from hf_posttrain import run
 

@@ -169,6 +169,7 @@ def test_a_step_with_compiled_layers_is_the_same(method, tmp_path, monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_compiling_warns_of_nothing(graphs, recwarn):
     """Dynamo warns when it traces a function with a cache, such as the one that asks for the varlen kernel."""
     torch._dynamo.reset()
@@ -179,6 +180,7 @@ def test_compiling_warns_of_nothing(graphs, recwarn):
     assert not [str(each.message) for each in recwarn if "cache" in str(each.message)]
 
 
+@pytest.mark.slow
 def test_rollouts_and_checks_run_the_layers_as_written(graphs):
     model = model_of(False, False)
     layers.speed_up(model, asked(graphs.backend))

@@ -139,7 +139,7 @@ def test_layouts_train_alike(folder, tmp_path):
 @pytest.mark.parametrize("method", ["kd", "opd"])
 @pytest.mark.parametrize(("student", "teacher"), [NAMES, NAMES[::-1]])
 def test_across_tokenizers_in_both_directions(student, teacher, method, tmp_path):
-    options = {"teacher_model": str(found(teacher)), "teacher_tokenizer": str(found(teacher))}
+    options = {"teacher_model": str(found(teacher)), "teacher": {"tokenizer": str(found(teacher))}}
     options |= {"max_completion_length": 8} if method == "opd" else {"kd_coef": 1.0}
     trainer, keep = one_run(method, found(student), tmp_path, **options)
     log = trainer.state.log_history[0]

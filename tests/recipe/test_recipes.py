@@ -61,7 +61,7 @@ def small_overrides(recipe, student, teacher, other, sees, folder, servers):
     if recipe.teacher and not recipe.teacher.self:
         overrides += [f"teacher.name_or_path={other if recipe.teacher.own_tokenizer else teacher}"]
     if recipe.teacher and recipe.teacher.url:
-        overrides += [f"teacher.url={servers[0]}", f"train.vllm_server_base_url={servers[1]}"]
+        overrides += [f"teacher.url={servers[0]}", f"train.sampler.base_url={servers[1]}"]
     if METHODS[recipe.method].rows.sampled:
         overrides += ["train.max_completion_length=8"]
     if recipe.rounds:

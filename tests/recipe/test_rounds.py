@@ -78,8 +78,8 @@ def test_the_resolved_recipe_is_read_again(folder):
         (["rounds.judge=nowhere:grade"], "function 'nowhere:grade'"),
         (["rounds.max_completion_length=40"], "recipe.yaml:11: train.max_length: 40 leaves no prompt"),
         (["train.precompute_ref_log_probs=true"], "a round's rows are not known beforehand"),
-        (["rounds.rollout=vllm"], "needs the package vllm"),
-        (["rounds.rollout=vllm", "rounds.vllm_mode=server"], "needs vllm_server_base_url"),
+        (["rounds.sampler=vllm_colocate"], "requires the package vllm"),
+        (["rounds.sampler=vllm_server"], "rounds.sampler requires sampler.base_url"),
         (["data.train.streaming=true", "train.max_steps=3"], "rounds need prompts of known length"),
         (["method=opd", "teacher.name_or_path=tiny"], "learns from a teacher, not from judged answers"),
         (["train.num_generations=4"], "write rounds.num_generations"),
@@ -169,6 +169,7 @@ def test_a_judge_with_a_broken_tokenizer_is_said_in_a_line(text, said, folder, c
     assert f"error: command line: tokenizer broken: {said}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_rounds_in_report_and_card(folder):
     assert run.main(["recipe.yaml", *small_rounds(), "train.eval_strategy=epoch", "train.logging_steps=1"]) == 0
     page, card = ((folder / "out" / name).read_text() for name in ("report.html", "README.md"))

@@ -190,13 +190,13 @@ def test_limits_are_of_fields_that_exist(method):
         ("dpo", {"loss_type": "sft", "precompute_ref_batch_size": 4}, ("precompute_ref_batch_size", "loss_type")),
         ("kto", {"desirable_weight": "heavy"}, ("desirable_weight",)),
         ("kd", {"divergence": "jsd", "beta": 2.0}, ("beta",)),
-        ("kd", {"divergence": "skew_forward_kl", "skew_alpha": 1.0}, ("skew_alpha",)),
-        ("kd", {"skew_alpha": 0.2}, ("skew_alpha", "divergence")),
-        ("opd", {"loss_type": "policy_gradient", "skew_alpha": 0.2}, ("skew_alpha", "loss_type")),
+        ("kd", {"divergence": "skew_forward_kl", "beta": 1.0}, ("beta",)),
+        ("kd", {"beta": 0.2}, ("beta", "divergence")),
+        ("opd", {"loss_type": "policy_gradient", "beta": 0.2}, ("beta", "loss_type")),
         ("opd", {"loss_type": "policy_gradient", "lmbda": 0.5}, ("lmbda", "loss_type")),
         ("opd", {"loss_type": "policy_gradient", "beta": 0.5}, ("beta", "loss_type")),
-        ("opd", {"vllm_mode": "server"}, ("vllm_mode", "rollout")),
-        ("opd", {"rollout": "vllm", "vllm_server_base_url": "localhost"}, ("vllm_server_base_url", "vllm_mode")),
+        ("opd", {"sampler": "vllm_server"}, ("sampler",)),
+        ("opd", {"sampler": {"kind": "vllm_colocate", "base_url": "localhost"}}, ("sampler.base_url", "sampler")),
     ],
 )  # fmt: skip
 def test_a_config_refuses_what_a_recipe_does(method, values, names):
@@ -225,7 +225,7 @@ def test_what_makes_sense_is_let_through(values):
 
 
 def test_owners_of_a_field():
-    assert owners("rollout") == ["opd"]
+    assert owners("sampler") == ["opd"]
     assert {*owners("beta")} >= {"dpo", "kto", "kd", "opd"}
     assert "sft" not in owners("beta")
     assert owners("learning_rate")[:2] == ["sft", "dpo"]  # each with its own default

@@ -29,18 +29,20 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def recipe(method, teacher=None, teachers=None, **train):
+def recipe(method, section=None, teachers=None, **train):
     """The file of a recipe."""
     more = {"max_completion_length": 8} if method == "opd" else {}
     tree = {"method": method, "model": {"name_or_path": "student"}, "data": {"train": {"path": "rows.jsonl"}},
             "train": TRAIN | more | train}  # fmt: skip
-    tree |= {"teacher": teacher} if teacher else {}
+    tree |= {"teacher": section} if section else {}
     tree |= {"teachers": teachers} if teachers else {}
     Path("recipe.yaml").write_text(json.dumps(tree, indent=1))  # JSON is YAML
     return "recipe.yaml"
 
 
 LOCAL = {"name_or_path": "teacher"}
+TOP_K = {"teacher": {"top_k": 8}}
+CACHED = {"teacher": {"top_k": 8, "precompute": True}}
 HINTED = "{{ prompt }} ({{ hint }}: {{ completion }})"
 
 
@@ -51,9 +53,9 @@ HINTED = "{{ prompt }} ({{ hint }}: {{ completion }})"
         pytest.param(
             "opd", {"self": "ema", "ema": 0.9, "prompt": HINTED}, None, {"save_steps": 1}, marks=pytest.mark.slow
         ),
-        pytest.param("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "frozen", "precompute_teacher_top_k": 8},
+        pytest.param("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "frozen", **CACHED},
                      marks=pytest.mark.slow),
-        pytest.param("kd", {**LOCAL, "prompt": HINTED}, None, {"precompute_teacher_top_k": 8}, marks=pytest.mark.slow),
+        pytest.param("kd", {**LOCAL, "prompt": HINTED}, None, CACHED, marks=pytest.mark.slow),
         ("opd", None, {"maths": LOCAL, "code": {"self": "start", "prompt": HINTED}}, {"lmbda": 0.5}),
         pytest.param("kd", None, {"maths": LOCAL, "code": LOCAL}, {}, marks=pytest.mark.slow),
         pytest.param("opd", {"name_or_path": "other", "own_tokenizer": True}, None, {}, marks=pytest.mark.slow),
@@ -86,13 +88,13 @@ def test_a_served_teacher_of_a_recipe(home):
     """Trained and cached; --check and --preprocess-only need no answer about rows."""
     with Serving(tiny_model("qwen3", 1)) as server:
         served = {"url": server.url, "name_or_path": "teacher"}
-        assert run.main([recipe("kd", served, precompute_teacher_top_k=8), "--check"]) in (0, 1)
-        assert run.main([recipe("kd", served, precompute_teacher_top_k=8)]) == 0
-        path = recipe("opd", served, teacher_top_k=8, output_dir="other_out")
+        assert run.main([recipe("kd", served, **CACHED), "--check"]) in (0, 1)
+        assert run.main([recipe("kd", served, **CACHED)]) == 0
+        path = recipe("opd", served, **TOP_K, output_dir="other_out")
         assert run.main([path, "--check", "--probe"]) in (0, 1)
         assert run.main([path]) == 0
         assert run.main([path, "--preprocess-only"]) == 0
-    assert run.main([recipe("kd", served, precompute_teacher_top_k=8), "--preprocess-only"]) == 0
+    assert run.main([recipe("kd", served, **CACHED), "--preprocess-only"]) == 0
 
 
 def test_check_says_what_a_teacher_is_and_what_it_reads(home, capsys):
@@ -106,12 +108,12 @@ def test_check_says_what_a_teacher_is_and_what_it_reads(home, capsys):
 def test_check_says_that_a_server_is_not_there(home, capsys):
     """Or does not go with the recipe: then the run would end at once."""
     served = {"url": "http://127.0.0.1:9", "name_or_path": "teacher"}
-    assert run.main([recipe("kd", served, teacher_top_k=8), "--check"]) == 1
+    assert run.main([recipe("kd", served, **TOP_K), "--check"]) == 1
     page = " ".join(capsys.readouterr().out.split())
     assert "teacher.url: no server answers at http://127.0.0.1:9" in page
     assert page.endswith("It could not run now: see what is said of its servers.")
     with Serving(tiny_model("qwen3", 1)) as server:
-        path = recipe("kd", {**served, "url": server.url}, teacher_top_k=8, temperature=0.7)
+        path = recipe("kd", {**served, "url": server.url}, **TOP_K, temperature=0.7)
         assert run.main([path, "--check"]) == 1
         assert "temperature=0.7: a server gives log-probabilities at temperature 1" in capsys.readouterr().out
         assert run.main([path]) == 2
@@ -136,18 +138,18 @@ def test_check_says_that_a_server_is_not_there(home, capsys):
         ("opd", {**LOCAL, "prompt": "{{ solution }}"}, None, {}, "prompt: 'solution' is undefined; the row has prompt"),
         ("opd", {**LOCAL, "prompt": "{{ prompt.__class__ }}"}, None, {}, "row 0 (line 1): teacher prompt:"),
         ("opd", {**LOCAL, "prompt": "{{ prompt / 0 }}"}, None, {}, "row 0 (line 1): teacher prompt:"),
-        ("opd", LOCAL, None, {"teacher_prompt": "x"}, "train.teacher_prompt: in a recipe the sections teacher"),
+        ("opd", LOCAL, None, {"teacher": {"prompt": "x"}}, "train.teacher.prompt: a recipe has prompt and"),
         ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, {}, "a server gives a teacher's top tokens alone: set"),
-        ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, {"teacher_top_k": 5}, "teacher.url: no server answers"),
-        ("opd", {**LOCAL, "url": "localhost:9"}, None, {"teacher_top_k": 5}, "is not a URL such as http"),
+        ("opd", {**LOCAL, "url": "http://127.0.0.1:9"}, None, TOP_K, "teacher.url: no server answers"),
+        ("opd", {**LOCAL, "url": "localhost:9"}, None, TOP_K, "is not a URL such as http"),
         ("opd", {**LOCAL, "url": "http://x", "quantization": "4bit"}, None, {}, "the server at teacher.url has loaded"),
         ("opd", None, {"maths": LOCAL}, {}, "column 'teacher': 'code' is none of the teachers; valid"),
         ("opd", {"name_or_path": "other"}, None, {}, "student and teacher have different vocabularies"),
-        ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, {"teacher_top_k": 5}, "by chunks of text"),
-        ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {"temperature": 2.0}, "temperature=2: a"),
+        ("opd", {"name_or_path": "other", "own_tokenizer": True}, None, TOP_K, "by chunks of text"),
+        ("kd", {"name_or_path": "other", "own_tokenizer": True}, None, {"temperature": 2.0}, "temperature=2 cannot be"),
         ("opd", {**LOCAL, "prompt": HINTED}, None, {"rollouts": "replay"}, "rollouts: replay keeps no rows"),
-        ("kd", {**LOCAL, "prompt": HINTED}, None, {"completion_only_loss": False}, "reads another text before"),
-        ("opd", LOCAL, None, {"rollout_ahead": 1}, "rollout_ahead is an option of rollout: vllm"),
+        ("kd", {**LOCAL, "prompt": HINTED}, None, {"completion_only_loss": False}, "reads another prompt"),
+        ("opd", LOCAL, None, {"sampler": {"prefetch": True}}, "not an option of kind policy. It is an"),
     ],
 )  # fmt: skip
 def test_mistakes_are_told_in_one_line(method, teacher, teachers, train, message, home, capsys):

@@ -79,9 +79,9 @@ def test_names_tell_runs_apart(tmp_path):
     [
         (with_train(seed=3, per_device_train_batch_size=2, warmup_steps=9), ""),
         (with_train(stop_on=["nan"], merge_lora=True, dataset_num_proc=4, eval_steps=5, neftune_noise_alpha=5.0), ""),
-        (with_train(rollout="vllm", vllm_mode="colocate", vllm_server_base_url="x", generation_batch_size=8), ""),
+        (with_train(sampler={"kind": "vllm_colocate", "base_url": "x", "batch_size": 8}), ""),
         (with_train(precompute_ref_batch_size=4, dataloader_num_workers=2, lr_scheduler_kwargs={"a": 1}), ""),
-        (with_train(precompute_teacher_top_k=8), "precompute_teacher_top_k differs"),
+        (with_train(teacher={"top_k": 8}), "teacher.top_k differs"),
         (with_train(dataset_text_field="body"), "dataset_text_field differs"),
         (with_train(max_length=64), "max_length differs"),
         (with_train(beta=0.5), "beta differs"),

@@ -40,6 +40,7 @@ from hf_posttrain.models.section import ModelSection
 from hf_posttrain.report import callbacks, compare
 from hf_posttrain.report.callbacks import describe_run, find_obstacle, pick_questions
 from hf_posttrain.report.run_folder import read
+from hf_posttrain.rollouts.options import SAMPLERS
 
 
 class Warn(TrainerCallback):
@@ -256,6 +257,7 @@ def test_a_run_in_the_folder_of_an_earlier_one_is_not_told_as_that(tmp_path, mon
     assert "eval_loss" not in run.results
 
 
+@pytest.mark.slow
 def test_runs_from_python_have_their_best_step_and_what_differs(tmp_path):
     """Options that only transformers has, adapters and rows, which no recipe names."""
     lora = {"q": LoraConfig(**LORA), "r": LoraConfig(**LORA | {"r": 2}, use_rslora=True)}
@@ -437,8 +439,8 @@ def test_sharded_models_are_asked_only_where_they_generate_anyway(monkeypatch):
     monkeypatch.setattr(engine, "shards", lambda accelerator: True)
     assert "would gather all weights on each device" in find_obstacle(trainer())
     assert find_obstacle(trainer(eval_exact_match=True)) is None
-    assert find_obstacle(trainer(rollout="transformers")) is None
-    assert find_obstacle(trainer(rollout="vllm")) is not None
+    assert find_obstacle(trainer(sampler=SAMPLERS.build("sampler", "policy"))) is None
+    assert find_obstacle(trainer(sampler=SAMPLERS.build("sampler", "vllm_colocate"))) is not None
     monkeypatch.setattr(engine, "shards", lambda accelerator: False)
     assert find_obstacle(trainer()) is None
     assert find_obstacle(trainer(rows=None)) == "there are no rows"
@@ -456,6 +458,7 @@ def _followed(rank, engine_name, folder):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
+@pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.parametrize("engine_name", quick("ddp", among=("ddp", "fsdp2", "zero2", "zero3")))
 def test_two_processes_leave_the_samples_of_one(engine_name, tmp_path):

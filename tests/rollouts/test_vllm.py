@@ -33,7 +33,7 @@ from hf_posttrain.rollouts.vllm_in_process import VLLMInProcessSampler
 from hf_posttrain.trainer import saving
 
 TRAINING = {
-    "rollout": "vllm", "max_steps": 3, "learning_rate": 3e-3, "gradient_accumulation_steps": 2,
+    "sampler": "vllm_colocate", "max_steps": 3, "learning_rate": 3e-3, "gradient_accumulation_steps": 2,
     "per_device_train_batch_size": 2, "num_generations": 2, "temperature": 0.8,
 }  # fmt: skip
 
@@ -53,16 +53,16 @@ def vllm(monkeypatch):
 
 @pytest.fixture
 def sampler(request, vllm):
-    """What a config needs for vllm_mode colocate or server; the server has other weights, or the base for LoRA."""
+    """What a config needs for vLLM in the process or on a server, which has other weights, or the base for LoRA."""
     mode, lora = request.param
-    if mode == "transformers":
-        yield {"rollout": mode}
+    if mode == "policy":
+        yield {"sampler": mode}
         return
     if mode == "colocate":
         yield {"peft_config": peft.LoraConfig(**LORA) if lora else None}
         return
     with Serving(tiny_model() if lora else untied(seed=77)) as server:
-        server_options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        server_options = {"sampler": {"kind": "vllm_server", "base_url": server.url}}
         yield {"peft_config": peft.LoraConfig(**LORA) if lora else None, "server": server} | server_options
 
 
@@ -72,12 +72,13 @@ IN_TURNS = [case if case in (("colocate", False), ("server", True)) else pytest.
             for case in BOTH]  # fmt: skip
 
 
-def opd(sampler, folder, model=None, second=None, **config):
+def opd(setting, folder, model=None, second=None, **config):
     """(trainer, its server or None)"""
-    given = TRAINING | sampler | config
+    given = TRAINING | setting | config
     server = given.pop("server", None)
     if model is None:
-        model = untied() if "vllm_mode" in given and not given.get("peft_config") else tiny_model()
+        served = isinstance(given["sampler"], dict) and given["sampler"]["kind"] == "vllm_server"
+        model = untied() if served and not given.get("peft_config") else tiny_model()
     rows, second = token_rows("opd", 12), second or tiny_model(seed=9)
     return trainer_for("opd", model, rows, folder, second=second, eval_rows=token_rows("opd", 3), **given), server
 
@@ -149,7 +150,7 @@ def losses_of(trainer):
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
 
 
-@pytest.mark.parametrize("sampler", [("transformers", False), *BOTH[::2]], ids=["own", *NAMES[::2]], indirect=True)
+@pytest.mark.parametrize("sampler", [("policy", False), *BOTH[::2]], ids=["own", *NAMES[::2]], indirect=True)
 def test_a_teacher_equal_to_the_student_teaches_nothing_at_any_temperature(sampler, tmp_path):
     """Sampled, scored and compared at 0.7, by every loss: the divergence is 0 for each rollout."""
     student = untied()
@@ -195,7 +196,7 @@ def test_both_modes_train_the_same(lora, tmp_path, vllm):
     colocated, _ = opd(peft_config, tmp_path, copy.deepcopy(student))
     colocated.train()
     with Serving(tiny_model() if lora else untied(seed=77)) as server:
-        served, _ = opd(peft_config, tmp_path, student, vllm_mode="server", vllm_server_base_url=server.url)
+        served, _ = opd(peft_config, tmp_path, student, sampler={"kind": "vllm_server", "base_url": server.url})
         served.train()
     assert losses_of(served) == losses_of(colocated)
 
@@ -253,7 +254,7 @@ def test_more_padding_than_vllm_can_be_kept_from_is_refused(sampler, tmp_path):
 
 @pytest.mark.parametrize("sampler", BOTH[:2], ids=NAMES[:2], indirect=True)
 def test_the_engine_is_asked_for_the_students_own_length_precision_and_adapter(sampler, tmp_path):
-    trainer, _ = opd(sampler, tmp_path, max_length=48, vllm_gpu_memory_utilization=0.2)
+    trainer, _ = opd(sampler, tmp_path, max_length=48, sampler={"kind": "vllm_colocate", "gpu_memory_utilization": 0.2})
     state = torch.get_rng_state()
     trainer.sampler.synchronise()
     assert torch.equal(torch.get_rng_state(), state)  # whatever vLLM seeds
@@ -294,9 +295,9 @@ def test_weights_in_memory_have_the_names_of_the_hubs_format(name, lora, tmp_pat
 # ---- one window ahead
 
 
-def ahead(server, folder, **config):
+def ahead(server, folder, prefetch=True, **config):
     """A trainer on 24 rows whose server has the base for LoRA or other weights."""
-    options = TRAINING | {"vllm_mode": "server", "vllm_server_base_url": server.url, "rollout_ahead": 1} | config
+    options = TRAINING | {"sampler": {"kind": "vllm_server", "base_url": server.url, "prefetch": prefetch}} | config
     return trainer_for("opd", untied(), token_rows("opd", 24), folder, second=tiny_model(seed=9),
                        eval_rows=token_rows("opd", 3), **options)  # fmt: skip
 
@@ -345,7 +346,7 @@ def test_the_next_windows_rollouts_are_of_weights_one_step_old(tmp_path):
 @pytest.mark.parametrize("loss_type", ["reverse_kl", POLICY_GRADIENT])
 def test_one_window_ahead_changes_nothing_where_weights_do_not_move(loss_type, tmp_path):
     config = {"max_steps": 5, "learning_rate": 0.0, "loss_type": loss_type, "eval_strategy": "steps", "eval_steps": 2}
-    losses = [losses_ahead(tmp_path, rollout_ahead=number, **config) for number in (0, 1)]
+    losses = [losses_ahead(tmp_path, prefetch=prefetch, **config) for prefetch in (False, True)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert len(losses[0]) == 5
 
@@ -412,7 +413,7 @@ def test_a_server_that_ignores_what_it_gets_is_found_before_the_first_step(lora,
         ignored = (lambda **_: "Success") if lora else (lambda *_, **__: {"results": [None]})
         monkeypatch.setattr(server, "load_lora_adapter" if lora else "collective_rpc", ignored)
         server.adapters = collections.defaultdict(lambda: base)
-        options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        options = {"sampler": {"kind": "vllm_server", "base_url": server.url}}
         trainer, _ = opd(options | {"peft_config": peft.LoraConfig(**LORA) if lora else None}, tmp_path)
         problem = "passes over the student's adapter" if lora else "samples from another model than the student"
         with pytest.raises(InputError, match=problem):
@@ -422,7 +423,7 @@ def test_a_server_that_ignores_what_it_gets_is_found_before_the_first_step(lora,
 
 def test_a_student_in_bf16_may_have_a_server_in_float32(tmp_path):
     with Serving(untied(seed=77)) as server:
-        trainer, _ = opd({"vllm_mode": "server", "vllm_server_base_url": server.url}, tmp_path, bf16=True, max_steps=1)
+        trainer, _ = opd({"sampler": {"kind": "vllm_server", "base_url": server.url}}, tmp_path, bf16=True, max_steps=1)
         trainer.train()
         assert trainer.state.global_step == 1
 
@@ -433,7 +434,7 @@ def test_a_server_that_says_less_of_itself(part, tmp_path, monkeypatch):
         told = server.models() if part == "max_model_len" else server.server_info()
         (told["data"][0] if part == "max_model_len" else told["vllm_config"]).pop(part)
         monkeypatch.setattr(server, "models" if part == "max_model_len" else "server_info", lambda **_: told)
-        options = {"vllm_mode": "server", "vllm_server_base_url": f"{server.url}/v1/"}
+        options = {"sampler": {"kind": "vllm_server", "base_url": f"{server.url}/v1/"}}
         if part == "max_model_len":  # others than vLLM may not say it
             opd(options, tmp_path)
             return
@@ -517,7 +518,7 @@ def test_each_rank_gives_its_engine_the_whole_weights(engine, lora, tmp_path):
 @pytest.mark.parametrize(("engine", "lora"), [("zero3", False), pytest.param("fsdp2", True, marks=pytest.mark.slow)])
 def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
     with Serving(tiny_model() if lora else untied(seed=77)) as server:
-        options = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        options = {"sampler": {"kind": "vllm_server", "base_url": server.url}}
         (_, wholes, rollouts), (_, _, other) = on_two(trained, engine, engine, str(tmp_path), lora, options)
     sent = [path for path, body in server.log if path == "/v1/load_lora_adapter" or "reload" in str(body)]
     assert len(sent) == len(wholes) + 1 == 3  # scrambled ones before all
@@ -533,33 +534,31 @@ def test_the_first_rank_sends_and_all_ranks_ask(engine, lora, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rollout": "sglang"}, "rollout='sglang' is not one of transformers, vllm"),
-        ({"rollout": "transformers", "vllm_mode": "server"}, "vllm_mode is an option of rollout: vllm"),
-        ({"rollout": "transformers", "vllm_gpu_memory_utilization": 0.3}, "vllm_gpu_memory_utilization is an option"),
-        ({"vllm_mode": "remote"}, "vllm_mode='remote' is not one of colocate, server"),
-        ({"vllm_mode": "server"}, "needs vllm_server_base_url, such as http"),
-        ({"vllm_server_base_url": "http://a:1"}, "belongs to vllm_mode: server"),
-        ({"vllm_mode": "server", "vllm_server_base_url": "a:1"}, "vllm_server_base_url='a:1' is not a URL"),
-        (
-            {"vllm_mode": "server", "vllm_server_base_url": "http://a:1", "vllm_gpu_memory_utilization": 0.5},
-            "give --gpu-memory-utilization to vllm serve",
-        ),
-        ({"vllm_gpu_memory_utilization": 1.5}, "not a share of the GPU's memory"),
-        ({"generation_batch_size": 8}, "generation_batch_size is of rollout: transformers"),
+        ({"sampler": "sglang"}, "sampler='sglang' is not one of policy, vllm_colocate, vllm_server"),
+        ({"sampler": {"gpu_memory_utilization": 0.3}}, "of kind policy. It is an option of vllm_colocate"),
+        ({"sampler": "vllm_server"}, "sampler requires sampler.base_url of kind vllm_server"),
+        ({"sampler": {"kind": "vllm_colocate", "base_url": "http://a:1"}}, "It is an option of vllm_server"),
+        ({"sampler": {"kind": "vllm_server", "base_url": "a:1"}}, "sampler.base_url='a:1' is not a URL"),
+        ({"sampler": {"kind": "vllm_server", "base_url": "http://a:1", "gpu_memory_utilization": 0.5}},
+         "sampler.gpu_memory_utilization is not an option of kind vllm_server"),
+        ({"sampler": {"kind": "vllm_colocate", "gpu_memory_utilization": 1.5}}, "gpu_memory_utilization=1.5 is not in"),
+        ({"sampler": {"kind": "vllm_colocate", "batch_size": 8}}, "It is an option of policy"),
+        ({"sampler": {"kind": "vllm_server", "base_url": 3}}, "sampler.base_url must be a text, not 3"),
+        ({"sampler": {"kind": "vllm_server", "base_url": "http://a:1", "prefetch": "x"}}, "true or false, not 'x'"),
         ({"temperature": 3.0}, "vLLM samples at 0.01 to 2"),
     ],
 )
 def test_contradictions_are_refused(config, message, vllm, tmp_path):
     with pytest.raises(InputError, match=message):
-        OPDConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "rollout": "vllm"} | config)
+        OPDConfig(**{"output_dir": str(tmp_path), "use_cpu": True, "sampler": "vllm_colocate"} | config)
 
 
 def test_a_missing_package_is_refused(monkeypatch, tmp_path):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: None if name == "vllm" else find(name, *args))
-    with pytest.raises(InputError, match="needs the package vllm: pip install"):
-        OPDConfig(output_dir=str(tmp_path), use_cpu=True, rollout="vllm")
-    config = {"rollout": "vllm", "vllm_mode": "server", "vllm_server_base_url": "http://a:1"}
+    with pytest.raises(InputError, match="requires the package vllm: pip install"):
+        OPDConfig(output_dir=str(tmp_path), use_cpu=True, sampler="vllm_colocate")
+    config = {"sampler": {"kind": "vllm_server", "base_url": "http://a:1"}}
     OPDConfig(output_dir=str(tmp_path), use_cpu=True, **config)
 
 
@@ -605,7 +604,7 @@ def test_a_quantised_student_is_refused(sampler, tmp_path):
 )
 def test_a_server_without_an_endpoint_is_refused(lora, without, message, tmp_path):
     with Serving(tiny_model(), without=(without,)) as server:
-        config = {"vllm_mode": "server", "vllm_server_base_url": f"{server.url}/"}
+        config = {"sampler": {"kind": "vllm_server", "base_url": f"{server.url}/"}}
         with pytest.raises(InputError, match=message):
             opd(config | {"peft_config": peft.LoraConfig(**LORA) if lora else None}, tmp_path)[0].train()
 
@@ -614,7 +613,7 @@ def test_a_server_of_another_base_is_told(tmp_path, caplog):
     """With LoRA the base is not sent."""
     student = tiny_model()
     with Serving(tiny_model()) as server:
-        config = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        config = {"sampler": {"kind": "vllm_server", "base_url": server.url}}
         for name, told in (("served", False), ("another", True)):
             student.config._name_or_path = student.name_or_path = name
             caplog.clear()
@@ -625,7 +624,7 @@ def test_a_server_of_another_base_is_told(tmp_path, caplog):
 def test_a_server_that_keeps_an_old_head_ends_the_run(tmp_path):
     """As vLLM 0.32 does on CPU with a head that is the embedding too."""
     with Serving(untied(seed=77)) as server:
-        config = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        config = {"sampler": {"kind": "vllm_server", "base_url": server.url}}
         server.keeps = ("lm_head.weight",)
         with pytest.raises(InputError, match=r"samples from another model .* --hf-overrides"):
             opd(config, tmp_path, tiny_model())[0].train()
@@ -635,7 +634,7 @@ def test_a_server_that_keeps_an_old_head_ends_the_run(tmp_path):
 
 def test_other_trouble_with_a_server_is_told(tmp_path):
     with Serving(tiny_model(), max_model_len=100) as server:
-        config = {"vllm_mode": "server", "vllm_server_base_url": server.url}
+        config = {"sampler": {"kind": "vllm_server", "base_url": server.url}}
         with pytest.raises(InputError, match="max_length=200 is more than the vLLM server's --max-model-len 100"):
             opd(config, tmp_path, max_length=200)
         trainer, _ = opd(config, tmp_path, max_length=64)
@@ -666,20 +665,19 @@ def test_the_command_refuses_before_weights_are_loaded(tmp_path, monkeypatch, ca
     Path("rows.jsonl").write_text('{"prompt": "1+1="}\n')
     Path("opd.yaml").write_text(
         "method: opd\nmodel: {name_or_path: tiny}\nteacher: {name_or_path: tiny}\ndata: {train: {path: rows.jsonl}}\n"
-        "train: {output_dir: out, max_steps: 1, use_cpu: true, max_completion_length: 8, rollout: vllm}\n"
+        "train: {output_dir: out, max_steps: 1, use_cpu: true, max_completion_length: 8, sampler: vllm_colocate}\n"
     )
 
     def line(*overrides):
         assert run.main(["opd.yaml", *overrides]) == 2
         return capsys.readouterr().err.splitlines()[-1]
 
-    url = "train.vllm_server_base_url=http://127.0.0.1:9"
-    assert "command line: vllm_server_base_url: no server answers at" in line("train.vllm_mode=server", url)
-    assert "no server answers" in line("train.vllm_mode=server", url, "model.lora={r: 8}")
-    assert "opd.yaml:5: rollout: vllm cannot serve LoRA with use_dora=True" in line("model.lora={use_dora: true}")
-    assert "train.rollout: vllm takes no quantised" in line("model.lora={r: 8}", "model.quantization=4bit")
-    assert "command line: train.vllm_server_base_url belongs to vllm_mode" in line(url)
-    assert "train.use_vllm does not exist: use rollout: vllm" in line("train.use_vllm=true")
+    server = "train.sampler={kind: vllm_server, base_url: http://127.0.0.1:9}"
+    assert "command line: sampler.base_url: no server answers at" in line(server)
+    assert "no server answers" in line(server, "model.lora={r: 8}")
+    assert "opd.yaml:5: vLLM cannot serve LoRA with use_dora=True" in line("model.lora={use_dora: true}")
+    assert "train.sampler: vLLM takes no quantised" in line("model.lora={r: 8}", "model.quantization=4bit")
+    assert "train.use_vllm does not exist: use sampler: vllm_colocate or vllm_server" in line("train.use_vllm=true")
 
 
 # ---- vLLM itself
@@ -707,7 +705,8 @@ def test_vllm_itself_samples_with_the_policys_weights(tmp_path):
     """Colocated, on a GPU: greedy answers of vLLM are the policy's own before and after training."""
     vllm = pytest.importorskip("vllm")
     model = AutoModelForCausalLM.from_config(tiny_model(head_dim=64).config)
-    trainer, _ = opd({"use_cpu": False}, tmp_path, model, bf16=False, vllm_gpu_memory_utilization=0.1)
+    sampler = {"kind": "vllm_colocate", "gpu_memory_utilization": 0.1}
+    trainer, _ = opd({"use_cpu": False}, tmp_path, model, bf16=False, sampler=sampler)
     for _ in range(2):
         trainer.sampler.synchronise()
         greedy = vllm.SamplingParams(temperature=0, max_tokens=8, detokenize=False, ignore_eos=True)

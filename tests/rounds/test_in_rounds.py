@@ -468,6 +468,7 @@ def small_pieces(rank, *args):
     return run_of(rank, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.engines
 @pytest.mark.parametrize("engine", quick("ddp", among=ENGINES))
 def test_ranks_stop_together_in_a_round(engine, tmp_path):
@@ -489,7 +490,7 @@ def test_a_server_samples_each_round_by_the_weights_of_then(tmp_path, monkeypatc
     """Weights are sent before each round; the answers that a checkpoint has are those of the server."""
     model = tiny_model()
     with Serving(tiny_model(seed=4)) as server:
-        asked = {"rollout": "vllm", "vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_check_steps": 1}
+        asked = {"sampler": {"kind": "vllm_server", "base_url": server.url, "check_steps": 1}}
         done = trainer("dpo", tmp_path, asked | {"count": 2}, model=model)
         done.train()
         paths = [path for path, _ in server.log if path in ("/collective_rpc", "/v1/completions")]
@@ -534,7 +535,7 @@ def test_answers_to_pictures_train_with_them(method, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [({"judge": {"by": "teacher", "name": "x"}}, "is shown no pictures yet"),
-     ({"rollout": "vllm", "vllm_mode": "server", "vllm_server_base_url": "http://x"}, "pictures to nobody")],
+     ({"sampler": {"kind": "vllm_server", "base_url": "http://x"}}, "vLLM does not support images yet")],
 )  # fmt: skip
 def test_what_is_shown_no_pictures_is_refused(changes, said, tmp_path):
     model, tokenizer = seeing("qwen3_vl")
@@ -764,8 +765,7 @@ def test_labels_that_are_all_one_leave_class_weights_as_they_are(tmp_path, caplo
         ("sft", {"judge": 3}, {}, "rounds.judge: 3 is neither a mapping of its keys nor a short form"),
         ("sft", {"pair": {"margin": 1.0}}, {}, "margin is of pairs and labels"),
         ("dpo", {"pair": {"threshold": 1.0}}, {}, "threshold is of labels"),
-        ("sft", {"vllm_mode": "server"}, {}, "is an option of rollout: vllm"),
-        ("sft", {"rollout": "vllm", "vllm_mode": "server"}, {}, "needs vllm_server_base_url"),
+        ("sft", {"sampler": "vllm_server"}, {}, "sampler requires sampler.base_url"),
         ("dpo", {}, {"precompute_ref_log_probs": True}, "not known beforehand"),
         ("sft", {"max_completion_length": 60}, {}, "leaves no prompt"),
         ("sft", {"judge": {"by": "model"}}, {}, "name is missing"),

@@ -203,7 +203,7 @@ def test_the_head_with_kernels_is_the_head_in_torch(interpreted, kind, transform
     else:
         theirs = forward.LMHead(nn.Identity(), lambda rows: rows.clone(), head.LogitTransform())
         teacher = TeacherStates(theirs, logits(N, 300, seed=3))
-        function = distill.divergence(kind, None, 0.1)
+        function = distill.divergence(kind, None)
         tile = distill.dense(function, teacher, targets, 1.0, 0.3)
     weights = torch.ones(N) if promised else None
     expected = passes(own, hidden, tile, weights, (hidden, weight, bias))
@@ -231,7 +231,7 @@ def test_a_divergence_without_a_kernel_makes_its_own_buffer(fused):
     hidden, weight, _, targets = states(torch.bfloat16)
     theirs = forward.LMHead(nn.Identity(), lambda rows: rows.clone(), head.LogitTransform())
     teacher = TeacherStates(theirs, logits(N, 300, seed=3))
-    tile = distill.dense(distill.divergence("jsd", None, 0.1), teacher, targets, 1.0, 0.0)
+    tile = distill.dense(distill.divergence("jsd", None), teacher, targets, 1.0, 0.0)
     values, _, [found] = passes(head.LinearHead(weight, None), hidden, tile, torch.ones(N), (hidden,))
     assert values.isfinite().all()
     assert found.isfinite().all()
@@ -322,7 +322,7 @@ def test_the_head_of_a_large_vocabulary_is_few_launches_bound_by_its_products(ki
         module = nn.Linear(2048, VOCABULARY, bias=False, device="meta", dtype=torch.bfloat16)
         theirs = forward.LMHead(module, module.forward, head.LogitTransform())
         teacher = TeacherStates(theirs, torch.empty(TOKENS, 2048, device="meta", dtype=torch.bfloat16))
-        function = distill.divergence("forward_kl" if kind == "kd" else kind, None, 0.1)
+        function = distill.divergence("forward_kl" if kind == "kd" else kind, None)
         tile = distill.dense(function, teacher, targets, 1.0, 0.0)
     with Cost() as cost:
         values, _ = head.score_tokens(head.LinearHead(weight, None), hidden, tile, weights)

@@ -131,7 +131,7 @@ def test_kl_in_closed_form_equals_autograd(small_tiles, name, temperature, ce_co
     theirs = torch.randn(N, size, generator=draw, dtype=torch.float64)
     theirs[3, 5] = theirs[7, 2] = -torch.inf if name == "forward_kl" else 0.0
     teacher = TeacherStates(LMHead(nn.Identity(), lambda logits: logits.clone(), H.LogitTransform()), theirs)
-    tile = distill.dense(distill.divergence(name, 0.3, 0.1), teacher, targets, temperature, ce_coef)
+    tile = distill.dense(distill.divergence(name, 0.3), teacher, targets, temperature, ce_coef)
     assert isinstance(tile, distill.KL)
 
     found = []
@@ -271,7 +271,7 @@ def tile_functions(targets, teacher, vocabulary):
         "log_prob at 0.7": (LogProb(targets, 0.7), lambda z: logp(z / 0.7).gather(-1, targets[:, None])[:, 0]),
     }
     for name in DIVERGENCES:
-        function = divergence(name, None, 0.1)
+        function = divergence(name, None)
         found[name] = dense(function, states, targets, 1.0, 0.0), lambda z, function=function: function(logp(z), p)
         found[f"{name} with ce"] = (
             dense(function, states, targets, 1.0, 0.3),
@@ -279,11 +279,11 @@ def tile_functions(targets, teacher, vocabulary):
         )
     top, ids = p.topk(64)
     found["forward_kl of top 64"] = (
-        top_k(divergence("forward_kl", None, 0.1), ids, top.float(), targets, 1.0, vocabulary),
-        lambda z: divergence("forward_kl", None, 0.1)(with_tail(logp(z).gather(-1, ids)), with_tail(top)),
+        top_k(divergence("forward_kl", None), ids, top.float(), targets, 1.0, vocabulary),
+        lambda z: divergence("forward_kl", None)(with_tail(logp(z).gather(-1, ids)), with_tail(top)),
     )
     for name in ("forward_kl", "reverse_kl", "jsd"):
-        function = divergence(name, None, 0.1)
+        function = divergence(name, None)
         found[f"{name} at 0.7"] = (
             dense(function, states, targets, 0.7, 0.0),
             lambda z, function=function: function(logp(z / 0.7), torch.log_softmax(teacher.double() / 0.7, -1)),

@@ -73,8 +73,9 @@ def test_the_watch_sees_what_waits():
     [*((method, {}) for method in METHODS), ("opd", {"loss_type": "policy_gradient"}), ("kto", {"loss_type": "bco"}),
      ("dpo", {"precompute_ref_log_probs": True}), ("sft", {"neftune_noise_alpha": 5.0}),
      *(("opd", {"ends": 256} | config) for config in (
-         {}, {"loss_type": "policy_gradient"}, {"teacher_top_k": 4}, {"teacher_top_k": 4, "teacher_rest": "residual"},
-     )), ("kd", {"ends": 256, "one_stop_outcome": True})],
+         {}, {"loss_type": "policy_gradient"}, {"teacher": {"top_k": 4}},
+         {"teacher": {"top_k": 4, "top_k_remainder": "residual"}},
+     )), ("kd", {"ends": 256, "teacher": {"merge_eos": True}})],
 )  # fmt: skip
 def test_a_step_waits_for_the_device_in_no_line_of_ours(method, config, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)

@@ -37,8 +37,8 @@ def main(folder, kind):
     logger.setLevel(logging.INFO)
     trainer = trainer_for(
         "opd", served_model(seed=5, tie_word_embeddings=kind == "tied"), token_rows("opd", 24), folder,
-        second=served_model(seed=9), rollout="vllm", max_steps=4, learning_rate=3e-3, num_generations=2,
-        vllm_check_steps=1, max_length=64, temperature=0.8,
+        second=served_model(seed=9), sampler={"kind": "vllm_colocate", "check_steps": 1}, max_steps=4,
+        learning_rate=3e-3, num_generations=2, max_length=64, temperature=0.8,
         peft_config=peft.LoraConfig(**LORA) if kind == "lora" else None,
     )  # fmt: skip
     trainer.train()

@@ -30,10 +30,11 @@ def test_log_probabilities_agree_at_every_transfer(gsm8k, qwen, teacher, tmp_pat
             for key in (f"path={tmp_path / 'rows.jsonl'}", "name=null", "split=train", f"columns={named}")]  # fmt: skip
     assert main([
         str(RECIPE), *data, f"model.name_or_path={student}", f"teacher.name_or_path={student}",
-        f"teacher.url={teacher.url}", f"train.vllm_server_base_url={qwen.url}", f"train.output_dir={tmp_path / 'out'}",
+        f"teacher.url={teacher.url}", f"train.sampler.base_url={qwen.url}", f"train.output_dir={tmp_path / 'out'}",
         "train.use_cpu=true", "train.max_length=480", "train.max_completion_length=32", f"train.max_steps={STEPS}",
         "train.per_device_train_batch_size=4", "train.gradient_accumulation_steps=2", "train.learning_rate=1e-3",
-        "train.vllm_check_steps=1", "train.rollout_ahead=0", "train.eval_strategy=no", "train.save_strategy=no",
+        "train.sampler.check_steps=1", "train.sampler.prefetch=false", "train.eval_strategy=no",
+        "train.save_strategy=no",
         "data.eval.limit=4", "train.eval_max_completion_length=8",
     ]) == 0  # fmt: skip
     apart = [float(found) for found in re.findall(r"differ by (\S+) at most", caplog.text)]

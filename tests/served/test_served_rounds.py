@@ -24,8 +24,8 @@ def test_each_round_is_sampled_by_the_weights_of_then(size, qwen, tmp_path, capl
     caplog.set_level(logging.INFO, "hf_posttrain")
     rows = datasets.Dataset.from_list([{"prompt": f"ask {n}"} for n in range(12)])
     section = {"num_generations": 4, "max_completion_length": 8, "judge": "test_served_rounds:odd_bytes",
-               "pair": {"unfinished": True}, "rollout": "vllm", "vllm_mode": "server",
-               "vllm_server_base_url": qwen.url, "vllm_check_steps": 1, "reference": "round"} | size  # fmt: skip
+               "pair": {"unfinished": True}, "reference": "round",
+               "sampler": {"kind": "vllm_server", "base_url": qwen.url, "check_steps": 1}} | size  # fmt: skip
     config = DPOConfig(
         output_dir=str(tmp_path), use_cpu=True, num_train_epochs=1, per_device_train_batch_size=4, learning_rate=3e-3,
         max_length=64, report_to="none", save_strategy="no", logging_steps=1, activation_checkpointing=False,

@@ -11,13 +11,13 @@ from hf_posttrain.models.section import TeacherSection
 V = 300
 WAYS = {
     "policy gradient": ("opd", {"loss_type": "policy_gradient"}),
-    "all": ("opd", {"teacher_top_k": V}),
-    "all, temperature 0.7": ("opd", {"teacher_top_k": V, "temperature": 0.7}),
-    "top 20": ("opd", {"teacher_top_k": 20}),
-    "residual": ("opd", {"teacher_top_k": 20, "teacher_rest": "residual"}),
-    "kd, all": ("kd", {"teacher_top_k": V}),
-    "kd, top 20": ("kd", {"teacher_top_k": 20}),
-    "kd, from the cache": ("kd", {"precompute_teacher_top_k": 20}),
+    "all": ("opd", {"teacher": {"top_k": V}}),
+    "all, temperature 0.7": ("opd", {"teacher": {"top_k": V}, "temperature": 0.7}),
+    "top 20": ("opd", {"teacher": {"top_k": 20}}),
+    "residual": ("opd", {"teacher": {"top_k": 20, "top_k_remainder": "residual"}}),
+    "kd, all": ("kd", {"teacher": {"top_k": V}}),
+    "kd, top 20": ("kd", {"teacher": {"top_k": 20}}),
+    "kd, from the cache": ("kd", {"teacher": {"top_k": 20, "precompute": True}}),
 }
 
 
@@ -57,7 +57,7 @@ def test_rollouts_by_one_server_and_a_teacher_on_another(qwen, teacher, tmp_path
     section = TeacherSection(url=teacher.url, name_or_path=str(teacher.folder))
     trainer = trainer_for(
         "opd", served_model(seed=5), token_rows("opd", 24), tmp_path, second=section, max_steps=5, learning_rate=3e-3,
-        rollout="vllm", vllm_mode="server", vllm_server_base_url=qwen.url, rollout_ahead=1, vllm_check_steps=1,
+        sampler={"kind": "vllm_server", "base_url": qwen.url, "prefetch": True, "check_steps": 1},
         loss_type="policy_gradient", max_length=64,
     )  # fmt: skip
     trainer.train()

@@ -18,14 +18,19 @@ from hf_posttrain.generation.completions_client import ServerError
 from hf_posttrain.models.section import TeacherSection
 
 OPTIONS = {
-    "rollout": "vllm", "vllm_mode": "server", "learning_rate": 3e-3, "num_generations": 2, "max_length": 64,
-    "max_steps": 6, "save_strategy": "steps", "save_steps": 2, "vllm_check_steps": 1,
+    "learning_rate": 3e-3, "num_generations": 2, "max_length": 64,
+    "max_steps": 6, "save_strategy": "steps", "save_steps": 2,
 }  # fmt: skip
 STARTED = ("--load-format", "dummy", *UNTIED, *EXACT)
 
 
-def opd(server, folder, **config):
-    given = OPTIONS | {"vllm_server_base_url": server.url} | config
+def sampler_of(server, prefetch=False):
+    """The options of a sampler that asks this server."""
+    return {"kind": "vllm_server", "base_url": server.url, "check_steps": 1, "prefetch": prefetch}
+
+
+def opd(server, folder, prefetch=False, **config):
+    given = OPTIONS | {"sampler": sampler_of(server, prefetch)} | config
     second = given.pop("second", served_model(seed=9))
     return trainer_for("opd", served_model(seed=5), token_rows("opd", 24), folder, second=second, **given)
 
@@ -53,21 +58,21 @@ def impatient(monkeypatch):
     monkeypatch.setattr(http, "PATIENCE", Retry(total=2, read=0, backoff_factor=0.1, allowed_methods=None))
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_server_that_dies_ends_the_run_in_a_line_and_it_is_resumed(ahead, home, tmp_path, impatient):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_server_that_dies_ends_the_run_in_a_line_and_it_is_resumed(prefetch, home, tmp_path, impatient):
     """From a checkpoint of the very step, with the losses of a run that nothing befell."""
     saved(served_model(), home / "mortal")
     with serving(home / "mortal", *STARTED) as server:
-        whole = opd(server, tmp_path / "whole", rollout_ahead=ahead)
+        whole = opd(server, tmp_path / "whole", prefetch=prefetch)
         whole.train()
-        cut = at_step(opd(server, tmp_path / "cut", rollout_ahead=ahead), 3, lambda: server.stop(signal.SIGKILL))
+        cut = at_step(opd(server, tmp_path / "cut", prefetch=prefetch), 3, lambda: server.stop(signal.SIGKILL))
         with pytest.raises(ServerError, match=r"no server answers at .*; checkpoint-3 is saved: the same command"):
             cut.train()
         assert sorted(path.name for path in (tmp_path / "cut").glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
     with serving(home / "mortal", *STARTED) as server:
-        resumed = opd(server, tmp_path / "cut", rollout_ahead=ahead)
+        resumed = opd(server, tmp_path / "cut", prefetch=prefetch)
         resumed.train(resume_from_checkpoint="auto")
-    if not ahead:  # with it, what was under way is lost, and sampled by newer weights
+    if not prefetch:  # with it, what was under way is lost, and sampled by newer weights
         assert losses_of(resumed) == pytest.approx(losses_of(whole), rel=1e-4)
     assert len(losses_of(resumed)) == 6
 
@@ -132,7 +137,7 @@ def test_a_server_without_development_mode_or_runtime_loras_is_refused(home, tmp
     with serving(home / "plain", *EXACT, "--enable-lora", **bare) as server:
         with pytest.raises(InputError, match="is not in development mode: start it with VLLM_SERVER_DEV_MODE=1"):
             opd(server, tmp_path)
-        student, options = served_model("llama"), OPTIONS | {"vllm_server_base_url": server.url}
+        student, options = served_model("llama"), OPTIONS | {"sampler": sampler_of(server)}
         trainer = trainer_for("opd", student, token_rows("opd", 8), tmp_path, second=served_model(seed=9),
                               peft_config=peft.LoraConfig(**LORA), **options)  # fmt: skip
         with pytest.raises(InputError, match=r"answered 404 .*: start the server with --enable-lora and VLLM_ALLOW"):
@@ -143,7 +148,7 @@ def test_a_server_without_development_mode_or_runtime_loras_is_refused(home, tmp
         config = {"loss_type": "policy_gradient", "max_steps": 1}
         trainer_for("opd", served_model(seed=5), token_rows("opd"), tmp_path, second=section, **config).train()
         with pytest.raises(InputError, match=r"max_logprobs|prompt logprobs of 30"):
-            trainer_for("opd", served_model(), token_rows("opd"), tmp_path, second=section, teacher_top_k=30)
+            trainer_for("opd", served_model(), token_rows("opd"), tmp_path, second=section, teacher={"top_k": 30})
 
 
 def test_little_memory_for_keys_makes_requests_wait_and_no_more(home, tmp_path, caplog):

@@ -14,15 +14,15 @@ from hf_posttrain.errors import InputError
 from hf_posttrain.rollouts import vllm
 
 TRAINING = {
-    "rollout": "vllm", "vllm_mode": "server", "max_steps": 4, "learning_rate": 3e-3, "num_generations": 2,
-    "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "temperature": 0.8, "vllm_check_steps": 1,
+    "max_steps": 4, "learning_rate": 3e-3, "num_generations": 2,
+    "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "temperature": 0.8,
     "max_length": 64,
 }  # fmt: skip
 
 
 def opd(server, folder, model, **changes):
     """A trainer whose rollouts the server samples."""
-    given = TRAINING | {"vllm_server_base_url": server.url} | changes
+    given = TRAINING | {"sampler": {"kind": "vllm_server", "base_url": server.url, "check_steps": 1}} | changes
     rows, second = token_rows("opd", 12), served_model(seed=9)
     return trainer_for("opd", model, rows, folder, second=second, eval_rows=token_rows("opd", 3), **given)
 

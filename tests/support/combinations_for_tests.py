@@ -23,8 +23,9 @@ from tokenizers_for_tests import (
 )
 
 from hf_posttrain.methods import METHODS
-from hf_posttrain.methods.rules import DIVERGENCES, PAIRED, POLICY_GRADIENT, TOKEN_WEIGHTS
+from hf_posttrain.methods.rules import DIVERGENCES, PAIRED, POLICY_GRADIENT
 from hf_posttrain.recipe.fields import train_fields
+from hf_posttrain.rollouts.options import TOKEN_WEIGHTS
 
 ONE_LAYER = {"num_hidden_layers": 1}
 MODELS = {  # folder -> what builds its model, and its tokenizer
@@ -193,9 +194,23 @@ SUPERVISED = {
     "assistant_only_loss": [True, False],
 }  # fmt: skip
 REFERENCED = {"precompute_ref_log_probs": [True, False, None], "precompute_ref_batch_size": [1, 4]}
-DISTILLED = {
-    "teacher_top_k": [1, 5, 300, None], "temperature": [1.0, 0.7, 2], "one_stop_outcome": [True, False],
+DISTILLED = {"temperature": [1.0, 0.7, 2], "beta": [0.5, None]}
+GROUPS = {  # group -> its options with their usual values
+    "teacher": {
+        "top_k": [1, 5, 300, None], "merge_eos": [True, False], "precompute": [True, False],
+        "top_k_remainder": ["tail", "residual"],
+    },
+    "rollouts": {
+        "source": ["on_policy", "frozen", "replay"], "train_max_tokens": [2, {"from": 1, "to": 4, "steps": 3}],
+        "fresh_fraction": [0.5, 1.0], "replay_steps": [1, 2],
+    },
+    "sampler": {"kind": ["policy"], "batch_size": [1, 2]},
 }  # fmt: skip
+ODD_GROUPS = {
+    "teacher": {"top_k": [1000, 0], "precompute": [True], "top_k_remainder": ["nothing"], "prompt": ["x"]},
+    "rollouts": {"source": ["nothing"], "train_max_tokens": [5, 100, 0], "fresh_fraction": [0.0]},
+    "sampler": {"kind": ["nothing"], "batch_size": [0, "x"]},
+}
 OWN = {
     "sft": SUPERVISED | {"packing": [True, False]},
     "dpo": REFERENCED | {
@@ -208,13 +223,11 @@ OWN = {
     },
     "cpo": {"beta": [0.1, 1], "cpo_alpha": [0.0, 1.0]},
     "kd": SUPERVISED | DISTILLED | {
-        "kd_coef": [0.0, 0.4, 1.0], "divergence": DIVERGENCES, "precompute_teacher_top_k": [1, 5, 300, None],
+        "kd_coef": [0.0, 0.4, 1.0], "divergence": DIVERGENCES,
     },
     "opd": DISTILLED | {
         "loss_type": [POLICY_GRADIENT, *DIVERGENCES], "num_generations": [1, 2], "lmbda": [1.0, 0.5, 0.0],
-        "rollouts": ["live", "frozen", "replay"], "horizon": [2, {"from": 1, "to": 4, "steps": 3}],
-        "teacher_rest": ["tail", "residual"], "diagnostics": [True, False],
-        "token_weights": [*TOKEN_WEIGHTS, {"name": "top_share", "share": 0.5}], "generation_batch_size": [1, 2],
+        "diagnostics": [True, False], "token_weights": [*TOKEN_WEIGHTS.kinds, {"name": "top_share", "share": 0.5}],
     },
 }  # fmt: skip
 ODD = {  # options of any method, with values at an edge, of other methods, machines and models
@@ -232,9 +245,8 @@ ODD = {  # options of any method, with values at an edge, of other methods, mach
     "learning_rate": [1e308, -1], "adam_beta1": [1.0, 0.0], "max_grad_norm": [None, 1e308], "adam_epsilon": [0, 1e308],
     "num_train_epochs": [0, 0.001, -1], "label_names": [["a"]], "beta": [0, 0.5, 1e308],
     "loss_type": [[], "sigmoid", "nothing", ["simpo", "sigmoid"]], "label_smoothing": [0.5], "simpo_gamma": [1.0],
-    "loss_weights": [[0.0]], "undesirable_weight": [0, -1], "kd_coef": [2], "skew_alpha": [0.5, 1.0], "cpo_alpha": [-1],
-    "teacher_top_k": [1000, 0], "precompute_teacher_top_k": [5, 1000], "fresh": [1.0, 0.0],
-    "replay_windows": [1], "horizon": [5, 100], "temperature": [1e-30, 1e308], "max_completion_length": [0, 1, 1024],
+    "loss_weights": [[0.0]], "undesirable_weight": [0, -1], "kd_coef": [2], "cpo_alpha": [-1],
+    "temperature": [1e-30, 1e308], "max_completion_length": [0, 1, 1024],
     "reward": [{"function": "exact_match"}, {"function": "exact_match", "coef": 0.5}, {"function": "nobody"}],
     "packing": [True], "precompute_ref_log_probs": [True], "save_total_limit": [0, 1], "save_steps": [0.5, 0],
     "include_for_metrics": [["loss"]], "dataloader_drop_last": [True], "eval_accumulation_steps": [1],
@@ -254,7 +266,7 @@ LORA = {
 EDGES = [None, True, False, 0, 1, -1, 2, 3, 0.5, 1e-320, 1e308, 2**31, "", "no", "steps", "auto", [], {}, ["nan"]]
 LEFT_OUT = (  # options of launchers, machines and services, and what takes long or writes elsewhere
     "output_dir", "push_to_hub", "hub_", "deepspeed", "fsdp", "parallelism_config", "ddp_", "tf32", "fp16",
-    "torch_compile", "use_liger", "liger_", "vllm_", "rollout", "report_to", "trackio", "max_steps", "num_train_epochs",
+    "torch_compile", "use_liger", "liger_", "sampler", "report_to", "trackio", "max_steps", "num_train_epochs",
     "dataloader_", "dataset_num_proc", "use_cpu", "local_rank", "debug", "log_level", "full_determinism",
     "accelerator_config",
     "max_completion_length", "num_generations", "eval_max_completion_length", "run_name", "project", "per_device",
@@ -283,8 +295,13 @@ def combination(number):
     recipe["train"] |= draw.options(COMMON, share) | draw.options(OWN[method], 1.5 * share)
     if recipe["data"].get("eval"):
         recipe["train"] |= draw.options(EVALUATED, 0.2)
+    known = train_fields(method)
+    for group, options in GROUPS.items():
+        if group in known and (given := draw.options(options, 1.5 * share)):
+            recipe["train"][group] = recipe["train"].get(group, {}) | given
+        if group in known and draw.some(0.02):
+            recipe["train"][group] = recipe["train"].get(group, {}) | draw.options(ODD_GROUPS[group], 0.5)
     if draw.some(0.2):
-        known = train_fields(method)
         recipe["train"] |= {name: draw.choice(ODD[name]) for name in draw.sample([*ODD], 2) if name in known}
     if draw.some(0.08):
         _at_an_edge(draw, recipe)
@@ -339,7 +356,7 @@ def _teachers(draw, recipe, rows):
     else:
         recipe["teacher"] = teacher
     if draw.some(0.1):
-        train["precompute_teacher_top_k"] = 5
+        train["teacher"] = {"top_k": 5, "precompute": True}
     return rows
 
 

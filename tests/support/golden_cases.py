@@ -28,8 +28,9 @@ from models_for_tests import tiny_model
 from tokenizers_for_tests import byte_tokenizer, gpt2_tokenizer
 from training_for_tests import LORA, logs_and_weights, second_model, token_rows, trainer_for
 
-from hf_posttrain.methods.rules import DIVERGENCES, PAIRED, POLICY_GRADIENT, REFERENCE_FREE, TOKEN_WEIGHTS, UNPAIRED
+from hf_posttrain.methods.rules import DIVERGENCES, PAIRED, POLICY_GRADIENT, REFERENCE_FREE, UNPAIRED
 from hf_posttrain.models.section import TeacherSection
+from hf_posttrain.rollouts.options import TOKEN_WEIGHTS
 
 LAYOUTS = ("shared", "packed", "padded")
 
@@ -52,7 +53,7 @@ TEACHERS = ("local", "several", "mixed", "self", "ema", "served", "across", "pro
 """One model in memory; two by row; one in memory and one served; the student's first weights; their moving average; a
 server; a model with another tokenizer; and a model that reads another prompt."""
 OTHER_EOS = 256
-"""A special id that ends the answers of the local teacher where `one_stop_outcome` merges it with the student's EOS."""
+"""A special id that ends the answers of the local teacher where `merge_eos` merges it with the student's EOS."""
 
 VARIATIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {}
 """Name -> (method, options of its Config, other fields of `Case`)."""
@@ -81,25 +82,25 @@ _vary("cpo", "sigmoid", {})
 _vary("cpo", "no_nll", {"cpo_alpha": 0.0})
 for divergence in DIVERGENCES:
     _vary("kd", divergence, {"divergence": divergence})
-    _vary("kd", f"{divergence}-top_k", {"divergence": divergence, "teacher_top_k": 8})
+    _vary("kd", f"{divergence}-top_k", {"divergence": divergence, "teacher": {"top_k": 8}})
     _vary("opd", divergence, {"loss_type": divergence})
-    _vary("opd", f"{divergence}-top_k", {"loss_type": divergence, "teacher_top_k": 8})
+    _vary("opd", f"{divergence}-top_k", {"loss_type": divergence, "teacher": {"top_k": 8}})
 _vary("kd", "temperature", {"temperature": 0.7, "kd_coef": 1.0})
-_vary("kd", "cached_top_k", {"precompute_teacher_top_k": 8})
-_vary("kd", "merged_eos", {"one_stop_outcome": True})
+_vary("kd", "cached_top_k", {"teacher": {"top_k": 8, "precompute": True}})
+_vary("kd", "merged_eos", {"teacher": {"merge_eos": True}})
 _vary("kd", "capped_logits", {"divergence": "reverse_kl"}, architecture="gemma2")
 _vary("opd", POLICY_GRADIENT, {"loss_type": POLICY_GRADIENT})
 
 _vary("opd", "temperature", {"temperature": 0.7})
 _vary("opd", "several_rollouts", {"num_generations": 2})
-_vary("opd", "replay", {"rollouts": "replay", "fresh": 0.5})
+_vary("opd", "replay", {"rollouts": {"source": "replay", "fresh_fraction": 0.5}})
 _vary("opd", "frozen", {"rollouts": "frozen"})
-_vary("opd", "frozen-cached_top_k", {"rollouts": "frozen", "precompute_teacher_top_k": 8})
-_vary("opd", "residual", {"teacher_top_k": 8, "teacher_rest": "residual"})
+_vary("opd", "frozen-cached_top_k", {"rollouts": "frozen", "teacher": {"top_k": 8, "precompute": True}})
+_vary("opd", "residual", {"teacher": {"top_k": 8, "top_k_remainder": "residual"}})
 _vary("opd", "data_share", {"lmbda": 0.5})
-_vary("opd", "horizon", {"horizon": {"from": 2, "to": 6, "steps": 3}})
+_vary("opd", "horizon", {"rollouts": {"train_max_tokens": {"from": 2, "to": 6, "steps": 3}}})
 _vary("opd", "no_diagnostics", {"diagnostics": False})
-_vary("opd", "merged_eos", {"one_stop_outcome": True})
+_vary("opd", "merged_eos", {"teacher": {"merge_eos": True}})
 _vary("opd", "capped_logits", {"loss_type": POLICY_GRADIENT}, architecture="gemma2")
 _vary("opd", "reward", {
     "loss_type": POLICY_GRADIENT, "num_generations": 2, "reward": {"function": "exact_match", "coef": 0.5},
@@ -108,11 +109,11 @@ _vary("opd", "sampled", {"num_generations": 2}, sampled=True)
 _vary("opd", f"sampled-{POLICY_GRADIENT}", {"loss_type": POLICY_GRADIENT}, sampled=True)
 _vary("opd", "sampled-replay", {"rollouts": "replay"}, sampled=True)
 _vary("opd", "sampled-frozen", {"rollouts": "frozen", "seed": 1}, sampled=True)
-for weights in TOKEN_WEIGHTS:
-    options = {"loss_type": POLICY_GRADIENT} if weights in ("bounded", "sign") else {}
+for weights, kind in TOKEN_WEIGHTS.kinds.items():
+    options = {"loss_type": POLICY_GRADIENT} if kind.requires_advantage else {}
     _vary("opd", f"token_weights-{weights}", options | {"token_weights": weights})
 for method, teacher in itertools.product(("kd", "opd"), TEACHERS[1:]):
-    common: dict[str, Any] = {"teacher_top_k": 8} if teacher in ("mixed", "served") else {}
+    common: dict[str, Any] = {"teacher": {"top_k": 8}} if teacher in ("mixed", "served") else {}
     _vary(method, f"teacher_{teacher}", common, teacher=teacher)
     name = "divergence" if method == "kd" else "loss_type"
     _vary(method, f"teacher_{teacher}-jsd", common | {name: "jsd"}, teacher=teacher)
@@ -165,23 +166,23 @@ def teacher_of(case: Case, url: str, folder: str) -> tuple[Any, dict[str, Any]]:
     if case.teacher in ("self", "ema"):
         average = {"ema": 0.5} if case.teacher == "ema" else {}
         section = TeacherSection(self="ema" if average else "start", **average)
-        return section, {"teacher_prompt": "{{ prompt }}"}
+        return section, {"teacher": {"prompt": "{{ prompt }}"}}
     if case.teacher == "prompt":
-        return tiny_model(seed=9), {"teacher_prompt": "{{ prompt }}"}
+        return tiny_model(seed=9), {"teacher": {"prompt": "{{ prompt }}"}}
     if case.teacher == "several":
-        return {"a": tiny_model(seed=5), "b": tiny_model(seed=9)}, {"teacher_names": ["a", "b"]}
+        return {"a": tiny_model(seed=5), "b": tiny_model(seed=9)}, {"teacher": {"names": ["a", "b"]}}
     if case.teacher == "across":
         gpt2_tokenizer().save_pretrained(folder)
-        return tiny_model(seed=5, vocab_size=420), {"teacher_tokenizer": folder}
+        return tiny_model(seed=5, vocab_size=420), {"teacher": {"tokenizer": folder}}
     if case.teacher in ("served", "mixed"):
         byte_tokenizer().save_pretrained(folder)
         tiny_model(seed=5).config.save_pretrained(folder)
         section = TeacherSection(url=url, name_or_path=folder)
         if case.teacher == "served":
             return section, {}
-        return {"a": tiny_model(seed=9), "b": section}, {"teacher_names": ["a", "b"]}
+        return {"a": tiny_model(seed=9), "b": section}, {"teacher": {"names": ["a", "b"]}}
     teacher = tiny_model(case.architecture, seed=9)
-    if case.options.get("one_stop_outcome"):
+    if case.options.get("teacher", {}).get("merge_eos"):
         teacher.generation_config.eos_token_id = OTHER_EOS
     return teacher, {}
 
@@ -191,12 +192,14 @@ def record(case: Case, url: str) -> dict[str, Any]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         second, options = teacher_of(case, url, folder)
+        if "teacher" in options and "teacher" in case.options:
+            options["teacher"] |= case.options["teacher"]
         more = {"peft_config": peft.LoraConfig(**LORA)} if case.lora else {}
         trainer = trainer_for(
             case.method, tiny_model(case.architecture), rows_of(case, 12, 0), folder, second,
             eval_rows=rows_of(case, 4, 1), max_steps=3, learning_rate=1e-2 if case.lora else 1e-3, max_grad_norm=1.0,
             per_device_train_batch_size=2, gradient_accumulation_steps=2, per_device_eval_batch_size=2,
-            layout=case.layout, **options, **case.options, **more,
+            layout=case.layout, **case.options | options, **more,
         )  # fmt: skip
         trainer.train()
         eval_loss = trainer.evaluate()["eval_loss"]

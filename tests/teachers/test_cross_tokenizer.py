@@ -137,7 +137,7 @@ def test_opd_by_its_definition(loss_type, other, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
     monkeypatch.setattr("hf_posttrain.generation.rollout.generate", generate)
     config = {"loss_type": loss_type, "per_device_train_batch_size": 8, "max_completion_length": 30, "max_length": 200,
-              "teacher_tokenizer": folder}  # fmt: skip
+              "teacher": {"tokenizer": folder}}  # fmt: skip
     counts.clear()
     rows, student = ROWS + ROWS, tiny_student()
     trainer = trainer_for("opd", tiny_student(), rows, tmp_path, second=teacher, **config)
@@ -167,7 +167,7 @@ def test_kd_by_its_definition(other, tmp_path):
     """Both parts, with gradients: chunks of several tokens by the divergence of two outcomes."""
     folder, tokenizer, teacher = other
     expect_few_longer_tokens(teacher, tokenizer)
-    config = {"per_device_train_batch_size": 4, "teacher_tokenizer": folder, "kd_coef": 0.7}
+    config = {"per_device_train_batch_size": 4, "teacher": {"tokenizer": folder}, "kd_coef": 0.7}
     trainer = trainer_for("kd", tiny_student(), ROWS, tmp_path, second=teacher, **config)
     student, prepared = tiny_student(), trainer.train_dataset
     counts.clear()
@@ -247,7 +247,7 @@ def test_equal_tokenizers_give_the_ordinary_loss_exactly(method, tmp_path, monke
     config = {"max_length": 100} | ({"kd_coef": 0.5} if method == "kd" else {})
     plain = one_step(method, tiny_model(), ROWS, tmp_path, second=tiny_model(seed=9), **config)
     across = one_step(method, tiny_model(), ROWS, tmp_path, second=tiny_model(seed=9),
-                      teacher_tokenizer=str(tmp_path / "same"), **config)  # fmt: skip
+                      teacher={"tokenizer": str(tmp_path / "same")}, **config)  # fmt: skip
     assert across[0] == plain[0]
     assert all(torch.equal(gradient, plain[1][name]) for name, gradient in across[1].items())
 
@@ -257,7 +257,7 @@ def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other
     """OPD by the policy gradient; KD by two outcomes for each chunk, where the local one has more for lone tokens."""
     folder, _, teacher = other
     fix_rollouts(monkeypatch)
-    config = {"teacher_tokenizer": folder, "max_length": 200} | (
+    config = {"teacher": {"tokenizer": folder}, "max_length": 200} | (
         {"loss_type": "policy_gradient", "max_completion_length": 20} if method == "opd" else {})  # fmt: skip
     with Serving(teacher) as server:
         section = TeacherSection(url=server.url, name_or_path=folder)
@@ -272,21 +272,22 @@ def test_a_served_teacher_with_its_own_tokenizer_is_as_a_local_one(method, other
 @pytest.mark.parametrize(
     ("method", "config", "message"),
     [
-        ("opd", {"teacher_top_k": 5}, "teacher_top_k: a teacher with its own tokenizer is compared by chunks"),
+        ("opd", {"teacher": {"tokenizer": "x", "top_k": 5}}, "teacher.top_k cannot be combined .* compared by chunks"),
         ("opd", {"loss_type": "policy_gradient", "reward": {"function": "exact_match"}, "num_generations": 2},
-         "reward: a teacher with its"),
-        ("opd", {"rollouts": "replay"}, "tokenizer estimates from tokens that the policy of now sampled: set live"),
-        ("opd", {"rollouts": "frozen"}, "tokenizer estimates from tokens that the policy of now sampled: set live"),
-        ("opd", {"teacher_tokenizer": None, "teacher_names": "maths"}, "teacher_names='maths': a list of names"),
-        ("kd", {"teacher_tokenizer": None, "teacher_names": [1]}, "a list of names is wanted, each a text"),
-        ("kd", {"temperature": 2.0}, "temperature=2: a teacher with its own tokenizer"),
-        ("kd", {"completion_only_loss": False}, "reads another text before the answer"),
-        ("kd", {"teacher_names": ["a"], "teacher_tokenizer": {"a": "x"}}, "none may have a tokenizer of its own yet"),
+         "reward cannot be combined with a teacher that has its own tokenizer"),
+        ("opd", {"rollouts": "replay"}, "tokenizer estimates from tokens that the current policy sampled"),
+        ("opd", {"rollouts": "frozen"}, "tokenizer estimates from tokens that the current policy sampled"),
+        ("opd", {"teacher": {"names": "maths"}}, "teacher.names must be a list of texts or null, not 'maths'"),
+        ("kd", {"teacher": {"names": [1]}}, r"teacher.names must be a list of texts or null, not \[1\]"),
+        ("kd", {"temperature": 2.0}, "temperature=2 cannot be combined with a teacher that has its own tokenizer"),
+        ("kd", {"completion_only_loss": False}, "reads another prompt"),
+        ("kd", {"teacher": {"names": ["a"], "tokenizer": {"a": "x"}}}, "cannot be combined with teacher.names"),
     ],
 )
 def test_contradictions_are_refused(method, config, message, tmp_path):
+    config = {"teacher": {"tokenizer": "x"}} | config
     with pytest.raises(InputError, match=message):
-        trainer_for(method, tiny_model(), ROWS, tmp_path, second=tiny_model(), **{"teacher_tokenizer": "x"} | config)
+        trainer_for(method, tiny_model(), ROWS, tmp_path, second=tiny_model(), **config)
 
 
 def test_another_tokenizer_that_nobody_asked_for_is_refused(other, tmp_path):
@@ -300,7 +301,7 @@ def test_another_tokenizer_that_nobody_asked_for_is_refused(other, tmp_path):
 def test_the_teacher_reads_each_batch_once(method, other, tmp_path, monkeypatch):
     folder, _, teacher = other
     fix_rollouts(monkeypatch)
-    trainer = trainer_for(method, tiny_student(), ROWS, tmp_path, second=teacher, teacher_tokenizer=folder,
+    trainer = trainer_for(method, tiny_student(), ROWS, tmp_path, second=teacher, teacher={"tokenizer": folder},
                           max_length=200)  # fmt: skip
     trainer.check_scoring(trainer.model)
     calls = []
@@ -316,7 +317,8 @@ def test_a_student_may_have_more_tokens_than_its_teacher(method, layout, tmp_pat
     """As a Gemma student of a SmolLM2 teacher: the student's ids are not the teacher's to read."""
     tokenizer = gpt2_tokenizer()
     byte_tokenizer().save_pretrained(tmp_path / "teacher")
-    options = {"tokenizer": tokenizer, "teacher_tokenizer": str(tmp_path / "teacher"), "layout": layout, "max_steps": 2,
+    options = {"tokenizer": tokenizer, "teacher": {"tokenizer": str(tmp_path / "teacher")}, "layout": layout,
+               "max_steps": 2,
                "learning_rate": 1e-3}  # fmt: skip
     options |= {"max_completion_length": 12} if method == "opd" else {}
     student, teacher = tiny_model(vocab_size=520), tiny_model(seed=9, vocab_size=260)

@@ -62,7 +62,7 @@ def assert_equal(head, tile, expected, leaves):
 def test_a_divergence_is_over_merged_outcomes(name, temperature, softcap, given):
     hidden, weight, theirs, tokens = given
     stop, transform = MergedEOS(torch.tensor(ENDS), temperature), H.LogitTransform(softcap=softcap)
-    function = distill.divergence(name, 0.3 if name == "jsd" else None, 0.1)
+    function = distill.divergence(name, 0.3 if name == "jsd" else None)
     tile = distill.dense(function, teacher_of(theirs.clone(), stop), stop.merge_ids(tokens), temperature, 0.0)
     logits = transform(hidden @ weight.T)
     q, p = merged_logps(logits, temperature), merged_logps(theirs, temperature)

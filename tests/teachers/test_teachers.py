@@ -46,8 +46,8 @@ def served(tmp_path_factory):
 
 
 @pytest.mark.parametrize("config", [
-    {"loss_type": "policy_gradient"}, {"teacher_top_k": V}, {"teacher_top_k": 8},
-    {"teacher_top_k": 8, "teacher_rest": "residual"}, {"teacher_top_k": V, "temperature": 0.7},
+    {"loss_type": "policy_gradient"}, {"teacher": {"top_k": V}}, {"teacher": {"top_k": 8}},
+    {"teacher": {"top_k": 8, "top_k_remainder": "residual"}}, {"teacher": {"top_k": V}, "temperature": 0.7},
 ], ids=lambda config: "-".join(map(str, config.values())))  # fmt: skip
 def test_opd_of_a_served_teacher_is_that_of_a_local_one(config, served, tmp_path, monkeypatch):
     """Loss and gradients; with all of the vocabulary they are those of the dense loss too."""
@@ -57,17 +57,17 @@ def test_opd_of_a_served_teacher_is_that_of_a_local_one(config, served, tmp_path
     steps = {name: one_step("opd", tiny_model(), rows, tmp_path / name, second=second, num_generations=2, **config)
              for name, second in ways.items()}  # fmt: skip
     assert_same_step(steps["server"], steps["local"])
-    if config.get("teacher_top_k") == V:
-        config = {name: value for name, value in config.items() if name != "teacher_top_k"}
+    if config.get("teacher") == {"top_k": V}:
+        config = {name: value for name, value in config.items() if name != "teacher"}
         dense = one_step("opd", tiny_model(), rows, tmp_path / "dense", second=tiny_model(seed=9), num_generations=2,
                          **config)  # fmt: skip
         assert_same_step(steps["server"], dense, relative=1e-4)
 
 
-@pytest.mark.parametrize("options", [{"teacher_top_k": V}, {"precompute_teacher_top_k": V}, {"teacher_top_k": 5},
-                                     {"precompute_teacher_top_k": 5}], ids=str)  # fmt: skip
-def test_kd_of_a_served_teacher_is_that_of_a_local_one(options, served, tmp_path):
-    rows = token_rows("kd", 6)
+@pytest.mark.parametrize("precompute", [False, True])
+@pytest.mark.parametrize("k", [V, 5])
+def test_kd_of_a_served_teacher_is_that_of_a_local_one(k, precompute, served, tmp_path):
+    rows, options = token_rows("kd", 6), {"teacher": {"top_k": k, "precompute": precompute}}
     ways = {"server": served[1], "local": tiny_model(seed=9)}
     steps = {name: one_step("kd", tiny_model(), rows, tmp_path / name, second=second, **options)
              for name, second in ways.items()}  # fmt: skip
@@ -78,9 +78,9 @@ def test_scores_by_a_server_come_from_the_cache_the_second_time(served, tmp_path
     server, section = served
     rows = token_rows("kd", 5, seed=3)
     asked = lambda: sum(path == "/v1/completions" for path, _ in server.log)  # noqa: E731
-    trainer_for("kd", tiny_model(), rows, tmp_path, second=section, precompute_teacher_top_k=4)
+    trainer_for("kd", tiny_model(), rows, tmp_path, second=section, teacher={"top_k": 4, "precompute": True})
     before = asked()
-    trainer_for("kd", tiny_model(), rows, tmp_path, second=section, precompute_teacher_top_k=4)
+    trainer_for("kd", tiny_model(), rows, tmp_path, second=section, teacher={"top_k": 4, "precompute": True})
     assert asked() - before == 3  # does it give 4 of each token, has it these tokens, and which model is it?
 
 
@@ -93,12 +93,12 @@ def test_several_ends_are_one_outcome_to_a_served_teacher_as_well(tmp_path, monk
     byte_tokenizer().save_pretrained(folder)
     teacher.config.save_pretrained(folder)
     teacher.generation_config.save_pretrained(folder)
-    for config in ({"loss_type": "policy_gradient"}, {"teacher_top_k": V}, {"teacher_top_k": V - 1}):
+    for config in ({"loss_type": "policy_gradient"}, {"teacher": {"top_k": V}}, {"teacher": {"top_k": V - 1}}):
         with Serving(teacher) as server:
             second = TeacherSection(url=server.url, name_or_path=str(folder))
             found = one_step("opd", tiny_model(), rows, tmp_path, second=second, **config)
         local = one_step("opd", tiny_model(), rows, tmp_path, second=teacher, **config)
-        if config.get("teacher_top_k") == V - 1:  # both ends were among them, so that one fewer is known
+        if config.get("teacher") == {"top_k": V - 1}:  # both ends were among them, so that one fewer is known
             torch.testing.assert_close(found[0], local[0], rtol=1e-3, atol=0)
         else:
             assert_same_step(found, local)
@@ -107,9 +107,9 @@ def test_several_ends_are_one_outcome_to_a_served_teacher_as_well(tmp_path, monk
 @pytest.mark.parametrize(
     ("method", "config", "message"),
     [
-        ("opd", {}, "a server gives a teacher's top tokens alone: set teacher_top_k"),
+        ("opd", {}, "a server gives a teacher's top tokens alone: set teacher: .top_k: 20"),
         ("kd", {}, "a server gives a teacher's top tokens alone"),
-        ("opd", {"teacher_top_k": 5, "temperature": 0.7}, "at temperature 1, from whose top tokens others do not"),
+        ("opd", {"teacher": {"top_k": 5}, "temperature": 0.7}, "at temperature 1, from whose top tokens others do not"),
     ],
 )
 def test_what_a_server_cannot_give_is_refused(method, config, message, served, tmp_path):
@@ -133,7 +133,7 @@ def test_a_teacher_reads_its_own_prompt(layout, tmp_path, monkeypatch):
     fix_rollouts(monkeypatch)
     rows, teacher = privileged("opd"), tiny_model(seed=9)
     loss, _ = one_step("opd", tiny_model(), rows, tmp_path, second=teacher, num_generations=2, layout=layout,
-                       teacher_prompt="{{ prompt }}", per_device_train_batch_size=6)  # fmt: skip
+                       teacher={"prompt": "{{ prompt }}"}, per_device_train_batch_size=6)  # fmt: skip
     total, count, student = 0.0, 0, tiny_model()
     prompts = [row["prompt_ids"] for row in rows for _ in range(2)]
     answers = fake_generate(None, prompts, 6, [258])
@@ -146,7 +146,7 @@ def test_a_teacher_reads_its_own_prompt(layout, tmp_path, monkeypatch):
 
 def test_kd_reads_the_teachers_own_prompt(tmp_path):
     rows, teacher, student = privileged("kd"), tiny_model(seed=9), tiny_model()
-    loss, _ = one_step("kd", student, rows, tmp_path, second=teacher, teacher_prompt="{{ prompt }}", kd_coef=1.0,
+    loss, _ = one_step("kd", student, rows, tmp_path, second=teacher, teacher={"prompt": "{{ prompt }}"}, kd_coef=1.0,
                        per_device_train_batch_size=6)  # fmt: skip
     total, count = 0.0, 0
     for row in rows:
@@ -156,8 +156,9 @@ def test_kd_reads_the_teachers_own_prompt(tmp_path):
         total += (kl * torch.tensor(row["completion_mask"])).sum().item()
         count += sum(row["completion_mask"])
     assert loss == pytest.approx(total / count, rel=1e-5)
-    cached, _ = one_step("kd", student, rows, tmp_path, second=teacher, teacher_prompt="{{ prompt }}", kd_coef=1.0,
-                         per_device_train_batch_size=6, precompute_teacher_top_k=V)  # fmt: skip
+    cached, _ = one_step("kd", student, rows, tmp_path, second=teacher, kd_coef=1.0,
+                         teacher={"prompt": "{{ prompt }}", "top_k": V, "precompute": True},
+                         per_device_train_batch_size=6)  # fmt: skip
     assert cached == pytest.approx(loss, rel=1e-5)
 
 
@@ -171,13 +172,13 @@ def test_a_template_makes_the_teachers_prompt_of_the_rows_columns(tmp_path):
         "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1+1= (answer: {a}; even)<|im_end|>\n"
         "<|im_start|>assistant\n"))):  # fmt: skip
         trainer = trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), tokenizer=tokenizer,
-                              teacher_prompt=template, max_length=200)  # fmt: skip
+                              teacher={"prompt": template}, max_length=200)  # fmt: skip
         [row] = trainer.train_dataset
         answer = "2" if rows is plain else str(chat[0]["completion"])
         assert tokenizer.decode(row["teacher_prompt_ids"]) == expected.replace("{a}", answer)
         assert "answer:" not in tokenizer.decode(row["prompt_ids"])
     with pytest.raises(InputError, match=r"row 0: teacher prompt: 'solution' is undefined; the row has prompt"):
-        trainer_for("opd", tiny_model(), plain, tmp_path, second=tiny_model(), teacher_prompt="{{ solution }}")
+        trainer_for("opd", tiny_model(), plain, tmp_path, second=tiny_model(), teacher={"prompt": "{{ solution }}"})
 
 
 # ---- several
@@ -191,7 +192,7 @@ def test_each_row_has_the_teacher_that_it_names(method, served, tmp_path, monkey
     rows = token_rows(method, 6).add_column("teacher", names)
     teachers = {"a": tiny_model(seed=3), "b": tiny_model(seed=9)}
     config = {"per_device_train_batch_size": 6} | ({"kd_coef": 1.0} if method == "kd" else {})
-    named = {"teacher_names": ["a", "b"]}
+    named = {"teacher": {"names": ["a", "b"]}}
     together, _ = one_step(method, tiny_model(), rows, tmp_path, second=teachers, **config, **named)
     whole = trainer_for(method, tiny_model(), rows, tmp_path, second=teachers, **config, **named)
     whole.train()
@@ -208,8 +209,8 @@ def test_each_row_has_the_teacher_that_it_names(method, served, tmp_path, monkey
         tokens = sum(sum(row[column]) for row in chosen) if column else sum(map(len, answers))
         total, count = total + trainer.state.log_history[0]["loss"] * tokens, count + tokens
     assert together == pytest.approx(total / count, rel=1e-5)
-    by_top = {"teacher_top_k": V, "teacher_rest": "tail"} if method == "opd" else {"teacher_top_k": V}
-    both, options = teachers | {"b": served[1]}, config | named | by_top
+    both = teachers | {"b": served[1]}
+    options = config | {"teacher": named["teacher"] | {"top_k": V}}
     mixed, _ = one_step(method, tiny_model(), rows, tmp_path, second=both, **options)
     assert mixed == pytest.approx(together, rel=1e-4)
 
@@ -218,7 +219,7 @@ def test_a_row_of_an_unknown_teacher_is_named(tmp_path):
     rows = token_rows("opd", 3).add_column("teacher", ["a", "b", "math"])
     with pytest.raises(InputError, match=r"row 2: column 'teacher': 'math' is none of the teachers; valid: a, b"):
         trainer_for("opd", tiny_model(), rows, tmp_path, second={"a": tiny_model(seed=3), "b": tiny_model(seed=9)},
-                    teacher_names=["a", "b"])  # fmt: skip
+                    teacher={"names": ["a", "b"]})  # fmt: skip
 
 
 # ---- the student's own past
@@ -244,14 +245,14 @@ def test_the_student_as_it_began_is_a_teacher_that_does_not_move(adapter, tmp_pa
     found = []
     for second in (TeacherSection(self="start"), whole):
         trainer = trainer_for("opd", copy.deepcopy(student), rows, tmp_path, second=second, peft_config=peft_config,
-                              teacher_prompt="{{ prompt }}", **config)  # fmt: skip
+                              teacher={"prompt": "{{ prompt }}"}, **config)  # fmt: skip
         trainer.train()
         found.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
         if second is not whole:
             assert len(trainer.second_models) == (0 if adapter else 1)
     assert found[0] == pytest.approx(found[1], rel=1e-3)
     assert len(set(found[0])) == 3
-    with pytest.raises(InputError, match="the student has nothing to learn from itself: set prompt"):
+    with pytest.raises(InputError, match=r"the student has nothing to learn from itself\. Set prompt"):
         trainer_for("opd", copy.deepcopy(student), token_rows("opd"), tmp_path, peft_config=peft_config,
                     second=TeacherSection(self="start"))  # fmt: skip
 
@@ -261,7 +262,7 @@ def test_a_moving_average_follows_and_is_resumed(lora, tmp_path):
     """w <- 0.5 w + 0.5 policy after each step; a run that is cut in two goes on with it."""
     peft_config = peft.LoraConfig(**LORA) if lora else None
     config = {"max_steps": 4, "learning_rate": 3e-3, "save_strategy": "steps", "save_steps": 2,
-              "teacher_prompt": "{{ prompt }}", "peft_config": peft_config}  # fmt: skip
+              "teacher": {"prompt": "{{ prompt }}"}, "peft_config": peft_config}  # fmt: skip
     section, rows = TeacherSection(self="ema", ema=0.5), privileged("opd", 16)
     whole = trainer_for("opd", tiny_model(), rows, tmp_path / "whole", second=section, **config)
     average = whole.stateful["teacher_average"]
@@ -293,7 +294,7 @@ def test_a_moving_average_follows_and_is_resumed(lora, tmp_path):
 def test_an_average_of_low_precision_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"an average of torch\.bfloat16 weights does not move"):
         trainer_for("opd", tiny_model().to(torch.bfloat16), privileged("opd"), tmp_path,
-                    second=TeacherSection(self="ema"), teacher_prompt="x")  # fmt: skip
+                    second=TeacherSection(self="ema"), teacher={"prompt": "x"})  # fmt: skip
     assert math.isclose(TeacherSection().ema, 0.99)
 
 
@@ -303,14 +304,14 @@ def test_an_average_of_low_precision_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("section", "config", "message"),
     [
-        ({"self": "start", "prompt": "{{ prompt }}!"}, {}, "behind its own prompt the student has nothing to learn"),
-        ({"name_or_path": "x", "prompt": "{{ prompt }}!"}, {}, "rows are prepared before .*: set teacher_prompt"),
-        ({"name_or_path": "x", "own_tokenizer": True}, {}, "set teacher_tokenizer of the Config too"),
+        ({"self": "start", "prompt": "{{ prompt }}!"}, {}, "with its own prompt the student has nothing to learn"),
+        ({"name_or_path": "x", "prompt": "{{ prompt }}!"}, {}, "before the teacher is known: set prompt in the option"),
+        ({"name_or_path": "x", "own_tokenizer": True}, {}, "set tokenizer in the option teacher of the Config too"),
         ({"self": "emaa"}, {}, "teacher_model.self='emaa' is not one of start, ema"),
-        ({"self": "ema", "ema": 7.0}, {"teacher_prompt": "x"}, "teacher_model.ema=7 is not in"),
-        ({"self": "start", "name_or_path": "x"}, {"teacher_prompt": "x"}, "with teacher_model.self the student is"),
-        ({"self": "ema"}, {"teacher_prompt": "x", "rollouts": "frozen", "precompute_teacher_top_k": 4},
-         "self: ema moves on, and its scores would be those of the start"),
+        ({"self": "ema", "ema": 7.0}, {"teacher": {"prompt": "x"}}, "teacher_model.ema=7 is not in"),
+        ({"self": "start", "name_or_path": "x"}, {"teacher": {"prompt": "x"}}, "with teacher_model.self the student"),
+        ({"self": "ema"}, {"teacher": {"prompt": "x", "top_k": 4, "precompute": True}, "rollouts": "frozen"},
+         "teacher.precompute would keep the scores of the start, and self: ema changes"),
     ],
 )  # fmt: skip
 def test_a_section_that_would_be_ignored_is_refused(section, config, message, tmp_path):
@@ -323,7 +324,7 @@ def test_a_template_that_writes_nothing_or_needs_what_a_row_lacks_is_told(tmp_pa
     for template, message in (("{{ hint }}", r"row 1: teacher prompt: 'hint' is undefined"),
                               ("{% if false %}x{% endif %}", "row 0: teacher prompt: the template writes nothing")):
         with pytest.raises(InputError, match=message):
-            trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), teacher_prompt=template)
+            trainer_for("opd", tiny_model(), rows, tmp_path, second=tiny_model(seed=9), teacher={"prompt": template})
 
 
 def test_a_served_teacher_with_more_ids_is_as_a_local_one(tmp_path, tmp_path_factory, monkeypatch):
@@ -335,7 +336,7 @@ def test_a_served_teacher_with_more_ids_is_as_a_local_one(tmp_path, tmp_path_fac
     rows = token_rows("opd", 6)
     with Serving(teacher) as server:
         section = TeacherSection(url=server.url, name_or_path=str(folder))
-        found = one_step("opd", tiny_model(), rows, tmp_path, second=section, teacher_top_k=320)
+        found = one_step("opd", tiny_model(), rows, tmp_path, second=section, teacher={"top_k": 320})
     local = one_step("opd", tiny_model(), rows, tmp_path, second=teacher)
     assert found[0] == pytest.approx(local[0], rel=1e-4)
 
@@ -346,7 +347,7 @@ def test_a_server_of_another_tokenizer_is_refused(tmp_path):
     for tokenizer in (byte_tokenizer(), llama2_tokenizer()):
         with Serving(tiny_model(seed=9), tokenizer=tokenizer) as server:
             section.url = f"{server.url}/v1"  # as some clients want it
-            given = {"second": section, "teacher_top_k": 4}
+            given = {"second": section, "teacher": {"top_k": 4}}
             if tokenizer.vocab_size == byte_tokenizer().vocab_size:
                 trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, **given)
                 continue
@@ -358,7 +359,7 @@ def test_rows_that_are_too_long_for_a_server_are_refused_before_training(served,
     with Serving(tiny_model(seed=9), max_model_len=12) as server:
         section = TeacherSection(url=server.url, name_or_path=served[1].name_or_path)
         with pytest.raises(InputError, match=r"rows have up to 1\d tokens, and .* --max-model-len of 12: start"):
-            trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=section, teacher_top_k=4)
+            trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=section, teacher={"top_k": 4})
 
 
 def test_a_prompt_of_the_teachers_own_that_is_too_long_is_told(served, tmp_path):
@@ -366,8 +367,8 @@ def test_a_prompt_of_the_teachers_own_that_is_too_long_is_told(served, tmp_path)
     with Serving(tiny_model(seed=9), max_model_len=40) as server:
         section = TeacherSection(url=server.url, name_or_path=served[1].name_or_path)
         rows = [{"prompt": "a question", "completion": "yes"}] * 4
-        trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=section, teacher_top_k=4,
-                              teacher_prompt="{{ prompt }}, and a solution that is long")  # fmt: skip
+        trainer = trainer_for("kd", tiny_model(), rows, tmp_path, second=section,
+                              teacher={"top_k": 4, "prompt": "{{ prompt }}, and a solution that is long"})  # fmt: skip
         with pytest.raises(ServerError, match=r"3\d tokens of prompt and 4 of answer are too long for http"):
             trainer.train()
 
@@ -377,4 +378,4 @@ def test_an_answer_of_another_form_is_one_line(served, tmp_path, monkeypatch):
     monkeypatch.setattr(server, "scores", lambda prompt, **how: {"token_ids": [0], "prompt_token_ids": prompt,
                                                                  "prompt_logprobs": [None, *[{"x": {}}] * 99]})
     with pytest.raises(InputError, match=r"gives no prompt_logprobs|answered otherwise than vLLM does"):
-        trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=section, teacher_top_k=4)
+        trainer_for("opd", tiny_model(), token_rows("opd"), tmp_path, second=section, teacher={"top_k": 4})

@@ -43,8 +43,9 @@ CHANGED = {  # option -> another value of it, where that cannot be told from the
     "torch_empty_cache_steps": 1, "resume_despite": "beta", "length_column_name": "tokens", "ddp_timeout": 60,
     "hub_model_id": "a/b", "hub_token": "x", "hub_revision": "x", "trackio_space_id": "a/b", "project": "other",
     "loss_type": {"dpo": "ipo", "kto": "bco", "opd": "policy_gradient"}, "divergence": "reverse_kl",
-    "loss_weights": [2.0], "desirable_weight": 1.5, "undesirable_weight": 1.5, "rollout": "vllm", "skew_alpha": 0.3,
-    "precompute_ref_batch_size": 3, "precompute_teacher_top_k": 4, "num_generations": 2, "generation_batch_size": 1,
+    "loss_weights": [2.0], "desirable_weight": 1.5, "undesirable_weight": 1.5, "beta": 0.3,
+    "sampler": {"batch_size": 1},
+    "precompute_ref_batch_size": 3, "teacher": {"top_k": 4, "precompute": True}, "num_generations": 2,
     "lmbda": 0.5, "max_completion_length": 5, "output_dir": None, "eval_accumulation_steps": 1,
     "learning_rate": 5e-4, "num_train_epochs": 7, "adam_beta1": 0.8, "adam_beta2": 0.9, "weight_decay": 0.1,
     "greater_is_better": False, "packing": True, "dataset_text_field": "other", "report_to": "tensorboard",
@@ -113,7 +114,7 @@ ASKED_FOR = {  # options that cannot be changed alone on this machine, and what 
     **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), "a C++ compiler"),
     "parallelism_config": "several processes", "ddp_backend": "several processes", "deepspeed": "a launcher",
     "dataloader_multiprocessing_context": "workers", "ignore_data_skip": "another order of rows, by its meaning",
-    "resume_from_checkpoint": "what `resume` does", "rollout": "vLLM", "vllm_mode": "vLLM",
+    "resume_from_checkpoint": "what `resume` does", "rollout": "vLLM", "sampler": "vllm_colocate",
     "local_rank": "several processes", "teacher_model_name_or_path": "no `teacher_model`",
     "teacher_model_revision": "the hub",
 }  # fmt: skip
@@ -216,8 +217,8 @@ def test_a_checkpoint_resumes_however_its_batches_were_copied_to_the_device(part
     """Older checkpoints describe it, and a run on a GPU has another default."""
     options = {"non_blocking": False, "even_batches": False}
     then, now = ({"accelerator_config": found} for found in (options, options | {part: value}))
-    assert bool(same_run.differences(then, now, None)) is refused
-    assert bool(same_run.differences(now, then, None)) is refused
+    assert bool(same_run.differences(then, now, None, {})) is refused
+    assert bool(same_run.differences(now, then, None, {})) is refused
 
 
 def test_another_base_of_an_adapter_is_refused(whole, tmp_path):

@@ -155,6 +155,7 @@ def test_saved_on_two_and_loaded_on_one(engine, kind, trained):
         assert_same(merged.state_dict(), loaded(folder / "merged"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", quick("fsdp2", among=("single", *ENGINES)))
 def test_a_tied_head_is_saved_once_and_the_cache_stays_on(engine, trained):
     folder, *_ = trained(engine, "dpo", "full", **{"world": 1} if engine == "single" else {})
@@ -186,6 +187,7 @@ def test_zero3_that_is_told_not_to_gather(trained):
     assert_same(weights, loaded(folder / "saved"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", quick("fsdp2", among=ENGINES))
 def test_an_adapter_continued_by_dpo(engine, trained):
     """Two processes give the numbers of one, and the reference alongside the policy's adapter is not saved."""
@@ -277,6 +279,7 @@ def test_a_run_resumes_with_another_number_of_processes(engine, kind, before, af
     assert_same(weights_found, weights, exact=False)
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumed_trains_no_step_more(trained, tmp_path):
     folder, logs, weights = trained("ddp", "dpo", "full")
     shutil.copytree(folder / "checkpoint-5", tmp_path / "checkpoint-5")
@@ -468,6 +471,7 @@ def workers_of(launcher):
     return sorted(int(line.split()[0]) for line in listed if "hf_posttrain.run" in line)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "worker"),
     [
@@ -584,7 +588,7 @@ def scored(rank, engine, method, caches, machines=1):
         return real(*args)
 
     real, score_cache.score_rows = score_cache.score_rows, watched
-    precompute = {"precompute_teacher_top_k": 3} if method == "kd" else {"precompute_ref_log_probs": True}
+    precompute = {"teacher": {"top_k": 3, "precompute": True}} if method == "kd" else {"precompute_ref_log_probs": True}
     rows = trainer_for(
         method, tiny_model(), token_rows(method, 13), tempfile.mkdtemp(), per_device_eval_batch_size=2,
         second=tiny_model(seed=5) if method == "kd" else None, **precompute, **engine_arguments(engine),
@@ -602,6 +606,7 @@ def test_a_cache_computed_on_two_is_that_of_one(engine, method, tmp_path):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_a_cache_that_one_machine_lacks(tmp_path):
     one, other = str(tmp_path / "one"), str(tmp_path / "other")
     for caches, expected in (([one, one], True), ([one, one], False), ([one, other], True), ([one, other], False)):

@@ -237,7 +237,7 @@ def test_a_best_metric_that_does_not_exist_is_told(tmp_path):
 
 def test_scores_that_another_trainer_made_are_not_taken(tmp_path):
     """A teacher that is the student teaches nothing; top-k rows of another teacher would."""
-    settings = {"precompute_teacher_top_k": 4, "max_steps": 1}
+    settings = {"teacher": {"top_k": 4, "precompute": True}, "max_steps": 1}
     other = trainer_for("kd", tiny_model(), token_rows("kd"), tmp_path, second=tiny_model(seed=5), **settings)
     other.train()
     same = trainer_for("kd", tiny_model(), other.train_dataset, tmp_path / "same", second=tiny_model(), kd_coef=1.0,
@@ -577,8 +577,9 @@ def test_hugging_faces_argument_parser_reads_every_config(method, tmp_path):
     assert parser.parse_args(["--fsdp", "--bf16"]).fsdp is True
     assert "--chat_template_kwargs" in parser.format_help()
     if method == "opd":
-        asked = parser.parse_args(["--horizon", "6", "--token_weights", "top_share"])
-        assert (asked.horizon, asked.token_weights) == (6, "top_share")
+        written = ["--rollouts", '{"train_max_tokens": 6}', "--token_weights", "top_share", "--sampler", "policy"]
+        (args,) = parser.parse_args_into_dataclasses([*given, *written])
+        assert (args.rollouts.train_max_tokens, args.token_weights.share, args.sampler.kind) == (6, 0.5, "policy")
 
 
 def test_other_arguments_than_the_config_are_refused(tmp_path):

@@ -230,6 +230,7 @@ LATE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", LATE)
 def test_thinned_logs_show_what_all_of_them_do(case, monkeypatch):
     method, logs, expected = LATE[case]

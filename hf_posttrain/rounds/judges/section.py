@@ -9,7 +9,7 @@ from jinja2 import TemplateError, meta
 
 from ...data.template import parsed
 from ...errors import InputError, nearest
-from ...trainer.method import COUNT, POSITIVE, Problem
+from ...trainer.limits import COUNT, POSITIVE, Problem
 from ...trainer.rules import beyond
 
 LIMITS = {"opponents": COUNT, "batch_size": COUNT, "timeout": POSITIVE}

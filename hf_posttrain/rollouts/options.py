@@ -1,0 +1,222 @@
+"""Options of rollouts: their source, the program that samples them, a reward for them, and weights of their tokens.
+
+Importable without torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..trainer.limits import COUNT, LARGEST, SOME, Limit, Problem
+from ..trainer.option_group import OptionGroup, OptionKind
+
+
+@dataclass(frozen=True)
+class RolloutOptions(OptionKind):
+    """The source of rollouts."""
+
+    selector: ClassVar = "source"
+    limits: ClassVar = {"train_max_tokens": COUNT}
+
+    train_max_tokens: int | dict[str, int] | None = field(
+        default=None,
+        metadata={
+            "help": "Number of tokens of a rollout that are sampled and trained, or {from, to, steps}: a number that "
+            "grows linearly over the first steps. By default max_completion_length."
+        },
+    )
+
+
+@dataclass(frozen=True)
+class OnPolicyRollouts(RolloutOptions):
+    """Sampled in every step, from the current policy."""
+
+    kind: ClassVar = "on_policy"
+
+
+@dataclass(frozen=True)
+class FrozenRollouts(RolloutOptions):
+    """Sampled once, from the policy as it is before training, and cached on disk."""
+
+    kind: ClassVar = "frozen"
+
+
+@dataclass(frozen=True)
+class ReplayRollouts(RolloutOptions):
+    """Some sampled in every step, and others taken from earlier steps."""
+
+    kind: ClassVar = "replay"
+    limits: ClassVar = RolloutOptions.limits | {"fresh_fraction": SOME, "replay_steps": COUNT}
+
+    fresh_fraction: float = field(
+        default=0.25, metadata={"help": "Share of the prompts of each step whose rollouts are sampled in that step."}
+    )
+    replay_steps: int = field(
+        default=16, metadata={"help": "Number of past optimizer steps kept in the replay buffer."}
+    )
+
+
+@dataclass(frozen=True)
+class SamplerOptions(OptionKind):
+    """The program that samples rollouts."""
+
+
+@dataclass(frozen=True)
+class PolicySamplerOptions(SamplerOptions):
+    """The model that trains."""
+
+    kind: ClassVar = "policy"
+    limits: ClassVar = {"batch_size": COUNT}
+
+    batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest number of rollouts in one generation call. By default all rollouts of a step, on a GPU as "
+            "many as its free memory takes. Random numbers depend on it: with a number, another GPU samples the same."
+        },
+    )
+
+
+@dataclass(frozen=True)
+class VLLMOptions(SamplerOptions):
+    """Any vLLM engine."""
+
+    limits: ClassVar = {"check_steps": COUNT, "gpu_memory_utilization": SOME}
+
+    check_steps: int = field(
+        default=20,
+        metadata={
+            "help": "Compare the log-probabilities of vLLM and of the student after the first and after every so many "
+            "transfers of weights."
+        },
+    )
+
+
+    def described(self) -> dict[str, Any]:
+        """Return what the results of a run depend on: both kinds sample the same."""
+        return {"kind": "vllm", "prefetch": getattr(self, "prefetch", False)}
+
+
+@dataclass(frozen=True)
+class VLLMColocateOptions(VLLMOptions):
+    """A vLLM engine in each training process, on the GPU that it trains on."""
+
+    kind: ClassVar = "vllm_colocate"
+
+    gpu_memory_utilization: float = field(
+        default=0.3, metadata={"help": "Share of the GPU's memory that vLLM reserves."}
+    )
+
+
+@dataclass(frozen=True)
+class VLLMServerOptions(VLLMOptions):
+    """A server that `vllm serve` started, for this run alone."""
+
+    kind: ClassVar = "vllm_server"
+
+    base_url: str = field(
+        kw_only=True,
+        metadata={"help": "URL of the server, such as http://localhost:8000. The server must see output_dir."},
+    )
+    prefetch: bool = field(
+        default=False,
+        metadata={
+            "help": "Sample the rollouts of the next step while this one trains, by weights that are one step old."
+        },
+    )
+
+
+@dataclass(frozen=True)
+class RewardOptions(OptionKind):
+    """A reward in addition to the teacher."""
+
+    selector: ClassVar = ""
+    limits: ClassVar = {"coef": Limit(lambda x: 0 < x <= LARGEST, "must be above 0, and at most 1e6")}
+
+    function: str = field(
+        kw_only=True, metadata={"help": "Function that grades a rollout: exact_match, or package.module:name."}
+    )
+    coef: float = field(
+        default=1.0, metadata={"help": "Factor of the grade when it is added to the advantage of each token."}
+    )
+
+
+@dataclass(frozen=True)
+class TokenWeightOptions(OptionKind):
+    """A rule by which some tokens count more than others."""
+
+    selector: ClassVar = "name"
+    requires_advantage: ClassVar = False
+    """Whether the rule weighs the advantage of the policy gradient, and no other loss."""
+
+
+@dataclass(frozen=True)
+class Cumulative(TokenWeightOptions):
+    """Early tokens count more."""
+
+    kind: ClassVar = "cumulative"
+    limits: ClassVar = {"gain": Limit(lambda x: 0 < x <= 100, "must be above 0, and at most 100")}
+
+    gain: float = field(default=0.5, metadata={"help": "Additional weight of the first token."})
+
+
+@dataclass(frozen=True)
+class TopShare(TokenWeightOptions):
+    """Only the tokens with the largest divergence count."""
+
+    kind: ClassVar = "top_share"
+    limits: ClassVar = {"share": SOME}
+
+    share: float = field(default=0.5, metadata={"help": "Share of the tokens that count."})
+
+
+@dataclass(frozen=True)
+class Extremes(TokenWeightOptions):
+    """Only the tokens with the largest and with the smallest advantage count."""
+
+    kind: ClassVar = "extremes"
+    limits: ClassVar = {"share": Limit(lambda x: 0 < x <= 0.5, "must be above 0, and at most 0.5")}
+
+    share: float = field(default=0.25, metadata={"help": "Share of the tokens that count, at each of the two ends."})
+
+
+@dataclass(frozen=True)
+class Bounded(TokenWeightOptions):
+    """Tokens that both models find equally likely count little."""
+
+    kind: ClassVar = "bounded"
+    requires_advantage: ClassVar = True
+
+
+@dataclass(frozen=True)
+class Sign(TokenWeightOptions):
+    """All tokens have an advantage of the same size."""
+
+    kind: ClassVar = "sign"
+    requires_advantage: ClassVar = True
+
+
+ROLLOUTS = OptionGroup(OnPolicyRollouts, FrozenRollouts, ReplayRollouts)
+SAMPLERS = OptionGroup(PolicySamplerOptions, VLLMColocateOptions, VLLMServerOptions)
+
+
+REWARD = OptionGroup(RewardOptions, optional=True)
+TOKEN_WEIGHTS = OptionGroup(Cumulative, TopShare, Extremes, Bounded, Sign, optional=True)
+
+
+def sampler_problems(values: Any) -> Iterator[Problem]:
+    """Yield what is wrong with the sampler of a Config, or of the section `rounds`, whose groups are built."""
+    sampler = values.sampler
+    if not isinstance(sampler, VLLMOptions):
+        return
+    if isinstance(sampler, VLLMServerOptions) and not sampler.base_url.startswith(("http://", "https://")):
+        problem = f"sampler.base_url={sampler.base_url!r} is not a URL such as http://localhost:8000"
+        yield ("sampler.base_url", "sampler"), problem
+    if not 0.01 <= values.temperature <= 2:
+        problem = f"temperature={values.temperature:g}: vLLM samples at 0.01 to 2. Choose one, or sampler: policy"
+        yield ("temperature", "sampler"), problem
+
+
+def uses_vllm(values: Any) -> bool:
+    """Return whether rollouts of a Config, or answers of the section `rounds`, are sampled by vLLM."""
+    return isinstance(getattr(values, "sampler", None), VLLMOptions)

@@ -1,0 +1,218 @@
+"""Groups of options, and their names in the last release."""
+
+
+import dataclasses
+
+import pytest
+
+from hf_posttrain import KDConfig, OPDConfig, SFTConfig
+from hf_posttrain.errors import InputError
+from hf_posttrain.methods import METHODS
+from hf_posttrain.recipe.read import load_recipe
+from hf_posttrain.rollouts.options import (
+    ROLLOUTS,
+    SAMPLERS,
+    OnPolicyRollouts,
+    PolicySamplerOptions,
+    ReplayRollouts,
+    VLLMServerOptions,
+)
+from hf_posttrain.teachers.options import TEACHER, TeacherOptions
+from hf_posttrain.trainer import same_run
+
+SERVER = {"kind": "vllm_server", "base_url": "http://a:1"}
+OLD = [  # method, options of the last release, options now
+    ("opd", {"rollouts": "live"}, {"rollouts": "on_policy"}),
+    ("opd", {"rollouts": "replay", "fresh": 0.5, "replay_windows": 4},
+     {"rollouts": {"source": "replay", "fresh_fraction": 0.5, "replay_steps": 4}}),
+    ("opd", {"rollouts": "frozen", "horizon": 3}, {"rollouts": {"source": "frozen", "train_max_tokens": 3}}),
+    ("opd", {"horizon": {"from": 1, "to": 4, "steps": 3}},
+     {"rollouts": {"train_max_tokens": {"from": 1, "to": 4, "steps": 3}}}),
+    ("opd", {"rollout": "transformers", "generation_batch_size": 4}, {"sampler": {"batch_size": 4}}),
+    ("opd", {"rollout": "vllm", "vllm_mode": "server", "vllm_server_base_url": "http://a:1", "rollout_ahead": 1},
+     {"sampler": SERVER | {"prefetch": True}}),
+    ("opd", {"rollout": "vllm", "vllm_mode": "server", "vllm_server_base_url": "http://a:1", "vllm_check_steps": 3,
+             "rollout_ahead": 0}, {"sampler": SERVER | {"check_steps": 3}}),
+    ("opd", {"teacher_top_k": 4, "teacher_rest": "residual", "one_stop_outcome": False},
+     {"teacher": {"top_k": 4, "top_k_remainder": "residual", "merge_eos": False}}),
+    ("kd", {"precompute_teacher_top_k": 8}, {"teacher": {"top_k": 8, "precompute": True}}),
+    ("kd", {"teacher_prompt": "{{ prompt }}!"}, {"teacher": {"prompt": "{{ prompt }}!"}}),
+    ("kd", {"divergence": "skew_forward_kl", "skew_alpha": 0.3}, {"divergence": "skew_forward_kl", "beta": 0.3}),
+    ("kd", {"one_stop_outcome": True, "teacher_top_k": None}, {"teacher": {"merge_eos": True}}),
+]  # fmt: skip
+CONFIGS = {"kd": KDConfig, "opd": OPDConfig, "sft": SFTConfig}
+RECIPE = """\
+method: {method}
+model: {{name_or_path: student}}
+teacher: {{name_or_path: teacher}}
+data: {{train: {{path: rows.jsonl}}}}
+train:
+  output_dir: out
+"""
+
+
+def config(method, folder, **options):
+    return CONFIGS[method](output_dir=str(folder), use_cpu=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "expected"),
+    [
+        (ROLLOUTS, "on_policy", OnPolicyRollouts()),
+        (ROLLOUTS, None, OnPolicyRollouts()),
+        (ROLLOUTS, {"source": "replay", "fresh_fraction": "0.5"}, ReplayRollouts(fresh_fraction=0.5)),
+        (ROLLOUTS, '{"train_max_tokens": 4}', OnPolicyRollouts(train_max_tokens=4)),
+        (SAMPLERS, {"batch_size": 2}, PolicySamplerOptions(2)),
+        (SAMPLERS, SERVER | {"prefetch": "true"}, VLLMServerOptions(base_url="http://a:1", prefetch=True)),
+        (TEACHER, {}, TeacherOptions()),
+        (TEACHER, {"top_k": 4, "names": ["a"]}, TeacherOptions(top_k=4, names=["a"])),
+    ],
+)
+def test_a_group_is_a_name_or_a_mapping(group, value, expected):
+    built = group.build("option", value)
+    assert built == expected
+    assert group.build("option", built.to_dict()) == built
+    assert group.build("option", built) is built
+    assert group.restore({**built.to_dict(), "of_another_release": 1}) == built
+
+
+@pytest.mark.parametrize(
+    ("group", "value", "message"),
+    [
+        (SAMPLERS, "vllm", "option='vllm' is not one of policy, vllm_colocate, vllm_server"),
+        (SAMPLERS, 3, "option must be one of policy, vllm_colocate, vllm_server, or a mapping such as {kind: policy}"),
+        (SAMPLERS, "{", "option must be one of"),
+        (SAMPLERS, {"batchsize": 3}, "option.batchsize is not an option of kind policy; did you mean 'batch_size'?"),
+        (SAMPLERS, {"prefetch": True}, "option.prefetch is not an option of kind policy. It is an option of vllm_ser"),
+        (SAMPLERS, {"batch_size": True}, "option.batch_size must be a whole number or null, not True"),
+        (SAMPLERS, {"batch_size": 0}, "option.batch_size=0 must be at least 1"),
+        (SAMPLERS, {"kind": "vllm_server"}, "option requires option.base_url of kind vllm_server"),
+        (TEACHER, "top_k", "option must be a mapping with the options top_k, top_k_remainder, precompute"),
+        (TEACHER, {"top_k": 1.5}, "option.top_k must be a whole number or null, not 1.5"),
+    ],
+)
+def test_a_problem_names_the_option(group, value, message):
+    with pytest.raises(InputError) as caught:
+        group.build("option", value)
+    assert message in str(caught.value)
+
+
+def test_a_config_shows_its_groups_as_plain_values(tmp_path):
+    args = config("opd", tmp_path, rollouts={"source": "replay"}, token_weights="top_share")
+    assert args.to_dict()["rollouts"] == {
+        "source": "replay", "train_max_tokens": None, "fresh_fraction": 0.25, "replay_steps": 16,
+    }  # fmt: skip
+    assert args.to_dict()["token_weights"] == {"name": "top_share", "share": 0.5}
+    assert args.to_dict()["reward"] is None
+    assert OPDConfig(**{key: args.to_dict()[key] for key in ("output_dir", "rollouts", "token_weights")}).rollouts == (
+        ReplayRollouts()
+    )
+
+
+def test_a_group_that_is_assigned_later_is_read(tmp_path):
+    args = config("opd", tmp_path)
+    args.rollouts = "replay"
+    args.check_changes()
+    assert args.rollouts == ReplayRollouts()
+    args.sampler = {"batch": 3}
+    with pytest.raises(InputError, match=r"sampler\.batch is not an option"):
+        args.check_changes()
+
+
+@pytest.mark.parametrize(("method", "old", "new"), OLD)
+def test_old_names_work_with_one_warning(method, old, new, tmp_path, caplog):
+    expected = config(method, tmp_path, **new)
+    assert caplog.messages == []
+    found = config(method, tmp_path, **old)
+    groups = METHODS[method].groups
+    assert {key: getattr(found, key) for key in groups} == {key: getattr(expected, key) for key in groups}
+    assert found.beta == expected.beta
+    assert len(caplog.messages) == 1
+    assert "options have new names; the old ones work in this release only: " in caplog.text
+
+
+@pytest.mark.parametrize(("method", "old", "new"), OLD)
+def test_old_names_work_in_a_recipe(method, old, new, tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "teacher_prompt" in old:
+        pytest.skip("a recipe has it in the teacher section, as before")
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(method=method))
+    overrides = [f"train.{name}={value}".replace("'", '"') for name, value in old.items()]
+    recipe = load_recipe("recipe.yaml", [text.replace("None", "null") for text in overrides])
+    groups = METHODS[method].groups
+    for key, value in new.items():
+        given = recipe.train[key]
+        assert groups[key].build(key, given) == groups[key].build(key, value) if key in groups else given == value
+    assert caplog.text.count("options have new names") == 1
+
+
+def test_an_error_of_an_old_name_has_its_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(method="opd") + "  horizon: 4000\n")
+    with pytest.raises(InputError, match=r"recipe.yaml:7: train.rollouts.train_max_tokens=4000 is not between 1 and"):
+        load_recipe("recipe.yaml")
+    with pytest.raises(InputError, match=r"rollouts\.train_max_tokens is given under an old name too: remove horizon"):
+        load_recipe("recipe.yaml", ["train.rollouts={train_max_tokens: 3}"])
+
+
+def test_options_of_the_comparison_stand_in_the_teacher_section(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = RECIPE.format(method="kd").replace("{name_or_path: teacher}", "{name_or_path: teacher, top_k: 5}")
+    (tmp_path / "recipe.yaml").write_text(text)
+    assert load_recipe("recipe.yaml").train["teacher"] == {"top_k": 5}
+    recipe = load_recipe("recipe.yaml", ["teacher.precompute=true"])
+    assert recipe.train["teacher"] == {"top_k": 5, "precompute": True}
+    with pytest.raises(InputError, match=r"train.teacher.top_k is given as teacher.top_k too"):
+        load_recipe("recipe.yaml", ["train.teacher={top_k: 3}"])
+    (tmp_path / "recipe.yaml").write_text(text.replace("top_k: 5", "top_k: 0"))
+    with pytest.raises(InputError, match=r"recipe.yaml:3: train.teacher.top_k=0 must be at least 1"):
+        load_recipe("recipe.yaml")
+
+
+def test_a_method_without_the_group_says_where_the_option_went(tmp_path):
+    with pytest.raises(InputError, match=r"SFTConfig has no horizon: its name is now rollouts.train_max_tokens"):
+        config("sft", tmp_path, horizon=3)
+    args = config("opd", tmp_path)
+    args.horizon = 3
+    with pytest.raises(InputError, match=r"nothing reads it: its name is now rollouts.train_max_tokens"):
+        args.check_changes()
+
+
+@pytest.mark.parametrize(
+    ("changed", "different"),
+    [
+        ({}, []),
+        ({"rollouts": "replay"}, ["rollouts.fresh_fraction", "rollouts.replay_steps", "rollouts.source"]),
+        ({"teacher": {"top_k": 4}}, ["teacher.top_k"]),
+        ({"sampler": {"batch_size": 2}}, ["sampler.batch_size"]),
+        ({"token_weights": "top_share"}, ["token_weights"]),
+    ],
+)
+def test_a_checkpoint_of_the_last_release_is_compared(changed, different, tmp_path):
+    then = {
+        "method": "opd", "rollouts": "live", "fresh": 0.25, "replay_windows": 16, "horizon": None,
+        "teacher_rest": "tail",
+        "precompute_teacher_top_k": None, "teacher_top_k": None, "one_stop_outcome": True, "rollout": "transformers",
+        "generation_batch_size": None, "rollout_ahead": 0, "skew_alpha": 0.1, "beta": None, "reward": None,
+        "token_weights": None, "teacher_prompt": None, "teacher_tokenizer": None, "teacher_names": None,
+    }  # fmt: skip
+    args = config("opd", tmp_path, **changed)
+    groups = METHODS["opd"].groups
+    now = {key: options and options.described() for key, options in ((key, getattr(args, key)) for key in groups)}
+    found = same_run.differences(then, now | {"method": "opd", "beta": None}, None, groups)
+    assert sorted(found) == different
+
+
+def test_both_kinds_of_vllm_resume_each_other(tmp_path):
+    server = SAMPLERS.build("sampler", SERVER)
+    assert server.described() == SAMPLERS.build("sampler", "vllm_colocate").described()
+    assert server.described() != SAMPLERS.build("sampler", SERVER | {"prefetch": True}).described()
+    assert server.described() != SAMPLERS.build("sampler", "policy").described()
+
+
+def test_every_option_of_a_group_has_a_help_text():
+    for method in METHODS.values():
+        for group in method.groups.values():
+            for kind in group.kinds.values():
+                for option in dataclasses.fields(kind):
+                    assert option.metadata["help"].endswith("."), (kind, option.name)
